@@ -1,0 +1,1 @@
+"""Pure maths: tensors in, tensors out."""

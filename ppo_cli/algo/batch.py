@@ -1,0 +1,121 @@
+"""The tensors of a step, a new frozen type for each stage that they pass.
+
+Scored -> `Batch` -> `AnnotatedBatch` (old/ref log-probs, values) -> `TrainBatch` (advantages).
+
+Legend: B sequences, L tokens of prompt + response (right-padded), T response tokens
+(right-padded), G group of responses to one prompt. A mask is bool and True means it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ppo_cli.records import Scored
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Scored rollouts as tensors, all on the CPU.
+
+    Response token t of row b sits at `input_ids_BL[b, prompt_len_B[b] + t]`, and its
+    log-prob and value are read at the position before it. `response_mask_BT` marks real
+    response tokens; `valid_B` is False for rows whose score failed, and those rows are
+    masked out of `loss_mask_BT` and of every statistic.
+    """
+
+    input_ids_BL: Tensor  # int64
+    prompt_len_B: Tensor  # int64
+    response_len_B: Tensor  # int64, >= 1
+    response_mask_BT: Tensor  # bool
+    sampler_logprobs_BT: Tensor  # float32
+    scores_B: Tensor  # float32, 0 where not valid
+    valid_B: Tensor  # bool
+    group_B: Tensor  # int64, index of the prompt within the step
+    weight_version_B: Tensor  # int64
+
+    def __len__(self) -> int:
+        return int(self.input_ids_BL.shape[0])
+
+    @property
+    def loss_mask_BT(self) -> Tensor:
+        """Response tokens of rows that have a score."""
+        return self.response_mask_BT & self.valid_B[:, None]
+
+    def rows(self, index: Tensor) -> Self:
+        """Take some rows, in the order given; padding widths stay."""
+        taken = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            taken[f.name] = value[index] if isinstance(value, Tensor) else value
+        return replace(self, **taken)
+
+
+@dataclass(frozen=True, eq=False)
+class AnnotatedBatch(Batch):
+    """A batch with what the models say of it, before any update.
+
+    A tensor is None only when the run has no such model: no reference, no critic, or no
+    full-vocabulary KL asked for.
+    """
+
+    old_logprobs_BT: Tensor  # float32
+    entropy_BT: Tensor  # float32
+    ref_logprobs_BT: Tensor | None
+    full_kl_BT: Tensor | None  # KL(actor || reference) over the whole vocabulary
+    values_BT: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch(AnnotatedBatch):
+    """An annotated batch with advantages and returns: all that a step needs.
+
+    `is_weight_BT` is the truncated importance weight between sampler and trainer
+    (ones when correction is off).
+    """
+
+    token_rewards_BT: Tensor
+    advantages_BT: Tensor
+    returns_BT: Tensor
+    is_weight_BT: Tensor
+
+
+def build_batch(scored: Sequence[Scored], pad_token_id: int) -> Batch:
+    """Pad scored rollouts into one `Batch`, rows in the order given.
+
+    Raises ValueError for an empty list or an empty response: a sampler always emits a token.
+    """
+    if not scored:
+        raise ValueError("no rollouts to batch")
+    rollouts = [s.rollout for s in scored]
+    prompt_lens = [len(r.prompt.token_ids) for r in rollouts]
+    response_lens = [len(r.token_ids) for r in rollouts]
+    if min(response_lens) == 0:
+        raise ValueError("a rollout has no response token")
+    B, T = len(scored), max(response_lens)
+    L = max(p + t for p, t in zip(prompt_lens, response_lens, strict=True))
+    ids_BL = torch.full((B, L), pad_token_id, dtype=torch.int64)
+    logprobs_BT = torch.zeros(B, T)
+    for b, r in enumerate(rollouts):
+        ids = (*r.prompt.token_ids, *r.token_ids)
+        ids_BL[b, : len(ids)] = torch.tensor(ids)
+        logprobs_BT[b, : len(r.token_ids)] = torch.as_tensor(r.sampler_logprobs)
+    response_len_B = torch.tensor(response_lens)
+    groups: dict[str, int] = {}
+    group = [groups.setdefault(r.prompt.uid, len(groups)) for r in rollouts]
+    values = [s.score.value for s in scored]
+    return Batch(
+        input_ids_BL=ids_BL,
+        prompt_len_B=torch.tensor(prompt_lens),
+        response_len_B=response_len_B,
+        response_mask_BT=torch.arange(T)[None, :] < response_len_B[:, None],
+        sampler_logprobs_BT=logprobs_BT,
+        scores_B=torch.tensor([0.0 if v is None else float(v) for v in values]),
+        valid_B=torch.tensor([v is not None for v in values]),
+        group_B=torch.tensor(group),
+        weight_version_B=torch.tensor([r.weight_version for r in rollouts]),
+    )

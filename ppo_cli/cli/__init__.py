@@ -1,0 +1,1 @@
+"""Words in, words out: commands, flags, screen. Nothing heavy at module level."""

@@ -1,0 +1,1 @@
+"""Numbers and names: schema, layers, plan. No torch."""

@@ -1,0 +1,181 @@
+"""The one schema of a run: every key, its default, range, help, flag and variable.
+
+verl's names without the `actor_rollout_ref.` wrapper. Defaults live here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ppo_cli.config.fields import Section, section, setting
+from ppo_cli.config.rewarding import Reward
+from ppo_cli.config.training import Actor, Algorithm, Critic, Ref
+
+DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
+
+
+class Model(Section):
+    """The model to train."""
+
+    path: str = setting(
+        DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1
+    )
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "Computing precision; unset: bfloat16 on a GPU, float32 without one.", flag="--dtype"
+    )
+    enable_gradient_checkpointing: bool = setting(
+        True, "Recompute activations in the backward pass to save memory."
+    )
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all.", flag="--lora_rank", ge=0)
+    lora_alpha: float = setting(16, "LoRA scale.", flag="--lora_alpha", gt=0)
+    target_modules: str | tuple[str, ...] = setting("all-linear", "Modules that LoRA adapts.")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = setting(
+        "sdpa", "Attention kernel."
+    )
+
+
+class Data(Section):
+    """Prompts in."""
+
+    train_files: tuple[str, ...] = setting(
+        (), "Prompt files or hub sets to train on.", flag="--train_files", env="TRAIN_FILES"
+    )
+    val_files: tuple[str, ...] = setting(
+        (), "Prompt files or hub sets to validate on.", flag="--val_files", env="VAL_FILES"
+    )
+    train_batch_size: int = setting(
+        256, "Prompts a step.", flag="--batch_size", env="BATCH_SIZE", ge=1
+    )
+    max_prompt_length: int = setting(
+        512, "Longest prompt, in tokens.", flag="--max_prompt_length", env="MAX_PROMPT_LENGTH", ge=1
+    )
+    max_response_length: int = setting(
+        512, "Longest response, in tokens.", flag="--max_response_length",
+        env="MAX_RESPONSE_LENGTH", ge=1,
+    )  # fmt: skip
+    filter_overlong_prompts: bool = setting(False, "Drop prompts that are too long, and say so.")
+    truncation: Literal["error", "left", "right"] = setting(
+        "error", "What to do with a prompt that is too long."
+    )
+    shuffle: bool = setting(True, "New seeded order each epoch.")
+    system_prompt: str | None = setting(
+        None, "Put in front of prompts that have no system message.", flag="--system_prompt"
+    )
+    prompt_key: str = setting("prompt", "Column that holds the prompt.")
+    reward_fn_key: str = setting("data_source", "Column that chooses the rule.")
+    apply_chat_template: bool = setting(True, "Render prompts with the chat template.")
+    train_max_samples: int = setting(-1, "Use only the first N training rows; -1 is all.", ge=-1)
+    val_max_samples: int = setting(-1, "Use only the first N validation rows; -1 is all.", ge=-1)
+
+
+class ValSampling(Section):
+    """How validation samples."""
+
+    temperature: float = setting(0.0, "0 is greedy.", ge=0.0, le=10.0)
+    top_p: float = setting(1.0, "Nucleus size; 1 is off.", gt=0.0, le=1.0)
+    top_k: int = setting(-1, "Candidates; -1 is off.", ge=-1)
+    n: int = setting(1, "Responses a prompt.", ge=1)
+
+
+class Rollout(Section):
+    """How training samples."""
+
+    name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
+        None, "Sampler; unset: vllm on a GPU where it is installed, else hf.", flag="--rollout_name"
+    )
+    n: int = setting(1, "Responses a prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1)
+    temperature: float = setting(
+        1.0, "Sampling temperature.", flag="--temperature", env="ROLLOUT_TEMPERATURE", gt=0.0,
+        le=10.0,
+    )  # fmt: skip
+    top_p: float = setting(1.0, "Nucleus size; 1 is off.", flag="--top_p", gt=0.0, le=1.0)
+    top_k: int = setting(-1, "Candidates; -1 is off.", flag="--top_k", ge=-1)
+    tensor_model_parallel_size: int = setting(
+        1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1
+    )
+    gpu_memory_utilization: float = setting(
+        0.5, "Share of GPU memory for the sampler.", flag="--gpu_memory_utilization",
+        env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0,
+    )  # fmt: skip
+    max_num_seqs: int = setting(256, "Sequences sampled at once.", ge=1)
+    max_num_batched_tokens: int = setting(8192, "Token budget of a sampler's batch.", ge=16)
+    enforce_eager: bool = setting(False, "No compiled graphs in the sampler.")
+    enable_prefix_caching: bool = setting(True, "Share the cache of equal prompts.")
+    seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
+    val_kwargs: ValSampling = section(ValSampling)
+
+
+class Trainer(Section):
+    """The run: how long, where to, on what."""
+
+    total_epochs: int = setting(
+        1, "Passes over the training set.", flag="--epochs", env="TOTAL_EPOCHS", ge=1
+    )
+    total_training_steps: int | None = setting(
+        None, "Stop after this many steps, whatever the epochs.", flag="--max_steps",
+        env="MAX_STEPS", ge=1,
+    )  # fmt: skip
+    critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0)
+    output_dir: str = setting(
+        "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1
+    )
+    resume_mode: str = setting(
+        "auto", "auto, never, or the checkpoint folder to go on from.", flag="--resume"
+    )
+    seed: int = setting(42, "Seed of everything.", flag="--seed", env="SEED", ge=0, lt=2**31)
+    save_freq: int = setting(
+        50, "Steps between checkpoints; -1 saves only at the end.", flag="--save_freq", ge=-1
+    )
+    test_freq: int = setting(
+        -1, "Steps between validations; -1 validates at start and end.", flag="--test_freq", ge=-1
+    )
+    val_before_train: bool = setting(True, "Validate before the first step.")
+    max_ckpt_to_keep: int = setting(3, "Newest checkpoints kept, beside the best.", ge=1)
+    patience: int | None = setting(
+        None, "Validations without a new best after which the run ends.", flag="--patience", ge=1
+    )
+    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = setting(
+        ("console",), "Where metrics go beside metrics.jsonl.", flag="--logger"
+    )
+    project_name: str = setting("ppo-cli", "Project name for W&B.")
+    experiment_name: str = setting("ppo", "Run name for W&B.")
+    max_nonfinite_steps: int = setting(
+        3, "Non-finite gradients in a row after which the run stops.", ge=1
+    )
+    engine: Literal["local", "ray", "verl"] | None = setting(
+        None, "Where the work runs; unset: local for one device, ray for more.", flag="--engine"
+    )
+    n_gpus_per_node: int | None = setting(
+        None, "GPUs on each node; unset takes what is there.", flag="--n_gpus", env="N_GPUS", ge=0
+    )
+    nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1)
+    node_rank: int | None = setting(
+        None, "Rank of this node.", flag="--node_rank", env="NODE_RANK", ge=0
+    )
+    master_addr: str | None = setting(
+        None, "Address of node 0.", flag="--master_addr", env="MASTER_ADDR"
+    )
+    master_port: int = setting(
+        6379, "Port of node 0.", flag="--master_port", env="MASTER_PORT", ge=1, le=65535
+    )
+    num_workers: int | None = setting(
+        None, "Learner ranks without GPUs.", flag="--num_workers", ge=1
+    )
+    placement: str | None = setting(
+        None, "Which devices do what: train:0-5,rollout:6-7.", flag="--placement"
+    )
+
+
+class Config(Section):
+    """Everything that a run depends on."""
+
+    model: Model = section(Model)
+    data: Data = section(Data)
+    algorithm: Algorithm = section(Algorithm)
+    actor: Actor = section(Actor)
+    critic: Critic = section(Critic)
+    ref: Ref = section(Ref)
+    rollout: Rollout = section(Rollout)
+    reward: Reward = section(Reward)
+    trainer: Trainer = section(Trainer)

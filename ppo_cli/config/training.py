@@ -1,0 +1,197 @@
+"""Settings of the algorithm and of the models that are trained: verl's names, no wrapper."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ppo_cli.config.fields import Section, section, setting
+
+AggregationMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+Estimator = Literal[
+    "gae",
+    "grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "remax",
+    "opo",
+]
+KlKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+]  # fmt: skip
+
+
+class Optim(Section):
+    """AdamW and its schedule."""
+
+    lr: float = setting(1e-6, "Peak learning rate.", ge=0.0, le=1.0)
+    lr_warmup_steps: int = setting(-1, "Linear warm-up, in steps; -1 uses the ratio.", ge=-1)
+    lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all steps.", ge=0.0, le=1.0)
+    lr_scheduler_type: Literal["constant", "cosine"] = setting(
+        "constant", "Shape after the warm-up."
+    )
+    min_lr_ratio: float = setting(0.0, "Floor of the cosine, as a share of lr.", ge=0.0, le=1.0)
+    weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0.0, le=1.0)
+    betas: tuple[float, float] = setting((0.9, 0.999), "AdamW's moment decays.")
+    eps: float = setting(1e-8, "AdamW's epsilon.", gt=0.0, le=1e-2)
+
+
+class ActorOptim(Optim):
+    """AdamW of the actor and its schedule."""
+
+    lr: float = setting(1e-6, "Actor learning rate.", flag="--lr", env="LR", ge=0.0, le=1.0)
+
+
+class CriticOptim(Optim):
+    """AdamW of the critic and its schedule."""
+
+    lr: float = setting(
+        1e-5, "Critic learning rate.", flag="--critic_lr", env="CRITIC_LR", ge=0.0, le=1.0
+    )
+
+
+class Sharding(Section):
+    """How a model is spread over devices (FSDP2)."""
+
+    fsdp_size: int = setting(-1, "Devices in a sharding group; -1 is all of them.", ge=-1)
+    param_offload: bool = setting(False, "Keep parameters in host memory between uses.")
+    optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between steps.")
+    reshard_after_forward: bool = setting(True, "Free gathered parameters after the forward pass.")
+
+
+class Trained(Section):
+    """What actor and critic have in common."""
+
+    strategy: Literal["fsdp2", "fsdp", "megatron"] = setting("fsdp2", "Sharding back end.")
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        None, "Sequences in a micro-batch; unset lets the token budget decide.", ge=1
+    )
+    ppo_max_token_len_per_gpu: int = setting(
+        16384, "Token budget of a micro-batch, prompt and response.", ge=16
+    )
+    shuffle: bool = setting(True, "Reshuffle rows before each epoch over the batch.")
+    grad_clip: float = setting(1.0, "Largest gradient norm; 0 turns it off.", ge=0.0)
+    clip_grad_value: float | None = setting(
+        None, "Clip each gradient element to this size.", gt=0.0
+    )
+    loss_agg_mode: AggregationMode = setting("token-mean", "How token losses become one number.")
+    loss_scale_factor: float | None = setting(
+        None, "Divisor of seq-mean-token-sum-norm; unset is the response length.", gt=0.0
+    )
+    fsdp_config: Sharding = section(Sharding)
+
+
+class Actor(Trained):
+    """The policy and its update."""
+
+    optim: ActorOptim = section(ActorOptim)
+    ppo_mini_batch_size: int = setting(
+        64, "Prompts in a mini-batch (one optimizer step).", flag="--mini_batch_size",
+        env="MINI_BATCH_SIZE", ge=1,
+    )  # fmt: skip
+    ppo_epochs: int = setting(
+        1, "Passes over the rollouts for the actor.", flag="--ppo_epochs", env="PPO_EPOCHS", ge=1
+    )
+    clip_ratio: float = setting(
+        0.2, "PPO clip range.", flag="--clip_ratio", env="CLIP_RATIO", gt=0.0, lt=1.0
+    )
+    clip_ratio_low: float | None = setting(
+        None, "Lower clip range, when it differs from clip_ratio.", gt=0.0, lt=1.0
+    )
+    clip_ratio_high: float | None = setting(
+        None, "Upper clip range (clip-higher), when it differs from clip_ratio.", gt=0.0
+    )
+    clip_ratio_c: float = setting(3.0, "Dual-clip bound for negative advantages.", gt=1.0)
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", ge=0.0)
+    use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
+    kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0.0)
+    kl_loss_type: KlKind = setting("low_var_kl", "Estimator of the KL loss.")
+    target_kl: float | None = setting(
+        None, "Stop the epochs of a step when the KL to the old policy passes 1.5 times this.",
+        gt=0.0,
+    )  # fmt: skip
+
+
+class CriticModel(Section):
+    """Which backbone the critic starts from."""
+
+    path: str | None = setting(
+        None, "Critic backbone; unset takes the actor's.", flag="--critic_model",
+        env="CRITIC_MODEL_PATH",
+    )  # fmt: skip
+
+
+class Critic(Trained):
+    """The value model and its update."""
+
+    model: CriticModel = section(CriticModel)
+    optim: CriticOptim = section(CriticOptim)
+    ppo_mini_batch_size: int | None = setting(
+        None, "Prompts in a critic mini-batch; unset takes the actor's.", ge=1
+    )
+    ppo_epochs: int = setting(
+        1, "Passes over the rollouts for the critic.", flag="--critic_epochs",
+        env="CRITIC_EPOCHS", ge=1,
+    )  # fmt: skip
+    cliprange_value: float = setting(
+        0.5, "Clip range of the value loss.", flag="--cliprange_value", env="CLIPRANGE_VALUE",
+        gt=0.0,
+    )  # fmt: skip
+    value_loss_coef: float = setting(1.0, "Weight of the value loss.", gt=0.0)
+
+
+class Ref(Section):
+    """The frozen reference policy."""
+
+    path: str | None = setting(None, "Reference model; unset takes the actor's first weights.")
+    log_prob_max_token_len_per_gpu: int = setting(
+        16384, "Token budget of a micro-batch when log-probs are computed.", ge=16
+    )
+    param_offload: bool = setting(False, "Keep the reference in host memory between uses.")
+
+
+class KlControl(Section):
+    """The coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = setting("fixed", "Fixed, or steered to target_kl.")
+    kl_coef: float = setting(
+        0.001, "Weight of the KL penalty; with adaptive, where it starts.", flag="--kl_coef",
+        env="KL_COEF", ge=0.0,
+    )  # fmt: skip
+    horizon: int = setting(10000, "Sequences over which the adaptive controller acts.", ge=1)
+    target_kl: float = setting(0.1, "KL that the adaptive controller aims at.", gt=0.0)
+
+
+class RolloutCorrection(Section):
+    """Importance weights for the mismatch between sampler and trainer."""
+
+    rollout_is: Literal["token", "sequence"] | None = setting(
+        None, "Level of the truncated importance weights; unset turns them off."
+    )
+    rollout_is_threshold: float = setting(2.0, "Where the weights are truncated.", gt=0.0)
+    rollout_is_batch_normalize: bool = setting(False, "Scale the weights to mean 1.")
+
+
+class Algorithm(Section):
+    """From scores to advantages."""
+
+    adv_estimator: Estimator = setting(
+        "gae", "Advantage estimator; only gae trains a critic.", flag="--adv_estimator",
+        env="ADV_ESTIMATOR",
+    )  # fmt: skip
+    gamma: float = setting(1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", ge=0.0, le=1.0)
+    lam: float = setting(0.95, "GAE lambda.", flag="--lam", env="GAE_LAMBDA", ge=0.0, le=1.0)
+    whiten_advantages: bool = setting(True, "Whiten GAE advantages over the whole batch.")
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's spread in GRPO.")
+    use_kl_in_reward: bool = setting(True, "Subtract kl_coef times the KL from token rewards.")
+    kl_penalty: KlKind = setting("kl", "Estimator of the KL penalty in the reward.")
+    kl_ctrl: KlControl = section(KlControl)
+    rollout_correction: RolloutCorrection = section(RolloutCorrection)

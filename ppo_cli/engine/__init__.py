@@ -1,0 +1,1 @@
+"""Where weights live: the seven verbs and what is behind them."""

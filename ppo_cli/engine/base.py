@@ -1,0 +1,74 @@
+"""The seven verbs between the loop and wherever the weights live.
+
+The loop knows nothing else of an engine. One process, many ranks, vLLM or not: the same verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
+from ppo_cli.records import Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample: `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
+
+    `seed` fixes the draw: the same weights, prompts and seed give the same rollouts.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    n: int = 1
+    max_tokens: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """Rows for one optimizer step, and which of the two models takes it."""
+
+    batch: TrainBatch
+    actor: bool
+    critic: bool
+
+
+# Metric name -> (sum, count): ranks and micro-batches add exactly, the loop divides.
+Sums = dict[str, tuple[float, float]]
+
+
+class Engine(Protocol):
+    """Holds actor, critic and reference, samples from the actor and trains both."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes."""
+        ...
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        """Add old and reference log-probs, entropy and values under the present weights."""
+        ...
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        """Take one optimizer step, normalised by the mini-batch's global token count."""
+        ...
+
+    def publish(self) -> None:
+        """Hand the new weights to the sampler, drop its caches, raise the weight version."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write `actor/`, `critic/` and `state/` into `directory` (which exists, is empty)."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Take back everything that `save` wrote."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Safe to call twice."""
+        ...

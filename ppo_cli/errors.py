@@ -1,0 +1,75 @@
+"""The errors that people see.
+
+PpoError
+├── UserError            the user's mistake: one message, no traceback, exit code 2
+│   ├── ConfigError      a key, flag, variable, preset or value
+│   ├── DataError        a prompt file, a row, a column
+│   ├── RewardError      a reward function, a rule, a judge setting
+│   ├── ModelError       a model path, a tokenizer, a checkpoint that does not load
+│   └── MissingPart      a feature whose package or part is not installed
+└── Interrupted          stopped early and resumable, exit code 3
+
+A message says what was found, where (file, row, flag, key) and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_BUG = 1
+EXIT_USER = 2
+EXIT_RESUMABLE = 3
+
+
+class PpoError(Exception):
+    """Anything this program raises on purpose; `exit_code` is what the process ends with."""
+
+    exit_code = EXIT_BUG
+
+
+class UserError(PpoError):
+    """The user's mistake, told in one message that names the thing and the mend."""
+
+    exit_code = EXIT_USER
+
+
+class ConfigError(UserError, ValueError):
+    """One or more wrong settings; `problems` holds one line for each."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        lines = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = tuple(lines)
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
+
+class DataError(UserError, ValueError):
+    """A data file that is missing, empty, unreadable or has bad rows."""
+
+
+class RewardError(UserError, ValueError):
+    """A reward that cannot be built or cannot be trusted."""
+
+
+class ModelError(UserError, ValueError):
+    """A model, tokenizer or checkpoint that does not load as it should."""
+
+
+class MissingPart(UserError, ImportError):
+    """A feature was asked for whose package or part is not there."""
+
+
+class Interrupted(PpoError):
+    """The run stopped early, saved itself and can be resumed."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the nearest known word, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{near[0]}'?" if near else ""

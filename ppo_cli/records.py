@@ -1,0 +1,96 @@
+"""The frozen records that flow through a step: Prompt -> Rollout -> Scored.
+
+Plain Python and numpy, so that every room can hold them and they pickle between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length"]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One data row, ready to be sampled from.
+
+    `uid` is stable over runs and resumes (file position, not text). `text` is what the user
+    asked (a string prompt, or the last user message): what a judge or a rule reads as the
+    question. `rendered` is the text behind `token_ids`, chat template applied.
+    """
+
+    uid: str
+    text: str
+    messages: tuple[Message, ...]
+    rendered: str
+    token_ids: tuple[int, ...]
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sampled response.
+
+    `token_ids` includes the end-of-sequence token when `finish_reason` is "stop".
+    `sampler_logprobs` has one float32 per response token, under the sampling temperature
+    and before top-p/top-k truncation. `text` has special tokens removed.
+    """
+
+    prompt: Prompt
+    sample: int
+    token_ids: tuple[int, ...]
+    sampler_logprobs: NDArray[np.float32]
+    text: str
+    finish_reason: FinishReason
+    weight_version: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of the rollout within a step."""
+        return self.prompt.uid, self.sample
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component of a score: as its source gave it, and as it entered the total."""
+
+    raw: float | None
+    scaled: float | None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward says of one rollout.
+
+    `value` is None when scoring failed, and `failure` then says why ("timeout", "raised
+    ValueError: …"); a failed score is masked out of every loss and statistic, never 0.
+    `reason` is the scorer's own words. `info` is free material for the rollout log
+    (judge reply, cached, tokens, latency_s, cost_usd, extracted answer …), JSON-serialisable.
+    """
+
+    value: float | None
+    failure: str = ""
+    reason: str = ""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def failed(cls, failure: str, **info: Any) -> Score:
+        """Build the score of a rollout that could not be judged."""
+        return cls(value=None, failure=failure, info=info)
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A rollout with its score."""
+
+    rollout: Rollout
+    score: Score
