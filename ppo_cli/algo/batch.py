@@ -1,6 +1,7 @@
 """The tensors of a step, a new frozen type for each stage that they pass.
 
-Scored -> `Batch` -> `AnnotatedBatch` (old/ref log-probs, values) -> `TrainBatch` (advantages).
+Rollouts -> `Batch` -> `AnnotatedBatch` (old/ref log-probs, values) -> `TrainBatch` (scores,
+advantages). Scores join last, so that models annotate while judges are still answering.
 
 Legend: B sequences, L tokens of prompt + response (right-padded), T response tokens
 (right-padded), G group of responses to one prompt. A mask is bool and True means it counts.
@@ -15,17 +16,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ppo_cli.records import Scored
+from ppo_cli.records import Rollout
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Scored rollouts as tensors, all on the CPU.
+    """Rollouts as tensors, all on the CPU.
 
     Response token t of row b sits at `input_ids_BL[b, prompt_len_B[b] + t]`, and its
     log-prob and value are read at the position before it. `response_mask_BT` marks real
-    response tokens; `valid_B` is False for rows whose score failed, and those rows are
-    masked out of `loss_mask_BT` and of every statistic.
+    response tokens.
     """
 
     input_ids_BL: Tensor  # int64
@@ -33,18 +33,11 @@ class Batch:
     response_len_B: Tensor  # int64, >= 1
     response_mask_BT: Tensor  # bool
     sampler_logprobs_BT: Tensor  # float32
-    scores_B: Tensor  # float32, 0 where not valid
-    valid_B: Tensor  # bool
     group_B: Tensor  # int64, index of the prompt within the step
     weight_version_B: Tensor  # int64
 
     def __len__(self) -> int:
         return int(self.input_ids_BL.shape[0])
-
-    @property
-    def loss_mask_BT(self) -> Tensor:
-        """Response tokens of rows that have a score."""
-        return self.response_mask_BT & self.valid_B[:, None]
 
     def rows(self, index: Tensor) -> Self:
         """Take some rows, in the order given; padding widths stay."""
@@ -72,31 +65,38 @@ class AnnotatedBatch(Batch):
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch(AnnotatedBatch):
-    """An annotated batch with advantages and returns: all that a step needs.
+    """An annotated batch with scores, advantages and returns: all that a step needs.
 
-    `is_weight_BT` is the truncated importance weight between sampler and trainer
-    (ones when correction is off).
+    `valid_B` is False for rows whose score failed: they are out of `loss_mask_BT` and of
+    every statistic. `is_weight_BT` is the truncated importance weight between sampler and
+    trainer (ones when correction is off).
     """
 
+    scores_B: Tensor  # float32, 0 where not valid
+    valid_B: Tensor  # bool
     token_rewards_BT: Tensor
     advantages_BT: Tensor
     returns_BT: Tensor
     is_weight_BT: Tensor
 
+    @property
+    def loss_mask_BT(self) -> Tensor:
+        """Response tokens of rows that have a score."""
+        return self.response_mask_BT & self.valid_B[:, None]
 
-def build_batch(scored: Sequence[Scored], pad_token_id: int) -> Batch:
-    """Pad scored rollouts into one `Batch`, rows in the order given.
+
+def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
+    """Pad rollouts into one `Batch`, rows in the order given.
 
     Raises ValueError for an empty list or an empty response: a sampler always emits a token.
     """
-    if not scored:
+    if not rollouts:
         raise ValueError("no rollouts to batch")
-    rollouts = [s.rollout for s in scored]
     prompt_lens = [len(r.prompt.token_ids) for r in rollouts]
     response_lens = [len(r.token_ids) for r in rollouts]
     if min(response_lens) == 0:
         raise ValueError("a rollout has no response token")
-    B, T = len(scored), max(response_lens)
+    B, T = len(rollouts), max(response_lens)
     L = max(p + t for p, t in zip(prompt_lens, response_lens, strict=True))
     ids_BL = torch.full((B, L), pad_token_id, dtype=torch.int64)
     logprobs_BT = torch.zeros(B, T)
@@ -107,15 +107,12 @@ def build_batch(scored: Sequence[Scored], pad_token_id: int) -> Batch:
     response_len_B = torch.tensor(response_lens)
     groups: dict[str, int] = {}
     group = [groups.setdefault(r.prompt.uid, len(groups)) for r in rollouts]
-    values = [s.score.value for s in scored]
     return Batch(
         input_ids_BL=ids_BL,
         prompt_len_B=torch.tensor(prompt_lens),
         response_len_B=response_len_B,
         response_mask_BT=torch.arange(T)[None, :] < response_len_B[:, None],
         sampler_logprobs_BT=logprobs_BT,
-        scores_B=torch.tensor([0.0 if v is None else float(v) for v in values]),
-        valid_B=torch.tensor([v is not None for v in values]),
         group_B=torch.tensor(group),
         weight_version_B=torch.tensor([r.weight_version for r in rollouts]),
     )
