@@ -1,0 +1,256 @@
+"""From token rewards to advantages: eight estimators behind one call.
+
+Legend: B sequences, T response tokens. A mask is bool and True means it counts; it may have
+holes (tokens that the policy did not write), which rewards and values are carried across.
+A row whose mask is empty (its score failed) is no member of its group and of no statistic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_same_shape
+
+ESTIMATORS = (
+    "gae",
+    "grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "remax",
+    "opo",
+)
+_GROUPED = ("grpo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo")
+_STD_EPS = 1e-6
+
+
+def needs_critic(estimator: str) -> bool:
+    """Tell whether the estimator reads values."""
+    return estimator == "gae"
+
+
+def needs_group(estimator: str) -> bool:
+    """Tell whether the estimator compares the responses to one prompt."""
+    return estimator in _GROUPED
+
+
+def needs_baseline(estimator: str) -> bool:
+    """Tell whether the estimator wants the score of a greedy response to each prompt."""
+    return estimator == "remax"
+
+
+def place_scores(scores_B: Tensor, response_len_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """Put each row's score on its last token that counts; the rest is 0.
+
+    The last token is the last True of the mask within the response length. A row without one
+    gets no score, whatever its score is (NaN included).
+    """
+    position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    counts_BT = mask_BT & (position_T < response_len_B[:, None])
+    later_BT = counts_BT.flip(1).cumsum(1).flip(1)
+    return torch.where(counts_BT & (later_BT == 1), scores_B[:, None].float(), 0.0)
+
+
+@torch.no_grad()
+def compute_advantages(
+    estimator: str,
+    *,
+    token_rewards_BT: Tensor,
+    values_BT: Tensor | None,
+    mask_BT: Tensor,
+    group_B: Tensor,
+    gamma: float,
+    lam: float,
+    whiten: bool = True,
+    norm_by_std: bool = True,
+    baseline_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages_BT, returns_BT), both 0 outside the mask, without gradient.
+
+    `whiten` is for gae (the reinforce_plus_plus pair whitens by definition), `norm_by_std` for
+    grpo, `baseline_B` (score of a greedy response to each row's prompt) for remax; gamma is read
+    by gae and reinforce_plus_plus, lam by gae. Rows of one group share a number in `group_B`.
+    Statistics run over all rows given, so call this on the whole rollout batch.
+    Raises ValueError for an unknown estimator, shapes that differ, and a missing input.
+    """
+    require_same_shape(token_rewards_BT=token_rewards_BT, mask_BT=mask_BT)
+    match estimator:
+        case "gae":
+            if values_BT is None:
+                raise ValueError("gae needs values_BT")
+            return gae(token_rewards_BT, values_BT, mask_BT, gamma, lam, whiten)
+        case "grpo":
+            return grpo(token_rewards_BT, mask_BT, group_B, norm_by_std)
+        case "reinforce_plus_plus":
+            return reinforce_plus_plus(token_rewards_BT, mask_BT, gamma)
+        case "reinforce_plus_plus_baseline":
+            return reinforce_plus_plus_baseline(token_rewards_BT, mask_BT, group_B)
+        case "rloo":
+            return rloo(token_rewards_BT, mask_BT, group_B)
+        case "rloo_vectorized":
+            return rloo_vectorized(token_rewards_BT, mask_BT, group_B)
+        case "remax":
+            if baseline_B is None:
+                raise ValueError("remax needs baseline_B")
+            return remax(token_rewards_BT, mask_BT, baseline_B)
+        case "opo":
+            return opo(token_rewards_BT, mask_BT, group_B)
+    raise ValueError(f"unknown estimator {estimator!r}, known are {', '.join(ESTIMATORS)}")
+
+
+def gae(
+    token_rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float,
+    lam: float,
+    whiten: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman 2016, arXiv 1506.02438, eq. 11-16).
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t+1 is the
+    next token under the mask. Returns are A + V before whitening.
+    """
+    require_same_shape(token_rewards_BT=token_rewards_BT, values_BT=values_BT, mask_BT=mask_BT)
+    advantages_BT = torch.zeros_like(values_BT)
+    next_value_B = torch.zeros_like(values_BT[:, 0])
+    advantage_B = torch.zeros_like(next_value_B)
+    for t in reversed(range(values_BT.shape[1])):
+        counts_B = mask_BT[:, t]
+        delta_B = token_rewards_BT[:, t] + gamma * next_value_B - values_BT[:, t]
+        advantage_B = torch.where(counts_B, delta_B + gamma * lam * advantage_B, advantage_B)
+        next_value_B = torch.where(counts_B, values_BT[:, t], next_value_B)
+        advantages_BT[:, t] = torch.where(counts_B, advantage_B, 0.0)
+    returns_BT = torch.where(mask_BT, advantages_BT + values_BT, 0.0)
+    return (masked_whiten(advantages_BT, mask_BT) if whiten else advantages_BT), returns_BT
+
+
+def grpo(
+    token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(s - mean) / (std + 1e-6) within the group (Shao 2024, arXiv 2402.03300, section 4.1.2).
+
+    Without `norm_by_std` only s - mean (Dr. GRPO, arXiv 2503.20783). std has divisor n - 1;
+    a group of one has mean 0 and std 1.
+    """
+    scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    result_B = torch.zeros_like(scores_B)
+    for at in _groups(mask_BT, group_B):
+        scores = scores_B[at]
+        centred = scores - _group_mean(scores)
+        std = scores.std() if len(at) > 1 else torch.ones_like(scores[0])
+        result_B[at] = centred / (std + _STD_EPS) if norm_by_std else centred
+    return _spread(result_B, mask_BT)
+
+
+def reinforce_plus_plus(
+    token_rewards_BT: Tensor, mask_BT: Tensor, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """Discounted reward-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
+    returns_BT = torch.zeros_like(token_rewards_BT)
+    return_B = torch.zeros_like(token_rewards_BT[:, 0])
+    for t in reversed(range(token_rewards_BT.shape[1])):
+        counts_B = mask_BT[:, t]
+        return_B = torch.where(counts_B, token_rewards_BT[:, t] + gamma * return_B, return_B)
+        returns_BT[:, t] = torch.where(counts_B, return_B, 0.0)
+    return masked_whiten(returns_BT, mask_BT), returns_BT
+
+
+def reinforce_plus_plus_baseline(
+    token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Score minus group mean, whitened over all tokens of the batch (arXiv 2501.03262).
+
+    A group of one has mean 0.
+    """
+    scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    result_B = torch.zeros_like(scores_B)
+    for at in _groups(mask_BT, group_B):
+        result_B[at] = scores_B[at] - _group_mean(scores_B[at])
+    whitened_BT = masked_whiten(result_B[:, None].expand(mask_BT.shape), mask_BT)
+    return whitened_BT, whitened_BT.clone()
+
+
+def rloo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baseline, n / (n - 1) (s - mean) (Ahmadian 2024, arXiv 2402.14740, eq. 7).
+
+    A group of one keeps its score; `rloo_vectorized` gives it 0.
+    """
+    scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    result_B = torch.zeros_like(scores_B)
+    for at in _groups(mask_BT, group_B):
+        scores, n = scores_B[at], len(at)
+        mean = _group_mean(scores)
+        result_B[at] = scores * n / (n - 1) - mean * n / (n - 1) if n > 1 else scores
+    return _spread(result_B, mask_BT)
+
+
+def rloo_vectorized(
+    token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baseline as in `rloo`, but a group of one gets 0: nothing to compare."""
+    scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    result_B = torch.zeros_like(scores_B)
+    for at in _groups(mask_BT, group_B):
+        scores, n = scores_B[at], len(at)
+        if n > 1:
+            result_B[at] = (n * scores - scores.sum()) / (n - 1)
+    return _spread(result_B, mask_BT)
+
+
+def remax(token_rewards_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Reward-to-go minus the greedy response's score (Li 2024, arXiv 2310.10505, eq. 4).
+
+    Undiscounted. Returns are the reward-to-go.
+    """
+    kept_BT = torch.where(mask_BT, token_rewards_BT, 0.0)
+    to_go_BT = kept_BT.flip(1).cumsum(1).flip(1)
+    advantages_BT = torch.where(mask_BT, to_go_BT - baseline_B[:, None], 0.0)
+    return advantages_BT, torch.where(mask_BT, to_go_BT, 0.0)
+
+
+def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Score minus the group's length-weighted mean score (Hao 2025, arXiv 2505.23585).
+
+    The variance-optimal baseline when gradient norm grows with length; 0 for a group of one.
+    """
+    scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    len_B = mask_BT.sum(1)
+    result_B = torch.zeros_like(scores_B)
+    for at in _groups(mask_BT, group_B):
+        scores, lens = scores_B[at], len_B[at]
+        if len(at) > 1:
+            baseline = (lens * scores).sum() / lens.sum()
+            result_B[at] = scores - baseline.clamp(scores.min(), scores.max())
+        else:
+            result_B[at] = scores
+    return _spread(result_B, mask_BT)
+
+
+def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:
+    """Row numbers of each group, in row order; rows with an empty mask belong nowhere."""
+    members = mask_BT.any(1).nonzero().squeeze(1)
+    if len(members) == 0:
+        return []
+    ordered = members[group_B[members].argsort(stable=True)]
+    _, sizes = torch.unique_consecutive(group_B[ordered], return_counts=True)
+    return list(torch.split(ordered, sizes.tolist()))
+
+
+def _group_mean(scores: Tensor) -> Tensor:
+    """Mean of a group, 0 for a group of one.
+
+    Held between smallest and largest: rounding would otherwise give equal scores a tiny
+    difference from their mean, which dividing by a tiny std makes large.
+    """
+    if len(scores) == 1:
+        return torch.zeros_like(scores[0])
+    return scores.mean().clamp(scores.min(), scores.max())
+
+
+def _spread(result_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each token under the mask its row's number, as advantage and as return."""
+    spread_BT = torch.where(mask_BT, result_B[:, None], 0.0)
+    return spread_BT, spread_BT.clone()

@@ -1,0 +1,88 @@
+"""The gap between the sampler's log-probs and the trainer's for the same tokens and weights.
+
+Kernels and precisions differ between the two, so samples come from a slightly other policy than
+the one that is trained; truncated importance weights correct for it (Ionides 2008; for language
+models Yao et al. 2025). Legend: B sequences, T response tokens; a mask is bool, True counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.tokens import masked_mean, masked_sum, require_same_shape
+
+LEVELS = ("token", "sequence")
+_LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    """Sums over tokens of sampler minus trainer log-prob (scalars, without gradient)."""
+
+    abs_diff_sum: Tensor
+    kl_sum: Tensor  # k1 estimate of KL(sampler || trainer), may be negative
+    k3_kl_sum: Tensor  # k3 estimate, never negative
+    abs_diff_max: Tensor
+    token_count: Tensor
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    level: str,
+    threshold: float,
+    normalize: bool = False,
+) -> Tensor:
+    """Truncated importance weights min(trainer / sampler probability, threshold), 0 off the mask.
+
+    level "token": a ratio for each token. "sequence": the product over the row's tokens, the
+    same for each of them. Log-ratios (sequence: their sum) are held within 20. `normalize`
+    divides by the mean weight, over tokens or over rows that count, so call it on the whole
+    rollout batch. Raises ValueError for an unknown level, a threshold that is not positive, and
+    shapes that differ.
+    """
+    require_same_shape(
+        old_logprobs_BT=old_logprobs_BT, sampler_logprobs_BT=sampler_logprobs_BT, mask_BT=mask_BT
+    )
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}, known are {', '.join(LEVELS)}")
+    if not threshold > 0:
+        raise ValueError(f"threshold must be positive, not {threshold}")
+    log_ratio_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    if level == "sequence":
+        log_ratio_BT = log_ratio_BT.sum(1, keepdim=True).expand_as(log_ratio_BT)
+    ratio_BT = log_ratio_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
+    weights_BT = torch.where(mask_BT, ratio_BT.clamp(max=threshold), 0.0)
+    if not normalize:
+        return weights_BT
+    if level == "token":
+        mean = masked_mean(weights_BT, mask_BT)
+    else:
+        mean = masked_mean(masked_mean(weights_BT, mask_BT, 1), mask_BT.any(1))
+    # A mean of (nearly) 0 means that nothing counts: leave the zeros as they are.
+    return weights_BT / torch.where(mean > 1e-8, mean, 1.0)
+
+
+@torch.no_grad()
+def compute_mismatch(
+    old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor
+) -> Mismatch:
+    """Measure how far sampler and trainer are apart; zeros when nothing counts."""
+    require_same_shape(
+        old_logprobs_BT=old_logprobs_BT, sampler_logprobs_BT=sampler_logprobs_BT, mask_BT=mask_BT
+    )
+    diff_BT = torch.where(mask_BT, sampler_logprobs_BT - old_logprobs_BT, 0.0)
+    held_BT = (-diff_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    return Mismatch(
+        abs_diff_sum=diff_BT.abs().sum(),
+        kl_sum=diff_BT.sum(),
+        k3_kl_sum=masked_sum(held_BT.exp() - held_BT - 1, mask_BT),
+        abs_diff_max=diff_BT.abs().max() if diff_BT.numel() else diff_BT.sum(),
+        token_count=mask_BT.sum(),
+    )
