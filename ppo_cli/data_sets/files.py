@@ -1,0 +1,218 @@
+"""Read JSON, JSONL (also gzipped) and parquet files to records with their row numbers.
+
+A row that does not parse becomes a problem with its place, so that all are told at once; a
+file that cannot be read at all is a DataError.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.data_sets.problems import Place, RowProblem
+from ppo_cli.errors import DataError, MissingPart, did_you_mean
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
+SHOWN_FILES = 5
+NO_DATA_FILE = "it holds no JSON, JSONL or parquet file"
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What one source holds: parsed records with their places, and the rows that do not parse."""
+
+    source: str
+    label: str
+    records: tuple[tuple[Place, Record], ...]
+    problems: tuple[RowProblem, ...] = ()
+
+
+def file_suffix(path: Path) -> str:
+    """Return `.jsonl.gz` for a gzipped file, the last suffix for any other, in lower case."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return "".join(suffixes[-2:]) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
+
+
+def read_file(source: str) -> Records:
+    """Read one local file; its suffix chooses the reader."""
+    path = Path(source).expanduser()
+    check_readable(path)
+    suffix = file_suffix(path)
+    problems: list[RowProblem] = []
+    if suffix == ".parquet":
+        found = read_parquet(path)
+    else:
+        found, problems = read_text(path, lines=suffix.startswith((".jsonl", ".ndjson")))
+    if not found and not problems:
+        raise DataError(f"{path} holds no rows. Give a file with at least one prompt.")
+    name = path.name
+    return Records(str(path), name[: len(name) - len(suffix)], tuple(found), tuple(problems))
+
+
+def check_readable(path: Path) -> None:
+    """Raise a DataError for a missing file, a folder or a suffix without a reader."""
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if file_suffix(p) in SUFFIXES)
+        hint = f"name a file in it: {', '.join(inside[:SHOWN_FILES])}" if inside else NO_DATA_FILE
+        raise DataError(f"{path} is a folder; {hint}.")
+    if not path.exists():
+        raise DataError(f"{path}: no such file.{nearest_file(path)}")
+    if file_suffix(path) not in SUFFIXES:
+        kind = file_suffix(path) or "no suffix"
+        raise DataError(
+            f"{path}: files of this kind ({kind}) are not read. "
+            f"Convert it to one of {', '.join(SUFFIXES)}."
+        )
+
+
+def nearest_file(path: Path) -> str:
+    """Suggest the nearest name in the folder of a missing file, or say that the folder lacks."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f" The folder {folder} does not exist either."
+    names = sorted(p.name for p in folder.iterdir() if p.is_file())
+    near = did_you_mean(path.name, names)
+    if near:
+        return near
+    data = [name for name in names if file_suffix(Path(name)) in SUFFIXES]
+    return f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
+
+
+def read_parquet(path: Path) -> list[tuple[Place, Record]]:
+    """Read every row of a parquet file as plain Python values."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
+    try:
+        with ParquetFile(path) as file:
+            rows = file.read().to_pylist()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable parquet file ({first_line(error)}).") from error
+    return [(Place(str(path), number), row) for number, row in enumerate(rows, start=1)]
+
+
+def read_text(path: Path, *, lines: bool) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+    """Read a JSON or JSONL file, whichever of the two it really is."""
+    data = read_bytes(path)
+    if not data.strip():
+        raise DataError(f"{path} is empty. Give a file with at least one prompt.")
+    if lines and not data.lstrip().startswith(b"["):
+        return read_lines(path, data)
+    return read_document(path, data)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the bytes of a file, unzipped, without a UTF-8 byte order mark."""
+    try:
+        data = path.read_bytes()
+        if file_suffix(path).endswith(".gz"):
+            data = gzip.decompress(data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: broken gzip data ({first_line(error)}). Copy it anew.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path} is UTF-16. Save it as UTF-8.")
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def read_lines(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+    """Parse one JSON object a line; blank lines count as lines but hold no row."""
+    found: list[tuple[Place, Record]] = []
+    problems: list[RowProblem] = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        place = Place(str(path), number, "line")
+        try:
+            found.append((place, as_record(json.loads(line.decode("utf-8")))))
+        except (ValueError, RecursionError) as error:
+            problems.append(RowProblem(place, "", tell_json(error)))
+    return found, problems
+
+
+def read_document(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+    """Parse a JSON list of rows, or an object whose `data` is one; JSONL by mistake is read too."""
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
+            return read_lines(path, data)
+        where = f"line {error.lineno} column {error.colno}"
+        raise DataError(f"{path} {where}: not JSON ({error.msg}).") from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path} line {line}: {tell_json(error)}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: {tell_json(error)}") from error
+    found: list[tuple[Place, Record]] = []
+    problems: list[RowProblem] = []
+    for number, row in enumerate(rows_of(path, document), start=1):
+        place = Place(str(path), number)
+        try:
+            found.append((place, as_record(row)))
+        except ValueError as error:
+            problems.append(RowProblem(place, "", str(error)))
+    return found, problems
+
+
+def rows_of(path: Path, document: Any) -> list[Any]:
+    """Return the list of rows inside a JSON document."""
+    if isinstance(document, list):
+        return document
+    if isinstance(document, dict) and isinstance(document.get("data"), list):
+        return list(document["data"])
+    if isinstance(document, dict):
+        keys = ", ".join(map(repr, list(document)[:8])) or "none"
+        raise DataError(
+            f"{path} is one JSON object (keys: {keys}), not rows. "
+            'Give a list of rows, {"data": [rows]}, or one row a line as .jsonl.'
+        )
+    raise DataError(f"{path} holds {name_type(document)}, not a list of rows.")
+
+
+class NotARecord(ValueError):
+    """A row that is valid JSON but no object."""
+
+
+def as_record(value: Any) -> Record:
+    """Return a row that is a JSON object; anything else is a NotARecord."""
+    if isinstance(value, dict):
+        return value
+    raise NotARecord(f'the row is {name_type(value)}, not an object such as {{"prompt": …}}')
+
+
+def tell_json(error: Exception) -> str:
+    """Say in a few words why a text is not a JSON row."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg} at character {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 (byte 0x{error.object[error.start]:02x}). Save the file as UTF-8."
+    if isinstance(error, RecursionError):
+        return "not readable JSON (nested too deeply)"
+    return str(error)
+
+
+TYPE_NAMES = {
+    "str": "text", "int": "a number", "float": "a number", "bool": "true or false",
+    "NoneType": "null", "list": "a list", "tuple": "a list", "dict": "an object",
+}  # fmt: skip
+
+
+def name_type(value: object) -> str:
+    """Name the type of a JSON value in plain words."""
+    name = type(value).__name__
+    return TYPE_NAMES.get(name, f"a {name}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type when it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,188 @@
+"""Records to rows: find the columns, check the types, accept flat rows and verl rows.
+
+Flat: `{"prompt": text or messages, "ground_truth", "data_source", "extra_info"}`.
+verl: the same with `reward_model.ground_truth` in place of the flat `ground_truth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.data_sets.files import Record, Records, name_type, read_file
+from ppo_cli.data_sets.hub import is_hub_name, read_hub
+from ppo_cli.data_sets.messages import read_prompt
+from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.problems import Place, RowError, RowProblem
+from ppo_cli.errors import DataError, did_you_mean
+from ppo_cli.records import Message
+
+PROMPT_ALIASES = ("messages", "question", "problem", "instruction", "query")
+TRUTH_ALIASES = ("answer", "target", "reference_answer")
+OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One usable row; a text prompt stays text until it is rendered."""
+
+    place: Place
+    prompt: str | tuple[Message, ...]
+    ground_truth: Any
+    data_source: str
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a file hold what; an empty name: the file has no such column."""
+
+    prompt: str
+    ground_truth: str
+    data_source: str
+    unused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """The rows of one source, its bad rows, and what the reader should know about it."""
+
+    source: str
+    label: str
+    rows: tuple[Row, ...]
+    problems: tuple[RowProblem, ...]
+    columns: Columns
+    notes: tuple[str, ...] = ()
+
+
+def read_source(source: str) -> Records:
+    """Read the raw records of a file or of a hub set."""
+    if not source.strip():
+        raise DataError("An empty name was given where a prompt file or a hub set is expected.")
+    return read_hub(source) if is_hub_name(source) else read_file(source)
+
+
+def load_rows(
+    source: str, *, prompt_key: str = "prompt", source_key: str = "data_source"
+) -> RowSet:
+    """Read one file or hub set to rows; rows that are wrong are collected as problems."""
+    raw = read_source(source)
+    if not raw.records:
+        columns = Columns(prompt_key, "", source_key, ())
+        return RowSet(raw.source, raw.label, (), raw.problems, columns)
+    columns = find_columns(raw, prompt_key, source_key)
+    rows: list[Row] = []
+    problems = list(raw.problems)
+    for place, record in raw.records:
+        try:
+            rows.append(read_row(place, record, columns))
+        except RowError as error:
+            problems.append(RowProblem(place, error.column, str(error)))
+    problems.sort(key=lambda problem: problem.place.number)
+    notes = tuple(tell_aliases(raw.source, columns, prompt_key))
+    return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
+
+
+def find_columns(raw: Records, prompt_key: str, source_key: str) -> Columns:
+    """Choose the columns of a file by the names that occur in any of its rows."""
+    names = list(dict.fromkeys(name for _, record in raw.records for name in record))
+    prompt = find_prompt_column(raw.source, names, prompt_key)
+    source = source_key if source_key in names else ""
+    if not source and source_key != "data_source":
+        raise DataError(
+            f"{raw.source}: no column '{source_key}' (data.reward_fn_key). "
+            f"Its columns: {list_names(names)}.{did_you_mean(source_key, names)}"
+        )
+    truth = "" if {"ground_truth", "reward_model"} & set(names) else sole(TRUTH_ALIASES, names)
+    used = {prompt, source, truth, *OWN_COLUMNS}
+    unused = tuple(name for name in names if name not in used)
+    return Columns(prompt, truth or "ground_truth", source, unused)
+
+
+def find_prompt_column(source: str, names: list[str], prompt_key: str) -> str:
+    """Return the prompt column; another name is taken only when it can be no other."""
+    if prompt_key in names:
+        return prompt_key
+    aliases = [name for name in PROMPT_ALIASES if name in names]
+    if prompt_key == "prompt" and len(aliases) == 1 and "input" not in names:
+        return aliases[0]
+    near = did_you_mean(prompt_key, names)
+    if aliases and not near:
+        near = f" It may be one of {list_names(aliases)}."
+    raise DataError(
+        f"{source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} "
+        "Set data.prompt_key to the column that holds the prompt."
+    )
+
+
+def sole(aliases: Iterable[str], names: Iterable[str]) -> str:
+    """Return the one alias that is among the names; none or several: an empty string."""
+    found = [name for name in aliases if name in set(names)]
+    return found[0] if len(found) == 1 else ""
+
+
+def list_names(names: Iterable[str], most: int = 12) -> str:
+    """Return the names in quotes, cut after the first dozen."""
+    quoted = [f"'{name}'" for name in names]
+    more = f" and {len(quoted) - most} more" if len(quoted) > most else ""
+    return (", ".join(quoted[:most]) or "none") + more
+
+
+def tell_aliases(source: str, columns: Columns, prompt_key: str) -> list[str]:
+    """Say which columns were taken under another name than the contract's."""
+    notes = []
+    file = Path(source).name
+    if columns.prompt != prompt_key:
+        notes.append(f"{file}: the prompt is read from column '{columns.prompt}'.")
+    if columns.ground_truth != "ground_truth":
+        notes.append(f"{file}: the ground truth is read from column '{columns.ground_truth}'.")
+    return notes
+
+
+def read_row(place: Place, record: Record, columns: Columns) -> Row:
+    """Turn one record into a row; whatever is wrong with it is a RowError."""
+    return Row(
+        place=place,
+        prompt=read_prompt(record.get(columns.prompt), columns.prompt),
+        ground_truth=read_ground_truth(record, columns.ground_truth),
+        data_source=read_data_source(record, columns.data_source),
+        extra_info=read_extra_info(record.get("extra_info")),
+    )
+
+
+def read_ground_truth(record: Record, column: str) -> Any:
+    """Return the flat ground truth or verl's nested one; None when the row has neither."""
+    flat = as_plain(record.get(column))
+    model = as_plain(record.get("reward_model"))
+    if model is None:
+        return flat
+    if not isinstance(model, dict):
+        raise RowError(
+            "reward_model", f'is {name_type(model)}, not an object such as {{"ground_truth": …}}'
+        )
+    nested = model.get("ground_truth")
+    if flat is not None and nested is not None and flat != nested:
+        raise RowError(column, f"is {flat!r} but reward_model.ground_truth is {nested!r}; keep one")
+    return nested if flat is None else flat
+
+
+def read_data_source(record: Record, column: str) -> str:
+    """Return the name that chooses the rule; empty when the row has none."""
+    value = record.get(column) if column else None
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise RowError(column, f"is {name_type(value)}, not text")
+    return value
+
+
+def read_extra_info(value: Any) -> Mapping[str, Any]:
+    """Return the row's extra facts as plain values."""
+    plain = as_plain(value)
+    if plain is None:
+        return {}
+    if not isinstance(plain, dict):
+        raise RowError("extra_info", f"is {name_type(plain)}, not an object")
+    return plain

@@ -1,0 +1,296 @@
+"""Prompt sets ready to be sampled from, and the seeded order in which training takes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ppo_cli.data_sets.messages import question_of
+from ppo_cli.data_sets.problems import RowProblem, raise_problems
+from ppo_cli.data_sets.render import Rendered, Renderer, Tokenizer
+from ppo_cli.data_sets.rows import Row, RowSet, load_rows
+from ppo_cli.errors import DataError
+from ppo_cli.records import Prompt
+
+Truncation = Literal["error", "left", "right"]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with their counts; `notes` are sentences that the user should read once."""
+
+    prompts: tuple[Prompt, ...]
+    per_file: Mapping[str, int]
+    dropped_overlong: int = 0
+    truncated: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self.prompts)
+
+
+def load_prompts(
+    sources: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    max_prompt_length: int,
+    truncation: Truncation = "error",
+    filter_overlong: bool = False,
+    system_prompt: str | None = None,
+    apply_chat_template: bool = True,
+    max_samples: int = -1,
+) -> PromptSet:
+    """Read files or hub sets to prompts; any bad row stops it, and all of them are told.
+
+    `max_samples` keeps the first rows over all sources, before overlong ones are dropped.
+    """
+    sets = [load_rows(s, prompt_key=prompt_key, source_key=source_key) for s in sources]
+    raise_problems([problem for rows in sets for problem in rows.problems])
+    if max_samples >= 0:
+        sets = keep_first(sets, max_samples)
+    if not any(rows.rows for rows in sets):
+        raise DataError(tell_nothing(sources, max_samples))
+    renderer = Renderer(tokenizer, system_prompt, apply_chat_template)
+    found: list[tuple[str, Rendered]] = []
+    problems: list[RowProblem] = []
+    for rows, label in zip(sets, unique_labels(sets), strict=True):
+        rendered, refused = renderer.render(rows.rows)
+        problems.extend(refused)
+        found.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
+    raise_problems(problems)
+    notes = [note for rows in sets for note in rows.notes] + tell_control_words(found)
+    return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)
+
+
+def keep_first(sets: Sequence[RowSet], most: int) -> list[RowSet]:
+    """Return the sets with only the first rows, counted over all of them."""
+    kept = []
+    for rows in sets:
+        kept.append(replace(rows, rows=rows.rows[:most]))
+        most -= len(kept[-1].rows)
+    return kept
+
+
+def tell_nothing(sources: Sequence[str], max_samples: int) -> str:
+    """Say why there is not one prompt."""
+    if not sources:
+        return "No prompt files were given. Name some with --train_files."
+    if max_samples == 0:
+        return "The sample limit 0 leaves no prompts; -1 uses all (data.train_max_samples)."
+    return f"{', '.join(sources)}: no usable rows."
+
+
+def unique_labels(sets: Sequence[RowSet]) -> list[str]:
+    """Return a short name for each source: its stem, and more of its path where stems repeat."""
+    forms: list[list[str]] = []
+    for rows in sets:
+        path = Path(rows.source)
+        forms.append([rows.label, path.name, "/".join(path.parts[-2:]), rows.source])
+    labels = [form[0] for form in forms]
+    for level in range(1, 4):
+        labels = [
+            form[level] if labels.count(label) > 1 else label
+            for form, label in zip(forms, labels, strict=True)
+        ]
+    seen: dict[str, int] = {}
+    for index, label in enumerate(labels):
+        seen[label] = seen.get(label, 0) + 1
+        labels[index] = label if seen[label] == 1 else f"{label}#{seen[label]}"
+    return labels
+
+
+def tell_control_words(found: Iterable[tuple[str, Rendered]]) -> list[str]:
+    """Warn of prompts whose own text holds words that become control tokens."""
+    hit = [item for _, item in found if item.control_words]
+    if not hit:
+        return []
+    first = hit[0]
+    return [
+        f"{len(hit)} prompts hold control words that the model reads as control tokens, first "
+        f"{first.row.place}: {', '.join(first.control_words)}."
+    ]
+
+
+def fit(
+    found: Sequence[tuple[str, Rendered]],
+    tokenizer: Tokenizer,
+    limit: int,
+    truncation: Truncation,
+    filter_overlong: bool,
+    notes: Sequence[str],
+) -> PromptSet:
+    """Drop, cut or refuse prompts above the limit, and count what was done."""
+    long = [item for _, item in found if len(item.token_ids) > limit]
+    if long and not filter_overlong and truncation == "error":
+        raise DataError(tell_overlong(long, limit))
+    prompts: list[Prompt] = []
+    per_file = {item.row.place.file: 0 for _, item in found}
+    for uid, item in found:
+        if filter_overlong and len(item.token_ids) > limit:
+            continue
+        per_file[item.row.place.file] += 1
+        prompts.append(as_prompt(uid, item.row, cut(item, tokenizer, limit, truncation)))
+    if not prompts:
+        longest = max(len(item.token_ids) for item in long)
+        raise DataError(
+            f"All {len(long)} prompts are longer than {limit} tokens (the longest has {longest}) "
+            "and were dropped. Raise --max_prompt_length."
+        )
+    dropped = len(found) - len(prompts)
+    truncated = 0 if filter_overlong else len(long)
+    told = [*notes, *tell_fit(dropped, truncated, len(found), limit, truncation)]
+    return PromptSet(tuple(prompts), per_file, dropped, truncated, tuple(told))
+
+
+def tell_overlong(long: Sequence[Rendered], limit: int) -> str:
+    """Name the first overlong row, its length, the limit and the three mends."""
+    first = long[0]
+    longest = max(len(item.token_ids) for item in long)
+    return (
+        f"{first.row.place}: the prompt has {len(first.token_ids)} tokens, the limit is {limit} "
+        f"({len(long)} such rows, the longest has {longest}). Raise --max_prompt_length, drop "
+        "them with data.filter_overlong_prompts=true, or cut them with data.truncation=left "
+        "(keeps the end) or right (keeps the start)."
+    )
+
+
+def tell_fit(dropped: int, cut_: int, total: int, limit: int, truncation: str) -> list[str]:
+    """Say how many prompts were dropped or cut."""
+    if dropped:
+        return [f"{dropped} of {total} prompts are longer than {limit} tokens and were dropped."]
+    if cut_:
+        kept = "end" if truncation == "left" else "start"
+        return [f"{cut_} of {total} prompts were cut to {limit} tokens; their {kept} was kept."]
+    return []
+
+
+def cut(item: Rendered, tokenizer: Tokenizer, limit: int, truncation: Truncation) -> Rendered:
+    """Return the prompt within the limit: `left` keeps the end, `right` keeps the start."""
+    ids = item.token_ids
+    if len(ids) <= limit:
+        return item
+    kept = ids[-limit:] if truncation == "left" else ids[:limit]
+    text = str(tokenizer.decode(list(kept), skip_special_tokens=False))
+    return replace(item, token_ids=kept, text=text)
+
+
+def as_prompt(uid: str, row: Row, item: Rendered) -> Prompt:
+    """Build the record that flows through a step."""
+    return Prompt(
+        uid=uid,
+        text=question_of(row.prompt),
+        messages=item.messages,
+        rendered=item.text,
+        token_ids=item.token_ids,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+    )
+
+
+def fingerprint(prompts: Iterable[Prompt]) -> str:
+    """Return a short hash of the prompts in their order: uids, token ids, ground truths."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        truth = json.dumps(prompt.ground_truth, sort_keys=True, default=str)
+        parts = [prompt.uid, list(prompt.token_ids), prompt.data_source, truth]
+        digest.update(json.dumps(parts).encode("utf-8") + b"\n")
+    return digest.hexdigest()
+
+
+class PromptOrder:
+    """Endless batches of prompt indices: seeded, full, resumable at any batch.
+
+    An epoch has `size // batch_size` full batches. The prompts that did not fit are held over:
+    they open the next epoch, so no prompt comes twice in an epoch and none is left out twice in
+    a row. The order depends on the seed and the epoch alone, on every machine.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, seed: int, shuffle: bool = True, fingerprint: str = ""
+    ) -> None:
+        """Start at the first batch of epoch 0."""
+        if batch_size < 1:
+            raise DataError(f"The batch size is {batch_size}; it must be at least 1.")
+        if size < batch_size:
+            raise DataError(
+                f"{size} prompts cannot fill a batch of {batch_size}. Lower --batch_size "
+                f"(data.train_batch_size) to {size} or less, or give more prompts."
+            )
+        self.size, self.batch_size = size, batch_size
+        self.seed, self.shuffle, self.fingerprint = seed, shuffle, fingerprint
+        self._epoch, self._position = 0, 0
+        self._held_over: list[int] = []
+        self._order = self._draw()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, counted from 0, that the next batch comes from."""
+        return self._epoch + (self._position + self.batch_size > self.size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in an epoch."""
+        return self.size // self.batch_size
+
+    def total_steps(self, epochs: int) -> int:
+        """Return the number of batches in so many epochs."""
+        return epochs * self.steps_per_epoch
+
+    def take(self) -> list[int]:
+        """Return the indices of the next batch; always a full one."""
+        if self._position + self.batch_size > self.size:
+            self._held_over = self._order[self._position :]
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._draw()
+        start, self._position = self._position, self._position + self.batch_size
+        return self._order[start : self._position]
+
+    def _draw(self) -> list[int]:
+        """Return the order of this epoch, the held-over prompts first."""
+        order = list(range(self.size))
+        if self.shuffle:
+            # Sorting raw PCG64 words: numpy promises these, not `permutation`, across releases.
+            words = np.random.PCG64([self.seed, self._epoch]).random_raw(self.size)
+            order = np.argsort(words, kind="stable").tolist()
+        held = set(self._held_over)
+        return self._held_over + [index for index in order if index not in held]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run must remember, JSON-serialisable."""
+        return {
+            "size": self.size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.fingerprint,
+            "epoch": self._epoch,
+            "position": self._position,
+            "held_over": list(self._held_over),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; other prompts or another seed are refused."""
+        if state["size"] != self.size or state["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"The prompts changed since the checkpoint: it saw {state['size']}, now there are "
+                f"{self.size}{', with other contents' * (state['size'] == self.size)}. Resume with "
+                "the same data files, model and prompt settings, or start anew with --resume never."
+            )
+        for name, now in (("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[name] != now:
+                raise DataError(
+                    f"The checkpoint was made with {name} {state[name]}, this run asks for {now}. "
+                    f"Give the same {name}, or start anew with --resume never."
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._held_over = [int(index) for index in state["held_over"]]
+        self._order = self._draw()
