@@ -1,0 +1,1 @@
+"""The parts of the build of the embedded model: task, tokenizer, warm-up."""

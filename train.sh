@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Trains: ./train.sh ARGS sets the environment up once (.venv) and runs `ppo train ARGS`.
+# Paths in ARGS count from the folder that you are in, not from this one.
+set -euo pipefail
+
+self=${BASH_SOURCE[0]}
+while [ -L "$self" ]; do
+    target=$(readlink "$self")
+    case $target in /*) self=$target ;; *) self=$(dirname -- "$self")/$target ;; esac
+done
+root=$(CDPATH='' cd -- "$(dirname -- "$self")" && pwd -P)
+
+"$root/scripts/setup" run
+exec "${PPO_VENV:-$root/.venv}/bin/ppo" train "$@"
