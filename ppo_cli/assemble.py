@@ -1,0 +1,176 @@
+"""From a config to a running job: construction only, cheapest checks first."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.checkpoints import CheckpointStore, find_resume
+from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
+from ppo_cli.errors import UserError
+from ppo_cli.loop import Job, load, run
+from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
+from ppo_cli.records import Prompt
+from ppo_cli.rewards.diagnosis import explain_no_reward
+from ppo_cli.rewards.registry import build_reward
+from ppo_cli.run_folder import RunFolder, check_same_run
+from ppo_cli.run_state import RunState, read_state
+from ppo_cli.signals import StopOnSignal
+from ppo_cli.summary import summarise
+from ppo_cli.tracker import Screen, Tracker
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a model folder or hub name; `embedded` is the bundled model."""
+    return _load_tokenizer(model_folder(path))
+
+
+def train(resolved: Resolved, screen: Screen) -> None:
+    """Run what the config asks for, from the first check to the summary."""
+    config = resolved.config
+    folder = RunFolder(Path(config.trainer.output_dir).expanduser())
+    folder.prepare()
+    store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
+    resume_from = find_resume(store, config.trainer.resume_mode)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
+    order = _prompt_order(config, prompts)
+    identity = _identity(config, prompts)
+    if resume_from is not None:
+        check_same_run(read_state(resume_from), identity, folder.path)
+    total_steps = config.trainer.total_training_steps or (
+        config.trainer.total_epochs * order.steps_per_epoch
+    )
+    reward = build_reward(config.reward, sources=_sources(prompts, val_prompts))
+    engine: LocalEngine | None = None
+    tracker: Tracker | None = None
+    try:
+        screen.note(f"Loading {config.model.path}")
+        engine = LocalEngine(config, tokenizer, total_steps=total_steps)
+        if resume_from is None:
+            folder.set_aside()
+        folder.write_config(config_yaml(resolved))
+        tracker = Tracker(
+            folder.path,
+            screen,
+            config.trainer.logger,
+            total_steps=total_steps,
+            config=config.model_dump(mode="json"),
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+        )
+        with StopOnSignal() as stop:
+            job = Job(
+                config=config,
+                engine=engine,
+                reward=reward,
+                prompts=prompts,
+                val_prompts=val_prompts,
+                order=order,
+                tracker=tracker,
+                store=store,
+                pad_token_id=tokenizer.pad_token_id,
+                total_steps=total_steps,
+                diagnose=explain_no_reward,
+                stop_requested=stop.reason,
+                resume_command=_resume_command(),
+                fingerprint=identity,
+            )
+            _run(job, resume_from, screen)
+        screen.summary(summarise(tracker.history, folder.path, config))
+    finally:
+        for part in (tracker, engine, reward):
+            if part is not None:
+                part.close()
+
+
+def _run(job: Job, resume_from: Path | None, screen: Screen) -> None:
+    """Start or go on; a run that is complete already says so."""
+    if resume_from is None:
+        run(job, RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef))
+        return
+    state = load(job, resume_from)
+    if state.step >= job.total_steps:
+        screen.note(
+            f"This run is complete: {state.step} of {job.total_steps} steps. To go on, raise "
+            "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
+        )
+        return
+    if job.config.algorithm.kl_ctrl.type == "fixed":
+        state.kl_coef = job.config.algorithm.kl_ctrl.kl_coef
+    screen.note(f"Going on after step {state.step}, from {resume_from}")
+    run(job, state)
+
+
+def _load_prompt_sets(
+    config: Config, tokenizer: Any, screen: Screen
+) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    data = config.data
+
+    def read(files: Sequence[str], most: int) -> PromptSet:
+        found = load_prompts(
+            files,
+            tokenizer,
+            prompt_key=data.prompt_key,
+            source_key=data.reward_fn_key,
+            max_prompt_length=data.max_prompt_length,
+            truncation=data.truncation,
+            filter_overlong=data.filter_overlong_prompts,
+            system_prompt=data.system_prompt,
+            apply_chat_template=data.apply_chat_template,
+            max_samples=most,
+        )
+        for note in found.notes:
+            screen.note(note)
+        return found
+
+    train_set = read(prompt_files(data.train_files, "train"), data.train_max_samples)
+    if not data.val_files:
+        return train_set.prompts, ()
+    val_set = read(prompt_files(data.val_files, "val"), data.val_max_samples)
+    return train_set.prompts, val_set.prompts
+
+
+def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
+    return PromptOrder(
+        len(prompts),
+        config.data.train_batch_size,
+        config.trainer.seed,
+        config.data.shuffle,
+        fingerprint=fingerprint(prompts),
+    )
+
+
+def _sources(*sets: Sequence[Prompt]) -> set[str]:
+    return {prompt.data_source for prompts in sets for prompt in prompts}
+
+
+def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What must not change under a checkpoint, by the key that sets it."""
+    return {
+        "model.path": config.model.path,
+        "critic.model.path": config.critic.model.path,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "model.lora_rank": config.model.lora_rank,
+        "data.train_batch_size": config.data.train_batch_size,
+        "trainer.seed": config.trainer.seed,
+        "data.train_files": fingerprint(prompts),
+    }
+
+
+def _resume_command() -> str:
+    """The command line of this run, to be typed again: it goes on where the run stopped."""
+    program = os.environ.get("PPO_COMMAND") or Path(sys.argv[0]).name
+    return shlex.join([*shlex.split(program), *sys.argv[1:]])
+
+
+__all__ = ["UserError", "load_tokenizer", "train"]

@@ -1,0 +1,137 @@
+"""The folder `checkpoints/`: whole checkpoints or none, the newest and the best kept.
+
+A checkpoint is written under a hidden name and renamed when it is complete, so that a name
+like `step_000010` always means a whole one, whenever the process was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ppo_cli.errors import ModelError, UserError
+
+STEP_NAME = re.compile(r"^step_(\d{6,})$")
+UNFINISHED = ".unfinished-"
+
+
+class CheckpointStore:
+    """All checkpoints of one run."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self._keep = keep
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Give an empty folder to fill; on leaving, it becomes the checkpoint of `step`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        name = f"step_{step:06d}"
+        unfinished = self.directory / f"{UNFINISHED}{name}"
+        unfinished.mkdir()
+        try:
+            yield unfinished
+            _sync_tree(unfinished)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise UserError(
+                f"The checkpoint of step {step} could not be written to {self.directory}: "
+                f"{error.strerror or error}. Free some space or choose another --output_dir, then "
+                "run the same command again: it goes on from the last checkpoint."
+            ) from error
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        final = self.directory / name
+        if final.exists():
+            self._discard(final)
+        os.replace(unfinished, final)
+        self._point("latest", name)
+        _sync(self.directory)
+
+    def mark_best(self, step: int) -> None:
+        """Let `best` name the checkpoint of `step`, which pruning then spares."""
+        self._point("best", f"step_{step:06d}")
+
+    def prune(self) -> None:
+        """Delete all but the newest `keep` checkpoints and the best one."""
+        spared = {self._target("latest"), self._target("best")}
+        for step in self.steps()[: -self._keep]:
+            folder = self.directory / f"step_{step:06d}"
+            if folder.name not in spared:
+                self._discard(folder)
+
+    def steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        found = (STEP_NAME.match(p.name) for p in self.directory.iterdir())
+        return sorted(int(m.group(1)) for m in found if m)
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, if there is one."""
+        steps = self.steps()
+        return self.directory / f"step_{steps[-1]:06d}" if steps else None
+
+    def _target(self, link: str) -> str | None:
+        path = self.directory / link
+        return os.readlink(path) if path.is_symlink() else None
+
+    def _point(self, link: str, name: str) -> None:
+        fresh = self.directory / f"{UNFINISHED}{link}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(name)
+        os.replace(fresh, self.directory / link)
+
+    def _discard(self, folder: Path) -> None:
+        # Renamed first: a half-deleted folder must not look like a checkpoint.
+        doomed = self.directory / f"{UNFINISHED}old-{folder.name}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed)
+
+    def _sweep(self) -> None:
+        """Remove what killed runs left half-written or half-deleted."""
+        for path in self.directory.glob(f"{UNFINISHED}*"):
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+
+
+def find_resume(store: CheckpointStore, mode: str) -> Path | None:
+    """The checkpoint that `--resume auto|never|PATH` means; None starts afresh.
+
+    Raises ModelError when PATH is no checkpoint.
+    """
+    if mode == "never":
+        return None
+    if mode == "auto":
+        return store.newest()
+    path = Path(mode).expanduser()
+    if not (path / "state").is_dir():
+        raise ModelError(
+            f"--resume {mode} is no checkpoint (it has no folder state/). Give a folder such as "
+            f"{store.directory}/step_000010, or auto or never."
+        )
+    return path.resolve()
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

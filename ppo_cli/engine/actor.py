@@ -1,0 +1,167 @@
+"""The actor and its frozen reference: log-probs, and one optimizer step at a time.
+
+Legend: B rows of a micro-batch, T response tokens, N response tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import TrainBatch
+from ppo_cli.algo.kl import token_kl
+from ppo_cli.algo.losses import aggregate, policy_loss
+from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
+from ppo_cli.config.training import Actor as ActorSettings
+from ppo_cli.engine.base import Sums
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.micro_batches import Budget, run_within_memory
+from ppo_cli.engine.models import Policy
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
+from ppo_cli.engine.sums import SumTable, loss_counts
+
+LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """What a policy says of the response tokens of a slice."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    hidden_NH: Tensor
+
+
+def view_tokens(
+    policy: Policy, cut: Slice, compute: Compute, temperature: float, with_entropy: bool
+) -> TokenView:
+    """Log-probs of the response tokens and the entropy at them, at a sampling temperature."""
+    with compute.autocast():
+        hidden_NH = cut.pick(policy.hidden_BLH(cut.input_ids_BL))
+        logprobs_N, entropy_N = gather_logprobs_entropy(
+            hidden_NH, policy.head, cut.targets_N(), temperature, LOGIT_CHUNK, with_entropy
+        )
+    return TokenView(logprobs_N, entropy_N, hidden_NH)
+
+
+def view_full_kl(
+    actor: Policy, reference: Policy, cut: Slice, seen: TokenView, compute: Compute, temp: float
+) -> Tensor:
+    """KL(actor || reference) over the whole vocabulary at each response token: (N,)."""
+    with compute.autocast():
+        with torch.no_grad():
+            ref_hidden_NH = cut.pick(reference.hidden_BLH(cut.input_ids_BL))
+        return full_kl(seen.hidden_NH, actor.head, ref_hidden_NH, reference.head, temp, LOGIT_CHUNK)
+
+
+class ActorLearner:
+    """Trains the policy by the clipped surrogate (Schulman et al. 2017, eq. 7)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        settings: ActorSettings,
+        optimizer: Optimizer,
+        compute: Compute,
+        temperature: float,
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.budget = Budget(
+            settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu
+        )
+        self._reference = reference
+        self._settings = settings
+        self._compute = compute
+        self._temperature = temperature
+
+    def step(self, batch: TrainBatch) -> Sums:
+        """One optimizer step on all rows of `batch`, whatever the micro-batches."""
+        counts = loss_counts(batch)
+        if counts.tokens == 0:
+            return {"actor/empty_minibatches": (1.0, 1.0)}
+        self.policy.model.train()
+
+        def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
+            table = SumTable()
+            for rows in plan:
+                cut = cut_slice(batch, rows, self._compute.device)
+                loss = self._loss(batch, cut, counts.tokens, counts.sequences, table)
+                loss.backward()  # type: ignore[no-untyped-call]
+            return table
+
+        table = run_within_memory(
+            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad
+        )
+        norm, stepped = self.optimizer.apply()
+        table.add("actor/skipped_steps", 0.0 if stepped else 1.0, 1)
+        if stepped:
+            table.add("grad_norm", norm, 1)
+        table.add("actor/lr", self.optimizer.lr, 1)
+        return table.sums()
+
+    def _loss(
+        self, batch: TrainBatch, cut: Slice, tokens: int, sequences: int, table: SumTable
+    ) -> Tensor:
+        s = self._settings
+        mask_BT = cut.take(batch.loss_mask_BT)
+        with_entropy = s.entropy_coeff > 0
+        seen = view_tokens(self.policy, cut, self._compute, self._temperature, with_entropy)
+        new_BT = cut.spread(seen.logprobs_N)
+        scale = s.loss_scale_factor or float(batch.response_mask_BT.shape[1])
+
+        def aggregated(loss_BT: Tensor) -> Tensor:
+            return aggregate(
+                loss_BT,
+                mask_BT,
+                s.loss_agg_mode,
+                global_tokens=tokens,
+                global_sequences=sequences,
+                scale_factor=scale,
+            )
+
+        surrogate = policy_loss(
+            new_BT,
+            cut.take(batch.old_logprobs_BT),
+            cut.take(batch.advantages_BT),
+            mask_BT,
+            clip_low=s.clip_ratio_low or s.clip_ratio,
+            clip_high=s.clip_ratio_high or s.clip_ratio,
+            dual_clip=s.clip_ratio_c,
+            is_weight_BT=cut.take(batch.is_weight_BT),
+            mode=s.loss_agg_mode,
+            global_tokens=tokens,
+            global_sequences=sequences,
+            scale_factor=scale,
+        )
+        loss = surrogate.loss
+        table.add("policy_loss", surrogate.loss.item(), 0)
+        table.add("ppo_ratio", surrogate.ratio_sum.item(), surrogate.token_count.item())
+        table.add("clip_fraction", surrogate.clip_sum.item(), surrogate.token_count.item())
+        table.add("actor/clip_lower", surrogate.clip_lower_sum.item(), surrogate.token_count.item())
+        table.add("actor/approx_kl", surrogate.approx_kl_sum.item(), surrogate.token_count.item())
+        if with_entropy:
+            entropy = aggregated(cut.spread(seen.entropy_N))
+            loss = loss - s.entropy_coeff * entropy
+            table.add("actor/entropy_loss", entropy.item(), 0)
+        if s.use_kl_loss:
+            kl = aggregated(self._kl_BT(batch, cut, seen, new_BT))
+            loss = loss + s.kl_loss_coef * kl
+            table.add("actor/kl_loss", kl.item(), 0)
+        return loss
+
+    def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:
+        if self._reference is None or batch.ref_logprobs_BT is None:
+            raise ValueError("a KL loss needs a reference model")
+        if self._settings.kl_loss_type == "full":
+            return cut.spread(
+                view_full_kl(
+                    self.policy, self._reference, cut, seen, self._compute, self._temperature
+                )
+            )
+        return token_kl(new_BT, cut.take(batch.ref_logprobs_BT), self._settings.kl_loss_type)

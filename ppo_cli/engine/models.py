@@ -1,0 +1,223 @@
+"""Load tokenizers, policies and value models, and say in one sentence when that fails.
+
+A policy is used as backbone + head, so that logits are computed only where they are needed;
+`load_policy` checks on a few tokens that the two together give the model's own logits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from transformers.utils import logging as transformers_logging
+
+from ppo_cli.errors import ModelError, did_you_mean
+
+# Its bars and advice would break into our own progress; what matters comes as an error.
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+
+DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model, split where its vocabulary begins."""
+
+    model: Any
+    backbone: nn.Module
+    head: Callable[[Tensor], Tensor]
+
+    def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
+        """Last hidden states; rows are right-padded, so causal attention needs no mask."""
+        out = self.backbone(input_ids=input_ids_BL, use_cache=False)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A backbone with one number a token."""
+
+    model: Any
+    backbone: nn.Module
+    head: nn.Module
+
+    def values_BL(self, input_ids_BL: Tensor) -> Tensor:
+        """Values at each position, in float32."""
+        out = self.backbone(input_ids=input_ids_BL, use_cache=False)
+        with torch.autocast(input_ids_BL.device.type, enabled=False):
+            values: Tensor = self.head(out.last_hidden_state.float()).squeeze(-1)
+        return values
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Load a tokenizer and give it a pad token if it has none."""
+    tokenizer = _load(AutoTokenizer, path, "tokenizer", trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise ModelError(f"The tokenizer of {path} has neither a pad nor an end-of-text token.")
+    return tokenizer
+
+
+def load_policy(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> Policy:
+    """Load a causal LM in float32 with dropout off, and check backbone + head against it."""
+    config = _load(AutoConfig, path, "config", trust_remote_code=trust_remote_code)
+    _switch_dropout_off(config)
+    model = _load(
+        AutoModelForCausalLM,
+        path,
+        "causal language model",
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    policy = Policy(model=model, backbone=model.base_model, head=_head(model))
+    _check_split(policy, path)
+    return policy
+
+
+def load_value_model(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> ValueModel:
+    """Load a backbone with a value head; a head that the checkpoint lacks starts at zero."""
+    config = _load(AutoConfig, path, "config", trust_remote_code=trust_remote_code)
+    _switch_dropout_off(config)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    model, info = _load(
+        AutoModelForTokenClassification,
+        path,
+        "value model",
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    head = _value_head(model, path)
+    absent = [key for key in info["missing_keys"] if not key.startswith(("score.", "classifier."))]
+    if absent:
+        raise ModelError(
+            f"{path} lacks weights that a critic needs ({absent[0]} and {len(absent) - 1} more); "
+            "give a complete checkpoint with --critic_model."
+        )
+    if info["missing_keys"] or info["mismatched_keys"]:
+        nn.init.zeros_(head.weight)
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+    return ValueModel(model=model, backbone=model.base_model, head=head)
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids of the generation config and the tokenizer together."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ModelError("The model has no end-of-sequence token: responses could never end.")
+    return frozenset(int(i) for i in ids)
+
+
+def _load(loader: Any, path: str, what: str, **options: Any) -> Any:
+    """Call `from_pretrained` and turn what is known to go wrong into one sentence."""
+    local = Path(path).expanduser()
+    if local.exists() and not local.is_dir():
+        raise ModelError(f"--model {path} is a file; give the folder that holds config.json.")
+    if local.is_dir() and not (local / "config.json").exists():
+        raise ModelError(
+            f"The folder {path} holds no config.json, so it is no model. Give a folder written "
+            "by save_pretrained, such as RUN/checkpoints/latest/actor."
+        )
+    try:
+        return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(_load_message(path, what, error)) from error
+
+
+def _load_message(path: str, what: str, error: Exception) -> str:
+    local = Path(path).expanduser()
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if local.is_dir():
+        return f"The {what} in {path} does not load: {first}"
+    parent = local.parent
+    names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if looks_local:
+        return f"There is no model folder {path}.{did_you_mean(local.name, names)}"
+    return (
+        f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
+        f"hub did not give it ({first}). Give a local folder with --model, or check the name and "
+        "the connection."
+    )
+
+
+def _switch_dropout_off(config: Any) -> None:
+    """Zero every dropout rate: old and new log-probs must come from the same function."""
+    for name, value in list(vars(config).items()):
+        if DROPOUT_FIELDS.search(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def _head(model: Any) -> Callable[[Tensor], Tensor]:
+    """The function from hidden states to logits, the model's own scaling included."""
+    linear = model.get_output_embeddings()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap is None:
+        return linear  # type: ignore[no-any-return]
+
+    def capped(hidden: Tensor) -> Tensor:
+        return torch.tanh(linear(hidden) / cap) * cap
+
+    return capped
+
+
+def _value_head(model: Any, path: str) -> nn.Linear:
+    for name in ("score", "classifier"):
+        head = getattr(model, name, None)
+        if isinstance(head, nn.Linear):
+            return head
+    raise ModelError(
+        f"The architecture of {path} has no plain value head; choose another with --critic_model."
+    )
+
+
+@torch.no_grad()
+def _check_split(policy: Policy, path: str) -> None:
+    """Backbone and head must give the model's logits: some families scale them on the way."""
+    size = policy.model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(1, 7, device=policy.model.device)[None, :] % size
+    whole = policy.model(input_ids=ids, use_cache=False).logits.float()
+    ours = policy.head(policy.hidden_BLH(ids)).float()
+    gap = (whole - ours).abs().max().item()
+    if not math.isfinite(gap):
+        raise ModelError(f"{path} gives logits that are not finite: its weights are damaged.")
+    if gap > 1e-3 * max(1.0, whole.abs().max().item()):
+        raise ModelError(
+            f"{path} changes its logits after the output layer in a way that this version does "
+            "not know; choose another model."
+        )

@@ -1,0 +1,71 @@
+"""Pick response positions out of hidden states, and put token values back into rows.
+
+Only response tokens meet the vocabulary: prompt positions cost no logits.
+Legend: B rows, L tokens, T response tokens, N response tokens of all rows, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import Batch
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows of a batch on the compute device, cut to their longest row."""
+
+    row_B: Tensor
+    input_ids_BL: Tensor
+    response_mask_BT: Tensor
+    position_BT: Tensor  # where the token's log-prob and value are read
+    width: int
+
+    def pick(self, states_BLX: Tensor) -> Tensor:
+        """Values at the positions before each response token, rows after rows: (N, …)."""
+        row_B1 = torch.arange(states_BLX.shape[0], device=states_BLX.device)[:, None]
+        picked: Tensor = states_BLX[row_B1, self.position_BT][self.response_mask_BT]
+        return picked
+
+    def targets_N(self) -> Tensor:
+        """Ids of the response tokens, rows after rows."""
+        row_B1 = torch.arange(self.input_ids_BL.shape[0], device=self.input_ids_BL.device)[:, None]
+        last = self.input_ids_BL.shape[1] - 1
+        ids_BT = self.input_ids_BL[row_B1, (self.position_BT + 1).clamp(max=last)]
+        return ids_BT[self.response_mask_BT]
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Put values of response tokens into rows, zero elsewhere: (B, T)."""
+        rows = torch.zeros(self.response_mask_BT.shape, device=values_N.device)
+        return rows.masked_scatter(self.response_mask_BT, values_N.float())
+
+    def take(self, tensor_BT: Tensor) -> Tensor:
+        """The same rows of a whole-batch response tensor, cut to the same width."""
+        return tensor_BT[self.row_B][:, : self.width].to(self.input_ids_BL.device)
+
+
+def cut_slice(batch: Batch, rows: Sequence[int], device: torch.device) -> Slice:
+    """Take rows of a batch, without the padding that they do not need."""
+    row_B = torch.as_tensor(rows)
+    prompt_len_B = batch.prompt_len_B[row_B]
+    response_len_B = batch.response_len_B[row_B]
+    length = int((prompt_len_B + response_len_B).max())
+    width = int(response_len_B.max())
+    position_BT = prompt_len_B[:, None] - 1 + torch.arange(width)[None, :]
+    return Slice(
+        row_B=row_B,
+        input_ids_BL=batch.input_ids_BL[row_B, :length].to(device),
+        response_mask_BT=batch.response_mask_BT[row_B, :width].to(device),
+        position_BT=position_BT.clamp(max=length - 1).to(device),
+        width=width,
+    )
+
+
+def row_lengths(batch: Batch) -> list[int]:
+    """Prompt and response tokens of each row."""
+    lengths: list[int] = (batch.prompt_len_B + batch.response_len_B).tolist()
+    return lengths

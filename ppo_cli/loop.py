@@ -1,0 +1,274 @@
+"""THE training loop: proximal policy optimisation on one screen.
+
+For each step: take prompts; sample responses and hand each to the reward as it finishes;
+annotate while the rewards answer; gather scores; estimate advantages; update critic and
+actor in mini-batches; publish the new weights; report; validate; save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.checkpoints import CheckpointStore
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling
+from ppo_cli.errors import Interrupted
+from ppo_cli.prompts import PromptOrder
+from ppo_cli.records import Prompt, Rollout, Score, Scored
+from ppo_cli.rewards.base import Reward
+from ppo_cli.run_state import RunState, stream_seed
+from ppo_cli.shaping import shape_step
+from ppo_cli.step_metrics import StepSums, score_metrics
+from ppo_cli.tracker import Tracker
+
+TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams, one for each use
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the loop works with, built by `assemble`."""
+
+    config: Config
+    engine: Engine
+    reward: Reward
+    prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    order: PromptOrder
+    tracker: Tracker
+    store: CheckpointStore
+    pad_token_id: int
+    total_steps: int
+    diagnose: Callable[[Sequence[Scored]], str | None]
+    stop_requested: Callable[[], str | None]
+    resume_command: str
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+
+def run(job: Job, state: RunState) -> None:
+    """Train from `state` to the last step; raises Interrupted when asked to stop early."""
+    trainer = job.config.trainer
+    if state.step == 0 and trainer.val_before_train:
+        validate(job, state)
+    while state.step < job.total_steps:
+        state.step += 1
+        started = time.perf_counter()
+        scored, metrics, tokens = train_step(job, state)
+        last = state.step == job.total_steps
+        if last or _due(state.step, trainer.test_freq):
+            validate(job, state)
+        seconds = time.perf_counter() - started
+        metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
+        job.tracker.rollouts(state.step, scored)
+        job.tracker.step(state.step, metrics)
+        _explain_zero_reward(job, state, scored)
+        stop = job.stop_requested()
+        out_of_patience = trainer.patience is not None and state.stale >= trainer.patience
+        if last or stop or out_of_patience or _due(state.step, trainer.save_freq):
+            save(job, state)
+        if stop and not last:
+            raise Interrupted(
+                f"Stopped after step {state.step} of {job.total_steps} ({stop}); everything is "
+                f"saved. Go on with: {job.resume_command}"
+            )
+        if out_of_patience:
+            job.tracker.screen.note(
+                f"Stopped at step {state.step}: {state.stale} validations without a new best."
+            )
+            return
+
+
+def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float], int]:
+    """One PPO step: rollouts, rewards, advantages, updates; returns what to report."""
+    config, tracker = job.config, job.tracker
+    prompts = [job.prompts[i] for i in job.order.take()]
+    sampling = _train_sampling(config, state.step)
+    rollouts, futures = roll_out(job, prompts, sampling, "rollout")
+    baseline_futures = _submit_baselines(job, state, prompts)
+    with tracker.phase("annotate"):
+        annotated = job.engine.annotate(build_batch(rollouts, job.pad_token_id))
+    scored = gather(job, rollouts, futures, "reward_wait")
+    baselines = _gather_baselines(job, annotated, baseline_futures)
+    with tracker.phase("advantages"):
+        shaped = shape_step(config, annotated, scored, state.kl_coef, baselines)
+    state.kl_coef = shaped.next_kl_coef
+    sums = update(job, state, shaped.batch)
+    job.engine.publish()
+    metrics = score_metrics(scored) | shaped.metrics | sums.means()
+    tokens = int((annotated.prompt_len_B + annotated.response_len_B).sum())
+    return scored, metrics, tokens
+
+
+def roll_out(
+    job: Job, prompts: Sequence[Prompt], sampling: Sampling, phase: str
+) -> tuple[list[Rollout], list[Future[Score]]]:
+    """Sample responses, each submitted to the reward as it finishes; in prompt order."""
+    place = {prompt.uid: i for i, prompt in enumerate(prompts)}
+    pairs: list[tuple[Rollout, Future[Score]]] = []
+    with job.tracker.phase(phase, len(prompts) * sampling.n) as advance:
+        for rollout in job.engine.generate(prompts, sampling):
+            pairs.append((rollout, job.reward.submit(rollout)))
+            advance(1)
+    pairs.sort(key=lambda pair: (place[pair[0].prompt.uid], pair[0].sample))
+    return [rollout for rollout, _ in pairs], [future for _, future in pairs]
+
+
+def gather(
+    job: Job, rollouts: Sequence[Rollout], futures: Sequence[Future[Score]], phase: str
+) -> list[Scored]:
+    """Wait for the scores that are still missing."""
+    scored: list[Scored] = []
+    with job.tracker.phase(phase, len(futures)) as advance:
+        for rollout, future in zip(rollouts, futures, strict=True):
+            scored.append(Scored(rollout, future.result()))
+            advance(1)
+    return scored
+
+
+def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
+    """Epochs of mini-batches: the critic first, then the actor, which may stop early on KL."""
+    config, sums = job.config, StepSums()
+    if batch.values_BT is not None:
+        size = config.critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
+        with job.tracker.phase("update critic", config.critic.ppo_epochs) as advance:
+            for epoch in range(config.critic.ppo_epochs):
+                for rows in _mini_batches(config, state.step, epoch, size, batch, "critic"):
+                    sums.add(job.engine.step(MiniBatch(batch.rows(rows), actor=False, critic=True)))
+                advance(1)
+    if state.step > config.trainer.critic_warmup:
+        _update_actor(job, state, batch, sums)
+    state.count_broken_steps(sums, config.trainer.max_nonfinite_steps, job.resume_command)
+    return sums
+
+
+def _update_actor(job: Job, state: RunState, batch: TrainBatch, sums: StepSums) -> None:
+    settings = job.config.actor
+    size = settings.ppo_mini_batch_size
+    with job.tracker.phase("update actor", settings.ppo_epochs) as advance:
+        for epoch in range(settings.ppo_epochs):
+            for rows in _mini_batches(job.config, state.step, epoch, size, batch, "actor"):
+                step = job.engine.step(MiniBatch(batch.rows(rows), actor=True, critic=False))
+                sums.add(step)
+                moved, tokens = step.get("actor/approx_kl", (0.0, 1.0))
+                if settings.target_kl is not None and moved / tokens > 1.5 * settings.target_kl:
+                    sums.add({"actor/stopped_early": (1.0, 1.0)})
+                    return
+            advance(1)
+
+
+def validate(job: Job, state: RunState) -> None:
+    """Score greedy responses to the validation prompts, and keep track of the best."""
+    if not job.val_prompts:
+        return
+    v = job.config.rollout.val_kwargs
+    sampling = Sampling(
+        temperature=v.temperature,
+        top_p=v.top_p,
+        top_k=v.top_k,
+        n=v.n,
+        max_tokens=job.config.data.max_response_length,
+        seed=stream_seed(job.config.trainer.seed, VALIDATION, 0),
+    )
+    rollouts, futures = roll_out(job, job.val_prompts, sampling, "validate")
+    scored = gather(job, rollouts, futures, "validate reward")
+    job.tracker.rollouts(state.step, scored, split="val")
+    metrics = score_metrics(scored, prefix="val/")
+    job.tracker.validation(state.step, metrics)
+    state.note_validation(metrics)
+
+
+def save(job: Job, state: RunState) -> None:
+    """Write a whole checkpoint of engine, order, reward and state; keep the newest and best."""
+    with job.tracker.phase("save"):
+        with job.store.writing(state.step) as folder:
+            job.engine.save(folder)
+            state.write(folder, order=job.order, reward=job.reward, fingerprint=job.fingerprint)
+        if state.is_best:
+            job.store.mark_best(state.step)
+        job.store.prune()
+
+
+def load(job: Job, folder: Path) -> RunState:
+    """Take everything back that `save` wrote, and forget what was logged past it."""
+    state = RunState.read(folder, order=job.order, reward=job.reward)
+    job.engine.load(folder)
+    job.tracker.resume_at(state.step)
+    return state
+
+
+def _train_sampling(config: Config, step: int) -> Sampling:
+    r = config.rollout
+    seed = config.trainer.seed if r.seed is None else r.seed
+    return Sampling(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        n=r.n,
+        max_tokens=config.data.max_response_length,
+        seed=stream_seed(seed, TRAIN, step),
+    )
+
+
+def _submit_baselines(
+    job: Job, state: RunState, prompts: Sequence[Prompt]
+) -> tuple[list[Rollout], list[Future[Score]]] | None:
+    """ReMax (Li et al. 2023) subtracts the reward of the greedy response to each prompt."""
+    if job.config.algorithm.adv_estimator != "remax":
+        return None
+    greedy = Sampling(
+        temperature=0.0,
+        max_tokens=job.config.data.max_response_length,
+        seed=stream_seed(job.config.trainer.seed, BASELINE, state.step),
+    )
+    return roll_out(job, prompts, greedy, "baseline rollout")
+
+
+def _gather_baselines(
+    job: Job,
+    annotated: AnnotatedBatch,
+    submitted: tuple[list[Rollout], list[Future[Score]]] | None,
+) -> list[float | None] | None:
+    """The greedy score of each row's prompt."""
+    if submitted is None:
+        return None
+    scores = [s.score.value for s in gather(job, *submitted, "baseline reward")]
+    return [scores[group] for group in annotated.group_B.tolist()]
+
+
+def _mini_batches(
+    config: Config, step: int, epoch: int, prompts: int, batch: TrainBatch, role: str
+) -> Iterator[Tensor]:
+    """Row indices of each mini-batch; `prompts` times rollout.n rows, the last may be smaller."""
+    settings = config.actor if role == "actor" else config.critic
+    order = np.arange(len(batch))
+    if settings.shuffle:
+        seed = stream_seed(config.trainer.seed, SHUFFLE, step, epoch, int(role == "actor"))
+        order = np.random.default_rng(seed).permutation(order)
+    size = prompts * config.rollout.n
+    for start in range(0, len(order), size):
+        yield torch.from_numpy(order[start : start + size])
+
+
+def _explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:
+    """Say why, once, when the first steps have brought no reward at all."""
+    if any(s.score.value for s in scored):
+        state.zero_steps = 0
+        return
+    state.zero_steps += 1
+    if state.zero_steps in (2, 20):
+        text = job.diagnose(scored)
+        if text:
+            job.tracker.screen.health(text)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,77 @@
+"""The run folder: made, checked and, when a run starts afresh, cleared of the one before."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.errors import UserError
+
+PARTS = ("metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html")
+
+
+class RunFolder:
+    """Paths inside `--output_dir`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+
+    def prepare(self) -> None:
+        """Make the folder and see that it can be written to; raises UserError if not."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path) as probe:
+                probe.write(b"x" * 4096)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(
+                f"--output_dir {self.path}: a file is in the way; choose another folder."
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"--output_dir {self.path} cannot be written: {error.strerror}. Choose another "
+                "folder or free some space."
+            ) from error
+
+    def write_config(self, text: str) -> None:
+        """Write `config.yaml` whole or not at all."""
+        fresh = self.path / ".config.yaml.unfinished"
+        fresh.write_text(text)
+        os.replace(fresh, self.path / "config.yaml")
+
+    def set_aside(self) -> None:
+        """Move what an earlier run left to `earlier_1`, `earlier_2` …"""
+        present = [self.path / name for name in PARTS if (self.path / name).exists()]
+        if not present:
+            return
+        number = 1
+        while (self.path / f"earlier_{number}").exists():
+            number += 1
+        earlier = self.path / f"earlier_{number}"
+        earlier.mkdir()
+        for path in present:
+            os.replace(path, earlier / path.name)
+
+
+def check_same_run(saved: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on with another run's checkpoint; every changed key is named.
+
+    `saved` is a checkpoint's state. Raises UserError.
+    """
+    before = saved["fingerprint"]
+    changed = [key for key, value in identity.items() if before.get(key, value) != value]
+    if not changed:
+        return
+    told = ", ".join(
+        f"{key} (other rows)"
+        if key == "data.train_files"
+        else f"{key} (was {before[key]}, now {identity[key]})"
+        for key in changed
+    )
+    raise UserError(
+        f"{folder} holds another run, which differs in {told}. Choose another --output_dir, or "
+        "start afresh here with --resume never: the earlier run is then set aside."
+    )

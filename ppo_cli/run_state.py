@@ -1,0 +1,104 @@
+"""What a run must remember between steps, and its exact return from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppo_cli.errors import ModelError, UserError
+from ppo_cli.prompts import PromptOrder
+from ppo_cli.rewards.base import Reward
+from ppo_cli.step_metrics import StepSums
+
+STATE_FILE = "run.json"
+
+
+def stream_seed(*key: int) -> int:
+    """One seed for each use of randomness: nothing to save, nothing to fall out of step."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
+
+
+@dataclass
+class RunState:
+    """Counters and controllers of the loop."""
+
+    kl_coef: float
+    step: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+    zero_steps: int = 0
+    broken_steps: int = 0
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the present step holds the best validation so far."""
+        return self.best_step == self.step
+
+    def note_validation(self, metrics: Mapping[str, float]) -> None:
+        """Compare a validation with the best one; `stale` counts those without a new best."""
+        value = metrics.get("val/reward_mean")
+        if value is None:
+            return
+        if self.best is None or value > self.best:
+            self.best, self.best_step, self.stale = value, self.step, 0
+        else:
+            self.stale += 1
+
+    def count_broken_steps(self, sums: StepSums, most: int, resume_command: str) -> None:
+        """Stop the run when gradients were not finite for `most` steps in a row."""
+        skipped = sums.total("actor/skipped_steps") + sums.total("critic/skipped_steps")
+        self.broken_steps = self.broken_steps + 1 if skipped else 0
+        if self.broken_steps >= most:
+            raise UserError(
+                f"Gradients were not finite in {most} steps in a row (the last is step "
+                f"{self.step}); none of them changed the weights. Lower --lr and --critic_lr, set "
+                "actor.grad_clip or --dtype float32, then go on from the last checkpoint: "
+                f"{resume_command}"
+            )
+
+    def write(
+        self,
+        folder: Path,
+        *,
+        order: PromptOrder,
+        reward: Reward,
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        """Write the state of loop, order and reward into a checkpoint folder."""
+        state = {
+            "run": asdict(self),
+            "order": order.state_dict(),
+            "reward": reward.state_dict(),
+            "fingerprint": dict(fingerprint),
+        }
+        (folder / "state").mkdir(exist_ok=True)
+        (folder / "state" / STATE_FILE).write_text(json.dumps(state, indent=2))
+
+    @classmethod
+    def read(cls, folder: Path, *, order: PromptOrder, reward: Reward) -> RunState:
+        """Read what `write` wrote; raises ModelError when the checkpoint is damaged."""
+        state = read_state(folder)
+        order.load_state_dict(state["order"])
+        reward.load_state_dict(state["reward"])
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in state["run"].items() if k in known})
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The saved state of a checkpoint; raises ModelError when it is damaged."""
+    path = folder / "state" / STATE_FILE
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+        state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"The checkpoint {folder} is damaged: {path.name} cannot be read ({error}). Name "
+            "another one with --resume PATH, or start afresh with --resume never."
+        ) from error
+    return state

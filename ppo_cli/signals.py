@@ -1,0 +1,38 @@
+"""SIGINT and SIGTERM ask the loop to stop after the step; a second one stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopOnSignal:
+    """Context in which signals are noted; `reason` tells which one came."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def reason(self) -> str | None:
+        """Name of the signal that asked to stop, or None."""
+        return self._name
+
+    def __enter__(self) -> StopOnSignal:
+        # Python delivers signals to the main thread only, and only it may set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._name is not None:
+            raise KeyboardInterrupt
+        self._name = signal.Signals(number).name

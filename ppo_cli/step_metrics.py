@@ -1,0 +1,91 @@
+"""From scores, sums and counts to the numbers that a user reads."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ppo_cli.records import Scored
+
+
+class StepSums:
+    """Adds up what optimizer steps return; means are taken once, at the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, sums: Mapping[str, tuple[float, float]]) -> None:
+        """Add the sums and counts of one optimizer step."""
+        for name, (total, count) in sums.items():
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (before[0] + total, before[1] + count)
+
+    def total(self, name: str) -> float:
+        """The sum under a name, 0 when it never came."""
+        return self._sums.get(name, (0.0, 0.0))[0]
+
+    def means(self) -> dict[str, float]:
+        """All quantities as means; counters of events stay sums."""
+        counters = ("skipped_steps", "empty_minibatches", "stopped_early")
+        return {
+            name: total if name.endswith(counters) else total / count
+            for name, (total, count) in self._sums.items()
+            if count
+        }
+
+
+def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float]:
+    """Reward and length statistics; failed scores are counted and left out of the rest.
+
+    With a prefix (validation) the mean of each data_source is given too, and an accuracy when
+    every score is 0 or 1.
+    """
+    values = np.array([s.score.value for s in scored if s.score.value is not None], dtype=float)
+    lengths = np.array([len(s.rollout.token_ids) for s in scored], dtype=float)
+    cut = [s.rollout.finish_reason == "length" for s in scored]
+    metrics = {
+        f"{prefix}response_length_mean": float(lengths.mean()),
+        f"{prefix}response_length/max": float(lengths.max()),
+        f"{prefix}response_length/clip_ratio": float(np.mean(cut)),
+        f"{prefix}reward/failed": float(len(scored) - len(values)),
+    }
+    if len(values):
+        metrics |= {
+            f"{prefix}reward_mean": float(values.mean()),
+            f"{prefix}reward/std": float(values.std()),
+            f"{prefix}reward/min": float(values.min()),
+            f"{prefix}reward/max": float(values.max()),
+        }
+        if prefix and np.isin(values, (0.0, 1.0)).all():
+            metrics[f"{prefix}accuracy"] = float(values.mean())
+    metrics |= _part_metrics(scored, prefix)
+    return metrics | (_source_metrics(scored, prefix) if prefix else {})
+
+
+def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
+    """1 - Var(returns - values) / Var(returns); NaN when the returns do not vary."""
+    spread = float(np.var(returns)) if len(returns) else 0.0
+    return 1 - float(np.var(returns - values)) / spread if spread > 1e-12 else math.nan
+
+
+def _part_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
+    parts: dict[str, list[float]] = defaultdict(list)
+    for s in scored:
+        for name, part in s.score.parts.items():
+            if part.raw is not None:
+                parts[f"{prefix}reward/{name}"].append(part.raw)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
+
+
+def _source_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
+    sources: dict[str, list[float]] = defaultdict(list)
+    for s in scored:
+        if s.score.value is not None:
+            sources[s.rollout.prompt.data_source or "unnamed"].append(s.score.value)
+    return {
+        f"{prefix}reward_mean/{source}": float(np.mean(values))
+        for source, values in sources.items()
+    }

@@ -1,0 +1,261 @@
+"""Optimizer steps: the same gradients however the rows are cut, and honest sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
+from ppo_cli.algo.losses import policy_loss, value_loss
+from ppo_cli.config.training import Actor, ActorOptim, Critic, CriticOptim
+from ppo_cli.engine.actor import ActorLearner
+from ppo_cli.engine.critic import CriticLearner
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.models import load_policy, load_value_model
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.records import Prompt, Rollout
+
+COMPUTE = Compute(torch.device("cpu"), torch.float32)
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        max_position_embeddings=256, attention_dropout=0.1,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("qwen2")
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def make_batch(seed: int = 0, rows: int = 17) -> TrainBatch:
+    """Rows of very different lengths, some without a score."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for b in range(rows):
+        prompt = Prompt(
+            uid=f"p{b // 2}", text="", messages=(), rendered="",
+            token_ids=tuple(rng.integers(1, VOCAB, rng.integers(2, 30)).tolist()),
+        )  # fmt: skip
+        ids = tuple(rng.integers(1, VOCAB, rng.integers(1, 25)).tolist())
+        logprobs = -rng.random(len(ids)).astype(np.float32)
+        rollouts.append(Rollout(prompt, b % 2, ids, logprobs, "", "stop"))
+    batch = build_batch(rollouts, pad_token_id=0)
+    shape = batch.response_mask_BT.shape
+    torch.manual_seed(seed)
+    noise = {name: torch.randn(shape) for name in ("adv", "ret", "val", "old", "ref")}
+    annotated = AnnotatedBatch(
+        **{n: getattr(batch, n) for n in Batch.__dataclass_fields__},
+        old_logprobs_BT=-4.5 + 0.1 * noise["old"],
+        entropy_BT=torch.zeros(shape),
+        ref_logprobs_BT=-4.5 + 0.1 * noise["ref"],
+        full_kl_BT=None,
+        values_BT=noise["val"],
+    )
+    return TrainBatch(
+        **{n: getattr(annotated, n) for n in AnnotatedBatch.__dataclass_fields__},
+        scores_B=torch.zeros(rows),
+        valid_B=torch.arange(rows) % 5 != 3,
+        token_rewards_BT=torch.zeros(shape),
+        advantages_BT=noise["adv"],
+        returns_BT=noise["ret"],
+        is_weight_BT=torch.ones(shape),
+    )
+
+
+def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: object) -> torch.Tensor:
+    policy = load_policy(model_dir)
+    reference = load_policy(model_dir)
+    actor = Actor(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, **settings)  # type: ignore[arg-type]
+    optimizer = Recorder(policy.model, ActorOptim())
+    ActorLearner(policy, reference, actor, optimizer, COMPUTE, temperature=0.7).step(batch)
+    return optimizer.gradient
+
+
+def gradients_of_critic(model_dir: str, batch: TrainBatch, **settings: object) -> torch.Tensor:
+    value_model = load_value_model(model_dir)
+    optimizer = Recorder(value_model.model, CriticOptim())
+    torch.manual_seed(1)
+    torch.nn.init.normal_(value_model.head.weight)
+    critic = Critic(**settings)  # type: ignore[arg-type]
+    CriticLearner(value_model, critic, optimizer, COMPUTE).step(batch)
+    return optimizer.gradient
+
+
+class Recorder(Optimizer):
+    """Keeps the gradient that a step would have used."""
+
+    def __init__(self, module: torch.nn.Module, optim: ActorOptim | CriticOptim) -> None:
+        super().__init__(module, optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
+        self.module = module
+        self.gradient = torch.empty(0)
+
+    def apply(self) -> tuple[float, bool]:
+        found = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
+        self.gradient = torch.cat(found).clone()
+        return super().apply()
+
+
+@pytest.mark.parametrize("gradients", [gradients_of_actor, gradients_of_critic])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+def test_gradients_do_not_depend_on_micro_batches(gradients, mode, model_dir) -> None:
+    batch = make_batch()
+    whole = gradients(model_dir, batch, loss_agg_mode=mode)
+    for cut in ({"ppo_micro_batch_size_per_gpu": 4}, {"ppo_max_token_len_per_gpu": 64}):
+        parts = gradients(model_dir, batch, loss_agg_mode=mode, **cut)
+        assert (parts - whole).abs().max() / whole.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("gradients", [gradients_of_actor, gradients_of_critic])
+def test_gradients_do_not_depend_on_padding_or_order(gradients, model_dir) -> None:
+    batch = make_batch()
+    whole = gradients(model_dir, batch)
+    wider = pad_wider(batch, 13)
+    shuffled = batch.rows(torch.randperm(len(batch)))
+    for other in (wider, shuffled):
+        assert (gradients(model_dir, other) - whole).abs().max() / whole.abs().max() < 1e-5
+
+
+def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
+    """The same rows under more padding, filled with noise where that must not matter."""
+    wide = {}
+    for name in batch.__dataclass_fields__:
+        value = getattr(batch, name)
+        if isinstance(value, torch.Tensor) and name.endswith(("_BT", "_BL")):
+            fill = torch.zeros(len(batch), extra, dtype=value.dtype)
+            if name in ("advantages_BT", "returns_BT", "values_BT"):
+                fill = fill + 1e3
+            wide[name] = torch.cat([value, fill], dim=1)
+    return replace(batch, **wide)
+
+
+def test_step_equals_the_plain_formula(model_dir) -> None:
+    """One row at a time through the whole model, no chunks, no padding, no micro-batches."""
+    batch = make_batch(rows=6)
+    ours = gradients_of_actor_plain(model_dir, batch)
+    policy = load_policy(model_dir)
+    mask = batch.loss_mask_BT
+    rows = []
+    for b in range(len(batch)):
+        p, t = int(batch.prompt_len_B[b]), int(batch.response_len_B[b])
+        ids = batch.input_ids_BL[b, : p + t][None]
+        logits = policy.model(input_ids=ids).logits[0, p - 1 : p + t - 1] / 0.7
+        picked = torch.log_softmax(logits, -1).gather(1, ids[0, p:, None])[:, 0]
+        rows.append(torch.nn.functional.pad(picked, (0, mask.shape[1] - t)))
+    loss = policy_loss(
+        torch.stack(rows), batch.old_logprobs_BT, batch.advantages_BT, mask, clip_low=0.2,
+        clip_high=0.2, global_tokens=int(mask.sum()), global_sequences=int(mask.any(1).sum()),
+    )  # fmt: skip
+    loss.loss.backward()
+    plain = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+    assert (ours - plain).abs().max() / plain.abs().max() < 1e-5
+
+
+def gradients_of_actor_plain(model_dir: str, batch: TrainBatch) -> torch.Tensor:
+    policy = load_policy(model_dir)
+    optimizer = Recorder(policy.model, ActorOptim())
+    ActorLearner(policy, None, Actor(), optimizer, COMPUTE, temperature=0.7).step(batch)
+    return optimizer.gradient
+
+
+def test_critic_values_are_read_before_each_response_token(model_dir) -> None:
+    batch = make_batch(rows=5)
+    value_model = load_value_model(model_dir)
+    torch.nn.init.normal_(value_model.head.weight)
+    rows = []
+    for b in range(len(batch)):
+        p, t = int(batch.prompt_len_B[b]), int(batch.response_len_B[b])
+        hidden = value_model.backbone(input_ids=batch.input_ids_BL[b, : p + t][None])
+        values = value_model.head(hidden.last_hidden_state)[0, p - 1 : p + t - 1, 0]
+        rows.append(torch.nn.functional.pad(values, (0, batch.response_mask_BT.shape[1] - t)))
+    mask = batch.loss_mask_BT
+    loss = value_loss(
+        torch.stack(rows), batch.values_BT, batch.returns_BT, mask, clip_range=0.5,
+        global_tokens=int(mask.sum()), global_sequences=int(mask.any(1).sum()),
+    )  # fmt: skip
+    ours = value_loss_of_step(value_model, batch)
+    assert ours == pytest.approx(loss.loss.item(), rel=1e-5)
+
+
+def value_loss_of_step(value_model: object, batch: TrainBatch) -> float:
+    optimizer = Recorder(value_model.model, CriticOptim())  # type: ignore[attr-defined]
+    sums = CriticLearner(value_model, Critic(), optimizer, COMPUTE).step(batch)  # type: ignore[arg-type]
+    return sums["value_loss"][0] / sums["value_loss"][1]
+
+
+def test_value_head_starts_at_zero_and_a_trained_one_is_kept(model_dir, tmp_path: Path) -> None:
+    value_model = load_value_model(model_dir)
+    assert not value_model.head.weight.any() and not value_model.head.bias.any()
+    torch.nn.init.normal_(value_model.head.weight)
+    value_model.model.save_pretrained(tmp_path)
+    again = load_value_model(str(tmp_path))
+    assert torch.equal(again.head.weight, value_model.head.weight)
+
+
+def test_dropout_is_off(model_dir) -> None:
+    policy = load_policy(model_dir)
+    policy.model.train()
+    ids = torch.randint(1, VOCAB, (2, 9))
+    assert torch.equal(policy.hidden_BLH(ids), policy.hidden_BLH(ids))
+
+
+def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
+    batch = make_batch(rows=4)
+    batch = replace(batch, valid_B=torch.zeros(4, dtype=torch.bool))
+    policy = load_policy(model_dir)
+    before = [p.clone() for p in policy.model.parameters()]
+    optimizer = Optimizer(
+        policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=None
+    )
+    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0).step(batch)
+    assert sums == {"actor/empty_minibatches": (1.0, 1.0)}
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_non_finite_gradients_skip_the_step(model_dir) -> None:
+    batch = make_batch(rows=4)
+    batch = replace(batch, advantages_BT=torch.full_like(batch.advantages_BT, float("inf")))
+    policy = load_policy(model_dir)
+    before = [p.clone() for p in policy.model.parameters()]
+    optimizer = Optimizer(
+        policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=0.5
+    )
+    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0).step(batch)
+    assert sums["actor/skipped_steps"] == (1.0, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch) -> None:
+    """Memory runs out above three rows: the gradient stays right and the size is remembered."""
+    batch = make_batch(rows=16)
+    whole = gradients_of_actor_plain(model_dir, batch)
+    policy = load_policy(model_dir)
+    forward, sizes = policy.backbone.forward, []
+
+    def limited(*args: object, **kwargs: object) -> object:
+        rows = kwargs["input_ids"].shape[0]  # type: ignore[attr-defined]
+        sizes.append(rows)
+        if rows > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(policy.backbone, "forward", limited)
+    optimizer = Recorder(policy.model, ActorOptim())
+    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7)
+    learner.step(batch)
+    assert (optimizer.gradient - whole).abs().max() / whole.abs().max() < 1e-5
+    assert learner.budget.rows == 2 and learner.budget.halvings == 3
+    sizes.clear()
+    learner.step(batch)
+    assert max(sizes) == 2
