@@ -47,7 +47,7 @@ def plan_micro_batches(lengths: Sequence[int], budget: Budget) -> list[list[int]
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     count = len(_fill(order, lengths, budget.tokens, budget.rows))
-    low, high = lengths[order[0]], max(budget.tokens, lengths[order[0]])
+    low, high = 1, budget.tokens
     while low < high:
         middle = (low + high) // 2
         if len(_fill(order, lengths, middle, budget.rows)) <= count:

@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
-
 from transformers.utils import logging as transformers_logging
 
 from ppo_cli.errors import ModelError, did_you_mean

@@ -1,0 +1,83 @@
+"""Micro-batches: every row once, within the budget, even, and smaller after OOM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_cli.engine.micro_batches import (
+    Budget,
+    is_out_of_memory,
+    plan_micro_batches,
+    run_within_memory,
+)
+from ppo_cli.errors import UserError
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+
+
+@given(LENGTHS, st.integers(16, 2000), st.none() | st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_every_row_once_and_within_the_budget(lengths, tokens, rows) -> None:
+    plan = plan_micro_batches(lengths, Budget(tokens, rows))
+    assert sorted(i for group in plan for i in group) == list(range(len(lengths)))
+    for group in plan:
+        padded = len(group) * max(lengths[i] for i in group)
+        assert padded <= tokens or len(group) == 1
+        assert rows is None or len(group) <= rows
+
+
+@given(LENGTHS)
+@settings(max_examples=100, deadline=None)
+def test_sorted_by_length_so_that_neighbours_pad_little(lengths) -> None:
+    plan = plan_micro_batches(lengths, Budget(512))
+    flat = [lengths[i] for group in plan for i in group]
+    assert flat == sorted(lengths, reverse=True)
+
+
+def test_equal_rows_are_spread_evenly() -> None:
+    plan = plan_micro_batches([10] * 12, Budget(100))
+    assert [len(group) for group in plan] == [6, 6]
+
+
+def test_a_row_above_the_budget_goes_alone() -> None:
+    assert plan_micro_batches([500, 10, 10], Budget(100)) == [[0], [1, 2]]
+
+
+def test_nothing_gives_nothing() -> None:
+    assert plan_micro_batches([], Budget(100)) == []
+
+
+def test_out_of_memory_halves_restarts_and_is_remembered() -> None:
+    budget, tried, restarts = Budget(10_000), [], []
+
+    def work(plan: list[list[int]]) -> str:
+        tried.append(max(len(group) for group in plan))
+        if tried[-1] > 5:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            )
+        return "done"
+
+    assert run_within_memory([7] * 40, budget, work, lambda: restarts.append(1)) == "done"
+    assert tried == [40, 20, 10, 5] and len(restarts) == 3
+    assert (budget.rows, budget.halvings) == (5, 3)
+
+
+def test_one_row_that_does_not_fit_is_told() -> None:
+    def work(plan: list[list[int]]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match=r"single sequence of 900 tokens.*max_response_length"):
+        run_within_memory([900, 3], Budget(10_000), work, lambda: None)
+
+
+def test_other_errors_pass_through() -> None:
+    def work(plan: list[list[int]]) -> None:
+        raise RuntimeError("size mismatch")
+
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run_within_memory([3], Budget(100), work, lambda: None)
+    assert not is_out_of_memory(ValueError("not enough memory"))

@@ -1,0 +1,77 @@
+"""Schedules by hand, clipping, and steps that must not be taken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ppo_cli.config.training import Optim
+from ppo_cli.engine.optimizer import Optimizer, lr_factor
+
+
+def test_constant_without_warm_up() -> None:
+    assert [lr_factor(s, 10, Optim()) for s in range(12)] == [1.0] * 12
+
+
+def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
+    optim = Optim(lr_warmup_steps=3)
+    assert [lr_factor(s, 10, optim) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_warm_up_by_ratio() -> None:
+    optim = Optim(lr_warmup_steps_ratio=0.2)
+    assert [lr_factor(s, 10, optim) for s in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_cosine_ends_at_its_floor() -> None:
+    optim = Optim(lr_scheduler_type="cosine", min_lr_ratio=0.1, lr_warmup_steps=0)
+    assert lr_factor(0, 8, optim) == 1.0
+    assert lr_factor(4, 8, optim) == pytest.approx(0.55)
+    assert lr_factor(8, 8, optim) == pytest.approx(0.1)
+    assert lr_factor(99, 8, optim) == pytest.approx(0.1)
+
+
+def build(module: nn.Module, **options: object) -> Optimizer:
+    settings = {"total_steps": 10, "grad_clip": 1.0, "clip_grad_value": None} | options
+    return Optimizer(module, Optim(lr=0.1, weight_decay=0.0), **settings)  # type: ignore[arg-type]
+
+
+def test_the_norm_is_that_before_clipping() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert build(module).apply() == (5.0, True)
+
+
+def test_value_clipping_does_not_hide_an_infinity() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    before = module.weight.clone()
+    module.weight.grad = torch.tensor([[math.inf, 1.0]])
+    norm, stepped = build(module, clip_grad_value=0.5).apply()
+    assert norm == math.inf and not stepped
+    assert torch.equal(module.weight, before) and module.weight.grad is None
+
+
+def test_first_adamw_step_by_hand() -> None:
+    """With bias correction the first step is lr x sign(gradient), up to epsilon."""
+    module = nn.Linear(2, 1, bias=False)
+    before = module.weight.detach().clone()
+    module.weight.grad = torch.tensor([[0.3, -0.2]])
+    build(module, grad_clip=0.0).apply()
+    moved = module.weight.detach() - before
+    torch.testing.assert_close(moved, torch.tensor([[-0.1, 0.1]]), rtol=1e-5, atol=1e-6)
+
+
+def test_norm_weights_and_biases_do_not_decay() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = Optimizer(
+        module, Optim(lr=0.1, weight_decay=0.5), total_steps=1, grad_clip=1.0, clip_grad_value=None
+    )
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer.apply()
+    for p, old in zip(module.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old * 0.95 if p.ndim == 2 else old)

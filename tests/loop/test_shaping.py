@@ -1,0 +1,108 @@
+"""From annotations and scores to advantages: failed scores touch nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
+from ppo_cli.config.schema import Config
+from ppo_cli.records import Prompt, Rollout, Score, Scored
+from ppo_cli.shaping import shape_step
+
+
+def config(**algorithm: object) -> Config:
+    return Config.model_validate({"algorithm": algorithm})
+
+
+def rollouts(lengths: list[int], n: int = 1) -> list[Rollout]:
+    made = []
+    for b, length in enumerate(lengths):
+        prompt = Prompt(f"p{b // n}", "", (), "", tuple(range(1, 4)))
+        logprobs = np.full(length, -1.0, dtype=np.float32)
+        made.append(Rollout(prompt, b % n, tuple(range(length)), logprobs, "", "stop"))
+    return made
+
+
+def annotate(made: list[Rollout], seed: int = 0) -> AnnotatedBatch:
+    batch = build_batch(made, 0)
+    torch.manual_seed(seed)
+    shape = batch.response_mask_BT.shape
+    return AnnotatedBatch(
+        **{n: getattr(batch, n) for n in Batch.__dataclass_fields__},
+        old_logprobs_BT=torch.full(shape, -1.0),
+        entropy_BT=torch.rand(shape),
+        ref_logprobs_BT=torch.full(shape, -1.5),
+        full_kl_BT=None,
+        values_BT=torch.randn(shape),
+    )
+
+
+def score_all(made: list[Rollout], values: list[float | None]) -> list[Scored]:
+    return [
+        Scored(r, Score(v) if v is not None else Score.failed("timeout"))
+        for r, v in zip(made, values, strict=True)
+    ]
+
+
+def test_the_score_sits_on_the_last_token_and_the_kl_on_each() -> None:
+    made = rollouts([3, 1])
+    step = shape_step(config(), annotate(made), score_all(made, [1.0, 0.5]), 0.1, None)
+    expected = torch.tensor([[-0.05, -0.05, 0.95], [0.45, 0.0, 0.0]])
+    torch.testing.assert_close(step.batch.token_rewards_BT, expected)
+    assert step.metrics["kl/penalty"] == pytest.approx(0.5)
+    assert step.metrics["kl_divergence"] == pytest.approx(np.exp(-0.5) - 1 + 0.5)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "rloo", "reinforce_plus_plus", "opo"])
+def test_a_failed_score_enters_no_advantage_and_no_statistic(estimator: str) -> None:
+    """The run without the row and the run with the row failed agree on all other rows."""
+    lengths, values = [3, 2, 4, 1, 2, 3], [1.0, 0.0, 1.0, 0.0, 0.5, 1.0]
+    made = rollouts(lengths, n=3)
+    annotated = annotate(made)
+    keep = torch.tensor([0, 1, 3, 4, 5])
+    failed = [*values[:2], None, *values[3:]]
+    c = config(adv_estimator=estimator)
+    whole = shape_step(c, annotated, score_all(made, failed), 0.1, None)
+    without = shape_step(
+        c,
+        annotated.rows(keep),
+        [s for i, s in enumerate(score_all(made, failed)) if i != 2],
+        0.1,
+        None,
+    )
+    torch.testing.assert_close(whole.batch.advantages_BT[keep], without.batch.advantages_BT)
+    assert not whole.batch.advantages_BT[2].any() and not whole.batch.loss_mask_BT[2].any()
+    assert whole.metrics == pytest.approx(without.metrics, rel=1e-5, abs=1e-6)
+
+
+def test_all_scores_failed_is_survived() -> None:
+    made = rollouts([3, 2])
+    step = shape_step(config(), annotate(made), score_all(made, [None, None]), 0.1, None)
+    assert not step.batch.advantages_BT.any() and "entropy" not in step.metrics
+
+
+def test_adaptive_kl_moves_towards_its_target() -> None:
+    made = rollouts([3] * 8)
+    c = config(kl_ctrl={"type": "adaptive", "target_kl": 0.1, "horizon": 100})
+    step = shape_step(c, annotate(made), score_all(made, [1.0] * 8), 0.2, None)
+    assert step.next_kl_coef == pytest.approx(0.2 * (1 + 0.2 * 8 / 100))
+    assert step.metrics["kl/coef"] == 0.2
+
+
+def test_remax_drops_rows_whose_baseline_failed() -> None:
+    made = rollouts([2, 2])
+    c = config(adv_estimator="remax", use_kl_in_reward=False)
+    step = shape_step(c, annotate(made), score_all(made, [1.0, 1.0]), 0.0, [0.25, None])
+    torch.testing.assert_close(step.batch.advantages_BT, torch.tensor([[0.75, 0.75], [0.0, 0.0]]))
+
+
+def test_importance_weights_correct_the_sampler() -> None:
+    made = rollouts([2])
+    annotated = annotate(made)
+    annotated.old_logprobs_BT[0] = torch.tensor([-1.0 + np.log(1.5), -1.0 + np.log(9.0)])
+    c = config(rollout_correction={"rollout_is": "token"})
+    step = shape_step(c, annotated, score_all(made, [1.0]), 0.0, None)
+    torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))
+    assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)

@@ -1,0 +1,57 @@
+"""Numbers that users read: means over what counts, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.step_metrics import StepSums, explained_variance, score_metrics
+
+
+def scored(value: float | None, length: int = 2, source: str = "a", cut: bool = False) -> Scored:
+    prompt = Prompt("p", "", (), "", (1,), data_source=source)
+    rollout = Rollout(
+        prompt, 0, (1,) * length, np.zeros(length, np.float32), "", "length" if cut else "stop"
+    )
+    parts = {} if value is None else {"rule": Part(raw=value * 2, scaled=value)}
+    return Scored(rollout, Score(value, parts=parts))
+
+
+def test_failed_scores_are_counted_and_left_out() -> None:
+    metrics = score_metrics([scored(1.0), scored(None), scored(0.5, 4, cut=True)])
+    assert metrics["reward_mean"] == 0.75
+    assert metrics["reward/failed"] == 1
+    assert metrics["reward/rule"] == 1.5
+    assert metrics["response_length_mean"] == pytest.approx(8 / 3)
+    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+
+
+def test_nothing_scored_gives_no_reward_at_all() -> None:
+    assert "reward_mean" not in score_metrics([scored(None)])
+
+
+def test_validation_has_sources_and_an_accuracy_only_for_right_or_wrong() -> None:
+    metrics = score_metrics([scored(1.0), scored(0.0, source="b"), scored(1.0)], "val/")
+    assert metrics["val/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["val/reward_mean/a"] == 1.0 and metrics["val/reward_mean/b"] == 0.0
+    assert "val/accuracy" not in score_metrics([scored(0.5)], "val/")
+
+
+def test_sums_of_mini_batches_weigh_by_their_counts() -> None:
+    sums = StepSums()
+    sums.add({"ppo_ratio": (10.0, 10.0), "policy_loss": (0.5, 1.0), "actor/skipped_steps": (1, 1)})
+    sums.add({"ppo_ratio": (33.0, 30.0), "policy_loss": (0.1, 1.0), "actor/skipped_steps": (1, 1)})
+    means = sums.means()
+    assert means["ppo_ratio"] == pytest.approx(43 / 40)
+    assert means["policy_loss"] == pytest.approx(0.3)
+    assert means["actor/skipped_steps"] == 2
+
+
+def test_explained_variance() -> None:
+    returns = np.array([1.0, 2.0, 3.0])
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(returns, np.full(3, 2.0)) == pytest.approx(0.0)
+    assert math.isnan(explained_variance(np.ones(3), returns))
