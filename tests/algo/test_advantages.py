@@ -1,0 +1,306 @@
+"""The eight estimators: by hand, against slow numpy, and what must not change them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_cli.algo import advantages as adv
+from ppo_cli.config.training import Estimator
+
+NAN = float("nan")
+quick = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+Inputs = dict[str, Tensor]
+
+
+def draw(seed: int, *, empty_rows: bool = True) -> Inputs:
+    """Random inputs with holes, and rewards and values everywhere, under the mask or not."""
+    g = torch.Generator().manual_seed(seed)
+    B, T = 9, 6
+    mask = torch.rand(B, T, generator=g) < 0.7
+    mask[:, 0] |= ~mask.any(1)
+    if empty_rows:
+        mask[1] = mask[4] = False
+    return {
+        "token_rewards_BT": torch.randn(B, T, generator=g),
+        "values_BT": torch.randn(B, T, generator=g),
+        "mask_BT": mask,
+        "group_B": torch.tensor([0, 0, 0, 5, 5, 5, 5, 2, 2]),
+        "baseline_B": torch.randn(B, generator=g),
+    }
+
+
+def estimate(name: str, inputs: Inputs, **changes: object) -> tuple[Tensor, Tensor]:
+    options: dict[str, object] = {"gamma": 0.97, "lam": 0.9}
+    return adv.compute_advantages(name, **{**inputs, **options, **changes})  # type: ignore[arg-type]
+
+
+def rows(*values: float) -> Tensor:
+    """Rewards of responses of two tokens: the score on the second."""
+    return torch.tensor([[0.0, v] for v in values])
+
+
+def of_scores(name: str, *scores: float, group: list[int], **options: object) -> list[float]:
+    rewards = rows(*scores)
+    inputs = {
+        "token_rewards_BT": rewards,
+        "values_BT": torch.zeros_like(rewards),
+        "mask_BT": torch.ones_like(rewards, dtype=torch.bool),
+        "group_B": torch.tensor(group),
+    }
+    advantages, returns = estimate(name, inputs, **options)
+    assert torch.equal(advantages[:, 0], advantages[:, 1])
+    assert torch.equal(advantages, returns)
+    return advantages[:, 0].tolist()
+
+
+def test_gae_by_hand() -> None:
+    # delta_1 = 1 - 0.4 = 0.6; delta_0 = 0 + 0.9 * 0.4 - 0.5 = -0.14; A_0 = -0.14 + 0.45 * 0.6.
+    advantages, returns = adv.gae(
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[0.5, 0.4]]),
+        torch.tensor([[True, True]]),
+        gamma=0.9,
+        lam=0.5,
+        whiten=False,
+    )
+    assert advantages[0].tolist() == pytest.approx([0.13, 0.6])
+    assert returns[0].tolist() == pytest.approx([0.63, 1.0])
+
+
+def test_gae_carries_across_a_hole() -> None:
+    solid = adv.gae(
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[0.5, 0.4]]),
+        torch.tensor([[True, True]]),
+        gamma=0.9,
+        lam=0.5,
+    )
+    holed = adv.gae(
+        torch.tensor([[0.0, 9.0, 1.0]]),
+        torch.tensor([[0.5, 9.0, 0.4]]),
+        torch.tensor([[True, False, True]]),
+        gamma=0.9,
+        lam=0.5,
+    )
+    for whole, split in zip(solid, holed, strict=True):
+        assert split[0, [0, 2]].tolist() == whole[0].tolist()
+        assert split[0, 1] == 0
+
+
+def test_gae_whitens_over_the_batch() -> None:
+    inputs = draw(0)
+    raw, raw_returns = estimate("gae", inputs, whiten=False)
+    white, returns = estimate("gae", inputs)
+    kept = raw[inputs["mask_BT"]]
+    expected = (kept - kept.mean()) / kept.std()
+    torch.testing.assert_close(white[inputs["mask_BT"]], expected)
+    torch.testing.assert_close(returns, raw_returns)
+
+
+def test_grpo_by_hand() -> None:
+    # Group 7: scores 1, 3, 5, mean 3, std 2. Group 4: one alone has mean 0 and std 1.
+    found = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4])
+    assert found == pytest.approx([-1, 0, 1, 2], abs=1e-5)
+    found = of_scores("grpo", 1, 3, 5, 2, group=[7, 7, 7, 4], norm_by_std=False)
+    assert found == pytest.approx([-2, 0, 2, 2])
+
+
+def test_rloo_by_hand() -> None:
+    # Each score minus the mean of the other two: 1 - 4, 3 - 3, 5 - 2.
+    group = [7, 7, 7, 4]
+    assert of_scores("rloo", 1, 3, 5, 2, group=group) == pytest.approx([-3, 0, 3, 2])
+    assert of_scores("rloo_vectorized", 1, 3, 5, 2, group=group) == pytest.approx([-3, 0, 3, 0])
+
+
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
+    # Centred -1, 1, 0, two tokens each: mean 0, variance 4 / 5.
+    found = of_scores("reinforce_plus_plus_baseline", 1, 3, 0, group=[0, 0, 1])
+    assert found == pytest.approx([-(1.25**0.5), 1.25**0.5, 0], abs=1e-6)
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 9.0, 2.0]])
+    mask = torch.tensor([[True, False, True]])
+    advantages, returns = adv.reinforce_plus_plus(rewards, mask, gamma=0.5)
+    assert returns.tolist() == [[2, 0, 2]]
+    assert advantages.tolist() == [[0, 0, 0]]
+    _, discounted = adv.reinforce_plus_plus(torch.tensor([[1.0, 2.0]]), mask[:, [0, 2]], gamma=0.1)
+    assert discounted[0].tolist() == pytest.approx([1.2, 2])
+
+
+def test_remax_by_hand() -> None:
+    advantages, returns = adv.remax(
+        torch.tensor([[1.0, 9.0, 2.0]]), torch.tensor([[True, False, True]]), torch.tensor([0.5])
+    )
+    assert advantages.tolist() == [[2.5, 0, 1.5]]
+    assert returns.tolist() == [[3, 0, 2]]
+
+
+def test_opo_by_hand() -> None:
+    # Lengths 1 and 3: baseline (1 * 1 + 3 * 5) / 4 = 4; alone the baseline is 0.
+    rewards = torch.tensor([[1.0, 0, 0], [0, 0, 5.0], [0, 2.0, 0]])
+    mask = torch.tensor([[True, False, False], [True, True, True], [True, True, False]])
+    advantages, _ = adv.opo(rewards, mask, torch.tensor([3, 3, 1]))
+    assert advantages.tolist() == [[-3, 0, 0], [1, 1, 1], [2, 2, 0]]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_equal_scores_have_no_advantage_at_all(name: str) -> None:
+    found = of_scores(name, *[0.1] * 7, group=[0] * 7)
+    assert found == [0.0] * 7
+
+
+def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """The definitions again, token by token in float64, over the tokens that count only."""
+    x = {k: v.numpy() for k, v in inputs.items()}
+    rewards, values = x["token_rewards_BT"].astype(float), x["values_BT"].astype(float)
+    mask, group = x["mask_BT"], x["group_B"]
+    advantages, returns = np.zeros(mask.shape), np.zeros(mask.shape)
+    member = [b for b in range(len(mask)) if mask[b].any()]
+    score = {b: sum(rewards[b][mask[b]]) for b in member}
+    for b in member:
+        at = np.flatnonzero(mask[b])
+        n = len(at)
+        r, v = rewards[b, at], np.append(values[b, at], 0.0)
+        deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(n)]
+        others = [c for c in member if group[c] == group[b] and c != b]
+        peers = np.array([score[c] for c in [*others, b]])
+        for i in range(n):
+            if name == "gae":
+                a = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, n))
+                g = a + v[i]
+            elif name in ("reinforce_plus_plus", "remax"):
+                discount = gamma if name == "reinforce_plus_plus" else 1.0
+                g = sum(discount ** (j - i) * r[j] for j in range(i, n))
+                a = g - (x["baseline_B"][b] if name == "remax" else 0)
+            elif name in ("rloo", "rloo_vectorized"):
+                alone = score[b] if name == "rloo" else 0.0
+                a = g = score[b] - np.mean([score[c] for c in others]) if others else alone
+            elif name == "opo":
+                lens = [mask[c].sum() for c in [*others, b]]
+                a = g = score[b] - (np.average(peers, weights=lens) if others else 0)
+            else:
+                a = g = score[b] - (peers.mean() if others else 0)
+                if name == "grpo" and others:
+                    a = g = a / (np.std(peers, ddof=1) + 1e-6)
+            advantages[b, at[i]], returns[b, at[i]] = a, g
+    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        kept = advantages[mask]
+        advantages[mask] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+    return advantages, advantages if name == "reinforce_plus_plus_baseline" else returns
+
+
+@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_against_slow_numpy(name: str, seed: int) -> None:
+    inputs = draw(seed, empty_rows=seed % 2 == 0)
+    for found, expected in zip(estimate(name, inputs), slow(name, inputs, 0.97, 0.9), strict=True):
+        assert found.dtype == torch.float32
+        np.testing.assert_allclose(found.numpy(), expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", adv.ESTIMATORS)
+def test_rows_without_a_score_change_nothing(name: str) -> None:
+    inputs = draw(5)
+    present = inputs["mask_BT"].any(1)
+    assert present.sum() < len(present)
+    fewer = {k: v[present] for k, v in inputs.items()}
+    ill = dict(inputs)
+    for key in ("token_rewards_BT", "values_BT", "baseline_B"):
+        ill[key] = inputs[key].clone()
+        ill[key][~present] = NAN
+    for whole, part in zip(estimate(name, ill), estimate(name, fewer), strict=True):
+        torch.testing.assert_close(whole[present], part, rtol=1e-6, atol=1e-6)
+        assert whole[~present].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", adv.ESTIMATORS)
+def test_nothing_counts_gives_zeros(name: str) -> None:
+    inputs = draw(6)
+    inputs["mask_BT"] = torch.zeros_like(inputs["mask_BT"])
+    for found in estimate(name, inputs):
+        assert found.shape == inputs["mask_BT"].shape
+        assert found.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@quick
+@given(seed=st.integers(0, 10_000), extra=st.integers(1, 4))
+def test_padding_with_anything_changes_nothing(name: str, seed: int, extra: int) -> None:
+    inputs = draw(seed)
+    padded = dict(inputs)
+    for key, filler in (("token_rewards_BT", NAN), ("values_BT", NAN), ("mask_BT", False)):
+        tail = torch.full((9, extra), filler, dtype=inputs[key].dtype)
+        padded[key] = torch.cat([inputs[key], tail], 1)
+    for narrow, wide in zip(estimate(name, inputs), estimate(name, padded), strict=True):
+        torch.testing.assert_close(wide[:, :-extra], narrow, rtol=1e-5, atol=1e-5)
+        assert wide[:, -extra:].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@quick
+@given(seed=st.integers(0, 10_000))
+def test_row_order_and_group_numbers_do_not_matter(name: str, seed: int) -> None:
+    inputs = draw(seed)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+    shuffled = {k: v[order] for k, v in inputs.items()}
+    shuffled["group_B"] = 40 - 3 * shuffled["group_B"]
+    for plain, other in zip(estimate(name, inputs), estimate(name, shuffled), strict=True):
+        torch.testing.assert_close(other, plain[order], rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_stay_as_they_were() -> None:
+    for name in adv.ESTIMATORS:
+        inputs = draw(7)
+        before = {k: v.clone() for k, v in inputs.items()}
+        advantages, returns = estimate(name, inputs)
+        advantages.fill_(1)
+        returns.fill_(2)
+        assert advantages.max() == 1
+        assert all(torch.equal(inputs[k], before[k]) for k in inputs)
+
+
+def test_place_scores_on_the_last_token_that_counts() -> None:
+    mask = torch.tensor(
+        [
+            [True, True, False, False],
+            [True, False, True, False],
+            [True, True, False, True],
+            [False, False, False, False],
+        ]
+    )
+    placed = adv.place_scores(torch.tensor([1.0, 2.0, 3.0, NAN]), torch.tensor([2, 4, 3, 4]), mask)
+    assert placed.tolist() == [[0, 1, 0, 0], [0, 0, 2, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
+    assert placed.dtype == torch.float32
+
+
+def test_what_an_estimator_needs() -> None:
+    assert [n for n in adv.ESTIMATORS if adv.needs_critic(n)] == ["gae"]
+    assert [n for n in adv.ESTIMATORS if adv.needs_baseline(n)] == ["remax"]
+    ungrouped = [n for n in adv.ESTIMATORS if not adv.needs_group(n)]
+    assert ungrouped == ["gae", "reinforce_plus_plus", "remax"]
+
+
+def test_the_schema_offers_the_same_estimators() -> None:
+    assert get_args(Estimator) == adv.ESTIMATORS
+
+
+def test_bad_arguments_are_named() -> None:
+    inputs = draw(8)
+    with pytest.raises(ValueError, match=r"unknown estimator 'gea', known are gae, grpo"):
+        estimate("gea", inputs)
+    with pytest.raises(ValueError, match="gae needs values_BT"):
+        estimate("gae", inputs, values_BT=None)
+    with pytest.raises(ValueError, match="remax needs baseline_B"):
+        estimate("remax", inputs, baseline_B=None)
+    with pytest.raises(ValueError, match="shapes differ"):
+        estimate("grpo", inputs, mask_BT=inputs["mask_BT"][:, :1])
+    with pytest.raises(ValueError, match="shapes differ"):
+        estimate("gae", inputs, values_BT=inputs["values_BT"][:, :1])

@@ -1,0 +1,324 @@
+"""Losses: by hand, against plain loops and autograd, and how they add up over micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from itertools import pairwise
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_cli.algo import losses
+from ppo_cli.config.training import AggregationMode
+
+NAN = float("nan")
+MODES = losses.AGGREGATION_MODES
+quick = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+
+def draw(seed: int, B: int = 8, T: int = 5) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(B, T, generator=g) < 0.7
+    mask[2] = False
+    old = torch.randn(B, T, generator=g) - 2
+    return {
+        "new": old + 0.6 * torch.randn(B, T, generator=g),
+        "old": old,
+        "advantages": 2 * torch.randn(B, T, generator=g),
+        "weights": torch.rand(B, T, generator=g) + 0.5,
+        "values": torch.randn(B, T, generator=g),
+        "old_values": torch.randn(B, T, generator=g),
+        "returns": torch.randn(B, T, generator=g),
+        "mask": mask,
+    }
+
+
+def policy(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> losses.PolicyLoss:
+    return losses.policy_loss(
+        x["new"],
+        x["old"],
+        x["advantages"],
+        x["mask"],
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=2.0,
+        mode=mode,
+        global_tokens=counts[0],
+        global_sequences=counts[1],
+        scale_factor=5,
+        is_weight_BT=x["weights"],
+    )
+
+
+def value(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> losses.ValueLoss:
+    return losses.value_loss(
+        x["values"],
+        x["old_values"],
+        x["returns"],
+        x["mask"],
+        clip_range=0.4,
+        mode=mode,
+        global_tokens=counts[0],
+        global_sequences=counts[1],
+        scale_factor=5,
+    )
+
+
+def single(ratio: float, advantage: float, weight: float | None = None) -> losses.PolicyLoss:
+    """Loss of one token with a given ratio; clip 0.2 below and 0.4 above, dual clip at 3."""
+    return losses.policy_loss(
+        torch.tensor([[math.log(ratio)]]),
+        torch.zeros(1, 1),
+        torch.tensor([[advantage]]),
+        torch.ones(1, 1, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.4,
+        global_tokens=1,
+        global_sequences=1,
+        is_weight_BT=None if weight is None else torch.tensor([[weight]]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped", "lower"),
+    [
+        (1.1, 2.0, -2.2, 0, 0),  # inside the range: -A ratio
+        (1.5, 2.0, -2.8, 1, 0),  # above it, A > 0: -A 1.4
+        (0.5, 2.0, -1.0, 0, 0),  # below it, A > 0: the worse one counts
+        (0.5, -2.0, 1.6, 1, 0),  # below it, A < 0: -A 0.8
+        (1.5, -2.0, 3.0, 0, 0),  # above it, A < 0: the worse one counts
+        (5.0, -2.0, 6.0, 0, 1),  # far above, A < 0: the dual clip, -A 3
+        (5.0, 2.0, -2.8, 1, 0),  # the dual clip leaves A > 0 alone
+    ],
+)
+def test_policy_loss_by_hand(
+    ratio: float, advantage: float, loss: float, clipped: int, lower: int
+) -> None:
+    found = single(ratio, advantage)
+    assert float(found.loss) == pytest.approx(loss)
+    assert (int(found.clip_sum), int(found.clip_lower_sum)) == (clipped, lower)
+    assert float(found.ratio_sum) == pytest.approx(ratio)
+    assert float(found.approx_kl_sum) == pytest.approx(-math.log(ratio), abs=1e-6)
+    assert int(found.token_count) == 1
+
+
+def test_sampler_weights_multiply_the_loss() -> None:
+    assert float(single(1.5, 2.0, weight=0.5).loss) == pytest.approx(-1.4)
+
+
+def test_first_update_has_ratio_1_and_nothing_clipped() -> None:
+    x = draw(0)
+    x["new"] = x["old"].clone().requires_grad_()
+    n = int(x["mask"].sum())
+    found = policy(x, "token-mean", (n, 7))
+    assert found.ratio_sum == found.token_count == n
+    assert found.clip_sum == found.clip_lower_sum == found.approx_kl_sum == 0
+    found.loss.backward()
+    expected = torch.where(x["mask"], -x["advantages"] * x["weights"] / n, 0.0)
+    torch.testing.assert_close(x["new"].grad, expected)
+
+
+def test_value_loss_by_hand() -> None:
+    # V 3 from 1, clipped to 1.5. R 2: errors 1 and 0.25. R 4: errors 1 and 6.25, clipped larger.
+    def loss(target: float) -> losses.ValueLoss:
+        return losses.value_loss(
+            torch.tensor([[3.0]]),
+            torch.tensor([[1.0]]),
+            torch.tensor([[target]]),
+            torch.ones(1, 1, dtype=torch.bool),
+            clip_range=0.5,
+            global_tokens=1,
+            global_sequences=1,
+        )
+
+    assert (float(loss(2.0).loss), int(loss(2.0).clip_sum)) == (0.5, 0)
+    assert (float(loss(4.0).loss), int(loss(4.0).clip_sum)) == (3.125, 1)
+    assert float(loss(4.0).value_sum) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 12 / 3),
+        ("token-sum", 12),
+        ("seq-mean-token-sum", 12 / 2),
+        ("seq-mean-token-mean", (2 + 8) / 2),
+        ("seq-mean-token-sum-norm", 12 / 2 / 4),
+    ],
+)
+def test_aggregation_by_hand(mode: str, expected: float) -> None:
+    loss = torch.tensor([[1.0, NAN, 3.0], [NAN, 8.0, NAN], [NAN, NAN, NAN]])
+    mask = torch.tensor([[True, False, True], [False, True, False], [False, False, False]])
+    assert losses.count_mask(mask) == (3, 2)
+    found = losses.aggregate(
+        loss, mask, mode, global_tokens=3, global_sequences=2, scale_factor=4.0
+    )
+    assert float(found) == pytest.approx(expected)
+
+
+def slow_aggregate(loss: np.ndarray, mask: np.ndarray, mode: str, counts: tuple[int, int]) -> float:
+    rows = [loss[b][mask[b]] for b in range(len(mask)) if mask[b].any()]
+    if mode == "token-mean":
+        return sum(r.sum() for r in rows) / counts[0]
+    if mode == "token-sum":
+        return sum(r.sum() for r in rows)
+    row = np.mean if mode == "seq-mean-token-mean" else np.sum
+    scale = 5 if mode == "seq-mean-token-sum-norm" else 1
+    return sum(row(r) for r in rows) / counts[1] / scale
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_against_plain_loops(mode: str, seed: int) -> None:
+    x = draw(seed)
+    counts = (31, 11)
+    a = {k: v.double().numpy() if k != "mask" else v.numpy() for k, v in x.items()}
+    surrogate, error = np.zeros(a["mask"].shape), np.zeros(a["mask"].shape)
+    for at in np.ndindex(*a["mask"].shape):
+        A, ratio = a["advantages"][at], math.exp(a["new"][at] - a["old"][at])
+        loss = max(-A * ratio, -A * min(max(ratio, 0.8), 1.3))
+        surrogate[at] = (min(loss, -2.0 * A) if A < 0 else loss) * a["weights"][at]
+        V, old, R = a["values"][at], a["old_values"][at], a["returns"][at]
+        error[at] = max((V - R) ** 2, (min(max(V, old - 0.4), old + 0.4) - R) ** 2) / 2
+    found = policy(x, mode, counts).loss, value(x, mode, counts).loss
+    assert float(found[0]) == pytest.approx(slow_aggregate(surrogate, a["mask"], mode, counts))
+    assert float(found[1]) == pytest.approx(slow_aggregate(error, a["mask"], mode, counts))
+
+
+def with_gradients(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return x | {k: x[k].clone().requires_grad_() for k in ("new", "values", "weights")}
+
+
+def total(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> Tensor:
+    return policy(x, mode, counts).loss + value(x, mode, counts).loss
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_is_that_of_the_plain_formula(mode: str) -> None:
+    x = with_gradients(draw(3))
+    total(x, mode, (31, 11)).backward()
+    assert x["weights"].grad is None
+
+    A, mask = x["advantages"], x["mask"]
+    new, values = (x[k].detach().clone().requires_grad_() for k in ("new", "values"))
+    ratio = torch.exp(new - x["old"])
+    surrogate = torch.minimum(A * ratio, A * ratio.clamp(0.8, 1.3))
+    surrogate = torch.where(A < 0, torch.maximum(surrogate, 2.0 * A), surrogate)
+    held = x["old_values"] + (values - x["old_values"]).clamp(-0.4, 0.4)
+    error = torch.maximum((values - x["returns"]) ** 2, (held - x["returns"]) ** 2)
+    plain = -surrogate * x["weights"].detach() + 0.5 * error
+    weight = {
+        "token-mean": mask / 31,
+        "token-sum": mask.float(),
+        "seq-mean-token-sum": mask / 11,
+        "seq-mean-token-mean": mask / mask.sum(1, keepdim=True).clamp_min(1) / 11,
+        "seq-mean-token-sum-norm": mask / 55,
+    }[mode]
+    (plain * weight).sum().backward()
+    torch.testing.assert_close(x["new"].grad, new.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x["values"].grad, values.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@quick
+@given(seed=st.integers(0, 10_000), cuts=st.sets(st.integers(1, 7), max_size=4))
+def test_micro_batches_add_up_to_the_whole(mode: str, seed: int, cuts: set[int]) -> None:
+    x = draw(seed)
+    counts = losses.count_mask(x["mask"])
+    whole, parts = with_gradients(x), with_gradients(x)
+    expected = policy(whole, mode, counts)
+    (expected.loss + value(whole, mode, counts).loss).backward()
+    bounds = [0, *sorted(cuts), 8]
+    sums: dict[str, Tensor] = {}
+    for low, high in pairwise(bounds):
+        micro = {k: v[low:high] for k, v in parts.items()}
+        found = policy(micro, mode, counts)
+        (found.loss + value(micro, mode, counts).loss).backward()
+        for f in fields(found):
+            sums[f.name] = sums.get(f.name, torch.zeros(())) + getattr(found, f.name).detach()
+    for f in fields(expected):
+        total_of_parts = sums[f.name].double()
+        torch.testing.assert_close(
+            total_of_parts, getattr(expected, f.name).detach().double(), rtol=1e-5, atol=1e-5
+        )
+    for key in ("new", "values"):
+        torch.testing.assert_close(parts[key].grad, whole[key].grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@quick
+@given(seed=st.integers(0, 10_000), extra=st.integers(1, 4))
+def test_padding_and_row_order_change_nothing(mode: str, seed: int, extra: int) -> None:
+    x = draw(seed)
+    counts = losses.count_mask(x["mask"])
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    plain, other = with_gradients(x), {}
+    for key, tensor in x.items():
+        tail = torch.full((8, extra), False if key == "mask" else NAN, dtype=tensor.dtype)
+        other[key] = torch.cat([tensor, tail], 1)[order]
+    other = with_gradients(other)
+    total(plain, mode, counts).backward()
+    total(other, mode, counts).backward()
+    torch.testing.assert_close(total(other, mode, counts), total(plain, mode, counts))
+    for key in ("new", "values"):
+        torch.testing.assert_close(other[key].grad[:, :-extra], plain[key].grad[order])
+        assert other[key].grad[:, -extra:].abs().max() == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_counts_gives_zero_loss_and_zero_gradient(mode: str) -> None:
+    x = {k: torch.full_like(v, NAN) if k != "mask" else v & False for k, v in draw(4).items()}
+    x = with_gradients(x)
+    found = total(x, mode, (0, 0))
+    assert found == 0
+    found.backward()
+    assert x["new"].grad.abs().max() == x["values"].grad.abs().max() == 0
+    assert policy(x, mode, (0, 0)).token_count == policy(x, mode, (0, 0)).ratio_sum == 0
+
+
+def test_huge_log_ratios_stay_finite() -> None:
+    x = draw(5)
+    x["new"] = (x["old"] + 500.0).requires_grad_()
+    found = policy(x, "token-mean", (10, 5))
+    found.loss.backward()
+    assert found.loss.isfinite()
+    assert x["new"].grad.isfinite().all()
+    assert float(found.approx_kl_sum / found.token_count) == pytest.approx(-20)
+
+
+def test_the_schema_offers_the_same_modes() -> None:
+    assert get_args(AggregationMode) == MODES
+
+
+def test_bad_arguments_are_named() -> None:
+    x = draw(6)
+    with pytest.raises(ValueError, match="unknown mode 'mean', known are token-mean"):
+        policy(x, "mean", (1, 1))
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm needs a positive scale_factor"):
+        losses.aggregate(
+            x["values"], x["mask"], "seq-mean-token-sum-norm", global_tokens=1, global_sequences=1
+        )
+    with pytest.raises(ValueError, match="shapes differ"):
+        policy(x | {"advantages": x["advantages"][:, :1]}, "token-mean", (1, 1))
+    with pytest.raises(ValueError, match="shapes differ"):
+        policy(x | {"weights": x["weights"][:, :1]}, "token-mean", (1, 1))
+    with pytest.raises(ValueError, match="shapes differ"):
+        value(x | {"returns": x["returns"][:1]}, "token-mean", (1, 1))
+    with pytest.raises(ValueError, match=r"dual_clip must be above 1, not 1\.0"):
+        losses.policy_loss(
+            x["new"],
+            x["old"],
+            x["advantages"],
+            x["mask"],
+            clip_low=0.2,
+            clip_high=0.2,
+            dual_clip=1.0,
+            global_tokens=1,
+            global_sequences=1,
+        )

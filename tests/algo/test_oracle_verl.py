@@ -1,0 +1,404 @@
+"""Our formulas against verl 0.9.1's, 200 random cases each, masks with holes and empty rows.
+
+Differences are |ours - verl's| / max(1, |verl's|), so absolute below 1. Where verl has no answer
+(whitening fewer than two tokens) the case is drawn so that it has one; where it counts an empty
+row as a member of its group, it is given the other rows only. Whitening equal numbers should
+give 0: we do, verl gives its mean's rounding error times 1e4, so such cases are not drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_cli.algo import advantages, kl, losses, mismatch, tokens
+
+pytestmark = pytest.mark.oracle
+
+CASES = 200
+LIMIT = 1e-6
+
+
+def imported(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            pytest.skip(f"verl 0.9.1 is not importable here ({error}); see the oracle extra")
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    return imported("verl.trainer.ppo.core_algos")
+
+
+@pytest.fixture(scope="module")
+def torch_functional() -> Any:
+    return imported("verl.utils.torch_functional")
+
+
+@pytest.fixture(scope="module")
+def correction() -> Any:
+    return imported("verl.trainer.ppo.rollout_corr_helper")
+
+
+@dataclass
+class Case:
+    generator: torch.Generator
+    mask_BT: Tensor
+    group_B: Tensor
+    seed: int
+
+    @property
+    def float_mask_BT(self) -> Tensor:
+        return self.mask_BT.float()
+
+    def normal(self, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(self.mask_BT.shape, generator=self.generator)
+
+    def uniform(self, low: float, high: float) -> float:
+        return float(low + (high - low) * torch.rand((), generator=self.generator))
+
+    def rewards(self) -> Tensor:
+        """A score on the last token (0/1 in every other case) and a little KL on each."""
+        B = len(self.mask_BT)
+        scores_B = torch.randn(B, generator=self.generator)
+        if self.seed % 2:
+            scores_B = (scores_B > 0).float()
+        length_B = torch.full((B,), self.mask_BT.shape[1])
+        placed_BT = advantages.place_scores(scores_B, length_B, self.mask_BT)
+        return placed_BT + self.normal(0.01) * self.mask_BT * (self.seed % 3 == 0)
+
+
+def cases(least_rows: int) -> Iterator[Case]:
+    """Draw cases in which two tokens count, and so many rows have one that counts."""
+    for seed in range(CASES):
+        g = torch.Generator().manual_seed(seed)
+        B, T = (int(torch.randint(low, high, (), generator=g)) for low, high in ((1, 13), (1, 25)))
+        mask_BT = torch.rand(B, T, generator=g) < 0.75
+        mask_BT &= (torch.rand(B, generator=g) < 0.8)[:, None]
+        if mask_BT.sum() < 2 or mask_BT.any(1).sum() < least_rows:
+            B, T = max(B, 2), max(T, 2)
+            mask_BT = torch.zeros(B, T, dtype=torch.bool)
+            mask_BT[:least_rows, :2] = True
+        yield Case(g, mask_BT, torch.randint(0, max(B // 3, 1), (B,), generator=g), seed)
+
+
+def largest_difference(ours: Any, theirs: Any) -> float:
+    ours, theirs = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, theirs))
+    assert ours.shape == theirs.shape
+    assert ours.isfinite().all() and theirs.isfinite().all()
+    if ours.numel() == 0:
+        return 0.0
+    return float(((ours - theirs).abs() / theirs.abs().clamp_min(1)).max())
+
+
+def hold(
+    name: str, compare: Callable[[Case], float], record_property: Any, least_rows: int = 1
+) -> None:
+    largest = max(compare(case) for case in cases(least_rows))
+    record_property("largest_difference", largest)
+    print(f"oracle {name:<44} {largest:.1e}")
+    assert largest < LIMIT
+
+
+def verl_advantages(core: Any, name: str, case: Case, rows: Tensor, args: Any) -> Any:
+    """Call verl's estimator on some rows; the mask as float, as verl wants it."""
+    rewards_BT, mask_BT = args["token_rewards_BT"][rows], case.float_mask_BT[rows]
+    index = case.group_B[rows].numpy().astype(object)
+    if name == "gae":
+        return core.compute_gae_advantage_return(
+            rewards_BT, args["values_BT"][rows], mask_BT, args["gamma"], args["lam"]
+        )
+    if name == "grpo":
+        return core.compute_grpo_outcome_advantage(
+            rewards_BT, mask_BT, index, norm_adv_by_std_in_grpo=args["norm_by_std"]
+        )
+    function = getattr(core, f"compute_{name}_outcome_advantage")
+    if name == "remax":
+        return function(rewards_BT, args["baseline_B"][rows], mask_BT)
+    if name == "reinforce_plus_plus":
+        return function(rewards_BT, mask_BT, config=SimpleNamespace(gamma=args["gamma"]))
+    return function(rewards_BT, mask_BT, index)
+
+
+@pytest.mark.parametrize("name", advantages.ESTIMATORS)
+def test_advantages(name: str, core: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        B = len(case.mask_BT)
+        args = {
+            "token_rewards_BT": case.rewards(),
+            "values_BT": case.normal(),
+            "gamma": case.uniform(0.9, 1.0),
+            "lam": case.uniform(0.8, 1.0),
+            "norm_by_std": case.seed % 5 != 0,
+            "baseline_B": torch.randn(B, generator=case.generator),
+        }
+        ours = advantages.compute_advantages(
+            name, mask_BT=case.mask_BT, group_B=case.group_B, **args
+        )
+        grouped = advantages.needs_group(name)
+        rows = case.mask_BT.any(1).nonzero().squeeze(1) if grouped else torch.arange(B)
+        theirs = verl_advantages(core, name, case, rows, args)
+        keep_BT = case.mask_BT[rows]
+        return max(
+            largest_difference(mine[rows][keep_BT], other[keep_BT])
+            for mine, other in zip(ours, theirs, strict=True)
+        )
+
+    # One row alone is whitened to 0 (see above): all of its tokens have the same number.
+    least_rows = 2 if name == "reinforce_plus_plus_baseline" else 1
+    hold(f"advantages {name}", compare, record_property, least_rows)
+
+
+@pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
+def test_aggregation_and_its_gradient(mode: str, core: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        global_tokens, global_sequences = int(case.mask_BT.sum()) + 7, len(case.mask_BT) + 3
+        mine_BT = case.normal().requires_grad_()
+        other_BT = mine_BT.detach().clone().requires_grad_()
+        mine = losses.aggregate(
+            mine_BT,
+            case.mask_BT,
+            mode,
+            global_tokens=global_tokens,
+            global_sequences=global_sequences,
+            scale_factor=17.0,
+        )
+        other = core.agg_loss(
+            other_BT,
+            case.float_mask_BT,
+            mode,
+            batch_num_tokens=global_tokens,
+            global_batch_size=global_sequences,
+            loss_scale_factor=17.0,
+        )
+        mine.backward()
+        other.backward()
+        return max(largest_difference(mine, other), largest_difference(mine_BT.grad, other_BT.grad))
+
+    hold(f"aggregate {mode}", compare, record_property)
+
+
+class ActorConfig(SimpleNamespace):
+    """The settings that verl's policy loss reads."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
+
+
+@pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
+def test_policy_loss_and_its_gradient(mode: str, core: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        old_BT = case.normal() - 3
+        spread = 25.0 if case.seed % 10 == 0 else 0.7
+        mine_BT = (old_BT + case.normal(spread).clamp(max=5)).requires_grad_()
+        other_BT = mine_BT.detach().clone().requires_grad_()
+        advantages_BT = case.normal(2.0)
+        weights_BT = case.normal().exp().clamp(max=2) if case.seed % 2 else None
+        counts = int(case.mask_BT.sum()), int(case.mask_BT.any(1).sum())
+        low, high, c = case.uniform(0.05, 0.4), case.uniform(0.05, 0.6), case.uniform(1.1, 4)
+        mine = losses.policy_loss(
+            mine_BT,
+            old_BT,
+            advantages_BT,
+            case.mask_BT,
+            clip_low=low,
+            clip_high=high,
+            dual_clip=c,
+            mode=mode,
+            global_tokens=counts[0],
+            global_sequences=counts[1],
+            scale_factor=float(case.mask_BT.shape[1]),
+            is_weight_BT=weights_BT,
+        )
+        config = ActorConfig(
+            clip_ratio=0.2,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            clip_ratio_c=c,
+            global_batch_info={},
+        )
+        other, metrics = core.compute_policy_loss_vanilla(
+            old_BT, other_BT, advantages_BT, case.float_mask_BT, mode, config, weights_BT
+        )
+        mine.loss.backward()
+        other.backward()
+        n = mine.token_count
+        return max(
+            largest_difference(mine.loss, other),
+            largest_difference(mine_BT.grad, other_BT.grad),
+            largest_difference(mine.clip_sum / n, metrics["actor/pg_clipfrac"]),
+            largest_difference(mine.clip_lower_sum / n, metrics["actor/pg_clipfrac_lower"]),
+            largest_difference(mine.approx_kl_sum / n, metrics["actor/ppo_kl"]),
+        )
+
+    hold(f"policy_loss {mode}", compare, record_property)
+
+
+@pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
+def test_value_loss_and_its_gradient(mode: str, core: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        old_BT, returns_BT = case.normal(), case.normal()
+        mine_BT = (old_BT + case.normal(0.6)).requires_grad_()
+        other_BT = mine_BT.detach().clone().requires_grad_()
+        clip_range = case.uniform(0.1, 0.9)
+        counts = int(case.mask_BT.sum()) + 5, len(case.mask_BT) + 2
+        mine = losses.value_loss(
+            mine_BT,
+            old_BT,
+            returns_BT,
+            case.mask_BT,
+            clip_range=clip_range,
+            mode=mode,
+            global_tokens=counts[0],
+            global_sequences=counts[1],
+            scale_factor=11.0,
+        )
+        other, clip_fraction = core.compute_value_loss(
+            other_BT,
+            returns_BT,
+            old_BT,
+            case.float_mask_BT,
+            clip_range,
+            mode,
+            batch_num_tokens=counts[0],
+            global_batch_size=counts[1],
+            loss_scale_factor=11.0,
+        )
+        mine.loss.backward()
+        other.backward()
+        return max(
+            largest_difference(mine.loss, other),
+            largest_difference(mine_BT.grad, other_BT.grad),
+            largest_difference(mine.clip_sum / mine.token_count, clip_fraction),
+        )
+
+    hold(f"value_loss {mode}", compare, record_property)
+
+
+@pytest.mark.parametrize("kind", kl.SAMPLED_KINDS)
+def test_token_kl_and_its_gradient(kind: str, core: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        ref_BT = case.normal() - 2
+        spread = 15.0 if case.seed % 10 == 0 else 0.5
+        mine_BT = (ref_BT + case.normal(spread)).requires_grad_()
+        other_BT = mine_BT.detach().clone().requires_grad_()
+        mine, other = kl.token_kl(mine_BT, ref_BT, kind), core.kl_penalty(other_BT, ref_BT, kind)
+        torch.where(case.mask_BT, mine, 0).sum().backward()
+        (other * case.float_mask_BT).sum().backward()
+        return max(largest_difference(mine, other), largest_difference(mine_BT.grad, other_BT.grad))
+
+    hold(f"token_kl {kind}", compare, record_property)
+
+
+def test_adaptive_controller(core: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        coef, target = case.uniform(0.001, 0.5), case.uniform(0.01, 0.2)
+        mine = kl.AdaptiveKLController(coef, target, 10_000)
+        other = core.AdaptiveKLController(coef, target, 10_000)
+        for _ in range(10):
+            current, n = case.uniform(0, 0.3), len(case.mask_BT) * 64
+            mine = mine.update(current, n)
+            other.update(current, n)
+        return largest_difference(mine.coef, other.value)
+
+    hold("AdaptiveKLController, 10 updates", compare, record_property)
+
+
+def test_mean_kl(torch_functional: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        rows, kl_BT = case.mask_BT.any(1), case.normal()
+        other = torch_functional.masked_mean(kl_BT[rows], case.float_mask_BT[rows], axis=-1).mean()
+        return largest_difference(kl.mean_kl(kl_BT, case.mask_BT), other)
+
+    hold("mean_kl", compare, record_property)
+
+
+def test_masked_statistics(torch_functional: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        x_BT, mask_BT = case.normal() + 1, case.mask_BT
+        other = torch_functional
+        float_mask_BT = case.float_mask_BT
+        mine_rows = tokens.masked_mean(x_BT, mask_BT, 1)
+        return max(
+            largest_difference(
+                tokens.masked_sum(x_BT, mask_BT), other.masked_sum(x_BT, float_mask_BT)
+            ),
+            largest_difference(mine_rows, other.masked_mean(x_BT, float_mask_BT, axis=1)),
+            largest_difference(
+                tokens.masked_var(x_BT, mask_BT), other.masked_var(x_BT, float_mask_BT)
+            ),
+            largest_difference(
+                tokens.masked_whiten(x_BT, mask_BT)[mask_BT],
+                other.masked_whiten(x_BT, float_mask_BT)[mask_BT],
+            ),
+        )
+
+    hold("masked sum, mean, var, whiten", compare, record_property)
+
+
+def test_logprobs_and_entropy(torch_functional: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        N, V = case.mask_BT.numel(), 50
+        logits_NV = 3 * torch.randn(N, V, generator=case.generator)
+        targets_N = torch.randint(0, V, (N,), generator=case.generator)
+        temperature = case.uniform(0.5, 1.5)
+        mine = tokens.gather_logprobs_entropy(logits_NV, torch.clone, targets_N, temperature, 16)
+        scaled_NV = logits_NV / temperature
+        return max(
+            largest_difference(
+                mine[0], torch_functional.logprobs_from_logits_naive(scaled_NV, targets_N)
+            ),
+            largest_difference(mine[1], torch_functional.entropy_from_logits(scaled_NV)),
+        )
+
+    hold("gather_logprobs_entropy", compare, record_property)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("level", mismatch.LEVELS)
+def test_importance_weights(
+    level: str, normalize: bool, correction: Any, record_property: Any
+) -> None:
+    def compare(case: Case) -> float:
+        old_BT = case.normal() - 2
+        sampler_BT = old_BT + case.normal(8.0 if case.seed % 10 == 0 else 0.4)
+        threshold = case.uniform(1.0, 5.0)
+        mine = mismatch.importance_weights(
+            old_BT,
+            sampler_BT,
+            case.mask_BT,
+            level=level,
+            threshold=threshold,
+            normalize=normalize,
+        )
+        other, _ = correction.compute_rollout_correction_weights(
+            old_BT - sampler_BT, case.float_mask_BT, level, threshold, normalize
+        )
+        return largest_difference(mine, other)
+
+    hold(f"importance_weights {level} normalize={normalize}", compare, record_property)
+
+
+def test_mismatch_diagnostics(correction: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        old_BT = case.normal() - 2
+        sampler_BT = old_BT + case.normal(0.4)
+        mine = mismatch.compute_mismatch(old_BT, sampler_BT, case.mask_BT)
+        other = correction.compute_offpolicy_metrics(old_BT, sampler_BT, case.float_mask_BT)
+        return max(
+            largest_difference(mine.kl_sum / mine.token_count, other["kl"]),
+            largest_difference(mine.k3_kl_sum / mine.token_count, other["k3_kl"]),
+        )
+
+    hold("mismatch kl, k3", compare, record_property)

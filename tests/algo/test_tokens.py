@@ -1,0 +1,233 @@
+"""Masked statistics, log-probs and entropy in chunks, full-vocabulary KL."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_cli.algo import tokens
+
+NAN = float("nan")
+quick = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+
+
+def test_masked_statistics_by_hand() -> None:
+    x = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert tokens.masked_sum(x, mask) == 9
+    assert tokens.masked_sum(x, mask, 1).tolist() == [4, 5]
+    assert tokens.masked_mean(x, mask) == 3
+    assert tokens.masked_mean(x, mask, 1).tolist() == [2, 5]
+    assert tokens.masked_var(x, mask) == 4
+
+
+def test_whiten_by_hand() -> None:
+    x = torch.tensor([1.0, 3.0, 5.0, NAN])
+    mask = torch.tensor([True, True, True, False])
+    assert tokens.masked_whiten(x, mask).tolist() == pytest.approx([-1, 0, 1, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_whiten_of_too_few_is_zero(count: int) -> None:
+    x = torch.tensor([[NAN, 7.0]])
+    mask = torch.tensor([[False, count == 1]])
+    assert tokens.masked_whiten(x, mask).tolist() == [[0, 0]]
+    assert tokens.masked_var(x, mask) == 0
+
+
+def test_mean_of_nothing_is_zero() -> None:
+    x = torch.tensor([[NAN, 7.0], [2.0, 4.0]])
+    mask = torch.tensor([[False, False], [True, True]])
+    assert tokens.masked_mean(x, mask, 1).tolist() == [0, 3]
+    assert tokens.masked_mean(x, torch.zeros_like(mask)) == 0
+    assert tokens.masked_whiten(x[:0], mask[:0]).shape == (0, 2)
+
+
+def test_whiten_of_equal_numbers_is_exactly_zero() -> None:
+    # The fp32 mean of 0.1 seven times is not 0.1, and the division by 1e-4 would show it.
+    x = torch.full((7,), 0.1)
+    assert x.mean() != x[0]
+    assert tokens.masked_whiten(x, torch.ones(7, dtype=torch.bool)).abs().max() == 0
+
+
+@quick
+@given(seed=st.integers(0, 10_000), n=st.integers(2, 40))
+def test_whitened_has_mean_0_and_variance_1(seed: int, n: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x = 5 + 3 * torch.randn(n, generator=g)
+    mask = torch.ones(n, dtype=torch.bool)
+    white = tokens.masked_whiten(x, mask)
+    assert float(white.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(white.var()) == pytest.approx(1, abs=1e-3)
+    padded = torch.cat([x, torch.full((4,), NAN)])
+    padded_mask = torch.cat([mask, torch.zeros(4, dtype=torch.bool)])
+    torch.testing.assert_close(tokens.masked_whiten(padded, padded_mask)[:n], white)
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a \(2, 3\), b \(2, 1\)"):
+        tokens.require_same_shape(a=torch.zeros(2, 3), b=torch.zeros(2, 1))
+
+
+def random_head(seed: int, H: int = 6, V: int = 13) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(9, H, generator=g), torch.randn(V, H, generator=g)
+
+
+def test_logprob_and_entropy_by_hand() -> None:
+    # Logits (0, 2 ln 3) at temperature 2 are odds of 1 to 3.
+    hidden = torch.tensor([[0.0, 2 * math.log(3)]])
+    logprob, entropy = tokens.gather_logprobs_entropy(
+        hidden, torch.clone, torch.tensor([1]), temperature=2.0, chunk=8
+    )
+    assert float(logprob) == pytest.approx(math.log(0.75), abs=1e-6)
+    by_hand = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    assert float(entropy) == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 100])
+def test_chunks_change_neither_values_nor_gradients(chunk: int) -> None:
+    hidden, weight = random_head(0)
+    targets = torch.arange(9)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprob, entropy = tokens.gather_logprobs_entropy(
+        hidden, lambda h: h @ weight.T, targets, temperature=0.7, chunk=chunk
+    )
+    coefficients = torch.linspace(-1, 2, 9)
+    (logprob * coefficients + entropy * coefficients.flip(0)).sum().backward()
+    found = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+
+    plain = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
+    torch.testing.assert_close(logprob, plain.log_prob(targets))
+    torch.testing.assert_close(entropy, plain.entropy())
+    expected = plain.log_prob(targets) * coefficients + plain.entropy() * coefficients.flip(0)
+    expected.sum().backward()
+    torch.testing.assert_close(found, (hidden.grad, weight.grad), rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+    hidden, weight = random_head(1)
+    none = hidden[:0].clone().requires_grad_()
+    weight.requires_grad_()
+
+    def head(h: Tensor) -> Tensor:
+        return h @ weight.T
+
+    logprob, entropy = tokens.gather_logprobs_entropy(
+        none, head, torch.zeros(0, dtype=torch.int64), temperature=1.0, chunk=4
+    )
+    kl = tokens.full_kl(none, head, none, head, temperature=1.0, chunk=4)
+    assert logprob.shape == entropy.shape == kl.shape == (0,)
+    (logprob.sum() + entropy.sum() + kl.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().max() == 0
+
+
+def test_the_vocabulary_is_never_materialised_for_all_tokens() -> None:
+    hidden, weight = random_head(2)
+    weight.requires_grad_()
+    seen: list[int] = []
+    kept: list[int] = []
+
+    def head(h: Tensor) -> Tensor:
+        seen.append(len(h))
+        return h @ weight.T
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        logprob, _ = tokens.gather_logprobs_entropy(
+            hidden, head, torch.zeros(9, dtype=torch.int64), temperature=1.0, chunk=2
+        )
+    assert seen == [2, 2, 2, 2, 1]
+    assert max(kept, default=0) < 2 * weight.shape[0]
+    logprob.sum().backward()
+    assert len(seen) == 10  # each chunk once more for the backward pass
+
+
+def test_without_entropy_there_is_none() -> None:
+    hidden, weight = random_head(3)
+    both = [
+        tokens.gather_logprobs_entropy(
+            hidden, lambda h: h @ weight.T, torch.arange(9), 1.0, 4, with_entropy=wanted
+        )
+        for wanted in (True, False)
+    ]
+    torch.testing.assert_close(both[0][0], both[1][0])
+    assert both[1][1].tolist() == [0] * 9
+
+
+def test_bfloat16_logits_become_fp32() -> None:
+    hidden, _ = random_head(4)
+    logprob, entropy = tokens.gather_logprobs_entropy(
+        hidden.bfloat16(), torch.clone, torch.zeros(9, dtype=torch.int64), 1.0, 4
+    )
+    assert logprob.dtype == entropy.dtype == torch.float32
+
+
+def test_full_kl_by_hand() -> None:
+    actor = torch.tensor([[0.0, math.log(3)]])  # probabilities 1/4 and 3/4
+    reference = torch.zeros(1, 2)  # a half each
+    kl = tokens.full_kl(actor, torch.clone, reference, torch.clone, temperature=1.0, chunk=1)
+    by_hand = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    assert float(kl) == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [2, 50])
+def test_full_kl_and_its_gradient(chunk: int) -> None:
+    hidden, weight = random_head(5)
+    ref_hidden, ref_weight = random_head(6, H=4)
+    for leaf in (hidden, weight, ref_hidden, ref_weight):
+        leaf.requires_grad_()
+    kl = tokens.full_kl(
+        hidden, lambda h: h @ weight.T, ref_hidden, lambda h: h @ ref_weight.T, 0.8, chunk
+    )
+    plain = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=hidden @ weight.T / 0.8),
+        torch.distributions.Categorical(logits=(ref_hidden @ ref_weight.T / 0.8).detach()),
+    )
+    torch.testing.assert_close(kl, plain)
+    found = torch.autograd.grad(kl.sum(), (hidden, weight))
+    torch.testing.assert_close(
+        found, torch.autograd.grad(plain.sum(), (hidden, weight)), rtol=1e-4, atol=1e-5
+    )
+    again = tokens.full_kl(hidden, torch.clone, hidden, torch.clone, temperature=1.0, chunk=4)
+    again.sum().backward()
+    assert ref_weight.grad is None
+    assert again.abs().max() == 0
+
+
+def test_full_kl_is_what_the_sampled_estimators_estimate() -> None:
+    actor, reference = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(7))
+    kl = tokens.full_kl(actor, torch.clone, reference, torch.clone, temperature=1.0, chunk=1)
+    p, x = actor.softmax(-1), actor.log_softmax(-1) - reference.log_softmax(-1)
+    assert float((p * x).sum()) == pytest.approx(float(kl), abs=1e-6)
+    assert float((p * ((-x).exp() - 1 + x)).sum()) == pytest.approx(float(kl), abs=1e-6)
+
+
+def test_bad_arguments_are_named() -> None:
+    hidden, weight = random_head(8)
+    targets = torch.arange(9)
+
+    def head(h: Tensor) -> Tensor:
+        return h @ weight.T
+
+    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
+        tokens.gather_logprobs_entropy(hidden, head, targets, temperature=0, chunk=4)
+    with pytest.raises(ValueError, match="chunk must be at least 1, not 0"):
+        tokens.gather_logprobs_entropy(hidden, head, targets, temperature=1, chunk=0)
+    with pytest.raises(ValueError, match="9 hidden states for 8 targets"):
+        tokens.gather_logprobs_entropy(hidden, head, targets[1:], temperature=1, chunk=4)
+    with pytest.raises(ValueError, match="9 hidden states of the actor, 8 of the reference"):
+        tokens.full_kl(hidden, head, hidden[1:], head, temperature=1, chunk=4)
+    with pytest.raises(ValueError, match="13 tokens in its vocabulary, the reference 12"):
+        tokens.full_kl(hidden, head, hidden, lambda h: h @ weight[1:].T, temperature=1, chunk=4)
