@@ -1,0 +1,162 @@
+"""Imports only go down: every import of the package, those inside functions too.
+
+`MAY` holds the rooms (and, dotted, single modules) of our own that a room may import besides
+itself. A new room fails the test until it is given its line here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+GROUND = {"errors", "records", "redact"}
+FLOOR_2 = {
+    "checkpoints", "config", "data_sets", "health", "prompts", "run_folder", "signals",
+    "step_metrics", "summary", "tracker",
+}  # fmt: skip
+# The loop and the pieces that it is cut into.
+LOOP = {"loop", "run_state", "shaping"}
+MAY: dict[str, set[str]] = {
+    **dict.fromkeys(GROUND, GROUND),
+    **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
+    "algo": {"records"},
+    "config": GROUND,
+    "rewards": GROUND | {"config"},
+    "engine": GROUND | {"config", "algo"},
+    **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
+    "assemble": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards"},
+    # Commands reach the upper rooms through assemble, and only inside a function.
+    "cli": GROUND | FLOOR_2 | {"assemble"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+SDKS = {"openai", "anthropic", "google", "dashscope"}
+# Third-party roots -> the only places that may import them, at whatever depth.
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "torch": ("algo", "engine", "loop", "shaping", "assemble", "rewards.local_model"),
+    "torch.distributed": ("engine",),
+    "transformers": ("engine", "assemble", "prompts", "data_sets", "rewards.local_model"),
+    "ray": ("engine.cluster",),
+    "vllm": ("engine.vllm_sampler", "engine.weight_sync"),
+    **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
+}
+# Heavy libraries that only algo/, engine/ and the loop may import at module level.
+HEAVY = {
+    "torch", "transformers", "datasets", "pyarrow", "pandas", "math_verify", "sympy", "ray",
+    "vllm", "tensorboard", "wandb", *SDKS,
+}  # fmt: skip
+HEAVY_AT_TOP = {"algo", "engine", *LOOP}
+
+
+class Import(NamedTuple):
+    """One imported name and where it is imported."""
+
+    module: str
+    line: int
+    at_top: bool
+
+
+def dotted_name(path: Path) -> str:
+    """`ppo_cli/engine/base.py` -> `engine.base`, `ppo_cli/engine/__init__.py` -> `engine`."""
+    parts = list(path.with_suffix("").parts[1:])
+    if len(parts) > 1 and parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+def called_imports(node: ast.AST) -> Iterator[str]:
+    """Names in `importlib.import_module("x")` and `__import__("x")`."""
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        callee = node.func
+        name = callee.attr if isinstance(callee, ast.Attribute) else getattr(callee, "id", "")
+        if name in {"import_module", "__import__"}:
+            yield str(node.args[0].value)
+
+
+def imports_of(source: str) -> Iterator[Import]:
+    """Every import in a module; at the top means outside any function."""
+    tree = ast.parse(source)
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = list(called_imports(node))
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "ppo_cli":
+            names = [f"ppo_cli.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "."]
+        for name in names:
+            yield Import(name, getattr(node, "lineno", 0), id(node) not in inner)
+
+
+def lies_in(name: str, places: set[str] | tuple[str, ...]) -> bool:
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def breaches(module: str, source: str) -> list[str]:
+    """What a module imports and must not, in words."""
+    room = module.split(".")[0]
+    if room not in MAY:
+        return [f"{module}: give the room '{room}' its line in tests/house/test_floors.py"]
+    found = []
+    for name, line, at_top in imports_of(source):
+        where = f"{module} line {line}: {name}"
+        if name.startswith("ppo_cli."):
+            ours = name.removeprefix("ppo_cli.")
+            if not lies_in(ours, MAY[room] | {room, "__version__"}):
+                found.append(f"{where} is not below")
+            if room == "cli" and at_top and lies_in(ours, ("assemble",)):
+                found.append(f"{where} belongs inside the command")
+        for library, places in ONLY_IN.items():
+            if lies_in(name, (library,)) and not lies_in(module, places):
+                found.append(f"{where} may be imported only in {', '.join(places)}")
+        if at_top and name.split(".")[0] in HEAVY and room not in HEAVY_AT_TOP:
+            found.append(f"{where} is heavy: import it where it is used")
+    return found
+
+
+def test_every_import_goes_down(root: Path, package_files: list[Path]) -> None:
+    found = [
+        line
+        for path in package_files
+        for line in breaches(dotted_name(path), (root / path).read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def test_no_ring_of_imports(root: Path, package_files: list[Path]) -> None:
+    known = {dotted_name(path): path for path in package_files}
+    below = {
+        module: {
+            name.removeprefix("ppo_cli.")
+            for name, _, _ in imports_of((root / path).read_text(encoding="utf-8"))
+            if name.removeprefix("ppo_cli.") in known and name.startswith("ppo_cli.")
+        }
+        for module, path in known.items()
+    }
+    while leaves := {module for module, needs in below.items() if not needs}:
+        below = {m: needs - leaves for m, needs in below.items() if m not in leaves}
+    assert below == {}, "these import each other in a ring"
+
+
+def test_breaches_are_seen() -> None:
+    assert breaches("records", "import numpy") == []
+    assert breaches("engine.local", "from ppo_cli.algo.losses import x") == []
+    assert breaches("engine.local", "from ppo_cli.rewards.base import Reward")
+    assert breaches("engine.local", "def f():\n    from ppo_cli import loop")
+    assert breaches("loop", "from ppo_cli.engine.base import Engine") == []
+    assert breaches("loop", "from ppo_cli.engine.local import LocalEngine")
+    assert breaches("config.schema", "def f():\n    import torch")
+    assert breaches("rewards.rules", "import importlib\nimportlib.import_module('torch')")
+    assert breaches("rewards.rules", "import sympy")
+    assert breaches("rewards.rules", "def f():\n    import sympy") == []
+    assert breaches("cli.train", "from ppo_cli.assemble import build")
+    assert breaches("cli.train", "def f():\n    from ppo_cli.assemble import build") == []
+    assert breaches("attic", "")

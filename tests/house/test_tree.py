@@ -1,0 +1,71 @@
+"""The README's tree is the disk's, and nothing tracked names a machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# Spelt in pieces so that this file does not find itself.
+MACHINE_PATHS = re.compile(
+    r"(?<![\w.~$}/-])/(?:"
+    + "|".join(["work", "root", "opt", "home/[a-z]\\w*", "Users/\\w+"])
+    + ")/"
+)
+
+
+def read_tree(readme: str) -> dict[str, str]:
+    """Path -> comment, from the README's block that starts with `ppo-cli/`."""
+    block = re.search(r"^```text\nppo-cli/\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert block, "README.md has no ```text block that starts with ppo-cli/"
+    entries: dict[str, str] = {}
+    parents: list[str] = []
+    for line in block[1].splitlines():
+        name, _, comment = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
+        parents = [*parents[:depth], name.rstrip("/")]
+        entries["/".join(parents)] = comment.strip().lstrip("# ")
+    return entries
+
+
+def rooms_on_disk(files: list[Path]) -> set[str]:
+    """Top entries of the tree, and those inside ppo_cli/, scripts/ and docs/."""
+    rooms = {path.parts[0] for path in files}
+    for folder in ("ppo_cli", "scripts", "docs", ".ci"):
+        rooms |= {"/".join(p.parts[:2]) for p in files if p.parts[0] == folder}
+    return rooms - {".gitignore", "ppo_cli/__init__.py"}
+
+
+def test_readme_tree_equals_the_disk(root: Path, files: list[Path]) -> None:
+    entries = read_tree((root / "README.md").read_text(encoding="utf-8"))
+    on_disk = rooms_on_disk(files)
+    assert sorted(set(entries) - on_disk) == [], "in the README, not on the disk"
+    assert sorted(on_disk - set(entries)) == [], "on the disk, not in the README"
+    assert [name for name, comment in entries.items() if not comment] == []
+
+
+def test_tree_is_read() -> None:
+    readme = "```text\nppo-cli/\n  a/       # rooms\n    b.py   # a file\n  c.md     # last\n```\n"
+    assert read_tree(readme) == {"a": "rooms", "a/b.py": "a file", "c.md": "last"}
+
+
+def test_no_path_of_a_machine(root: Path, files: list[Path]) -> None:
+    found = []
+    for path in files:
+        data = (root / path).read_bytes()
+        if b"\0" in data or path.suffix in {".safetensors", ".parquet"}:
+            continue
+        for number, line in enumerate(data.decode("utf-8").splitlines(), start=1):
+            if MACHINE_PATHS.search(line):
+                found.append(f"{path}:{number}: {line.strip()[:80]}")
+    assert found == []
+
+
+def test_paths_of_machines_are_seen() -> None:
+    assert MACHINE_PATHS.search("open('" + "/ro" + "ot/x')")
+    assert MACHINE_PATHS.search("cd " + "/ho" + "me/jo/x")
+    assert not MACHINE_PATHS.search("https://example.org/work/x and a/work/b")
+
+
+def test_scripts_can_be_run(root: Path) -> None:
+    for name in ("train.sh", "scripts/setup", "scripts/check", ".ci/run"):
+        assert (root / name).stat().st_mode & 0o100, f"{name} is not executable"
