@@ -14,7 +14,7 @@ from typing import Any
 DATA_SOURCE = "ppo-cli/arithmetic"
 SMALLEST, LARGEST = 10, 99
 VALIDATION_ROWS = 256
-TRAIN_ROWS = 3072
+TRAIN_ROWS = 2400
 
 PHRASES = (
     "What is {a} + {b}?",
@@ -80,7 +80,10 @@ def build_rows(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     train = rng.sample(splits.warm_up, TRAIN_ROWS)
     return (
         [_row(Sum(a, b, rng.choice(PHRASES)), "train", i) for i, (a, b) in enumerate(train)],
-        [_row(Sum(a, b, rng.choice(PHRASES)), "val", i) for i, (a, b) in enumerate(splits.validation)],
+        [
+            _row(Sum(a, b, rng.choice(PHRASES)), "val", i)
+            for i, (a, b) in enumerate(splits.validation)
+        ],
     )
 
 
@@ -89,7 +92,7 @@ def _row(question: Sum, split: str, index: int) -> dict[str, Any]:
         "prompt": question.question,
         "ground_truth": question.answer,
         "data_source": DATA_SOURCE,
-        "extra_info": {"split": split, "index": index, "carry": question.carries},
+        "extra_info": {"split": split, "index": index},
     }
 
 

@@ -123,7 +123,7 @@ def train_stage(model: Qwen2ForCausalLM, teacher: Teacher, stage: Stage) -> None
 
 @torch.no_grad()
 def measure(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Sum],
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]],
     temperature: float, seed: int = 0,
 ) -> float:  # fmt: skip
     """Return the share of right answers; temperature 0 is greedy."""
@@ -131,9 +131,9 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     right = 0
     by_length: dict[int, list[tuple[list[int], str]]] = {}
-    for question in questions:
-        ids = tokenizer.encode(render(tokenizer, question.question))
-        by_length.setdefault(len(ids), []).append((ids, question.answer))
+    for question, answer in questions:
+        ids = tokenizer.encode(render(tokenizer, question))
+        by_length.setdefault(len(ids), []).append((ids, answer))
     for rows in by_length.values():
         ids = torch.tensor([r[0] for r in rows])
         start = ids.shape[1]
