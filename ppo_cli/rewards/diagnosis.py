@@ -1,0 +1,139 @@
+"""Why nothing scored: from a step whose scores are all zero or failed to a likely cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ppo_cli.records import Scored
+from ppo_cli.rewards import checkers
+from ppo_cli.rewards.rules import RULES
+
+MOST = 0.5
+LONGEST_GOLD = 100
+
+
+def explain_no_reward(scored: Sequence[Scored]) -> str | None:
+    """Name the likely cause in one paragraph with an example; None when something scored."""
+    if not scored or any(one.score.value for one in scored):
+        return None
+    failed = [one for one in scored if one.score.value is None]
+    cause, example = _failed(failed, len(scored)) if _most(failed, scored) else _zero(scored)
+    return f"{cause} {_example(example)}"
+
+
+def _most(some: Sequence[Scored], everything: Sequence[Scored]) -> bool:
+    return len(some) > MOST * len(everything)
+
+
+def _failed(failed: Sequence[Scored], total: int) -> tuple[str, Scored]:
+    reason, count = Counter(one.score.failure for one in failed).most_common(1)[0]
+    example = next(one for one in failed if one.score.failure == reason)
+    text = f"Scoring failed for {len(failed)} of {total} responses, {count} times: {reason}."
+    return f"{text}{_mend_failure(reason)}", example
+
+
+def _mend_failure(reason: str) -> str:
+    if "no rule for data_source" in reason:
+        return " Give --reward_function FILE:NAME, or --rule NAME for every row."
+    if "ground_truth" in reason:
+        return " Check that column with `ppo data check FILE`, or choose another --rule."
+    if reason.startswith("timeout"):
+        return " Make the function faster, or raise reward.timeout."
+    if reason.startswith(("raised", "returned")):
+        return " Mend the reward function; the rollout log names the failure of each response."
+    return ""
+
+
+def _zero(scored: Sequence[Scored]) -> tuple[str, Scored]:
+    """All zero: empty replies, nothing extracted, a strange ground truth, or plainly wrong."""
+    judged = [one for one in scored if one.score.value is not None]
+    empty = [one for one in judged if not one.rollout.text.strip()]
+    if _most(empty, judged):
+        return (
+            f"The reward is 0 because {len(empty)} of {len(judged)} responses are empty: the model "
+            "ends at once. Check that it knows this chat template.",
+            empty[0],
+        )
+    nothing = [one for one in judged if _extracted(one) is None and "extracted" in one.score.info]
+    if _most(nothing, judged):
+        return _nothing_found(nothing, judged), nothing[0]
+    strange = [one for one in judged if _gold_problem(one)]
+    if _most(strange, judged):
+        return (
+            f"The reward is 0, likely for the ground_truth: {_gold_problem(strange[0])} in "
+            f"{len(strange)} of {len(judged)} rows. Bring the answer alone into that column.",
+            strange[0],
+        )
+    if not any("rule" in one.score.info for one in judged):
+        return (
+            f"The reward function gave 0 to all {len(judged)} responses. Try it by hand on the "
+            "example, and see that data_source and ground_truth are what it expects.",
+            judged[0],
+        )
+    return (
+        f"The reward is 0 although an answer was found in {len(judged) - len(nothing)} of "
+        f"{len(judged)} responses: all are wrong. The task may be too hard for this model: try "
+        "easier prompts, more samples (--rollout_n) or a stronger model.",
+        next(one for one in judged if one not in nothing),
+    )
+
+
+def _nothing_found(nothing: Sequence[Scored], judged: Sequence[Scored]) -> str:
+    names = Counter(str(one.score.info.get("rule", "")) for one in nothing)
+    name = names.most_common(1)[0][0]
+    rule = RULES.get(name)
+    looks_for = f"the rule {name} looks for {rule.looks_for}" if rule else "nothing was extracted"
+    cut = sum(one.rollout.finish_reason == "length" for one in nothing)
+    if cut > MOST * len(nothing):
+        mend = (
+            f"{cut} of them were cut off at --max_response_length before an answer: raise it, "
+            "or ask for shorter replies."
+        )
+    else:
+        mend = "Ask for that form in the prompts, or choose a rule that fits with --rule NAME."
+    return (
+        f"The reward is 0 because extraction found nothing in {len(nothing)} of {len(judged)} "
+        f"responses: {looks_for}. {mend}"
+    )
+
+
+def _extracted(one: Scored) -> Any:
+    return one.score.info.get("extracted")
+
+
+def _gold_problem(one: Scored) -> str:
+    """Say what is odd about a ground truth that its rule compares with an answer."""
+    golds = checkers.accepted(one.rollout.prompt.ground_truth)
+    if not golds:
+        return ""
+    rule = RULES.get(str(one.score.info.get("rule", "")))
+    wants = rule.wants if rule else "anything"
+    if wants != "anything" and len(golds[0]) > LONGEST_GOLD:
+        return f"it holds {len(golds[0])} characters, a whole text rather than an answer,"
+    return ""
+
+
+def _example(one: Scored) -> str:
+    prompt = one.rollout.prompt
+    found = _extracted(one)
+    shown = f", extracted {_cut(str(found))!r}" if found is not None else ", extracted nothing"
+    return (
+        f"Example ({prompt.data_source or 'no data_source'}): prompt {_cut(prompt.text)!r}, "
+        f"response {_cut_middle(one.rollout.text)!r}, ground_truth "
+        f"{_cut(str(prompt.ground_truth))!r}{shown if 'extracted' in one.score.info else ''}."
+    )
+
+
+def _cut(text: str, most: int = 120) -> str:
+    plain = " ".join(text.split())
+    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
+
+
+def _cut_middle(text: str, most: int = 160) -> str:
+    """Keep the beginning and the end, where answers stand."""
+    plain = " ".join(text.split())
+    if len(plain) <= most:
+        return plain
+    return f"{plain[: most // 3]} … {plain[-(most * 2 // 3) :]}"

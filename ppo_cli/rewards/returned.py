@@ -1,0 +1,100 @@
+"""What a reward function gave back, made plain: a finite number, or the reason why there is none.
+
+Runs in worker processes, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LONGEST_TEXT = 2000
+DEEPEST = 6
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A score or a failure, its parts, and facts for the rollout log; plain types only."""
+
+    score: float | None
+    failure: str = ""
+    reason: str = ""
+    parts: Mapping[str, float | None] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CannotScore(Exception):
+    """A rule has no way to score this row; the message becomes the failure."""
+
+
+def read_returned(value: Any) -> Returned:
+    """Read a float, int, bool, numpy number or dict with `score`; never raises."""
+    if not isinstance(value, Mapping):
+        score, failure = _finite(value, "returned")
+        return Returned(score, failure)
+    if "score" not in value:
+        keys = ", ".join(repr(k) for k in list(value)[:8]) or "nothing"
+        return Returned(None, f"returned a dict without 'score' (it has {keys})")
+    score, failure = _finite(value["score"], "returned score")
+    parts: dict[str, float | None] = {}
+    info: dict[str, Any] = {}
+    for key, item in value.items():
+        if key == "score" or (key == "reason" and isinstance(item, str)):
+            continue
+        number, problem = _finite(item, "")
+        if number is not None or problem.strip() in ("nan", "inf", "-inf"):
+            parts[str(key)] = number
+        else:
+            info[str(key)] = as_plain(item)
+    reason = value.get("reason")
+    text = reason[:LONGEST_TEXT] if isinstance(reason, str) else ""
+    return Returned(score, failure, text, parts, info)
+
+
+def as_plain(value: Any, depth: int = 0) -> Any:
+    """Return a value that JSON can hold; long texts are cut, strange objects become text."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return value[:LONGEST_TEXT]
+    if depth < DEEPEST and isinstance(value, Mapping):
+        return {str(k): as_plain(v, depth + 1) for k, v in value.items()}
+    if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
+        return [as_plain(v, depth + 1) for v in value]
+    number, _ = _finite(value, "")
+    return _safe_repr(value) if number is None else number
+
+
+def describe_error(error: BaseException) -> str:
+    """Return `ValueError: text` for an error, its text cut and on one line."""
+    try:
+        text = " ".join(str(error).split())[:300]
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _finite(value: Any, verb: str) -> tuple[float | None, str]:
+    """Return the number, or None and what is wrong with it."""
+    if value is None:
+        return None, f"{verb} None; is a `return` missing?"
+    if isinstance(value, (str, bytes)):
+        return None, f"{verb} text {value[:40]!r}, not a number"
+    try:
+        number = float(value.item()) if hasattr(value, "item") else float(value)
+    except OverflowError:
+        return None, f"{verb} a number too large for a float"
+    except Exception:
+        return None, f"{verb} {type(value).__name__}, not a number"
+    return (number, "") if math.isfinite(number) else (None, f"{verb} {number}")
+
+
+def _safe_repr(value: Any) -> str:
+    try:
+        return repr(value)[:LONGEST_TEXT]
+    except Exception:
+        return f"<{type(value).__name__}>"

@@ -1,0 +1,116 @@
+"""The reward made of built-in rules, chosen by each row's data_source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.records import Part, Rollout, Score
+from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
+from ppo_cli.rewards.rules import Rule, rule_for
+from ppo_cli.rewards.tasks import RuleTask
+from ppo_cli.rewards.worker import Call
+
+
+class RuleReward:
+    """Scores by rule: strings are compared at once, algebra and patterns go to workers.
+
+    `rule` serves every row; without it each row's data_source chooses.
+    """
+
+    name = "rule"
+
+    def __init__(
+        self,
+        rule: Rule | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        timeout: float = 10.0,
+        num_workers: int = 2,
+    ) -> None:
+        self._rule = rule
+        self._settings = dict(settings or {})
+        self._timeout = timeout
+        self._num_workers = num_workers
+        self._pools: dict[str, WorkerPool] = {}
+        self._closed = False
+        _check_settings(rule, self._settings)
+
+    def submit(self, rollout: Rollout) -> Future[Score]:
+        """Score one rollout; most rules answer before this returns."""
+        if self._closed:
+            raise RuntimeError("this reward is closed")
+        prompt = rollout.prompt
+        rule = self._rule or rule_for(prompt.data_source)
+        if rule is None:
+            return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
+        call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
+        finish = partial(_score, rule)
+        returned = self._answer_now(rule, call)
+        return (
+            self._pool(rule).submit(call, finish) if returned is None else _done(finish(returned))
+        )
+
+    def _answer_now(self, rule: Rule, call: Call) -> Returned | None:
+        try:
+            value = rule.quick(**vars(call), **self._settings)
+            return None if value is None else read_returned(value)
+        except CannotScore as problem:
+            return Returned(None, str(problem))
+        except Exception as error:
+            return Returned(None, f"raised {describe_error(error)}")
+
+    def _pool(self, rule: Rule) -> WorkerPool:
+        if rule.name not in self._pools:
+            task = RuleTask(rule.name, self._settings)
+            self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
+        return self._pools[rule.name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rules remember nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Rules remember nothing."""
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._closed = True
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _done(score: Score) -> Future[Score]:
+    future: Future[Score] = Future()
+    future.set_result(score)
+    return future
+
+
+def _score(rule: Rule, returned: Returned) -> Score:
+    # How long it took stays out: the same rollout gives the same record.
+    info = {k: v for k, v in returned.info.items() if k != "latency_s"} | {"rule": rule.name}
+    value = returned.score
+    parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
+    return Score(value, returned.failure, returned.reason, parts, info)
+
+
+def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:
+    if not settings:
+        return
+    if rule is None:
+        raise RewardError(
+            "reward.function_kwargs belong to --reward_function FILE:NAME or --rule NAME, "
+            "but neither is set."
+        )
+    for name in settings:
+        if name not in rule.settings:
+            known = ", ".join(rule.settings) or "none"
+            hint = did_you_mean(name, rule.settings)
+            raise RewardError(
+                f"reward.function_kwargs.{name}: the rule {rule.name} has no such setting.{hint} "
+                f"Known: {known}."
+            )

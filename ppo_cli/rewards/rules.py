@@ -1,0 +1,297 @@
+"""The built-in rules, each a `compute_score`, and which data_source goes to which.
+
+A rule returns a dict: `score`, and `extracted`, what it found in the reply. It raises
+`CannotScore` where the row gives it nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.rewards import checkers, math_answers
+from ppo_cli.rewards.returned import CannotScore
+
+Info = Mapping[str, Any] | None
+ComputeScore = Callable[..., dict[str, Any] | None]
+
+THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)+</think>\s*<answer>(?:(?!</?answer>).)+</answer>\s*"
+_BUILT_IN_FORMAT = re.compile(THINK_ANSWER, re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to score a reply.
+
+    `quick` answers at once or gives None, which means: ask `compute_score` in a worker process,
+    where it can be killed. `looks_for` completes the sentence "this rule looks for …".
+    """
+
+    name: str
+    compute_score: ComputeScore
+    quick: ComputeScore
+    looks_for: str
+    wants: str = "text"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the keyword arguments it takes besides the four of every reward function."""
+        parameters = inspect.signature(self.compute_score).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def score_gsm8k(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the last `#### number` near the end of the reply is the right number."""
+    return _score_number(checkers.find_after_hashes(solution_str), ground_truth)
+
+
+def score_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the last number of the reply is the right one, wherever it stands."""
+    text = checkers.after_thinking(solution_str)
+    return _score_number(checkers.find_last_number(text), ground_truth)
+
+
+def score_arithmetic(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the reply ends on the right integer; nothing but marks may follow it."""
+    text = checkers.after_thinking(solution_str)
+    found = checkers.find_last_number(text)
+    number = None if found is None else checkers.read_number(found)
+    is_integer = number is not None and number.denominator == 1
+    return _score_number(found if is_integer else None, ground_truth)
+
+
+def _score_number(found: str | None, ground_truth: Any) -> dict[str, Any]:
+    numbers = [_gold_number(gold) for gold in _golds(ground_truth)]
+    right = any(found is not None and checkers.same_number(found, gold) for gold in numbers)
+    return {"score": float(right), "extracted": found}
+
+
+def _gold_number(gold: str) -> str:
+    """Return the number of a ground truth, be it bare or a whole GSM8K solution."""
+    number = checkers.find_after_hashes(gold) if "####" in gold else gold
+    if number is None or checkers.read_number(number) is None:
+        raise CannotScore(f"ground_truth {_cut(gold)!r} is not a number")
+    return number
+
+
+def score_math(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the answer of the reply equals the right one mathematically; may hang."""
+    quick = decide_math(data_source, solution_str, ground_truth, extra_info)
+    if quick is not None:
+        return quick
+    golds = _golds(ground_truth)
+    found = math_answers.find_answer(solution_str, golds)
+    right = any(found is not None and math_answers.equal(found, _gold_maths(g)) for g in golds)
+    return {"score": float(right), "extracted": found}
+
+
+def decide_math(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any] | None:
+    """Score what comparing text can settle; None when it takes algebra."""
+    golds = [_gold_maths(gold) for gold in _golds(ground_truth)]
+    found = math_answers.find_answer(solution_str, golds)
+    verdicts = [math_answers.decide_quickly(found, gold) for gold in golds]
+    if True in verdicts or None not in verdicts:
+        return {"score": float(True in verdicts), "extracted": found}
+    return None
+
+
+def _gold_maths(gold: str) -> str:
+    """Return the answer within a ground truth that may be a whole solution."""
+    return checkers.find_boxed(gold) or checkers.find_after_hashes(gold) or gold
+
+
+def score_choice(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the reply chooses the right letter."""
+    letters = [checkers.read_choice(gold) for gold in _golds(ground_truth)]
+    if None in letters:
+        raise CannotScore(f"ground_truth {_cut(str(ground_truth))!r} is not a letter A-J")
+    found = math_answers.find_answer(solution_str, ground_truth)
+    letter = found and (checkers.read_choice(found) or checkers.find_choice(found))
+    return {"score": float(letter in letters), "extracted": letter or None}
+
+
+def score_exact(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the whole reply is the right text, but for case and spaces."""
+    reply = checkers.normalise_words(checkers.after_thinking(solution_str))
+    right = any(reply == checkers.normalise_words(gold) for gold in _golds(ground_truth))
+    return {"score": float(right), "extracted": reply or None}
+
+
+def score_contains(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when the right text stands somewhere in the reply as words of its own."""
+    text = checkers.after_thinking(solution_str)
+    found = [gold for gold in _golds(ground_truth) if checkers.contains_answer(text, gold)]
+    return {"score": float(bool(found)), "extracted": found[0] if found else None}
+
+
+def score_format(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Info = None,
+    *,
+    pattern: str = "",
+) -> dict[str, Any]:
+    """1 when the whole reply matches a pattern, from `extra_info.format` or the setting."""
+    wanted = (extra_info or {}).get("format") or pattern or THINK_ANSWER
+    try:
+        match = re.compile(str(wanted), re.DOTALL).fullmatch(solution_str)
+    except re.error as error:
+        raise CannotScore(f"the pattern {_cut(str(wanted))!r} is not valid: {error}") from error
+    return {"score": float(match is not None), "extracted": None if match is None else "matched"}
+
+
+def decide_format(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Info = None,
+    *,
+    pattern: str = "",
+) -> dict[str, Any] | None:
+    """Score by the built-in pattern; None for one of the user's, which may backtrack for ever."""
+    if (extra_info or {}).get("format") or pattern:
+        return None
+    match = _BUILT_IN_FORMAT.fullmatch(solution_str)
+    return {"score": float(match is not None), "extracted": None if match is None else "matched"}
+
+
+def score_length(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Info = None,
+    *,
+    max_chars: float = 2000,
+    min_chars: float = 1,
+) -> dict[str, Any]:
+    """1 between `min_chars` and `max_chars`, falling to 0 at no text and at twice the most."""
+    most = float((extra_info or {}).get("max_chars", max_chars))
+    least = float((extra_info or {}).get("min_chars", min_chars))
+    size = len(solution_str.strip())
+    short = size / least if size < least else 1.0
+    long = max(0.0, 2 - size / most) if most > 0 else 0.0
+    return {"score": min(1.0, short, long), "extracted": str(size)}
+
+
+def score_repetition(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, Any]:
+    """1 when no run of four words is said twice, less the share of those that are."""
+    share = checkers.repetition(solution_str)
+    return {"score": 1 - share, "extracted": f"{share:.3f} repeated"}
+
+
+def _golds(ground_truth: Any) -> list[str]:
+    golds = checkers.accepted(ground_truth)
+    if not golds:
+        raise CannotScore("the row has no ground_truth")
+    return golds
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rule(name: str, score: ComputeScore, looks_for: str, wants: str = "text") -> Rule:
+    return Rule(name, score, score, looks_for, wants)
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        _rule("gsm8k", score_gsm8k, "`#### NUMBER` in the last 300 characters", "a number"),
+        _rule("number", score_number, "the last number", "a number"),
+        _rule("arithmetic", score_arithmetic, "an integer as the last number", "an integer"),
+        Rule(
+            "math",
+            score_math,
+            decide_math,
+            "\\boxed{ANSWER}, `the answer is …`, or the last expression",
+            "an expression",
+        ),
+        _rule("choice", score_choice, "a letter A-J that stands alone", "a letter A-J"),
+        _rule("exact", score_exact, "nothing but the answer"),
+        _rule("contains", score_contains, "the ground truth as words of its own"),
+        Rule("format", score_format, decide_format, "a whole reply that matches", "anything"),
+        _rule("length", score_length, "a length within the limits", "anything"),
+        _rule("repetition", score_repetition, "words that do not repeat", "anything"),
+    )
+}
+
+# The first pattern that fits decides; matched without regard to case.
+ROUTES: tuple[tuple[str, str], ...] = (
+    ("openai/gsm8k", "gsm8k"),
+    ("gsm8k*", "gsm8k"),
+    ("ppo-cli/arithmetic", "arithmetic"),
+    ("arithmetic*", "arithmetic"),
+    ("lighteval/math*", "math"),
+    ("digitallearninggmbh/math-lighteval", "math"),
+    ("huggingfaceh4/math-500", "math"),
+    ("huggingfaceh4/aime*", "math"),
+    ("math*", "math"),
+    ("aime*", "math"),
+    ("amc*", "math"),
+    ("numina*", "math"),
+    ("olympiad*", "math"),
+    *((name, name) for name in RULES),
+)
+
+
+def rule_for(data_source: str) -> Rule | None:
+    """Return the rule of a data_source, or None."""
+    wanted = data_source.casefold()
+    return next((RULES[rule] for pattern, rule in ROUTES if fnmatchcase(wanted, pattern)), None)
+
+
+def rule_named(name: str) -> Rule:
+    """Return a rule by its name; an unknown one is told with its nearest."""
+    if name not in RULES:
+        hint = did_you_mean(name, RULES)
+        raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {_listed(RULES)}.")
+    return RULES[name]
+
+
+def check_sources(sources: Collection[str]) -> None:
+    """Raise unless every data_source of the prompts has a rule."""
+    unknown = sorted(source for source in sources if rule_for(source) is None)
+    if not unknown:
+        return
+    mend = (
+        "Give a reward function of your own with --reward_function FILE:NAME, or one rule for "
+        f"every row with --rule NAME ({_listed(RULES)})."
+    )
+    if unknown == [""]:
+        raise RewardError(f"The prompts have no data_source, which chooses the rule. {mend}")
+    known = [pattern for pattern, _ in ROUTES]
+    hints = dict.fromkeys(did_you_mean(name.casefold(), known) for name in unknown)
+    named = ", ".join(repr(name) for name in unknown[:5])
+    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    raise RewardError(
+        f"No rule for data_source {named}{more}.{''.join(hints)} Known: {_listed(known)}. {mend}"
+    )
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
