@@ -1,0 +1,273 @@
+"""Reads the metrics as somebody experienced would: what has left its range, what to change.
+
+`find_trouble` is pure and looks at the present step; `HealthWatch` keeps it from nagging.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, pvariance
+from typing import Any
+
+from ppo_cli.config.schema import Config
+
+History = Sequence[Mapping[str, Any]]
+
+SETTLE_STEPS = 5  # the first steps say little
+LONG = 20  # steps after which something slow counts as stuck
+REPEAT_AFTER = 50  # steps between two lines about the same trouble
+CALM_STEPS = 5  # steps without a trouble after which it counts as new
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The ranges of a healthy run, and what of its settings decides which advice fits."""
+
+    kl: tuple[float, float] = (0.001, 0.1)
+    clip_fraction: tuple[float, float] = (0.1, 0.3)
+    ppo_ratio: tuple[float, float] = (0.8, 1.2)
+    entropy_share: float = 0.1
+    truncated_share: float = 0.5
+    spike: float = 10.0
+    grad_clip: float = 1.0
+    updates_per_step: int = 4
+    max_response_length: int = 512
+    warmup_steps: int = 0
+    kl_setting: str = "--kl_coef"
+
+
+def limits_of(config: Config) -> Limits:
+    """Take from a config what the limits depend on."""
+    actor, algorithm = config.actor, config.algorithm
+    mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
+    in_loss_only = actor.use_kl_loss and not algorithm.use_kl_in_reward
+    return Limits(
+        grad_clip=actor.grad_clip,
+        updates_per_step=actor.ppo_epochs * mini_batches,
+        max_response_length=config.data.max_response_length,
+        warmup_steps=config.trainer.critic_warmup,
+        kl_setting="actor.kl_loss_coef" if in_loss_only else "--kl_coef",
+    )
+
+
+def find_trouble(history: History, limits: Limits) -> dict[str, str]:
+    """Kind of trouble -> the line about it, for the last step of `history`.
+
+    A metric that is missing or was not finite gives no line of its own.
+    """
+    steps = [line for line in history if line["step"] > 0]
+    if not steps:
+        return {}
+    found = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
+    return {kind: line for kind, line in found.items() if line}
+
+
+class HealthWatch:
+    """Says each trouble when it comes, and again only after a while or when it came back."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._told: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+
+    def check(self, history: History) -> list[str]:
+        """The lines worth saying now, after the last step of `history`."""
+        if not history:
+            return []
+        step, lines = int(history[-1]["step"]), []
+        for kind, line in find_trouble(history, self._limits).items():
+            is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
+            if is_new or step - self._told.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
+                lines.append(line)
+                self._told[kind] = step
+            self._seen[kind] = step
+        return lines
+
+
+def _last(steps: History, key: str, count: int) -> list[float]:
+    """The last `count` values of a metric; empty unless each of these steps has one."""
+    values = [line.get(key) for line in steps[-count:]]
+    whole = [float(v) for v in values if v is not None and math.isfinite(v)]
+    return whole if len(whole) == count else []
+
+
+def _moves(values: Sequence[float]) -> bool:
+    """Whether the second half differs from the first by more than chance."""
+    half = len(values) // 2
+    first, second = values[:half], values[half:]
+    noise = math.sqrt(pvariance(first) / len(first) + pvariance(second) / len(second))
+    return abs(fmean(second) - fmean(first)) > max(2 * noise, 1e-9)
+
+
+def _reward_stands_still(steps: History) -> bool:
+    rewards = _last(steps, "reward_mean", LONG)
+    return bool(rewards) and not _moves(rewards)
+
+
+def _kl_high(steps: History, limits: Limits) -> str:
+    kl = _last(steps, "kl_divergence", 2)
+    if len(steps) < SETTLE_STEPS or not kl or min(kl) <= limits.kl[1]:
+        return ""
+    return (
+        f"kl_divergence {kl[-1]:.3g} is above {limits.kl[1]:g}: the model moves far from where it "
+        f"started. Raise {limits.kl_setting} or lower --lr."
+    )
+
+
+def _kl_low(steps: History, limits: Limits) -> str:
+    kl = _last(steps, "kl_divergence", LONG)
+    learning = len(steps) > limits.warmup_steps + LONG
+    if not (learning and kl and max(kl) < limits.kl[0] and _reward_stands_still(steps)):
+        return ""
+    return (
+        f"kl_divergence {kl[-1]:.2g} stays below {limits.kl[0]:g} and reward_mean does not move: "
+        f"the model hardly changes. Raise --lr, or lower {limits.kl_setting}."
+    )
+
+
+def _clip_high(steps: History, limits: Limits) -> str:
+    clipped = _last(steps, "clip_fraction", 2)
+    if not clipped or min(clipped) <= limits.clip_fraction[1]:
+        return ""
+    return (
+        f"clip_fraction {clipped[-1]:.2f} is above {limits.clip_fraction[1]:g}: updates are so "
+        "large that much of them is cut off. Lower --lr or --ppo_epochs."
+    )
+
+
+def _clip_low(steps: History, limits: Limits) -> str:
+    # One update a step is on-policy, where nothing can be clipped.
+    clipped = _last(steps, "clip_fraction", LONG) if limits.updates_per_step > 1 else []
+    low = bool(clipped) and max(clipped) < limits.clip_fraction[0]
+    if not (low and len(steps) > limits.warmup_steps + LONG and _reward_stands_still(steps)):
+        return ""
+    return (
+        f"clip_fraction {clipped[-1]:.2g} has stayed below {limits.clip_fraction[0]:g} while "
+        "reward_mean stands still: there may be room for a higher --lr or more --ppo_epochs."
+    )
+
+
+def _ratio_off(steps: History, limits: Limits) -> str:
+    ratio, (low, high) = _last(steps, "ppo_ratio", 1), limits.ppo_ratio
+    if not ratio or low <= ratio[0] <= high:
+        return ""
+    return (
+        f"ppo_ratio {ratio[0]:.2f} is outside {low:g}-{high:g}: the new policy has left the one "
+        "that sampled. Lower --lr or --ppo_epochs."
+    )
+
+
+def _reward_same(steps: History, limits: Limits) -> str:
+    mean = _last(steps, "reward_mean", 1)
+    # Rewards that are all 0 have an explanation of their own, which comes before this.
+    count = 3 if mean and mean[0] else 2 * SETTLE_STEPS
+    spread, means = _last(steps, "reward/std", count), _last(steps, "reward_mean", count)
+    if not spread or not means or max(spread) > 1e-9 or max(means) - min(means) > 1e-9:
+        return ""
+    return (
+        f"Every response of the last {count} steps got the same reward ({means[-1]:g}), so there "
+        "is nothing to learn from. Look at some with `ppo show`, and check --reward_function or "
+        "--rule, or raise --temperature."
+    )
+
+
+def _entropy_collapse(steps: History, limits: Limits) -> str:
+    early, late = _last(steps[:3], "entropy", 3), _last(steps, "entropy", 3)
+    if len(steps) < 2 * SETTLE_STEPS or not early or not late:
+        return ""
+    collapsed = fmean(late) < limits.entropy_share * fmean(early)
+    if not collapsed or _is_solved(steps[-1]):
+        return ""
+    return (
+        f"entropy fell from {fmean(early):.2g} to {fmean(late):.2g}: the model says nearly the "
+        "same each time and stops exploring. Raise actor.entropy_coeff (0.001 is a start), "
+        f"--temperature or {limits.kl_setting}, or lower --lr."
+    )
+
+
+def _is_solved(line: Mapping[str, Any]) -> bool:
+    """Whether nearly all responses get the best reward: then low entropy is success."""
+    values = [line.get(f"reward{part}") for part in ("_mean", "/min", "/max")]
+    if any(v is None for v in values):
+        return False
+    mean, low, high = (float(v) for v in values if v is not None)
+    return mean >= high - 0.1 * (high - low)
+
+
+def _critic_stuck(steps: History, limits: Limits) -> str:
+    explained = _last(steps, "explained_variance", LONG)
+    if not explained or max(explained) > 0:
+        return ""
+    return (
+        f"explained_variance has been at or below 0 for {LONG} steps ({explained[-1]:.2f} now): "
+        "the critic does not learn. Raise --critic_lr or --critic_epochs, or set "
+        "trainer.critic_warmup."
+    )
+
+
+def _grad_spike(key: str, flag: str) -> Callable[[History, Limits], str]:
+    def check(steps: History, limits: Limits) -> str:
+        norm, before = _last(steps, key, 1), _last(steps[:-1], key, 2 * SETTLE_STEPS)
+        if not norm or not before:
+            return ""
+        usual = median(before)
+        if norm[0] <= max(limits.spike * usual, limits.grad_clip):
+            return ""
+        return (
+            f"{key} jumped to {norm[0]:.3g} (usually {usual:.2g}). Once is harmless; if it comes "
+            f"again, lower {flag}."
+        )
+
+    return check
+
+
+def _not_finite(steps: History, limits: Limits) -> str:
+    names = ("actor/skipped_steps", "critic/skipped_steps")
+    skipped = sum(int(steps[-1].get(name) or 0) for name in names)
+    if not skipped:
+        return ""
+    return (
+        f"Gradients were not finite in {skipped} of this step's updates, which were left out. "
+        "Lower --lr and --critic_lr, or use --dtype float32."
+    )
+
+
+def _too_long(steps: History, limits: Limits) -> str:
+    cut = _last(steps, "response_length/clip_ratio", 3)
+    if not cut or min(cut) <= limits.truncated_share:
+        return ""
+    return (
+        f"{cut[-1]:.0%} of the responses are cut off at {limits.max_response_length} tokens, "
+        "perhaps before the answer. Raise --max_response_length, or ask for shorter answers in "
+        "the prompt."
+    )
+
+
+def _scores_failed(steps: History, limits: Limits) -> str:
+    failed = int(steps[-1].get("reward/failed") or 0)
+    if not failed:
+        return ""
+    file = f"rollouts/step_{steps[-1]['step']:06d}.jsonl"
+    return (
+        f"{failed} responses have no score (they are left out of the update). The reasons are in "
+        f"{file}, under `failure`."
+    )
+
+
+_CHECKS: dict[str, Callable[[History, Limits], str]] = {
+    "not_finite": _not_finite,
+    "kl_high": _kl_high,
+    "kl_low": _kl_low,
+    "clip_high": _clip_high,
+    "clip_low": _clip_low,
+    "ratio": _ratio_off,
+    "reward_same": _reward_same,
+    "entropy": _entropy_collapse,
+    "critic": _critic_stuck,
+    "grad_norm": _grad_spike("grad_norm", "--lr"),
+    "critic_grad_norm": _grad_spike("critic_grad_norm", "--critic_lr"),
+    "too_long": _too_long,
+    "failed": _scores_failed,
+}

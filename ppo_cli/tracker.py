@@ -1,0 +1,251 @@
+"""Keeps what a run says of itself: metrics.jsonl and rollouts always, other places by choice.
+
+Everything in metrics.jsonl but the `time/` and `perf/` keys is the same, bit for bit, whether
+a run was interrupted or not. A line is on the disk before `step` returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import UserError
+from ppo_cli.health import HealthWatch, limits_of
+from ppo_cli.records import Scored
+from ppo_cli.run_log import (
+    METRICS_FILE,
+    drop_rollouts_past,
+    append_line,
+    plain,
+    read_metrics,
+    replace_lines,
+    rollout_file,
+)
+from ppo_cli.sinks import Sink, make_sinks
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run came to; a number is None where the run did not measure it."""
+
+    steps: int
+    reward_before: float | None
+    reward_after: float | None
+    rewards: tuple[float, ...]
+    model_dir: Path | None
+    run_dir: Path
+    wall_seconds: float
+    val_before: Mapping[str, float] = field(default_factory=dict)
+    val_after: Mapping[str, float] = field(default_factory=dict)
+    next_steps: tuple[str, ...] = ()
+
+
+class Screen(Protocol):
+    """Where a run speaks to the person who watches it."""
+
+    def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
+        """Show the progress of a phase; the function it gives takes how many more are done."""
+        ...
+
+    def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
+        """Show one line for a finished step."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Show a remark."""
+        ...
+
+    def health(self, text: str) -> None:
+        """Show that something looks wrong, and what to change."""
+        ...
+
+    def summary(self, summary: Summary) -> None:
+        """Show what the run came to."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Safe to call twice."""
+        ...
+
+
+class SilentScreen:
+    """A screen that shows nothing."""
+
+    def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
+        """Show nothing."""
+        return nullcontext(lambda done: None)
+
+    def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def health(self, text: str) -> None:
+        """Show nothing."""
+
+    def summary(self, summary: Summary) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Tracker:
+    """Writes the metrics and rollouts of one run, and passes them on to screen and loggers.
+
+    Raises MissingPart at once when a logger's package is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        screen: Screen,
+        loggers: Sequence[str],
+        *,
+        total_steps: int,
+        config: Mapping[str, Any],
+        project: str = "ppo-cli",
+        experiment: str = "ppo",
+    ) -> None:
+        self.screen = screen
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._console = "console" in loggers
+        self._sinks: list[Sink] = make_sinks(
+            loggers, run_dir, project=project, experiment=experiment, config=config
+        )
+        self._sinks_open = False
+        self._watch = HealthWatch(limits_of(Config.model_validate(config)))
+        self._history = read_metrics(run_dir)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._validations: dict[int, dict[str, float]] = {}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a number that was not finite is None."""
+        return self._history
+
+    def resume_at(self, step: int) -> None:
+        """Forget what was logged past `step`: that work will be done again."""
+        with self._telling_disk_errors():
+            self._keep_lines(step)
+            drop_rollouts_past(self._run_dir, step)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        """Show and time a phase; its seconds are added to `time/<name>_s` of the next line."""
+        started = time.perf_counter()
+        try:
+            with self.screen.phase(name, total) as advance:
+                yield advance
+        finally:
+            key = f"time/{name.replace(' ', '_')}_s"
+            self._seconds[key] += time.perf_counter() - started
+
+    def rollouts(
+        self,
+        step: int,
+        scored: Sequence[Scored],
+        advantages: Sequence[float] | None = None,
+        split: str = "train",
+    ) -> None:
+        """Write every response of a step with its score, whole or not at all."""
+        extra: list[dict[str, Any]] = [{} for _ in scored]
+        if advantages is not None:
+            extra = [{"advantage": float(a)} for a in advantages]
+        lines = [rollout_line(step, s) | more for s, more in zip(scored, extra, strict=True)]
+        with self._telling_disk_errors():
+            replace_lines(rollout_file(self._run_dir, step, split), lines)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Finish a step: its line goes to the disk, the loggers and the screen."""
+        merged = self._seconds | self._validations.pop(step, {}) | dict(metrics)
+        self._seconds = defaultdict(float)
+        line = self._write(step, merged)
+        if self._console:
+            self.screen.step(step, self._total_steps, _numbers(line))
+        for told in self._watch.check(self._history):
+            self.screen.health(told)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep validation metrics for the line of their step; step 0 has a line of its own."""
+        if step == 0:
+            line = self._write(step, dict(metrics))
+            if self._console:
+                self.screen.step(step, self._total_steps, _numbers(line))
+        else:
+            self._validations[step] = {**self._validations.get(step, {}), **metrics}
+
+    def close(self) -> None:
+        """Close the loggers and the screen. Safe to call twice."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+        self.screen.close()
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        line = {"step": step} | plain(dict(sorted(metrics.items())))
+        resumed = bool(self._history)
+        with self._telling_disk_errors():
+            if resumed and self._history[-1]["step"] >= step:
+                self._keep_lines(step - 1)
+            append_line(self._run_dir / METRICS_FILE, line)
+        self._history.append(line)
+        for sink in self._sinks:
+            if not self._sinks_open:
+                sink.open(step, resumed=resumed)
+            sink.write(step, _numbers(line))
+        self._sinks_open = True
+        return line
+
+    def _keep_lines(self, last_step: int) -> None:
+        self._history = [line for line in read_metrics(self._run_dir) if line["step"] <= last_step]
+        replace_lines(self._run_dir / METRICS_FILE, self._history)
+
+    @contextmanager
+    def _telling_disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"The run folder {self._run_dir} cannot be written: {error.strerror or error}. "
+                "Free some space, then run the same command again: it goes on from the last "
+                "checkpoint."
+            ) from error
+
+
+def rollout_line(step: int, scored: Scored) -> dict[str, Any]:
+    """One response, its score and all that the scorer said of it, as a line of a rollout file."""
+    rollout, score, prompt = scored.rollout, scored.score, scored.rollout.prompt
+    line: dict[str, Any] = {
+        "step": step,
+        "uid": prompt.uid,
+        "sample": rollout.sample,
+        "prompt": prompt.text,
+        "response": rollout.text,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "score": score.value,
+        "failure": score.failure,
+        "reason": score.reason,
+        "parts": {n: {"raw": p.raw, "scaled": p.scaled} for n, p in score.parts.items()},
+        "tokens": len(rollout.token_ids),
+        "finish_reason": rollout.finish_reason,
+    }
+    # A scorer may name its own things like ours (a judge has tokens too): both are kept.
+    for name, value in score.info.items():
+        line[f"reward_{name}" if name in line else name] = value
+    return line
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in line.items() if v is not None and k != "step"}
