@@ -56,5 +56,5 @@ def raise_problems(problems: Sequence[RowProblem]) -> None:
         lines.append(f"… and {len(problems) - SHOWN} more.")
     if rows > 1:
         lines.insert(0, f"{rows} bad rows:")
-    lines.append("Mend or remove them; `ppo data check FILE` lists every one.")
+    lines.append("Mend or remove them; `ppo data check FILE` names them all.")
     raise DataError("\n".join(lines))

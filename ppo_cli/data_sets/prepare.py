@@ -1,0 +1,92 @@
+"""`ppo data prepare`: well-known sets to verl-style parquet files.
+
+A new set is one function (source -> rows of each split) and one line in RECIPES.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.data_sets.gsm8k import HUB, build_gsm8k
+from ppo_cli.errors import DataError, MissingPart, did_you_mean
+
+Splits = Mapping[str, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one set is prepared, and where it is read from when no source is given."""
+
+    about: str
+    source: str
+    build: Callable[[str], Splits]
+
+
+RECIPES = {
+    "gsm8k": Recipe("8.8k grade-school word problems; train and test.", HUB, build_gsm8k),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One file that was written."""
+
+    split: str
+    path: Path
+    rows: int
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of a set; an unknown name is told with the known ones."""
+    if name in RECIPES:
+        return RECIPES[name]
+    known = ", ".join(RECIPES)
+    near = did_you_mean(name.lower(), RECIPES)
+    raise DataError(
+        f"No recipe for the data set '{name}'.{near} Known: {known}. "
+        "Your own JSONL or parquet files need no preparation; see `ppo data check`."
+    )
+
+
+def prepare(
+    name: str, *, source: str | None = None, out: str, force: bool = False
+) -> list[Prepared]:
+    """Write one parquet file a split into `out`; all of them or none."""
+    recipe = find_recipe(name)
+    folder = Path(out).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"--out {folder} is a file; name a folder.")
+    splits = recipe.build(source or recipe.source)
+    targets = {split: folder / f"{split}.parquet" for split in splits}
+    there = [path.name for path in targets.values() if path.exists()]
+    if there and not force:
+        raise DataError(f"{folder} already holds {' and '.join(there)}. Add --force to replace.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_all({targets[split]: rows for split, rows in splits.items()})
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error}).") from error
+    return [Prepared(split, path, len(splits[split])) for split, path in targets.items()]
+
+
+def write_all(files: Mapping[Path, list[dict[str, Any]]]) -> None:
+    """Write every file under a temporary name, then give them their names."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
+    written: dict[Path, Path] = {}
+    try:
+        for path, rows in files.items():
+            written[path] = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            parquet.write_table(pyarrow.Table.from_pylist(rows), written[path])
+        for path, temporary in written.items():
+            os.replace(temporary, path)
+    finally:
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
