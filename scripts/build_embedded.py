@@ -58,6 +58,8 @@ def build(out: Path, seed: int) -> dict[str, float]:
         fresh = Path(work) / "model"
         model.eval().save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
+        for file in fresh.iterdir():
+            file.chmod(0o644)  # the weights are written readable by their owner only
         swap_folder(fresh, out / "model")
     return {
         "greedy": measure(model, tokenizer, questions, temperature=0.0),

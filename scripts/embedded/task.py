@@ -24,9 +24,9 @@ PHRASES = (
 )
 
 # How often a pupil is careful, by whether the sum has a carry; the rest are mistakes.
-CAREFUL_WITH_CARRY = 0.30
-CAREFUL_WITHOUT_CARRY = 0.55
-FORGETS_CARRY = 0.50
+CAREFUL_WITH_CARRY = 0.22
+CAREFUL_WITHOUT_CARRY = 0.45
+FORGETS_CARRY = 0.60
 
 
 @dataclass(frozen=True)

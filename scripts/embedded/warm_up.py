@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from embedded.task import PHRASES, Sum, ask_pupil
 
@@ -62,8 +62,9 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, context: int) -> 
         dtype="float32",
     )
     model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
@@ -123,9 +124,12 @@ def train_stage(model: Qwen2ForCausalLM, teacher: Teacher, stage: Stage) -> None
 
 @torch.no_grad()
 def measure(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, str]],
-    temperature: float, seed: int = 0,
-) -> float:  # fmt: skip
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[tuple[str, str]],
+    temperature: float,
+    seed: int = 0,
+) -> float:
     """Return the share of right answers; temperature 0 is greedy."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)

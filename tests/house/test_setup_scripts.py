@@ -1,0 +1,196 @@
+"""train.sh and scripts/setup, with a stand-in for Python that notes what it is asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+PIN = "2.13.0"
+# `-m venv DIR` puts itself there; `-m pip` notes its arguments and "installs" a ppo that
+# tells where it runs and with what. PIP_SAYS makes pip fail with these words.
+STAND_IN = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case "$*" in
+    "-c import fcntl"*) exec {python} "$@" ;;
+    "-c import sys"*) echo "${{VERSION:-3.11}}" ;;
+    "-c import venv"*) exit "${{NO_VENV:-0}}" ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && : > "$3/pyvenv.cfg" ;;
+    "-m pip "*)
+        [ -z "${{PIP_SLEEPS:-}}" ] || sleep "$PIP_SLEEPS"
+        [ -z "${{PIP_HANGS:-}}" ] || exec sleep "$PIP_HANGS"
+        [ -z "${{PIP_SAYS:-}}" ] || {{ echo "$PIP_SAYS"; exit 1; }}
+        case "$*" in *+cpu) [ -z "${{NO_CPU_BUILD:-}}" ] || exit 1 ;; esac
+        here=$(dirname "$0")
+        printf '%s\\n' '#!/bin/sh' 'pwd' 'for a in "$@"; do echo "<$a>"; done' > "$here/ppo"
+        chmod +x "$here/ppo" ;;
+esac
+"""
+
+
+class House:
+    """A copy of the scripts in a folder with spaces, and the stand-in Python beside it."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root = folder / "the house"
+        (self.root / "scripts").mkdir(parents=True)
+        for name in ("train.sh", "scripts/setup", "pyproject.toml", "constraints.txt"):
+            shutil.copy(root / name, self.root / name)
+        self.venv = self.root / ".venv"
+        self.cwd = folder / "some where"
+        self.cwd.mkdir()
+        self.calls = folder / "calls"
+        self.python = folder / "stand-in"
+        self.python.write_text(STAND_IN.format(python=sys.executable))
+        self.python.chmod(0o755)
+
+    def env(self, extra: Mapping[str, str]) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PPO_")}
+        return {**kept, "CALLS": str(self.calls), "PPO_PYTHON": str(self.python), **extra}
+
+    def start(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        self.calls.write_text("")
+        command = [str(self.root / "train.sh"), *words]
+        return subprocess.run(
+            command, cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60
+        )
+
+    def pip_calls(self) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if line.startswith("-m pip")]
+
+
+@pytest.fixture
+def house(root: Path, tmp_path: Path) -> House:
+    return House(root, tmp_path)
+
+
+needs_no_gpu = pytest.mark.skipif(
+    Path("/dev/nvidia0").exists() or sys.platform != "linux", reason="Linux without a GPU only"
+)
+
+
+def test_runs_where_the_user_is_with_words_untouched(house: House) -> None:
+    done = house.start("--model", "a b", "*")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        str(house.cwd.resolve()), "<train>", "<--model>", "<a b>", "<*>",
+    ]  # fmt: skip
+    assert "Ready in" in done.stderr
+
+
+def test_second_start_installs_nothing(house: House) -> None:
+    house.start()
+    done = house.start("--help")
+    assert (done.returncode, done.stderr, house.calls.read_text()) == (0, "", "")
+
+
+def test_changed_pins_are_installed(house: House) -> None:
+    house.start()
+    (house.root / "constraints.txt").write_text(f"torch=={PIN}\nnumpy==0\n")
+    house.start()
+    assert house.pip_calls()
+
+
+def test_a_link_to_the_script_works(house: House) -> None:
+    (house.cwd / "go").symlink_to(house.root / "train.sh")
+    done = subprocess.run(
+        ["./go", "x"], cwd=house.cwd, env=house.env({}), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.endswith("<x>\n"), done.stderr
+
+
+@needs_no_gpu
+def test_cpu_build_comes_first(house: House) -> None:
+    house.start()
+    torch, rest = house.pip_calls()
+    assert torch.endswith(f"--no-deps torch=={PIN}+cpu")
+    assert rest.endswith(f"-e {house.root.resolve()}[tensorboard]")
+    assert all("-c " + str(house.root.resolve()) in call for call in (torch, rest))
+
+
+@needs_no_gpu
+def test_default_build_only_with_a_warning(house: House) -> None:
+    done = house.start(NO_CPU_BUILD="1")
+    if "make room" in done.stderr:
+        pytest.skip("too little disk for the default build")
+    assert done.returncode == 0, done.stderr
+    assert "No CPU build" in done.stderr
+    assert "https://download.pytorch.org/whl/cpu" in house.pip_calls()[1]
+    assert len(house.pip_calls()) == 3
+
+
+def test_half_finished_set_up_starts_afresh(house: House) -> None:
+    broken = house.start(PIP_SAYS="boom")
+    assert broken.returncode == 2
+    assert "    boom" in broken.stderr and "Traceback" not in broken.stderr
+    litter = house.venv / "litter"
+    litter.write_text("")
+    assert house.start().returncode == 0
+    assert not litter.exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"VERSION": "3.9"}, "not a Python between 3.11 and 3.14"),
+        ({"PPO_PYTHON": "no-such-python"}, "no-such-python is not a Python"),
+        ({"NO_VENV": "1"}, "has no venv module"),
+        ({"PIP_SAYS": "OSError: [Errno 28] No space left on device"}, "the disk is full"),
+        ({"PIP_SAYS": "Temporary failure in name resolution"}, "connect this machine"),
+        ({"PIP_SAYS": "anything"}, "pip's last words are above"),
+    ],
+)
+def test_failures_say_what_to_do(house: House, extra: dict[str, str], words: str) -> None:
+    done = house.start(**extra)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]
+    assert done.stdout == ""
+
+
+def test_a_folder_with_other_files_is_left_alone(house: House) -> None:
+    house.venv.mkdir()
+    (house.venv / "thesis.txt").write_text("mine")
+    done = house.start()
+    assert done.returncode == 2
+    assert "holds other files" in done.stderr
+    assert (house.venv / "thesis.txt").read_text() == "mine"
+
+
+def test_venv_can_lie_elsewhere(house: House) -> None:
+    done = house.start(PPO_VENV="my venv")
+    assert done.returncode == 0, done.stderr
+    assert (house.cwd / "my venv" / "bin" / "ppo").exists()
+    assert not house.venv.exists()
+
+
+def test_two_starts_at_once_install_once(house: House) -> None:
+    house.calls.write_text("")
+    env = house.env({"PIP_SLEEPS": "1"})
+    command = [str(house.root / "scripts" / "setup")]
+    pair = [subprocess.Popen(command, cwd=house.cwd, env=env) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in pair] == [0, 0]
+    assert sum("[tensorboard]" in call for call in house.pip_calls()) == 1
+
+
+def test_interrupted_set_up_ends_pip(house: House) -> None:
+    house.calls.write_text("")
+    env = house.env({"PIP_HANGS": "50"})
+    command = [str(house.root / "scripts" / "setup")]
+    process = subprocess.Popen(command, cwd=house.cwd, env=env, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not house.pip_calls() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped" in words
+    assert house.start().returncode == 0  # waits for pip, were it still there
+    assert time.monotonic() - begin < 30
