@@ -11,4 +11,8 @@ done
 root=$(CDPATH='' cd -- "$(dirname -- "$self")" && pwd -P)
 
 "$root/scripts/setup" run
-exec "${PPO_VENV:-$root/.venv}/bin/ppo" train "$@"
+ppo=${PPO_VENV:-$root/.venv}/bin/ppo
+# What the resume command of a run that stopped early begins with.
+PPO_COMMAND=$(printf %q "$ppo")
+export PPO_COMMAND
+exec "$ppo" train "$@"
