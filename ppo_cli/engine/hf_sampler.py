@@ -1,0 +1,323 @@
+"""Sample from a Hugging Face causal LM with our own key/value cache.
+
+Rows are sampled together, at most `max_num_seqs` of them. Finished rows leave the cache when a
+quarter of it is idle, and waiting prompts take their place, longest prompts first, so that what
+comes later always fits beside what runs. Shapes: R rows, P prompts, C columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.kv_cache import KVCache, plan_layers
+from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
+from ppo_cli.errors import DataError, ModelError
+from ppo_cli.records import Prompt, Rollout
+
+PREFILL_TOKENS = 16_384  # of one forward pass, padding included: bounds its memory
+BUSY_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rollout to be sampled."""
+
+    prompt: Prompt
+    sample: int
+    key: int
+
+
+@dataclass
+class Rows:
+    """What has been drawn so far for the rows of a cache."""
+
+    jobs: list[Job]
+    keys_R: NDArray[np.uint64]
+    counts_R: NDArray[np.int64]
+    alive_R: NDArray[np.bool_]
+    last_R: NDArray[np.int64]
+    tokens_RT: NDArray[np.int32]
+    logprobs_RT: NDArray[np.float32]
+
+    @classmethod
+    def begin(cls, jobs: list[Job], max_tokens: int) -> Rows:
+        """Nothing is drawn yet."""
+        shape = (len(jobs), max_tokens)
+        return cls(
+            jobs=jobs,
+            keys_R=np.array([job.key for job in jobs], dtype=np.uint64),
+            counts_R=np.zeros(len(jobs), dtype=np.int64),
+            alive_R=np.ones(len(jobs), dtype=np.bool_),
+            last_R=np.zeros(len(jobs), dtype=np.int64),
+            tokens_RT=np.empty(shape, dtype=np.int32),
+            logprobs_RT=np.empty(shape, dtype=np.float32),
+        )
+
+    def take(self, kept: NDArray[np.int64]) -> Rows:
+        """Return these rows only."""
+        arrays = {name: getattr(self, name)[kept] for name in ARRAYS}
+        return Rows(jobs=[self.jobs[i] for i in kept], **arrays)
+
+    def join(self, other: Rows) -> Rows:
+        """Return our rows, then the other's."""
+        arrays = {n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in ARRAYS}
+        return Rows(jobs=self.jobs + other.jobs, **arrays)
+
+
+ARRAYS = ("keys_R", "counts_R", "alive_R", "last_R", "tokens_RT", "logprobs_RT")
+
+
+@dataclass
+class Running:
+    """The rows under way, their cache, and the column where each begins."""
+
+    rows: Rows
+    cache: KVCache
+    starts_R: Tensor
+    # Made anew when rows come and go; rows without padding need none.
+    mask_RC: Tensor | None = field(default=None)
+
+
+class HFSampler:
+    """Samples rollouts from a causal LM, reading the weights where they lie."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: frozenset[int],
+        pad_token_id: int,
+        max_num_seqs: int,
+        detokenize: Callable[[Sequence[int]], str],
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._model = model
+        self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
+        self._pad_id = pad_token_id
+        self._max_num_seqs = max_num_seqs
+        self._detokenize = detokenize
+        self._autocast = autocast
+        self._num_layers, has_sliding = plan_layers(model.config)
+        self._takes_ready_mask = not has_sliding and model.config._attn_implementation == "sdpa"
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+    ) -> Iterator[Rollout]:
+        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes."""
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
+        return self._generate(prompts, sampling, weight_version)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+    ) -> Iterator[Rollout]:
+        waiting = _list_jobs(prompts, sampling)
+        running: Running | None = None
+        while waiting or running is not None:
+            # No context may stay open at a yield: it would leak into whoever takes the rollout.
+            with self._sampling_mode():
+                running, finished = self._advance(waiting, running, sampling)
+            for rows, i in finished:
+                yield self._rollout(rows, i, weight_version)
+            finished = []
+
+    def _advance(
+        self, waiting: list[Job], running: Running | None, sampling: Sampling
+    ) -> tuple[Running | None, list[tuple[Rows, int]]]:
+        """Go on until a rollout finishes; return what still runs, and what finished."""
+        finished: list[tuple[Rows, int]] = []
+        while not finished and (waiting or running is not None):
+            running = _compact(running)
+            busy = 0 if running is None else int(running.rows.alive_R.sum())
+            if waiting and busy <= BUSY_SHARE * self._max_num_seqs:
+                running = _compact(running, at_once=True)
+                jobs = _next_jobs(waiting, self._max_num_seqs - busy)
+                running, done = self._admit(running, jobs, sampling)
+            elif running is not None:
+                done = self._decode(running, sampling)
+            finished += done
+            if running is not None and not running.rows.alive_R.any():
+                running = None
+        return running, finished
+
+    def _admit(
+        self, running: Running | None, jobs: list[Job], sampling: Sampling
+    ) -> tuple[Running | None, list[tuple[Rows, int]]]:
+        """Run the prompts of these jobs, draw first tokens, join those that go on."""
+        rows = Rows.begin(jobs, sampling.max_tokens)
+        prompt_index, prompts = _distinct_prompts(jobs)
+        cache, starts_P, logits_PV = self._prefill(prompts)
+        index_R = torch.tensor(prompt_index, device=self._model.device)
+        done = self._record(rows, logits_PV[index_R], sampling)
+        kept = np.flatnonzero(rows.alive_R)
+        if not len(kept):
+            return running, done
+        index_R = index_R[torch.from_numpy(kept).to(index_R.device)]
+        starts_R = starts_P[index_R]
+        if running is None:
+            cache.batch_select_indices(index_R)
+            return Running(rows.take(kept), cache, starts_R), done
+        shift = running.cache.get_seq_length() - cache.get_seq_length()
+        running.cache.append_rows(cache, index_R)
+        starts_R = torch.cat([running.starts_R, starts_R + shift])
+        return Running(running.rows.join(rows.take(kept)), running.cache, starts_R), done
+
+    def _prefill(self, prompts: list[Prompt]) -> tuple[KVCache, Tensor, Tensor]:
+        """Run left-padded prompts; return their cache, first columns and last logits."""
+        device = self._model.device
+        lengths_P = np.array([len(prompt.token_ids) for prompt in prompts])
+        width = int(lengths_P.max())
+        ids_PC = np.full((len(prompts), width), self._pad_id, dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            ids_PC[i, width - lengths_P[i] :] = prompt.token_ids
+        starts_P = torch.from_numpy(width - lengths_P).to(device)
+        offsets_PC = torch.arange(width, device=device) - starts_P[:, None]
+        cache = KVCache(self._num_layers)
+        out = self._model(
+            input_ids=torch.from_numpy(ids_PC).to(device),
+            attention_mask=None if (lengths_P == width).all() else (offsets_PC >= 0).long(),
+            position_ids=offsets_PC.clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return cache, starts_P, out.logits[:, -1]
+
+    def _decode(self, running: Running, sampling: Sampling) -> list[tuple[Rows, int]]:
+        """Feed the last tokens and draw the next; return the rows that finish."""
+        length = running.cache.get_seq_length()
+        device = self._model.device
+        out = self._model(
+            input_ids=torch.from_numpy(running.rows.last_R).to(device)[:, None],
+            attention_mask=self._mask(running, length + 1),
+            position_ids=(length - running.starts_R)[:, None],
+            past_key_values=running.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return self._record(running.rows, out.logits[:, -1], sampling)
+
+    def _mask(self, running: Running, length: int) -> Tensor | None:
+        if running.mask_RC is None or running.mask_RC.shape[1] < length:
+            columns_C = torch.arange(length + 64, device=running.starts_R.device)
+            running.mask_RC = columns_C >= running.starts_R[:, None]
+        mask_RC = running.mask_RC[:, :length]
+        return mask_RC[:, None, None] if self._takes_ready_mask else mask_RC.long()
+
+    def _record(self, rows: Rows, logits_RV: Tensor, sampling: Sampling) -> list[tuple[Rows, int]]:
+        """Draw a token for each row, write it down, and return the living rows that end."""
+        uniforms_R = compute_uniforms(rows.keys_R, rows.counts_R)
+        drawn_R, logprob_R = draw_tokens(logits_RV, sampling, uniforms_R)
+        tokens_R, logprobs_R = drawn_R.cpu().numpy(), logprob_R.cpu().numpy()
+        if not np.isfinite(logprobs_R[rows.alive_R]).all():
+            raise ModelError(
+                "The model's logits are not finite, so that no token can be drawn. Look at the "
+                "weights (a diverged run: lower --lr and resume from an earlier checkpoint)."
+            )
+        live = np.flatnonzero(rows.alive_R)
+        rows.tokens_RT[live, rows.counts_R[live]] = tokens_R[live]
+        rows.logprobs_RT[live, rows.counts_R[live]] = logprobs_R[live]
+        rows.counts_R[live] += 1
+        rows.last_R = np.where(rows.alive_R, tokens_R, self._pad_id)
+        ends_R = np.isin(tokens_R, self._eos_ids) | (rows.counts_R >= sampling.max_tokens)
+        done = np.flatnonzero(ends_R & rows.alive_R)
+        rows.alive_R[done] = False
+        return [(rows, int(i)) for i in done]
+
+    def _rollout(self, rows: Rows, i: int, weight_version: int) -> Rollout:
+        job, count = rows.jobs[i], int(rows.counts_R[i])
+        ids = tuple(rows.tokens_RT[i, :count].tolist())
+        return Rollout(
+            prompt=job.prompt,
+            sample=job.sample,
+            token_ids=ids,
+            sampler_logprobs=rows.logprobs_RT[i, :count].copy(),
+            text=self._detokenize(ids),
+            finish_reason="stop" if ids[-1] in self._eos_ids else "length",
+            weight_version=weight_version,
+        )
+
+    @contextmanager
+    def _sampling_mode(self) -> Iterator[None]:
+        """Evaluate without gradients, in the wanted precision; put training modes back after."""
+        training = [module for module in self._model.modules() if module.training]
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(self._precision())
+            stack.callback(_set_training, training)
+            if training:
+                self._model.eval()
+            yield
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._model.device.type, dtype=self._autocast)
+
+
+def _list_jobs(prompts: Sequence[Prompt], sampling: Sampling) -> list[Job]:
+    """Return one job for each rollout, shortest prompt first: they are taken from the end."""
+    return [
+        Job(prompt, sample, stream_key(sampling.seed, prompt.uid, sample))
+        for prompt in sorted(prompts, key=lambda p: len(p.token_ids))
+        for sample in range(sampling.n)
+    ]
+
+
+def _next_jobs(waiting: list[Job], room: int) -> list[Job]:
+    """Take jobs from the end of the list, as many as fit the room and one forward pass."""
+    width = len(waiting[-1].prompt.token_ids)
+    taken: list[Job] = []
+    prompts: set[str] = set()
+    while waiting and len(taken) < room:
+        uid = waiting[-1].prompt.uid
+        if prompts and uid not in prompts and (len(prompts) + 1) * width > PREFILL_TOKENS:
+            break
+        prompts.add(uid)
+        taken.append(waiting.pop())
+    return taken
+
+
+def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[Prompt]]:
+    """Return, for each job, the place of its prompt among the different ones."""
+    places: dict[int, int] = {}
+    prompts: list[Prompt] = []
+    index = []
+    for job in jobs:
+        if id(job.prompt) not in places:
+            places[id(job.prompt)] = len(prompts)
+            prompts.append(job.prompt)
+        index.append(places[id(job.prompt)])
+    return index, prompts
+
+
+def _compact(running: Running | None, *, at_once: bool = False) -> Running | None:
+    """Drop finished rows, and columns that no row needs, when a good share is idle."""
+    if running is None:
+        return None
+    alive_R = running.rows.alive_R
+    if alive_R.all() or (alive_R.sum() > BUSY_SHARE * len(alive_R) and not at_once):
+        return running
+    kept = np.flatnonzero(alive_R)
+    index_R = torch.from_numpy(kept).to(running.starts_R.device)
+    starts_R = running.starts_R[index_R]
+    unused = int(starts_R.min())
+    running.cache.trim(unused)
+    running.cache.batch_select_indices(index_R)
+    return Running(running.rows.take(kept), running.cache, starts_R - unused)
+
+
+def _set_training(modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.training = True

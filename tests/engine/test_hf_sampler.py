@@ -1,0 +1,336 @@
+"""The sampler draws what the model says: greedy, log-probs, streams, batches, order."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.mamba.modeling_mamba import MambaForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+from ppo_cli.engine import hf_sampler
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.kv_cache import KVCache
+from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
+from ppo_cli.errors import DataError, ModelError
+from ppo_cli.records import Prompt, Rollout
+
+EOS, PAD, VOCAB = 1, 0, 48
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.4, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 2,
+}  # fmt: skip
+SLIDING = {
+    "head_dim": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, SLIDING),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING),
+}
+LENGTHS = (3, 9, 5, 14, 1, 9, 7)
+
+
+def build_model(family: str = "qwen2", attention: str = "sdpa", **changes: Any) -> Any:
+    model_class, config_class, extra = FAMILIES[family]
+    torch.manual_seed(7)
+    config = config_class(**{**SHAPE, **extra, **changes}, attn_implementation=attention)
+    return model_class(config).eval()
+
+
+def make_prompts(lengths: Sequence[int] = LENGTHS) -> list[Prompt]:
+    generator = np.random.default_rng(3)
+    return [
+        Prompt(
+            uid=f"row-{i}", text="", messages=(), rendered="",
+            token_ids=tuple(generator.integers(3, VOCAB, length).tolist()),
+        )
+        for i, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def make_sampler(model: Any, max_num_seqs: int = 64, **changes: Any) -> HFSampler:
+    settings: dict[str, Any] = {
+        "eos_token_ids": frozenset({EOS}),
+        "pad_token_id": PAD,
+        "detokenize": lambda ids: " ".join(str(i) for i in ids if i != EOS),
+    }
+    return HFSampler(model, max_num_seqs=max_num_seqs, **(settings | changes))
+
+
+def sample(
+    model: Any, prompts: list[Prompt], max_num_seqs: int = 64, **sampling: Any
+) -> dict[tuple[str, int], Rollout]:
+    sampler = make_sampler(model, max_num_seqs)
+    rollouts = list(sampler.generate(prompts, Sampling(**({"max_tokens": 12} | sampling)), 5))
+    found = {rollout.key: rollout for rollout in rollouts}
+    assert len(found) == len(rollouts)
+    return found
+
+
+def tokens_of(found: dict[tuple[str, int], Rollout]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {key: rollout.token_ids for key, rollout in found.items()}
+
+
+@torch.no_grad()
+def forward_logprobs(model: Any, rollout: Rollout, temperature: float) -> np.ndarray:
+    start = len(rollout.prompt.token_ids)
+    ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
+    logprobs = (model(ids).logits[0, start - 1 : -1].float() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, start:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_greedy_equals_transformers_generate(family: str, attention: str) -> None:
+    model = build_model(family, attention)
+    prompts = make_prompts()
+    found = sample(model, prompts, temperature=0.0, max_tokens=20)
+    for prompt in prompts:
+        ids = torch.tensor([prompt.token_ids])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20
+        )
+        assert found[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_equal_a_full_forward(family: str, temperature: float) -> None:
+    model = build_model(family, initializer_range=0.2)
+    cut = {"top_p": 0.8, "top_k": 20}  # the log-probs are those before truncation
+    found = sample(model, make_prompts(), 3, temperature=temperature, n=2, max_tokens=20, **cut)
+    for rollout in found.values():
+        expected = forward_logprobs(model, rollout, temperature or 1.0)
+        assert rollout.sampler_logprobs.dtype == np.float32
+        np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=1e-5)
+
+
+def test_same_rollouts_alone_in_a_batch_and_with_few_seats() -> None:
+    model, prompts = build_model(), make_prompts()
+    together = tokens_of(sample(model, prompts, n=3))
+    assert len(together) == 21
+    alone: dict[tuple[str, int], tuple[int, ...]] = {}
+    for prompt in prompts:
+        alone |= tokens_of(sample(model, [prompt], n=3))
+    assert alone == together
+    for seats in (1, 2, 5, 8):
+        assert tokens_of(sample(model, prompts, seats, n=3)) == together
+    assert tokens_of(sample(model, prompts[::-1], n=3)) == together
+
+
+def test_small_prefills_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = build_model(), make_prompts()
+    together = tokens_of(sample(model, prompts, n=2))
+    monkeypatch.setattr(hf_sampler, "PREFILL_TOKENS", 20)
+    assert tokens_of(sample(model, prompts, n=2)) == together
+
+
+def test_seeds_samples_and_prompts_have_streams_of_their_own() -> None:
+    model, prompts = build_model(), make_prompts([5])
+    first = sample(model, prompts, n=4, seed=1)
+    assert tokens_of(first) == tokens_of(sample(model, prompts, n=4, seed=1))
+    assert tokens_of(first) != tokens_of(sample(model, prompts, n=4, seed=2))
+    assert len({rollout.token_ids for rollout in first.values()}) == 4
+    twin = replace(prompts[0], uid="another")
+    assert list(tokens_of(first).values()) != list(tokens_of(sample(model, [twin], n=4)).values())
+
+
+def test_global_random_state_is_left_alone() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before, before_numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
+    sample(build_model(), [], n=2)
+    state = torch.get_rng_state()
+    sample_state = sample_with_fixed_model()
+    assert torch.equal(torch.get_rng_state(), sample_state)
+    assert before.shape == state.shape
+    assert np.array_equal(np.random.get_state()[1], before_numpy)
+
+
+def sample_with_fixed_model() -> torch.Tensor:
+    model = build_model()
+    state = torch.get_rng_state()
+    sample(model, make_prompts(), n=2)
+    return state
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_sharp_sampling_equals_greedy(cut: dict[str, float]) -> None:
+    model, prompts = build_model(), make_prompts()
+    greedy = tokens_of(sample(model, prompts, temperature=0.0))
+    assert tokens_of(sample(model, prompts, **cut)) == greedy
+
+
+def test_finish_reasons_text_and_version() -> None:
+    found = sample(build_model(), make_prompts(), n=16, max_tokens=24)
+    reasons = Counter(rollout.finish_reason for rollout in found.values())
+    assert reasons["stop"] > 5
+    assert reasons["length"] > 5
+    for rollout in found.values():
+        assert (rollout.token_ids[-1] == EOS) == (rollout.finish_reason == "stop")
+        assert EOS not in rollout.token_ids[:-1]
+        assert len(rollout.token_ids) == 24 or rollout.finish_reason == "stop"
+        assert len(rollout.sampler_logprobs) == len(rollout.token_ids)
+        assert rollout.text == " ".join(str(i) for i in rollout.token_ids if i != EOS)
+        assert rollout.weight_version == 5
+
+
+def test_one_token_and_no_prompt() -> None:
+    model = build_model()
+    found = sample(model, make_prompts(), 2, n=2, max_tokens=1)
+    assert {len(rollout.token_ids) for rollout in found.values()} == {1}
+    assert len(found) == 14
+    assert sample(model, []) == {}
+
+
+def test_short_rollouts_come_before_long_ones() -> None:
+    model = build_model()
+    sampler = make_sampler(model)
+    order = list(sampler.generate(make_prompts(), Sampling(n=8, max_tokens=24), 0))
+    lengths = [len(rollout.token_ids) for rollout in order]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+def test_a_rollout_is_handed_over_before_the_next_forward_pass() -> None:
+    model = build_model()
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    model.register_forward_hook(count)
+    rollouts = make_sampler(model).generate(make_prompts(), Sampling(n=8, max_tokens=24), 0)
+    for rollout in rollouts:
+        assert passes == len(rollout.token_ids)
+
+
+def test_at_most_max_num_seqs_rows_run_and_idle_rows_leave() -> None:
+    model = build_model()
+    sizes: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    sample(model, make_prompts(), 8, n=6, max_tokens=24)
+    assert max(sizes) == 8
+    assert min(sizes) < 6
+
+
+def test_a_closed_iterator_frees_the_cache_and_keeps_modes() -> None:
+    model = build_model().train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    rollouts = make_sampler(model).generate(make_prompts(), Sampling(n=8, max_tokens=24), 0)
+    next(rollouts)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    assert count_caches() == 1
+    rollouts.close()
+    assert count_caches() == 0
+
+
+def count_caches() -> int:
+    gc.collect()
+    return sum(type(thing) is KVCache for thing in gc.get_objects())
+
+
+def test_low_precision_runs_and_stays_near() -> None:
+    model, prompts = build_model(initializer_range=0.1), make_prompts()
+    sampler = make_sampler(model, autocast=torch.bfloat16)
+    for rollout in sampler.generate(prompts, Sampling(max_tokens=12), 0):
+        expected = forward_logprobs(model, rollout, 1.0)
+        np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=0.1)
+
+
+def test_draws_follow_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05, 0.0])
+    draws = 20_000
+    keys = np.array([stream_key(0, f"p{i}", 0) for i in range(draws)], dtype=np.uint64)
+    uniforms = compute_uniforms(keys, np.full(draws, 3))
+    tokens, _ = draw_tokens(probs.log().expand(draws, -1), Sampling(), uniforms)
+    expected = probs[:5].numpy() * draws
+    seen = np.bincount(tokens.numpy(), minlength=6)
+    assert seen[5] == 0
+    assert ((seen[:5] - expected) ** 2 / expected).sum() < 18.5  # 0.1 % of chi-square, 4 degrees
+
+
+def test_one_stream_is_uniform_over_positions() -> None:
+    keys = np.full(50_000, stream_key(0, "p", 0), dtype=np.uint64)
+    uniforms = compute_uniforms(keys, np.arange(50_000))
+    counts = np.histogram(uniforms, bins=20, range=(0, 1))[0]
+    assert ((counts - 2500) ** 2 / 2500).sum() < 43.8  # 0.1 % of chi-square, 19 degrees
+    assert abs(np.corrcoef(uniforms[1:], uniforms[:-1])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"),
+    [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_p": 0.5}, {3}),
+        ({"top_p": 0.75}, {1, 3}),
+        ({"top_p": 0.95}, {1, 2, 3}),
+        ({"top_k": 3, "top_p": 0.9}, {1, 2, 3}),
+        ({"top_k": 99}, {0, 1, 2, 3}),
+    ],
+)
+def test_truncation_keeps_the_most_likely(cut: dict[str, Any], kept: set[int]) -> None:
+    logits = torch.tensor([0.04, 0.25, 0.16, 0.55]).log().expand(4000, -1)
+    uniforms = np.linspace(0, 1, 4000, endpoint=False, dtype=np.float32)
+    tokens, logprobs = draw_tokens(logits, Sampling(**cut), uniforms)
+    assert set(tokens.tolist()) == kept
+    torch.testing.assert_close(logprobs, logits[0].log_softmax(-1)[tokens])
+
+
+def test_the_largest_uniform_never_takes_an_impossible_token() -> None:
+    logits = torch.full((1, 5), -torch.inf)
+    logits[0, 1:3] = 0.0
+    for uniform, token in ((0.0, 1), (1 - 2**-24, 2)):
+        drawn, _ = draw_tokens(logits, Sampling(), np.array([uniform], dtype=np.float32))
+        assert drawn.tolist() == [token]
+
+
+def test_an_empty_prompt_is_named() -> None:
+    empty = replace(make_prompts([1])[0], uid="row-12", token_ids=())
+    with pytest.raises(DataError, match="row-12 has no tokens"):
+        make_sampler(build_model()).generate([empty], Sampling(), 0)
+
+
+def test_broken_weights_are_told() -> None:
+    model = build_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ModelError, match="not finite"):
+        list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=2), 0))
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ModelError, match="mamba"):
+        make_sampler(MambaForCausalLM(config))
