@@ -29,7 +29,7 @@ def setting(
 
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
     """
-    extra = {k: v for k, v in (("flag", flag), ("env", env)) if v}
+    extra: Any = {k: v for k, v in (("flag", flag), ("env", env)) if v}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
 
 

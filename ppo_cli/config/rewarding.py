@@ -34,9 +34,7 @@ class ApiReward(Section):
     )
     timeout: float = setting(60.0, "Seconds that one call may take.", flag="--rm_timeout", gt=0.0)
     concurrency: int = setting(32, "Most calls under way at once.", flag="--rm_concurrency", ge=1)
-    max_rpm: int | None = setting(
-        None, "Requests a minute, whole job.", flag="--rm_max_rpm", ge=1
-    )
+    max_rpm: int | None = setting(None, "Requests a minute, whole job.", flag="--rm_max_rpm", ge=1)
     max_tpm: int | None = setting(None, "Tokens a minute, whole job.", flag="--rm_max_tpm", ge=1)
     votes: int = setting(1, "Independent verdicts a response.", flag="--rm_votes", ge=1, le=64)
     on_failure: Literal["mask", "batch_mean", "stop"] = setting(

@@ -1,0 +1,95 @@
+"""The `ppo` command: finds the sub-command, and turns whatever happens into an exit code.
+
+Sub-commands are imported when they are called, so that `ppo --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ppo_cli import __version__
+from ppo_cli.cli.crash import exit_code_of
+from ppo_cli.errors import did_you_mean
+
+ABOUT = "Train language models with PPO from one command."
+EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
+COMMANDS = {
+    "train": ("ppo_cli.cli.train", "Train a model with PPO."),
+    "plan": ("ppo_cli.cli.plan", "Show every setting with its origin, and the batch arithmetic."),
+    "presets": ("ppo_cli.cli.presets", "List the presets, or show one."),
+    "data": ("ppo_cli.cli.data", "Check or prepare prompt files."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists its commands by name and imports only the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a stand-in that is enough for the list in the help."""
+        if cmd_name not in COMMANDS:
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the command that was called; an unknown one is told with its nearest."""
+        name = args[0]
+        if name not in COMMANDS:
+            ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
+        module = importlib.import_module(COMMANDS[name][0])
+        command: Any = typer.main.get_command(module.app)
+        command.name = name
+        return name, command, args[1:]
+
+
+def same_spelling(word: str) -> str:
+    """Read `--batch-size` as `--batch_size`: both spellings of every flag are one."""
+    return word.replace("-", "_")
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "token_normalize_func": same_spelling,
+        "help_option_names": ["-h", "--help"],
+    },
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ppo-cli {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(help=ABOUT, epilog=EPILOG)
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+) -> None:
+    """Hold the options that stand before the command; main reads --debug itself."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `ppo` and return its exit code: 0 done, 1 bug, 2 user's mistake, 3 resumable."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        typer.main.get_command(app).main(args=args or ["--help"], prog_name="ppo")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as error:
+        return exit_code_of(error, debug="--debug" in args)
+    return 0

@@ -1,0 +1,72 @@
+"""What people see when a command does not end well, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from ppo_cli.errors import EXIT_BUG, EXIT_USER, Interrupted, PpoError, UserError
+from ppo_cli.redact import redact
+
+DEFAULT_FOLDER = Path("outputs")
+_DISK = {
+    errno.ENOSPC: "the disk is full. Free some space, or write elsewhere with --output_dir.",
+    errno.EDQUOT: "the disk quota is used up. Free some space, or use another --output_dir.",
+    errno.EROFS: "this is a read-only file system. Write elsewhere with --output_dir.",
+    errno.EACCES: "permission denied. Choose a place that you may use.",
+    errno.EPERM: "not permitted. Choose a place that you may use.",
+}
+
+
+class Crash(Exception):
+    """A bug inside a run; its cause is the bug, `folder` is the run's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
+def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
+    """Tell the error on stderr in the way its kind deserves and return the exit code."""
+    bug = error.__cause__ if isinstance(error, Crash) and error.__cause__ else error
+    if debug:
+        _say("".join(traceback.format_exception(bug)).rstrip())
+    if isinstance(bug, UserError):
+        _say(_listed(str(bug)))
+        return bug.exit_code
+    if isinstance(bug, Interrupted):
+        _say(str(bug))
+        return bug.exit_code
+    if isinstance(bug, OSError) and bug.errno in _DISK and not isinstance(bug, PpoError):
+        _say(f"error: {bug.filename or 'writing'}: {_DISK[bug.errno]}")
+        return EXIT_USER
+    folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
+    _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
+    _say(_kept(bug, folder))
+    return EXIT_BUG
+
+
+def _listed(message: str) -> str:
+    lines = message.splitlines()
+    if len(lines) < 2:
+        return f"error: {message}"
+    return "\n".join([f"{len(lines)} things are wrong:", *(f"  {line}" for line in lines)])
+
+
+def _kept(bug: BaseException, folder: Path) -> str:
+    """Write the traceback into the run's logs and say where it is."""
+    text = redact("".join(traceback.format_exception(bug)))
+    path = folder / "logs" / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        return text.rstrip()
+    return f"The traceback is in {path}; --debug shows it here."
+
+
+def _say(text: str) -> None:
+    print(redact(text), file=sys.stderr)

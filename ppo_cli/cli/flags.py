@@ -1,0 +1,221 @@
+"""The command line's flags, made from the schema: one parameter for each marked setting.
+
+Values stay text until the resolver reads them, so that everything wrong is told at once
+and in the same words, wherever it came from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand
+
+from ppo_cli.config.bundled import ALIASES, preset_names
+from ppo_cli.config.keys import Key, range_words, table
+from ppo_cli.config.resolve import Resolved, resolve
+
+PANELS = {
+    "model": "Model",
+    "data": "Data",
+    "algorithm": "Algorithm",
+    "actor": "Actor",
+    "critic": "Critic",
+    "ref": "Reference",
+    "rollout": "Rollout",
+    "reward": "Reward",
+    "trainer": "Run",
+}
+EXAMPLES = {
+    "--train_files": "train.parquet",
+    "--lr": "1e-6",
+    "--batch_size": "256",
+    "--reward_function": "my_reward.py:compute_score",
+    "--resume": "never",
+    "--logger": "console,tensorboard",
+    "--reward": "judge:0.7",
+    "--placement": "train:0-5,rollout:6-7",
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was typed after the command, not yet checked."""
+
+    flags: Mapping[str, tuple[Any, str]]
+    preset: str | None
+    config_files: tuple[Path, ...]
+    overrides: tuple[str, ...]
+    extras: Mapping[str, Any]
+
+    def resolve(self) -> Resolved:
+        """Put what was typed over the other layers."""
+        return resolve(
+            flags=self.flags,
+            preset=self.preset,
+            config_files=self.config_files,
+            overrides=self.overrides,
+            environ=os.environ,
+        )
+
+
+def flag_keys() -> dict[str, Key]:
+    """Return the settings that have a flag, by parameter name."""
+    return {key.flag.removeprefix("--"): key for key in table().values() if key.flag}
+
+
+def takes_settings(
+    run: Callable[[Given], None], extras: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """Wrap a command so that it takes every flag of the schema, and `extras` of its own."""
+    keys = flag_keys()
+    own = {p.name for p in extras}
+
+    def command(**typed: Any) -> None:
+        flags = {
+            key.name: (tuple(typed[name]) if key.is_list else typed[name], f"flag {key.flag}")
+            for name, key in keys.items()
+            if typed[name] not in (None, [], ())
+        }
+        run(
+            Given(
+                flags=flags,
+                preset=typed["preset"],
+                config_files=tuple(Path(p) for p in typed["config"] or ()),
+                overrides=tuple(typed["overrides"] or ()),
+                extras={name: typed[name] for name in own},
+            )
+        )
+
+    command.__doc__ = run.__doc__
+    command.__name__ = run.__name__
+    flags = [_parameter(name, key) for name, key in keys.items()]
+    signature = inspect.Signature([*_layers(), *extras, *flags])
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return command
+
+
+def switch(name: str, said: str) -> inspect.Parameter:
+    """Make an on-off flag of a command's own."""
+    return _keyword(name, bool, typer.Option(False, f"--{name}", help=said))
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose list flags may be followed by several values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat a list flag before each of its values, then parse as usual."""
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(args: Sequence[str]) -> list[str]:
+    """Turn `--train_files a b` into `--train_files a --train_files b`."""
+    lists = {key.flag for key in flag_keys().values() if key.is_list}
+    out: list[str] = []
+    current, taken = "", 0
+    for index, word in enumerate(args):
+        if word == "--":
+            return [*out, *args[index:]]
+        if word.startswith("--"):
+            flag = "--" + word[2:].partition("=")[0].replace("-", "_")
+            current = flag if flag in lists and "=" not in word else ""
+            taken = 0
+        elif current:
+            if taken and _is_override(word):
+                current = ""
+            elif taken:
+                out.append(current)
+            taken += 1
+        out.append(word)
+    return out
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word or (word.startswith("~") and "/" not in word)
+
+
+def _layers() -> list[inspect.Parameter]:
+    presets = ", ".join([*preset_names(), *ALIASES])
+    return [
+        inspect.Parameter(
+            "overrides",
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=typer.Argument(
+                None, help="Any setting by its key: actor.clip_ratio=0.1", metavar="[KEY=VALUE]..."
+            ),
+            annotation=list[str] | None,
+        ),
+        _keyword(
+            "preset",
+            str | None,
+            typer.Option(None, "--preset", metavar="NAME", help=f"A bundled start: {presets}."),
+        ),
+        _keyword(
+            "config",
+            list[str] | None,
+            typer.Option(
+                None, "--config", metavar="FILE", help="YAML settings; repeatable, later wins."
+            ),
+        ),
+        switch("debug", "Show tracebacks."),
+    ]
+
+
+def _parameter(name: str, key: Key) -> inspect.Parameter:
+    panel = PANELS[key.name.split(".")[0]]
+    if key.kind is bool:
+        spelt = f"--{name}/--no_{name}"
+        option = typer.Option(
+            None, spelt, help=help_line(key), rich_help_panel=panel, show_default=False
+        )
+        return _keyword(name, bool | None, option)
+    option = typer.Option(
+        None,
+        f"--{name}",
+        help=help_line(key),
+        rich_help_panel=panel,
+        metavar=_metavar(key),
+        show_default=False,
+    )
+    return _keyword(name, list[str] | None if key.is_list else str | None, option)
+
+
+def help_line(key: Key) -> str:
+    """Return one setting's help: what it is, range, default, variable, key."""
+    facts = [key.name]
+    if key.limits and range_words(key):
+        facts.append(range_words(key))
+    facts.append(f"default {_shown(key.default)}")
+    if key.env:
+        facts.append(f"env {key.env}")
+    if key.flag in EXAMPLES:
+        facts.append(f"e.g. {key.flag} {EXAMPLES[key.flag]}")
+    return f"{key.help} ({'; '.join(facts)})"
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == ():
+        return "unset"
+    if isinstance(default, tuple):
+        return ",".join(str(item) for item in default)
+    return str(default)
+
+
+def _metavar(key: Key) -> str:
+    if key.choices:
+        return "|".join(key.choices)
+    kind = get_args(key.kind)[0] if get_origin(key.kind) is tuple else key.kind
+    word = {int: "N", float: "X"}.get(kind, "TEXT")
+    return f"{word}..." if key.is_list else word
+
+
+def _keyword(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
+    )

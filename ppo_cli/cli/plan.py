@@ -1,0 +1,69 @@
+"""`ppo plan`: every setting with its origin, the batch arithmetic, the reward calls."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
+from ppo_cli.config.plan import Plan, make_plan
+from ppo_cli.config.resolve import Resolved
+
+EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
+
+
+def plan(given: Given) -> None:
+    """Show every setting with its origin, and the batch arithmetic."""
+    resolved = given.resolve()
+    if given.extras["json"]:
+        print(json.dumps(make_plan(resolved).as_dict(), indent=2))
+    else:
+        print_plan(resolved, every=bool(given.extras["all"]))
+
+
+def print_plan(resolved: Resolved, *, every: bool = False) -> None:
+    """Print the plan for people: what was set first, then what it comes to."""
+    print("\n".join(plan_lines(make_plan(resolved), every=every)))
+
+
+def plan_lines(made: Plan, *, every: bool = False) -> list[str]:
+    """Return the lines of a plan; without `every`, settings at their default are counted."""
+    rows = [(k, _shown(v), o) for k, (v, o) in made.values.items() if every or o != "default"]
+    rows.sort(key=lambda row: row[2] == "default")
+    hidden = len(made.values) - len(rows)
+    lines = ["Settings", *_columns(rows)]
+    if hidden:
+        lines.append(f"  and {hidden} at their default (--all shows them)")
+    lines += ["", "Arithmetic", *(f"  {line}" for line in made.sentences)]
+    if made.notes:
+        lines += ["", "Notes", *(f"  {note}" for note in made.notes)]
+    return lines
+
+
+def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+    if not rows:
+        return []
+    first = max(len(row[0]) for row in rows)
+    second = min(40, max(len(row[1]) for row in rows))
+    return [f"  {key:<{first}}  {value:<{second}}  {origin}" for key, value, origin in rows]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, list):
+        return ", ".join(_shown(item) for item in value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(cls=SettingsCommand, epilog=EPILOG)(
+    takes_settings(
+        plan,
+        [
+            switch("all", "Also the settings at their default."),
+            switch("json", "Machine-readable, to stdout."),
+        ],
+    )
+)

@@ -1,0 +1,54 @@
+"""Files that ship with the program: small model, prompts, presets, judge prompts.
+
+In a source tree presets and judge prompts lie at the top; in an installed wheel inside the
+package. The word `embedded` stands for the bundled model or prompt set in settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from ppo_cli.errors import ConfigError, did_you_mean
+
+EMBEDDED = "embedded"
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def bundled_path(*parts: str) -> Path:
+    """Return where a bundled file or folder lies, such as `presets` or `embedded/model`."""
+    inside = PACKAGE.joinpath(*parts)
+    beside = PACKAGE.parent.joinpath(*parts)
+    return inside if inside.exists() or not beside.exists() else beside
+
+
+def model_folder(path: str) -> str:
+    """Return the folder or hub name behind `model.path`; `embedded` is the bundled model."""
+    return str(bundled_path("embedded", "model")) if path == EMBEDDED else path
+
+
+def prompt_files(files: Iterable[str], split: Literal["train", "val"]) -> tuple[str, ...]:
+    """Return prompt files with `embedded` replaced by the bundled set of that split."""
+    own = str(bundled_path("embedded", f"{split}.jsonl"))
+    return tuple(own if name == EMBEDDED else name for name in files)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the bundled presets."""
+    return tuple(sorted(p.stem for p in bundled_path("presets").glob("*.yaml")))
+
+
+def preset_path(name: str) -> Path:
+    """Return the file of a preset; an unknown name is told with its nearest."""
+    names = preset_names()
+    chosen = ALIASES.get(name, name)
+    if chosen in names:
+        return bundled_path("presets") / f"{chosen}.yaml"
+    hint = did_you_mean(name, [*names, *ALIASES]) or f" Known: {', '.join(names)}."
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        hint = f" A file of your own goes to --config {name}."
+    raise ConfigError(f"flag --preset: there is no preset '{name}'.{hint}")
+
+
+ALIASES = {"gsm8k": "gsm8k-qwen2.5-0.5b", "7b": "qwen2.5-7b-8gpu", "lora": "lora-low-memory"}

@@ -1,0 +1,135 @@
+"""The settings as a flat table, read from the schema: key, type, range, help, flag, variable."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ppo_cli.config.fields import Section
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import did_you_mean
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting."""
+
+    name: str
+    kind: Any
+    optional: bool
+    default: Any
+    help: str
+    flag: str | None = None
+    env: str | None = None
+    limits: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several values may be given."""
+        return get_origin(self.kind) is tuple and get_args(self.kind)[1:] == (...,)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that are allowed, for a setting that takes one of a few."""
+        item = get_args(self.kind)[0] if self.is_list else self.kind
+        return tuple(str(a) for a in get_args(item)) if get_origin(item) is Literal else ()
+
+
+@cache
+def table() -> dict[str, Key]:
+    """Return every setting by its dotted name, in the schema's order."""
+    return dict(_walk(Config, ""))
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Return the dotted names of all groups of settings."""
+    names = set()
+    for key in table():
+        parts = key.split(".")[:-1]
+        names |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+    return frozenset(names)
+
+
+def find(name: str) -> Key | None:
+    """Return the setting of this name; `a.b.c` finds `a.b` when that takes free-form keys."""
+    known = table()
+    if name in known:
+        return known[name]
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        owner = known.get(".".join(parts[:cut]))
+        if owner is not None:
+            return owner if get_origin(owner.kind) is dict else None
+    return None
+
+
+def suggest(name: str) -> str:
+    """Return ` Did you mean …?` for a key that is not known, or an empty string."""
+    known = table()
+    leaf = name.rsplit(".", 1)[-1]
+    for key in known.values():
+        if key.flag and leaf == key.flag.removeprefix("--"):
+            return f" Did you mean '{key.name}' ({key.flag})?"
+    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    if len(same_leaf) == 1:
+        return f" Did you mean '{same_leaf[0]}'?"
+    if same_leaf:
+        return did_you_mean(name, same_leaf) or f" Known: {', '.join(same_leaf)}."
+    return did_you_mean(name, known)
+
+
+def range_words(key: Key) -> str:
+    """Return the range of a setting in words: `above 0, at most 1`."""
+    if key.choices:
+        return "one of " + ", ".join(key.choices)
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    said = [f"{words[name]} {limit:g}" for name, limit in key.limits if name in words]
+    said += ["not empty" for name, _ in key.limits if name == "min_length"]
+    return ", ".join(said)
+
+
+def _walk(section: type[Section], prefix: str) -> list[tuple[str, Key]]:
+    found: list[tuple[str, Key]] = []
+    for name, field in section.model_fields.items():
+        dotted = f"{prefix}{name}"
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found += _walk(kind, f"{dotted}.")
+        else:
+            found.append((dotted, _key(dotted, field)))
+    return found
+
+
+def _key(name: str, field: FieldInfo) -> Key:
+    kind, optional = _without_none(field.annotation)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    limits = [
+        (word, getattr(rule, word))
+        for rule in field.metadata
+        for word in ("ge", "gt", "le", "lt", "min_length")
+        if getattr(rule, word, None) is not None
+    ]
+    return Key(
+        name=name,
+        kind=kind,
+        optional=optional,
+        default=field.get_default(call_default_factory=True),
+        help=field.description or "",
+        flag=typing.cast("str | None", extra.get("flag")),
+        env=typing.cast("str | None", extra.get("env")),
+        limits=tuple(limits),
+    )
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    if get_origin(kind) not in (Union, types.UnionType):
+        return kind, False
+    rest = tuple(a for a in get_args(kind) if a is not type(None))
+    optional = len(rest) < len(get_args(kind))
+    return (rest[0] if len(rest) == 1 else Union[rest]), optional  # noqa: UP007

@@ -1,0 +1,117 @@
+"""Where settings come from: one list of entries per layer, lowest first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.bundled import preset_path
+from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.keys import table
+from ppo_cli.config.values import Quoted, is_unset
+from ppo_cli.config.yaml_file import Entry, read_yaml
+from ppo_cli.errors import ConfigError
+
+MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path"})
+REWARD_FILE = "reward.config_file"
+EMBEDDED_NOTE = (
+    "No GPU and no --model: training the small model that ships with ppo-cli (preset embedded)."
+)
+
+
+class Reset:
+    """The raw value of `~key`: back to the schema's default."""
+
+
+@dataclass
+class Gathered:
+    """The layers in order, and what was found wrong or worth a remark while reading them."""
+
+    layers: list[list[Entry]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, path: Path, label: str) -> list[Entry]:
+        """Read a file as a layer of its own; a file that does not read is a problem."""
+        try:
+            return read_yaml(path, label)
+        except ConfigError as error:
+            self.problems += error.problems
+            return []
+
+
+def gather(
+    flags: Mapping[str, tuple[Any, str]],
+    preset: str | None,
+    config_files: Sequence[Path],
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+) -> Gathered:
+    """Read all layers: preset < files < reward file < variables < flags < overrides."""
+    found = Gathered()
+    low = [_preset(found, preset)] if preset else []
+    low += [found.read(Path(path), str(path)) for path in config_files]
+    given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
+    high = [_variables(environ), given, _overrides(found, overrides)]
+    reward = _reward_file(found, [*low, *high])
+    layers = [*low, reward, *high]
+    if not preset and not _names_model(layers) and gpu_count(environ) == 0:
+        layers.insert(0, _preset(found, "embedded"))
+        found.notes.append(EMBEDDED_NOTE)
+    found.layers = layers
+    return found
+
+
+def _preset(found: Gathered, name: str) -> list[Entry]:
+    try:
+        return found.read(preset_path(name), f"preset {name}")
+    except ConfigError as error:
+        found.problems += error.problems
+        return []
+
+
+def _variables(environ: Mapping[str, str]) -> list[Entry]:
+    """Variables that are set; an empty one counts as not set."""
+    named = ((key, environ.get(key.env, "")) for key in table().values() if key.env)
+    return [Entry(key.name, text, f"env {key.env}") for key, text in named if text.strip()]
+
+
+def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
+    entries = []
+    for text in overrides:
+        if text.startswith("~") and "=" not in text:
+            entries.append(Entry(text[1:], Reset(), "override"))
+            continue
+        name, equals, raw = text.partition("=")
+        name = name.lstrip("+").strip()
+        if not equals or not name:
+            found.problems.append(
+                f"'{text}' is neither a flag nor an override: write key=value, such as "
+                "actor.clip_ratio=0.1."
+            )
+            continue
+        entries.append(Entry(name, _unquoted(raw.strip()), "override"))
+    return entries
+
+
+def _unquoted(raw: str) -> Any:
+    if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
+        return Quoted(raw[1:-1])
+    return raw
+
+
+def _reward_file(found: Gathered, layers: list[list[Entry]]) -> list[Entry]:
+    """Read the file that `reward.config_file` names, the topmost layer that sets it winning."""
+    named = [e for layer in layers for e in layer if e.name == REWARD_FILE]
+    if not named or is_unset(named[-1].raw) or not isinstance(named[-1].raw, str):
+        return []
+    label = str(named[-1].raw)
+    entries = found.read(Path(label), label)
+    inside = (e.name if e.name.startswith("reward.") else f"reward.{e.name}" for e in entries)
+    return [Entry(name, e.raw, e.origin) for name, e in zip(inside, entries, strict=True)]
+
+
+def _names_model(layers: list[list[Entry]]) -> bool:
+    return any(e.name in MODEL_KEYS for layer in layers for e in layer)

@@ -1,0 +1,181 @@
+"""What a configuration comes to: values with origins, batch arithmetic, reward calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.checks import missing_inputs, missing_parts
+from ppo_cli.config.effective import critic_mini_batch, learner_ranks, uses_critic
+from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.rows import count_rows
+from ppo_cli.config.schema import Config
+from ppo_cli.config.training import Trained
+from ppo_cli.redact import redact
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration laid out for reading."""
+
+    values: dict[str, tuple[Any, str]]
+    arithmetic: dict[str, int | None]
+    sentences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON takes it."""
+        values = {k: {"value": v, "origin": o} for k, (v, o) in self.values.items()}
+        return {"values": values, "arithmetic": self.arithmetic, "notes": list(self.notes)}
+
+
+def make_plan(resolved: Resolved) -> Plan:
+    """Lay out a resolved configuration: values, arithmetic and remarks."""
+    sums = arithmetic(resolved.config, gpu_count())
+    values = {
+        key: (_plain(value_of(resolved.config, key)), origin)
+        for key, origin in resolved.origins.items()
+    }
+    notes = [*resolved.notes, *missing_inputs(resolved.config), *missing_parts(resolved.config)]
+    return Plan(values, sums, tuple(_sentences(sums)), tuple(redact(n) for n in notes))
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def arithmetic(config: Config, gpus: int) -> dict[str, int | None]:
+    """Return the batch arithmetic of a step and of the run; None is not known before it."""
+    batch, n = config.data.train_batch_size, config.rollout.n
+    rows = _rows(config, "train")
+    sums: dict[str, int | None] = {
+        "prompts_per_step": batch,
+        "responses_per_prompt": n,
+        "responses_per_step": batch * n,
+        "train_rows": rows,
+    }
+    steps = _steps(config, rows)
+    sums["total_steps"] = steps
+    sums |= _updates("actor", config, config.actor, config.actor.ppo_mini_batch_size, gpus)
+    if uses_critic(config):
+        sums |= _updates("critic", config, config.critic, critic_mini_batch(config), gpus)
+    for who in ("actor", "critic"):
+        a_step = sums.get(f"{who}_optimizer_steps_per_step")
+        if a_step is not None:
+            sums[f"{who}_optimizer_steps"] = _times(a_step, steps)
+    return sums | _reward_calls(config, steps)
+
+
+def _updates(who: str, config: Config, part: Trained, mini: int, gpus: int) -> dict[str, int]:
+    sequences = mini * config.rollout.n
+    epochs: int = value_of(config, f"{who}.ppo_epochs")
+    minis = config.data.train_batch_size // mini
+    return {
+        f"{who}_mini_batches_per_epoch": minis,
+        f"{who}_mini_batch_responses": sequences,
+        f"{who}_micro_batches_at_most": _micro_batches(config, part, sequences, gpus),
+        f"{who}_epochs": epochs,
+        f"{who}_optimizer_steps_per_step": minis * epochs,
+    }
+
+
+def _micro_batches(config: Config, part: Trained, sequences: int, gpus: int) -> int:
+    """Return the micro-batches of one rank when every response is as long as it may be."""
+    own = math.ceil(sequences / learner_ranks(config, gpus))
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    fits = max(1, part.ppo_max_token_len_per_gpu // longest)
+    return math.ceil(own / (part.ppo_micro_batch_size_per_gpu or fits))
+
+
+def _steps(config: Config, rows: int | None) -> int | None:
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    if rows is None:
+        return None
+    return config.trainer.total_epochs * (rows // config.data.train_batch_size)
+
+
+def _rows(config: Config, split: str) -> int | None:
+    """Count the rows that a split uses; None when a file cannot be counted."""
+    if split == "train":
+        files, most = prompt_files(config.data.train_files, "train"), config.data.train_max_samples
+    else:
+        files, most = prompt_files(config.data.val_files, "val"), config.data.val_max_samples
+    counts = [count_rows(name) for name in files]
+    if not counts or None in counts:
+        return None
+    total = sum(count for count in counts if count is not None)
+    return total if most < 0 else min(total, most)
+
+
+def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
+    a_step = config.data.train_batch_size * config.rollout.n
+    if config.algorithm.adv_estimator == "remax":
+        a_step += config.data.train_batch_size
+    rounds = _validations(config, steps)
+    rows = _rows(config, "val")
+    a_round = _times(config.rollout.val_kwargs.n, rows)
+    validation = 0 if not config.data.val_files else _times(a_round, rounds)
+    training = _times(a_step, steps)
+    whole = None if training is None or validation is None else training + validation
+    return {
+        "reward_calls_per_step": a_step,
+        "validation_rows": rows,
+        "validation_rounds": rounds,
+        "reward_calls_validation": validation,
+        "reward_calls": whole,
+    }
+
+
+def _validations(config: Config, steps: int | None) -> int | None:
+    """Return how often the run validates: at the start, every test_freq steps, at the end."""
+    if steps is None:
+        return None
+    start = int(config.trainer.val_before_train)
+    freq = config.trainer.test_freq
+    if freq < 1:
+        return start + 1
+    return start + math.ceil(steps / freq)
+
+
+def _times(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a * b
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _sentences(sums: dict[str, int | None]) -> list[str]:
+    """Tell the arithmetic as one reads it: from prompts to optimizer steps."""
+    said = [
+        "a step: {prompts_per_step} prompts x {responses_per_prompt} = "
+        "{responses_per_step} responses = {reward_calls_per_step} reward calls",
+    ]
+    for who in ("actor", "critic"):
+        if f"{who}_epochs" in sums:
+            said.append(
+                f"{who}: {{{who}_mini_batches_per_epoch}} mini-batches of "
+                f"{{{who}_mini_batch_responses}} responses x {{{who}_epochs}} epochs = "
+                f"{{{who}_optimizer_steps_per_step}} optimizer steps a step, each in at most "
+                f"{{{who}_micro_batches_at_most}} micro-batches"
+            )
+    said.append(
+        "the run: {train_rows} training rows, {total_steps} steps, "
+        "{actor_optimizer_steps} actor optimizer steps"
+    )
+    said.append(
+        "reward: {reward_calls} calls in all, {reward_calls_validation} of them for "
+        "{validation_rounds} validations of {validation_rows} rows"
+    )
+    words = {k: "unknown" if v is None else f"{v:,}" for k, v in sums.items()}
+    return [line.format(**words) for line in said]

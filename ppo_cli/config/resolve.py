@@ -1,0 +1,182 @@
+"""Layers become one frozen Config, with the origin of every value; all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ppo_cli.config.checks import cross_checks
+from ppo_cli.config.keys import find, range_words, sections, suggest, table
+from ppo_cli.config.layers import Gathered, Reset, gather
+from ppo_cli.config.schema import Config
+from ppo_cli.config.values import read_free, read_value
+from ppo_cli.config.verl_names import Late, Translator
+from ppo_cli.config.yaml_file import Entry
+from ppo_cli.errors import ConfigError
+from ppo_cli.redact import redact
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration, where each value came from, and remarks to print."""
+
+    config: Config
+    origins: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    *,
+    flags: Mapping[str, tuple[Any, str]],
+    preset: str | None,
+    config_files: Sequence[Path],
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+) -> Resolved:
+    """Merge the layers and check the result; raises one ConfigError with every problem."""
+    found = gather(flags, preset, config_files, overrides, environ)
+    draft = _merge(found, environ)
+    config = _build(draft)
+    for clash in cross_checks(config, environ):
+        if not draft.broken.intersection(clash.keys):
+            draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")
+    draft.problems += [said for demand in draft.demands if (said := demand(config))]
+    if draft.problems:
+        raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
+    return Resolved(config, _origins(draft.entries), tuple(dict.fromkeys(draft.notes)))
+
+
+@dataclass
+class _Draft:
+    """What the layers came to, before it is checked as a whole."""
+
+    entries: dict[str, Entry]
+    problems: list[str]
+    notes: list[str]
+    demands: list[Any] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+
+def _merge(found: Gathered, environ: Mapping[str, str]) -> _Draft:
+    draft = _Draft({}, list(found.problems), list(found.notes))
+    translator = Translator(environ)
+    for layer in found.layers:
+        told = translator.translate(layer)
+        draft.problems += told.problems
+        draft.notes += told.notes
+        draft.demands += told.demands
+        for entry in told.entries:
+            _lay(draft, entry)
+    return draft
+
+
+def _lay(draft: _Draft, entry: Entry) -> None:
+    """Put an entry over what lower layers said."""
+    key = find(entry.name)
+    if key is None:
+        draft.problems.append(f"{entry.origin}: {_unknown(entry.name)}")
+        return
+    if key.name == entry.name:
+        for name in [n for n in draft.entries if n.startswith(f"{entry.name}.")]:
+            del draft.entries[name]
+    draft.entries.pop(entry.name, None)
+    if not isinstance(entry.raw, Reset):
+        draft.entries[entry.name] = entry
+
+
+def _unknown(name: str) -> str:
+    if name in sections():
+        some = next(k for k in table() if k.startswith(f"{name}."))
+        return f"{name} is a group of settings; set one of them, such as {some}."
+    return f"there is no setting '{name}'.{suggest(name)}"
+
+
+def _build(draft: _Draft) -> Config:
+    late = [e for e in draft.entries.values() if isinstance(e.raw, Late)]
+    for entry in draft.entries.values():
+        if not isinstance(entry.raw, Late):
+            _read(draft, entry, entry.raw)
+    for entry in late:
+        try:
+            _read(draft, entry, entry.raw.compute(lambda name: _value(draft, name)))
+        except ValueError as error:
+            _break(draft, entry.name, f"{entry.origin}: {error}")
+    return _validated(draft)
+
+
+def _value(draft: _Draft, name: str) -> Any:
+    return draft.values.get(name, table()[name].default)
+
+
+def _read(draft: _Draft, entry: Entry, raw: Any) -> None:
+    key = find(entry.name)
+    assert key is not None
+    try:
+        draft.values[entry.name] = read_value(key, raw) if key.name == entry.name else raw
+        if key.name != entry.name:
+            draft.values[entry.name] = read_free(raw)
+    except ValueError as error:
+        wanted = range_words(key)
+        tail = f" ({wanted})" if wanted and not key.choices else ""
+        said = f"{error}{tail}"
+        dot = "" if said[-1] in ".?" else "."
+        _break(draft, entry.name, f"{entry.origin}: {entry.name}: {said}{dot}")
+
+
+def _break(draft: _Draft, name: str, problem: str) -> None:
+    draft.problems.append(problem)
+    draft.broken.add(name)
+    draft.values.pop(name, None)
+
+
+def _validated(draft: _Draft) -> Config:
+    try:
+        return Config.model_validate(_nested(draft.values))
+    except ValidationError as error:
+        for name, problem in {_located(e["loc"]): e for e in error.errors()}.items():
+            entry = draft.entries[name]
+            words = range_words(table()[name]) or problem["msg"]
+            said = f"{entry.origin}: {name} must be {words}, but is {problem['input']}."
+            _break(draft, name, said)
+    return Config.model_validate(_nested(draft.values))
+
+
+def _located(loc: tuple[int | str, ...]) -> str:
+    for cut in range(len(loc), 0, -1):
+        name = ".".join(str(part) for part in loc[:cut])
+        if name in table():
+            return name
+    raise KeyError(loc)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, leaf = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return tree
+
+
+def _origins(entries: Mapping[str, Entry]) -> dict[str, str]:
+    origins = dict.fromkeys(table(), DEFAULT)
+    for name, entry in entries.items():
+        key = find(name)
+        assert key is not None
+        origins[key.name] = entry.origin
+    return origins
+
+
+def _blame(draft: _Draft, names: Sequence[str]) -> str:
+    """Name where the values of a clash were set; with none set, the default."""
+    given = [draft.entries[n].origin for n in names if n in draft.entries]
+    return ", ".join(dict.fromkeys(given)) or DEFAULT

@@ -1,0 +1,169 @@
+"""Text from files, variables, flags and overrides becomes typed values: strict, but friendly.
+
+Every layer hands its values over as text, so there is one way in which a number, a switch or
+a list is read, wherever it was written. A list is items that are apart already (YAML); a
+tuple is what a repeated flag collected, and each of its texts may hold several.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from ppo_cli.config.keys import Key
+from ppo_cli.errors import did_you_mean
+
+YES = frozenset({"true", "yes", "on", "1"})
+NO = frozenset({"false", "no", "off", "0"})
+UNSET = frozenset({"null", "none", "~"})
+
+
+class Quoted(str):
+    """A text that was written in quotes: never a null."""
+
+    __slots__ = ()
+
+
+def is_unset(raw: Any) -> bool:
+    """Tell whether a raw value is null, in any of its spellings."""
+    if raw is None:
+        return True
+    return isinstance(raw, str) and not isinstance(raw, Quoted) and raw.lower() in UNSET
+
+
+def read_value(key: Key, raw: Any) -> Any:
+    """Turn a raw value into the type of its setting; ValueError says in words what is wrong."""
+    if key.optional and is_unset(raw):
+        return None
+    if raw is None:
+        raise ValueError("cannot be null")
+    return _read(key.kind, raw)
+
+
+def read_free(raw: Any) -> Any:
+    """Read a value of a free-form setting: YAML's types, quotes keep text as text."""
+    if isinstance(raw, Quoted):
+        return str(raw)
+    if isinstance(raw, list):
+        return [read_free(item) for item in raw]
+    return yaml.safe_load(raw) if isinstance(raw, str) else raw
+
+
+def _read(kind: Any, raw: Any) -> Any:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return _choice(tuple(get_args(kind)), raw)
+    if origin is tuple:
+        return _list(get_args(kind), raw)
+    if origin in (Union, types.UnionType):
+        listed = isinstance(raw, list | tuple) or (isinstance(raw, str) and raw[:1] in "[(")
+        return _list((str, ...), raw) if listed or "," in str(raw) else _text(raw)
+    if origin is dict:
+        return _mapping(raw)
+    return _SCALARS[kind](raw)
+
+
+def _scalar(raw: Any, wanted: str) -> str:
+    if isinstance(raw, list | tuple | dict):
+        raise ValueError(f"is a {'group' if isinstance(raw, dict) else 'list'}, not {wanted}")
+    return str(raw).strip()
+
+
+def _text(raw: Any) -> str:
+    return _scalar(raw, "one text")
+
+
+def _number(raw: Any) -> float:
+    text = _scalar(raw, "a number")
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a number") from None
+    if isinstance(raw, bool):
+        raise ValueError(f"'{text}' is not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"'{text}' is not a finite number")
+    return value
+
+
+def _whole(raw: Any) -> int:
+    text = _scalar(raw, "a whole number")
+    try:
+        return int(text) if not isinstance(raw, bool) else int("")
+    except ValueError:
+        pass
+    value = _number(raw)
+    if value != int(value):
+        raise ValueError(f"'{text}' is not a whole number")
+    return int(value)
+
+
+def _switch(raw: Any) -> bool:
+    text = _scalar(raw, "true or false")
+    if text.lower() in YES:
+        return True
+    if text.lower() in NO:
+        return False
+    raise ValueError(f"'{text}' is neither true nor false")
+
+
+def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
+    text = _scalar(raw, "one word")
+    if text in choices:
+        return text
+    near = did_you_mean(text, [str(c) for c in choices])
+    known = ", ".join(str(c) for c in choices)
+    raise ValueError(f"'{text}' is not one of {known}.{near}")
+
+
+def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
+    parts = _parts(raw)
+    if items[1:] == (...,):
+        return tuple(_read(items[0], part) for part in parts)
+    if len(parts) != len(items):
+        raise ValueError(f"takes {len(items)} values, not {len(parts)}")
+    return tuple(_read(kind, part) for kind, part in zip(items, parts, strict=True))
+
+
+def _parts(raw: Any) -> list[Any]:
+    if isinstance(raw, tuple):
+        return [part for item in raw for part in _parts(item)]
+    if isinstance(raw, list):
+        return raw
+    if isinstance(raw, Quoted) or not isinstance(raw, str):
+        return [raw]
+    if raw[:1] in ("[", "(") and raw[-1:] in ("]", ")"):
+        return _flow(raw)
+    return [part.strip() for part in raw.split(",") if part.strip()]
+
+
+def _flow(raw: str) -> list[Any]:
+    try:
+        parsed = yaml.load(f"[{raw[1:-1]}]", Loader=yaml.BaseLoader)
+    except yaml.YAMLError:
+        raise ValueError(f"'{raw}' is not a list such as [a, b]") from None
+    return [Quoted(item) for item in parsed]
+
+
+def _mapping(raw: Any) -> dict[str, Any]:
+    value = raw
+    if isinstance(raw, str):
+        try:
+            value = yaml.safe_load(raw)
+        except yaml.YAMLError:
+            value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"'{raw}' is not a group such as {{name: value}}")
+    return {str(k): v for k, v in value.items()}
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    str: _text,
+    float: _number,
+    int: _whole,
+    bool: _switch,
+}

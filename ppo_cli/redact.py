@@ -1,0 +1,34 @@
+"""Take secrets out of any text before it leaves: messages, dumps, kept tracebacks, logs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+HIDDEN = "***"
+_SECRET_NAMES = re.compile(r"(_API_KEY|_TOKEN|_SECRET|_PASSWORD)$")
+_USERINFO = re.compile(r"(?<=://)[^/\s'\"?#]+(?=@)")
+_QUERY = re.compile(
+    r"(?i)([?&](?:[\w.-]*key|[\w.-]*token|sig|signature|secret|password)=)[^&#\s'\"]+"
+)
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_KEY_SHAPES = re.compile(r"\b(?:sk|hf)[-_][A-Za-z0-9_-]{12,}|\bAIza[\w-]{20,}")
+_SHORTEST = 6
+
+
+def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the values of variables that hold secrets, longest first."""
+    env = os.environ if environ is None else environ
+    found = {v for k, v in env.items() if _SECRET_NAMES.search(k) and len(v) >= _SHORTEST}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return `text` with key values, passwords in URLs and bearer tokens replaced by ***."""
+    for value in secret_values(environ):
+        text = text.replace(value, HIDDEN)
+    text = _USERINFO.sub(HIDDEN, text)
+    text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    text = _BEARER.sub(rf"\1{HIDDEN}", text)
+    return _KEY_SHAPES.sub(HIDDEN, text)
