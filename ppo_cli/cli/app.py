@@ -20,10 +20,10 @@ from ppo_cli.errors import did_you_mean
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
 COMMANDS = {
-    "train": ("ppo_cli.cli.train", "Train a model with PPO."),
-    "plan": ("ppo_cli.cli.plan", "Show every setting with its origin, and the batch arithmetic."),
-    "presets": ("ppo_cli.cli.presets", "List the presets, or show one."),
-    "data": ("ppo_cli.cli.data", "Check or prepare prompt files."),
+    "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
+    "plan": ("ppo_cli.cli.plan:app", "Show every setting with its origin, and the batch arithmetic."),
+    "presets": ("ppo_cli.cli.presets:app", "List the presets, or show one."),
+    "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
 }
 
 
@@ -45,8 +45,9 @@ class LazyGroup(TyperGroup):
         name = args[0]
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
-        module = importlib.import_module(COMMANDS[name][0])
-        command: Any = typer.main.get_command(module.app)
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        command: Any = typer.main.get_command(found)
         command.name = name
         return name, command, args[1:]
 
