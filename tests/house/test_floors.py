@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 GROUND = {"errors", "records", "redact"}
 FLOOR_2 = {
-    "checkpoints", "config", "data_sets", "health", "prompts", "run_folder", "signals",
-    "step_metrics", "summary", "tracker",
+    "checkpoints", "config", "data_sets", "health", "prompts", "run_folder", "run_log", "signals",
+    "sinks", "step_metrics", "summary", "tracker",
 }  # fmt: skip
 # The loop and the pieces that it is cut into.
 LOOP = {"loop", "run_state", "shaping"}

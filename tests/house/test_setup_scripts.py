@@ -72,7 +72,8 @@ def house(root: Path, tmp_path: Path) -> House:
 
 
 needs_no_gpu = pytest.mark.skipif(
-    any(Path("/dev").glob("nvidia[0-9]*")) or sys.platform != "linux", reason="Linux without a GPU only"
+    any(Path("/dev").glob("nvidia[0-9]*")) or sys.platform != "linux",
+    reason="Linux without a GPU only",
 )
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pydantic import BaseModel
+
+from ppo_cli.config.schema import Config
+
 # Spelt in pieces so that this file does not find itself.
 MACHINE_PATHS = re.compile(
     r"(?<![\w.~$}/-])/(?:"
@@ -69,3 +73,22 @@ def test_paths_of_machines_are_seen() -> None:
 def test_scripts_can_be_run(root: Path) -> None:
     for name in ("train.sh", "scripts/setup", "scripts/check", ".ci/run"):
         assert (root / name).stat().st_mode & 0o100, f"{name} is not executable"
+
+
+def variables_of(section: type[BaseModel], above: str = "") -> list[tuple[str, str, str]]:
+    """(variable, key, flag) of every setting that a variable can give."""
+    found = []
+    for name, field in section.model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and "env" in extra:
+            found.append((str(extra["env"]), above + name, str(extra.get("flag", ""))))
+        inner = field.default_factory
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found += variables_of(inner, f"{above}{name}.")
+    return found
+
+
+def test_readme_names_every_variable(root: Path) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([A-Z_]+)` \| `([a-z_.]+)` \| `(--\w+)` \|$", readme, re.MULTILINE)
+    assert rows == variables_of(Config)
