@@ -282,6 +282,20 @@ def test_nothing_counts_gives_zero_loss_and_zero_gradient(mode: str) -> None:
     assert policy(x, mode, (0, 0)).token_count == policy(x, mode, (0, 0)).ratio_sum == 0
 
 
+@pytest.mark.parametrize("filler", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "key", ["new", "old", "advantages", "weights", "values", "old_values", "returns"]
+)
+def test_what_lies_outside_the_mask_touches_nothing(key: str, filler: float) -> None:
+    clean, ill = draw(7), draw(7)
+    ill[key] = torch.where(ill["mask"], ill[key], filler)
+    clean, ill = with_gradients(clean), with_gradients(ill)
+    for x in (clean, ill):
+        total(x, "token-mean", (20, 7)).backward()
+    for leaf in ("new", "values"):
+        assert torch.equal(ill[leaf].grad, clean[leaf].grad)
+
+
 def test_huge_log_ratios_stay_finite() -> None:
     x = draw(5)
     x["new"] = (x["old"] + 500.0).requires_grad_()

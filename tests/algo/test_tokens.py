@@ -201,9 +201,22 @@ def test_full_kl_and_its_gradient(chunk: int) -> None:
         found, torch.autograd.grad(plain.sum(), (hidden, weight)), rtol=1e-4, atol=1e-5
     )
     again = tokens.full_kl(hidden, torch.clone, hidden, torch.clone, temperature=1.0, chunk=4)
-    again.sum().backward()
-    assert ref_weight.grad is None
     assert again.abs().max() == 0
+
+
+def test_full_kl_does_not_reach_into_the_reference() -> None:
+    hidden, weight = random_head(9)
+    ref_hidden, ref_weight = random_head(10)
+    for leaf in (hidden, weight, ref_hidden, ref_weight):
+        leaf.requires_grad_()
+    kl = tokens.full_kl(
+        hidden, lambda h: h @ weight.T, ref_hidden, lambda h: h @ ref_weight.T, 1.0, 4
+    )
+    kl.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert ref_hidden.grad is None
+    assert ref_weight.grad is None
 
 
 def test_full_kl_is_what_the_sampled_estimators_estimate() -> None:
