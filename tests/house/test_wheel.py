@@ -1,0 +1,69 @@
+"""A built wheel carries everything that ships and runs far from the source tree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+PIP = [sys.executable, "-m", "pip"]
+
+
+def call(
+    command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=cwd, env=env, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling", reason="scripts/setup dev installs hatchling")
+    out = tmp_path_factory.mktemp("wheel")
+    call(
+        [
+            *PIP,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-w",
+            str(out),
+            str(root),
+        ]
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_what_ships(wheel: Path, files: list[Path]) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    ours = {path.as_posix() for path in files if path.parts[0] == "ppo_cli"}
+    beside = {
+        f"ppo_cli/{path.as_posix()}"
+        for path in files
+        if path.parts[0] in {"presets", "reward_prompts"}
+    }
+    assert beside
+    assert ours | beside <= held
+    assert {name for name in held if not name.startswith("ppo_cli/")} == set()
+
+
+def test_installed_wheel_finds_its_files(wheel: Path, tmp_path: Path) -> None:
+    place = tmp_path / "far away"
+    call([*PIP, "install", "--no-deps", "--no-index", "--target", str(place), str(wheel)])
+    env = {**os.environ, "PYTHONPATH": str(place)}
+    where = [sys.executable, "-P", "-c", "import ppo_cli; print(ppo_cli.__file__)"]
+    assert Path(call(where, cwd=tmp_path, env=env).strip()).is_relative_to(place)
+    plan = [sys.executable, "-P", "-m", "ppo_cli", "plan", "--preset", "embedded"]
+    words = call(plan, cwd=tmp_path, env=env)
+    assert "training rows" in words, "the bundled prompts were not found"
