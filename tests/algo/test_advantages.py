@@ -15,7 +15,7 @@ from ppo_cli.algo import advantages as adv
 from ppo_cli.config.training import Estimator
 
 NAN = float("nan")
-quick = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 Inputs = dict[str, Tensor]
 
 

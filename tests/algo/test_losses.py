@@ -19,7 +19,7 @@ from ppo_cli.config.training import AggregationMode
 
 NAN = float("nan")
 MODES = losses.AGGREGATION_MODES
-quick = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
 
 def draw(seed: int, B: int = 8, T: int = 5) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ OLD = torch.tensor(
     [[math.log(2) - 1, 5.0, math.log(4) - 1], [math.log(0.5) - 1, -1.0, 5.0], [5.0, 5.0, 5.0]]
 )
 MASK = torch.tensor([[True, False, True], [True, True, False], [False, False, False]])
-quick = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
 
 def weights(level: str, threshold: float, normalize: bool = False) -> Tensor:

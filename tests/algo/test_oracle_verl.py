@@ -326,23 +326,17 @@ def test_mean_kl(torch_functional: Any, record_property: Any) -> None:
 
 def test_masked_statistics(torch_functional: Any, record_property: Any) -> None:
     def compare(case: Case) -> float:
-        x_BT, mask_BT = case.normal() + 1, case.mask_BT
+        x_BT, mask_BT, float_mask_BT = case.normal() + 1, case.mask_BT, case.float_mask_BT
         other = torch_functional
-        float_mask_BT = case.float_mask_BT
-        mine_rows = tokens.masked_mean(x_BT, mask_BT, 1)
-        return max(
-            largest_difference(
-                tokens.masked_sum(x_BT, mask_BT), other.masked_sum(x_BT, float_mask_BT)
-            ),
-            largest_difference(mine_rows, other.masked_mean(x_BT, float_mask_BT, axis=1)),
-            largest_difference(
-                tokens.masked_var(x_BT, mask_BT), other.masked_var(x_BT, float_mask_BT)
-            ),
-            largest_difference(
-                tokens.masked_whiten(x_BT, mask_BT)[mask_BT],
-                other.masked_whiten(x_BT, float_mask_BT)[mask_BT],
-            ),
-        )
+        white_BT = tokens.masked_whiten(x_BT, mask_BT)[mask_BT]
+        other_white_BT = other.masked_whiten(x_BT, float_mask_BT)[mask_BT]
+        pairs = [
+            (tokens.masked_sum(x_BT, mask_BT), other.masked_sum(x_BT, float_mask_BT)),
+            (tokens.masked_mean(x_BT, mask_BT, 1), other.masked_mean(x_BT, float_mask_BT, axis=1)),
+            (tokens.masked_var(x_BT, mask_BT), other.masked_var(x_BT, float_mask_BT)),
+            (white_BT, other_white_BT),
+        ]
+        return max(largest_difference(mine, theirs) for mine, theirs in pairs)
 
     hold("masked sum, mean, var, whiten", compare, record_property)
 

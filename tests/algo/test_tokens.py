@@ -13,7 +13,7 @@ from torch import Tensor
 from ppo_cli.algo import tokens
 
 NAN = float("nan")
-quick = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
 
 def test_masked_statistics_by_hand() -> None:
