@@ -69,8 +69,8 @@ def read_message(item: Any, column: str) -> Message:
         raise RowError(column, "has from/value; rename them to role/content")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        near = f" Did you mean '{OTHER_ROLES[role]}'?" if role in OTHER_ROLES else ""
-        near = near or did_you_mean(str(role), ROLES)
+        other = OTHER_ROLES.get(str(role))
+        near = f" Did you mean '{other}'?" if other else did_you_mean(str(role), ROLES)
         raise RowError(f"{column}.role", f"is {role!r}, not one of {', '.join(ROLES)}.{near}")
     content = read_content(message.get("content"), f"{column}.content")
     if role == "user" and not content.strip():

@@ -21,7 +21,7 @@ from ppo_cli.records import Message
 
 PROMPT_ALIASES = ("messages", "question", "problem", "instruction", "query")
 TRUTH_ALIASES = ("answer", "target", "reference_answer")
-OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info")
+OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info", "ability")
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ def find_prompt_column(source: str, names: list[str], prompt_key: str) -> str:
     aliases = [name for name in PROMPT_ALIASES if name in names]
     if prompt_key == "prompt" and len(aliases) == 1 and "input" not in names:
         return aliases[0]
-    near = did_you_mean(prompt_key, names)
-    if aliases and not near:
-        near = f" It may be one of {list_names(aliases)}."
+    near = f" It may be one of {list_names(aliases)}." if aliases else ""
+    near = near or did_you_mean(prompt_key, names)
     raise DataError(
         f"{source}: no column '{prompt_key}'. Its columns: {list_names(names)}.{near} "
         "Set data.prompt_key to the column that holds the prompt."

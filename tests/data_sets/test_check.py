@@ -1,0 +1,101 @@
+"""What a check of prompt files reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.data_sets.check import Report, check, percentiles
+from ppo_cli.data_sets.render import Renderer
+
+
+def look(tokenizer: Any, path: Path, *lines: object, limit: int = 100) -> Report:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    return check([str(path)], Renderer(tokenizer), max_prompt_length=limit)
+
+
+def test_counts(tokenizer: Any, tmp_path: Path) -> None:
+    report = look(
+        tokenizer,
+        tmp_path / "a.jsonl",
+        {"prompt": "a", "ground_truth": "1", "data_source": "x", "note": 1},
+        {"prompt": "bb", "ground_truth": "2", "data_source": "y"},
+        {"prompt": "a", "ground_truth": "3", "data_source": "y"},
+        {"prompt": "d<|im_end|>", "data_source": "y"},
+    )
+    place = f"{tmp_path}/a.jsonl line"
+    assert (report.rows, report.usable, report.bad) == (4, 4, 0)
+    assert list(report.data_sources.items()) == [("y", 3), ("x", 1)]
+    assert report.missing_ground_truth.examples == (f"{place} 4",)
+    assert report.duplicates.examples == (f"{place} 3 repeats {place} 1",)
+    assert report.control_words.examples == (f"{place} 4: <|im_end|>",)
+    assert report.unused_columns == ("note",)
+    assert report.characters == {"min": 1, "p50": 2, "p90": 11, "p95": 11, "p99": 11, "max": 11}
+    assert report.sample is not None
+    assert report.sample.rendered.startswith("<s><|im_start|>user\na<|im_end|>")
+    assert report.tokens is not None
+    assert report.tokens["min"] == report.sample.tokens
+
+
+def test_bad_rows_of_every_stage_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    refused = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    report = look(
+        tokenizer, tmp_path / "a.jsonl", "no", {"prompt": 3}, {"prompt": "a"}, {"prompt": refused}
+    )
+    assert (report.rows, report.usable, report.bad) == (4, 1, 3)
+    assert {(p.place.number, p.column) for p in report.bad_rows} == {
+        (1, ""), (2, "prompt"), (4, "prompt")
+    }  # fmt: skip
+
+
+def test_only_bad_rows_give_a_report_too(tokenizer: Any, tmp_path: Path) -> None:
+    report = look(tokenizer, tmp_path / "a.jsonl", "no", "nor this")
+    assert (report.rows, report.usable, report.bad) == (2, 0, 2)
+    assert (report.characters, report.tokens, report.sample) == (None, None, None)
+
+
+def test_overlong_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    report = look(tokenizer, tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b" * 90}, limit=60)
+    assert report.overlong.count == 1
+    assert report.overlong.examples[0].startswith(f"{tmp_path}/a.jsonl line 2: 1")
+
+
+def test_examples_are_few_and_counts_are_whole(tokenizer: Any, tmp_path: Path) -> None:
+    report = look(tokenizer, tmp_path / "a.jsonl", *({"prompt": "a"} for _ in range(50)))
+    assert report.duplicates.count == 49
+    assert len(report.duplicates.examples) == 5
+
+
+def test_repeats_over_two_files_are_seen(tokenizer: Any, tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": [{"role": "user", "content": "q"}]}\n')
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    report = check(files, Renderer(tokenizer), max_prompt_length=100)
+    assert report.duplicates.examples == (f"{files[1]} line 1 repeats {files[0]} line 1",)
+
+
+def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
+    report = look(tokenizer, tmp_path / "a.jsonl", *(["no"] * 80), {"prompt": "ü"})
+    shown = json.loads(report.to_json())
+    assert len(shown["bad_rows"]) == 80
+    assert shown["bad_rows"][79] == {
+        "file": f"{tmp_path}/a.jsonl",
+        "line": 80,
+        "column": "",
+        "problem": "not JSON (Expecting value at character 1)",
+    }
+    assert shown["sample"]["rendered"].startswith("<s><|im_start|>user\nü")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "median", "p99"), [([5], 5, 5), ([1, 2, 3], 2, 3), (list(range(1, 101)), 51, 100)]
+)
+def test_percentiles_are_lengths_that_occur(lengths: list[int], median: int, p99: int) -> None:
+    found = percentiles(lengths)
+    assert found is not None
+    assert (found["min"], found["p50"], found["p99"]) == (min(lengths), median, p99)
+    assert set(found.values()) <= set(lengths)

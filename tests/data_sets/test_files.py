@@ -1,0 +1,164 @@
+"""Files of every kind, whole and broken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from ppo_cli.data_sets.files import read_file
+from ppo_cli.errors import DataError
+
+ROWS = [{"prompt": "Grüße, 世界 🙂\u2028second"}, {"prompt": "b"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(DataError) as caught:
+        read_file(str(path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", LINES),
+        ("a.ndjson", LINES),
+        ("a.JSONL", LINES),
+        ("a.jsonl", b"\xef\xbb\xbf" + LINES),
+        ("a.jsonl", LINES.replace(b"\n", b"\r\n")),
+        ("a.jsonl", LINES.rstrip()),
+        ("a.jsonl", json.dumps(ROWS).encode()),
+        ("a.json", LINES),
+        ("a.json", json.dumps(ROWS).encode()),
+        ("a.json", json.dumps(ROWS, indent=2).encode()),
+        ("a.json", json.dumps({"data": ROWS}).encode()),
+        ("a.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+    ],
+)
+def test_text_files_of_every_kind(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    found = read_file(str(tmp_path / name))
+    assert [record for _, record in found.records] == ROWS
+    assert found.problems == ()
+    assert found.label == "a"
+
+
+def test_lines_keep_their_numbers_over_blank_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\n{"prompt": "a"}\n   \n{"prompt": "b"}\n')
+    found = read_file(str(tmp_path / "a.jsonl"))
+    assert [str(place) for place, _ in found.records] == [
+        f"{tmp_path}/a.jsonl line 2",
+        f"{tmp_path}/a.jsonl line 4",
+    ]
+
+
+def test_rows_of_a_list_count_from_one(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    found = read_file(str(tmp_path / "a.json"))
+    assert [str(place) for place, _ in found.records] == [
+        f"{tmp_path}/a.json row 1",
+        f"{tmp_path}/a.json row 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": "a"', "not JSON (Expecting ',' delimiter at character 15)"),
+        (b"{'prompt': 'a'}", "not JSON"),
+        (b"hello", "not JSON"),
+        (b'{"prompt": "caf\xe9"}', "not UTF-8 (byte 0xe9)"),
+        (b'["a"]', "the row is a list, not an object"),
+        (b'"a"', "the row is text, not an object"),
+        (b"7", "the row is a number, not an object"),
+        (b"null", "the row is null, not an object"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_bad_line_is_named_and_the_others_are_read(
+    tmp_path: Path, line: bytes, said: str
+) -> None:
+    good = b'{"prompt": "a"}\n'
+    (tmp_path / "a.jsonl").write_bytes(good * 6 + line + b"\n" + good)
+    found = read_file(str(tmp_path / "a.jsonl"))
+    assert len(found.records) == 7
+    assert len(found.problems) == 1
+    assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 7: ")
+    assert said in str(found.problems[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b" \n\n", "is empty"),
+        ("a.jsonl", b"\xef\xbb\xbf", "is empty"),
+        ("a.json", b"[]", "holds no rows"),
+        ("a.json", b'{"data": []}', "holds no rows"),
+        ("a.json", b'{"rows": [1], "n": 2}', "one JSON object (keys: 'rows', 'n'), not rows"),
+        ("a.json", b"3", "holds a number, not a list of rows"),
+        ("a.json", b'[{"prompt": "a"},\n oops]', "line 2 column 2: not JSON"),
+        ("a.json", b'[\n"caf\xe9"]', "line 2: not UTF-8"),
+        ("a.json", b"[" * 100_000, "nested too deeply"),
+        ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "is UTF-16. Save it as UTF-8"),
+        ("a.jsonl.gz", b"plain", "broken gzip data"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "broken gzip data"),
+        ("a.parquet", b"PAR1 no", "not a readable parquet file"),
+        ("a.parquet", b"", "not a readable parquet file"),
+        ("a.csv", b"prompt\na\n", "files of this kind (.csv) are not read"),
+        ("a", b"{}", "files of this kind (no suffix) are not read"),
+    ],
+)
+def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    message = refusal(tmp_path / name)
+    assert message.startswith(str(tmp_path / name))
+    assert said in message
+
+
+def test_a_row_of_a_list_that_is_no_object_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, "b"]')
+    found = read_file(str(tmp_path / "a.json"))
+    assert [str(p) for p in found.problems] == [
+        f'{tmp_path}/a.json row 2: the row is text, not an object such as {{"prompt": …}}'
+    ]
+
+
+def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(LINES)
+    assert "Did you mean 'train.jsonl'?" in refusal(tmp_path / "trian.jsonl")
+    assert "Data files there: train.jsonl." in refusal(tmp_path / "zzz.parquet")
+    assert "does not exist either" in refusal(tmp_path / "no" / "train.jsonl")
+
+
+def test_a_folder_names_what_is_inside(tmp_path: Path) -> None:
+    assert "it holds no JSON, JSONL or parquet file" in refusal(tmp_path)
+    (tmp_path / "train.jsonl").write_bytes(LINES)
+    assert "is a folder; name a file in it: train.jsonl." in refusal(tmp_path)
+
+
+def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "a", "name": None}], "scores": np.arange(2.0)},
+        {"prompt": [{"role": "user", "content": "b", "name": "x"}], "scores": np.arange(3.0)},
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = read_file(str(tmp_path / "a.parquet"))
+    assert [place.number for place, _ in found.records] == [1, 2]
+    assert found.records[1][1] == {
+        "prompt": [{"role": "user", "content": "b", "name": "x"}],
+        "scores": [0.0, 1.0, 2.0],
+    }
+
+
+def test_empty_parquet_is_told(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert "holds no rows" in refusal(tmp_path / "a.parquet")

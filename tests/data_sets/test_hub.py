@@ -1,0 +1,84 @@
+"""Names of hub sets, and a hub that does not answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.data_sets.hub import HubName, is_hub_name, parse_hub_name
+from ppo_cli.data_sets.rows import load_rows
+from ppo_cli.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("source", "parts", "label"),
+    [
+        ("openai/gsm8k", ("openai/gsm8k", None, "train"), "gsm8k-train"),
+        ("openai/gsm8k:test", ("openai/gsm8k", None, "test"), "gsm8k-test"),
+        ("openai/gsm8k/main:test", ("openai/gsm8k", "main", "test"), "gsm8k-main-test"),
+        ("squad", ("squad", None, "train"), "squad-train"),
+        ("a/b.c-d_e:train[:10%]", ("a/b.c-d_e", None, "train[:10%]"), "b.c-d_e-train[:10%]"),
+    ],
+)
+def test_names_are_taken_apart(source: str, parts: tuple[str, str | None, str], label: str) -> None:
+    assert is_hub_name(source)
+    assert parse_hub_name(source) == HubName(*parts)
+    assert parse_hub_name(source).label == label
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["train.jsonl", "data/train.parquet", "./train", "/data/train", "~/x", "a/b/c/d", "x.csv",
+     "a b", "x.jsonl.gz", "x.gz"],
+)  # fmt: skip
+def test_what_looks_like_a_file_is_no_hub_name(source: str) -> None:
+    assert not is_hub_name(source)
+
+
+def test_a_folder_that_exists_is_no_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    assert not is_hub_name("openai/gsm8k")
+
+
+def test_four_parts_are_neither() -> None:
+    with pytest.raises(DataError, match="neither a file nor OWNER/NAME"):
+        parse_hub_name("a/b/c/d")
+
+
+def test_a_hub_out_of_reach_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(DataError) as caught:
+        load_rows("nobody/no-such-set/main:test")
+    said = str(caught.value)
+    assert "hub set 'nobody/no-such-set', config 'main', split 'test' did not load (" in said
+    assert said.endswith("a local JSON, JSONL or parquet file works without the hub.")
+    with pytest.raises(DataError, match=r"Did you mean 'prompts\.jsonl'\?"):
+        load_rows("prompts-jsonl")
+
+
+def test_a_set_of_the_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(name: str, config: str | None, split: str) -> datasets.Dataset:
+        asked.append((name, config, split))
+        rows = [{"prompt": [{"role": "user", "content": c}], "answer": c} for c in "ab"]
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = load_rows("owner/sums/easy:test")
+    assert asked == [("owner/sums", "easy", "test")]
+    assert [str(row.place) for row in found.rows] == [
+        "owner/sums/easy:test row 1",
+        "owner/sums/easy:test row 2",
+    ]
+    assert [row.ground_truth for row in found.rows] == ["a", "b"]
+    assert found.label == "sums-easy-test"

@@ -1,0 +1,231 @@
+"""Flat rows, verl rows, columns under other names, and rows that are wrong."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from ppo_cli.data_sets.rows import Row, RowSet, load_rows
+from ppo_cli.errors import DataError
+
+ASK = [{"role": "user", "content": "1+1?"}]
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def read(tmp_path: Path, *rows: dict[str, Any], **keys: str) -> RowSet:
+    return load_rows(write(tmp_path / "a.jsonl", *rows), **keys)
+
+
+def only(tmp_path: Path, row: dict[str, Any]) -> Row:
+    found = read(tmp_path, row)
+    assert found.problems == ()
+    assert len(found.rows) == 1
+    return found.rows[0]
+
+
+def problem(tmp_path: Path, row: dict[str, Any]) -> str:
+    found = read(tmp_path, {"prompt": "fine"}, row)
+    assert len(found.rows) == 1
+    assert len(found.problems) == 1
+    return str(found.problems[0]).removeprefix(f"{tmp_path}/a.jsonl line 2, column ")
+
+
+def test_flat_row(tmp_path: Path) -> None:
+    row = only(
+        tmp_path,
+        {"prompt": "1+1?", "ground_truth": "2", "data_source": "sums", "extra_info": {"i": 1}},
+    )
+    assert (row.prompt, row.ground_truth, row.data_source) == ("1+1?", "2", "sums")
+    assert row.extra_info == {"i": 1}
+    assert row.place.number == 1
+
+
+def test_verl_row(tmp_path: Path) -> None:
+    row = only(
+        tmp_path,
+        {
+            "prompt": ASK,
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "data_source": "openai/gsm8k",
+            "extra_info": None,
+        },
+    )
+    assert row.prompt == tuple(ASK)
+    assert (row.ground_truth, row.data_source, row.extra_info) == ("2", "openai/gsm8k", {})
+
+
+def test_verl_parquet_row(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "a", "tool_calls": None}],
+            "reward_model": {"style": "rule", "ground_truth": ["x", "y"]},
+            "extra_info": {
+                "when": datetime.date(2024, 5, 1),
+                "price": decimal.Decimal("1.50"),
+                "blob": b"ab",
+                "nested": [{"n": 1}],
+            },
+        },
+        {
+            "prompt": [{"role": "user", "content": "b", "tool_calls": "t"}],
+            "reward_model": {"style": "rule", "ground_truth": ["z"]},
+            "extra_info": None,
+        },
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    row = load_rows(str(tmp_path / "a.parquet")).rows[0]
+    assert row.prompt == ({"role": "user", "content": "a"},)
+    assert row.ground_truth == ["x", "y"]
+    assert row.extra_info == {
+        "when": "2024-05-01", "price": "1.50", "blob": "ab", "nested": [{"n": 1}]
+    }  # fmt: skip
+    assert json.dumps(row.extra_info)
+
+
+def test_missing_parts_are_empty(tmp_path: Path) -> None:
+    row = only(tmp_path, {"prompt": "a"})
+    assert (row.ground_truth, row.data_source, row.extra_info) == (None, "", {})
+
+
+@pytest.mark.parametrize("truth", [0, 2, 1.5, False, "", ["a", "b"], {"a": 1}])
+def test_ground_truth_keeps_its_type(tmp_path: Path, truth: Any) -> None:
+    assert only(tmp_path, {"prompt": "a", "ground_truth": truth}).ground_truth == truth
+
+
+def test_equal_ground_truths_in_both_places_are_fine(tmp_path: Path) -> None:
+    row = {"prompt": "a", "ground_truth": "2", "reward_model": {"ground_truth": "2"}}
+    assert only(tmp_path, row).ground_truth == "2"
+    said = problem(tmp_path, {**row, "ground_truth": "3"})
+    assert said == "ground_truth: is '3' but reward_model.ground_truth is '2'; keep one"
+
+
+@pytest.mark.parametrize("name", ["question", "messages", "problem", "instruction", "query"])
+def test_a_sole_other_prompt_column_is_taken_and_told(tmp_path: Path, name: str) -> None:
+    found = read(tmp_path, {name: "1+1?", "answer": "2"})
+    assert (found.rows[0].prompt, found.rows[0].ground_truth) == ("1+1?", "2")
+    assert found.notes == (
+        f"a.jsonl: the prompt is read from column '{name}'.",
+        "a.jsonl: the ground truth is read from column 'answer'.",
+    )
+
+
+def test_the_named_prompt_column_wins(tmp_path: Path) -> None:
+    found = read(tmp_path, {"prompt": "p", "question": "q"}, prompt_key="question")
+    assert found.rows[0].prompt == "q"
+    assert found.columns.unused == ("prompt",)
+
+
+def test_an_answer_beside_a_ground_truth_is_left_alone(tmp_path: Path) -> None:
+    found = read(tmp_path, {"prompt": "p", "ground_truth": None, "answer": "2"})
+    assert found.rows[0].ground_truth is None
+    assert found.columns.unused == ("answer",)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "said"),
+    [
+        (
+            {"promt": "a", "x": 1},
+            {},
+            "no column 'prompt'. Its columns: 'promt', 'x'. Did you mean 'promt'?",
+        ),
+        ({"question": "a", "problem": "b"}, {}, "It may be one of 'question', 'problem'."),
+        ({"instruction": "a", "input": "b"}, {}, "no column 'prompt'"),
+        ({"chosen": "a", "rejected": "b"}, {}, "Set data.prompt_key to the column"),
+        ({"question": "a"}, {"prompt_key": "task"}, "no column 'task'"),
+        (
+            {"prompt": "a", "source": "b"},
+            {"source_key": "sourc"},
+            "no column 'sourc' (data.reward_fn_key). Its columns: 'prompt', 'source'. "
+            "Did you mean 'source'?",
+        ),
+    ],
+)
+def test_a_missing_column_names_those_that_are_there(
+    tmp_path: Path, row: dict[str, Any], keys: dict[str, str], said: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, row, **keys)
+    assert f"{tmp_path}/a.jsonl: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"x": 1}, "prompt: is missing or null"),
+        ({"prompt": None}, "prompt: is missing or null"),
+        ({"prompt": " \n"}, "prompt: is empty"),
+        ({"prompt": 7}, "prompt: is a number, not text or a list of messages"),
+        ({"prompt": ASK[0]}, "prompt: is an object, not text or a list of messages"),
+        ({"prompt": json.dumps(ASK)}, "prompt: is a message list written as text"),
+        ({"prompt": []}, "prompt: is an empty list of messages"),
+        ({"prompt": ["a"]}, 'prompt[0]: is text, not {"role": …, "content": …}'),
+        ({"prompt": [{"from": "human", "value": "a"}]}, "prompt[0]: has from/value; rename"),
+        ({"prompt": [{"content": "a"}]}, "prompt[0].role: is None, not one of system,"),
+        (
+            {"prompt": [{"role": "human", "content": "a"}]},
+            "prompt[0].role: is 'human', not one of system, developer, user, assistant, tool, "
+            "function. Did you mean 'user'?",
+        ),
+        ({"prompt": [{"role": "usr", "content": "a"}]}, "Did you mean 'user'?"),
+        ({"prompt": [{"role": ["user"], "content": "a"}]}, "prompt[0].role: is ['user']"),
+        ({"prompt": [{"role": "user"}]}, "prompt[0].content: is empty"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "prompt[0].content: is empty"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content: is a number, not text"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "url": "u"}]}]},
+            "prompt[0].content: has a part of kind 'image'; only text can be trained on",
+        ),
+        ({"prompt": [{"role": "system", "content": "a"}]}, "prompt: has no user message"),
+        (
+            {"prompt": [*ASK, {"role": "assistant", "content": "2"}]},
+            "prompt: ends with an assistant message",
+        ),
+        ({"prompt": "a", "data_source": 3}, "data_source: is a number, not text"),
+        ({"prompt": "a", "extra_info": "x"}, "extra_info: is text, not an object"),
+        ({"prompt": "a", "reward_model": "rule"}, "reward_model: is text, not an object"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_column(
+    tmp_path: Path, row: dict[str, Any], said: str
+) -> None:
+    rows = [{"prompt": "fine", "data_source": "s"}, row]
+    found = read(tmp_path, *rows)
+    assert len(found.rows) == 1
+    assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column ")
+    assert said in str(found.problems[0])
+
+
+def test_text_that_only_looks_like_json_is_a_prompt(tmp_path: Path) -> None:
+    assert only(tmp_path, {"prompt": "[{not json"}).prompt == "[{not json"
+    assert only(tmp_path, {"prompt": '[{"a": 1}] is what?'}).prompt == '[{"a": 1}] is what?'
+    assert only(tmp_path, {"prompt": '[{"a": 1}]'}).prompt == '[{"a": 1}]'
+
+
+def test_text_parts_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    row = only(tmp_path, {"prompt": [{"role": "user", "content": parts}]})
+    assert row.prompt == tuple(ASK)
+
+
+def test_problems_of_parsing_and_of_columns_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": 1}\nno\n{"prompt": "a"}\n{"prompt": ""}\n')
+    found = load_rows(str(tmp_path / "a.jsonl"))
+    assert [p.place.number for p in found.problems] == [1, 2, 4]
+
+
+def test_an_empty_name_is_told() -> None:
+    with pytest.raises(DataError, match="An empty name"):
+        load_rows(" ")
