@@ -257,7 +257,8 @@ class PromptOrder:
 
     def _draw(self) -> list[int]:
         """Return the order of this epoch, the held-over prompts first."""
-        order = list(range(self.size))
+        first = self._held_over[0] if self._held_over else 0
+        order = [*range(first, self.size), *range(first)]
         if self.shuffle:
             # Sorting raw PCG64 words: numpy promises these, not `permutation`, across releases.
             words = np.random.PCG64([self.seed, self._epoch]).random_raw(self.size)

@@ -1,0 +1,255 @@
+"""Prompt sets: uids, limits, counts, notes, fingerprints."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.errors import DataError
+from ppo_cli.prompts import PromptSet, fingerprint, load_prompts
+
+REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+FRAME = len("user\n\nassistant\n") + 4
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def asks(*texts: str) -> list[dict[str, Any]]:
+    return [{"prompt": text, "ground_truth": text, "data_source": "s"} for text in texts]
+
+
+def load(tokenizer: Any, *sources: str, limit: int = 1000, **options: Any) -> PromptSet:
+    return load_prompts(sources, tokenizer, max_prompt_length=limit, **options)
+
+
+def refusal(tokenizer: Any, *sources: str, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load(tokenizer, *sources, **options)
+    return str(caught.value)
+
+
+def test_a_prompt_holds_all_of_its_row(tokenizer: Any, tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "1+1?"},
+    ]
+    file = write(
+        tmp_path / "a.jsonl",
+        {
+            "prompt": messages,
+            "reward_model": {"ground_truth": "2"},
+            "data_source": "sums",
+            "extra_info": {"index": 9},
+        },
+    )
+    (prompt,) = load(tokenizer, file).prompts
+    assert (prompt.uid, prompt.text, prompt.data_source) == ("a:1", "1+1?", "sums")
+    assert (prompt.messages, prompt.ground_truth) == (tuple(messages), "2")
+    assert prompt.extra_info == {"index": 9}
+    assert tokenizer.decode(prompt.token_ids) == prompt.rendered
+    assert prompt.rendered.endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_text_of_a_string_prompt_is_itself(tokenizer: Any, tmp_path: Path) -> None:
+    (prompt,) = load(
+        tokenizer, write(tmp_path / "a.jsonl", *asks("Grüße 🙂")), system_prompt="Be brief."
+    ).prompts
+    assert prompt.text == "Grüße 🙂"
+    assert [m["role"] for m in prompt.messages] == ["system", "user"]
+
+
+def test_files_come_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", *asks("1", "2"))
+    b = tmp_path / "b.jsonl.gz"
+    b.write_bytes(gzip.compress(b'{"prompt": "3"}\n'))
+    found = load(tokenizer, a, str(b))
+    assert [p.uid for p in found.prompts] == ["a:1", "a:2", "b:1"]
+    assert found.per_file == {a: 2, str(b): 1}
+    assert (len(found), found.dropped_overlong, found.truncated, found.notes) == (3, 0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("files", "uids"),
+    [
+        (("x/train.jsonl", "y/train.jsonl"), ["x/train.jsonl:1", "y/train.jsonl:1"]),
+        (("train.jsonl", "train.ndjson"), ["train.jsonl:1", "train.ndjson:1"]),
+        (("train.jsonl", "train.jsonl"), ["train.jsonl:1", "train.jsonl#2:1"]),
+        (("a.jsonl", "x/b.jsonl", "y/b.jsonl"), ["a:1", "x/b.jsonl:1", "y/b.jsonl:1"]),
+    ],
+)
+def test_uids_differ_over_files_of_one_name(
+    tokenizer: Any, tmp_path: Path, files: tuple[str, ...], uids: list[str]
+) -> None:
+    paths = [write(tmp_path / name, *asks("q")) for name in files]
+    found = [p.uid for p in load(tokenizer, *paths).prompts]
+    assert len(set(found)) == len(found)
+    assert [uid.removeprefix(f"{tmp_path}/") for uid in found] == uids
+
+
+def test_three_levels_of_one_name_still_differ(tokenizer: Any, tmp_path: Path) -> None:
+    paths = [write(tmp_path / name / "d" / "t.jsonl", *asks("q")) for name in "ab"]
+    assert [p.uid for p in load(tokenizer, *paths).prompts] == [f"{path}:1" for path in paths]
+
+
+def test_uids_are_line_numbers(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    found = load(tokenizer, str(tmp_path / "a.jsonl"))
+    assert [p.uid for p in found.prompts] == ["a:2", "a:4"]
+
+
+def test_overlong_names_the_row_the_lengths_and_three_mends(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("a", "b" * 30, "c" * 40))
+    said = refusal(tokenizer, file, limit=40)
+    assert said.startswith(f"{file} line 2: the prompt has {FRAME + 30} tokens, the limit is 40 ")
+    assert f"(2 such rows, the longest has {FRAME + 40})" in said
+    mends = ("--max_prompt_length", "filter_overlong_prompts=true", "data.truncation=left")
+    assert all(mend in said for mend in mends)
+
+
+def test_a_prompt_of_just_the_limit_fits(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("b" * 30))
+    assert load(tokenizer, file, limit=FRAME + 30).truncated == 0
+    assert "the limit is" in refusal(tokenizer, file, limit=FRAME + 29)
+
+
+def test_filter_drops_and_counts(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("a", "b" * 30, "c"))
+    found = load(tokenizer, file, limit=40, filter_overlong=True, truncation="left")
+    assert [p.uid for p in found.prompts] == ["a:1", "a:3"]
+    assert (found.dropped_overlong, found.truncated, found.per_file) == (1, 0, {file: 2})
+    assert found.notes == ("1 of 3 prompts are longer than 40 tokens and were dropped.",)
+
+
+def test_a_file_whose_rows_all_drop_counts_zero(tokenizer: Any, tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.jsonl", *asks("a")), write(tmp_path / "b.jsonl", *asks("b" * 99))]
+    found = load(tokenizer, *files, limit=40, filter_overlong=True)
+    assert found.per_file == {files[0]: 1, files[1]: 0}
+
+
+def test_all_dropped_is_told(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("b" * 30))
+    said = refusal(tokenizer, file, limit=9, filter_overlong=True)
+    assert said.startswith("All 1 prompts are longer than 9 tokens (the longest has 50)")
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "end"), ("right", "start")])
+def test_truncation_keeps_one_side(tokenizer: Any, tmp_path: Path, side: str, kept: str) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("abcdefgh" * 5, "x"))
+    whole = load(tokenizer, file).prompts[0]
+    found = load(tokenizer, file, limit=30, truncation=side)
+    ids = whole.token_ids[-30:] if side == "left" else whole.token_ids[:30]
+    assert found.prompts[0].token_ids == ids
+    assert found.prompts[0].rendered == tokenizer.decode(ids)
+    assert found.prompts[0].text == whole.text
+    assert (found.truncated, found.dropped_overlong) == (1, 0)
+    assert found.notes == (f"1 of 2 prompts were cut to 30 tokens; their {kept} was kept.",)
+
+
+@pytest.mark.parametrize(("most", "uids"), [
+    (-1, ["a:1", "a:2", "b:1"]), (1, ["a:1"]), (2, ["a:1", "a:2"]), (99, ["a:1", "a:2", "b:1"]),
+])  # fmt: skip
+def test_the_first_samples_over_all_files(
+    tokenizer: Any, tmp_path: Path, most: int, uids: list[str]
+) -> None:
+    files = [write(tmp_path / "a.jsonl", *asks("1", "2")), write(tmp_path / "b.jsonl", *asks("3"))]
+    assert [p.uid for p in load(tokenizer, *files, max_samples=most).prompts] == uids
+
+
+def test_no_prompts_at_all_is_told(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("1"))
+    assert "Name some with --train_files" in refusal(tokenizer)
+    assert "The sample limit 0 leaves no prompts" in refusal(tokenizer, file, max_samples=0)
+
+
+def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", *asks("1", *[""] * 7))
+    b = tmp_path / "b.jsonl"
+    b.write_text("no\n")
+    lines = refusal(tokenizer, a, str(b)).splitlines()
+    assert lines[:2] == ["8 bad rows:", f"{a} line 2, column prompt: is empty"]
+    assert lines[-2:] == [
+        "… and 3 more.", "Mend or remove them; `ppo data check FILE` names them all."
+    ]  # fmt: skip
+    assert refusal(tokenizer, str(b)).startswith(f"{b} line 1: not JSON")
+
+
+def test_rows_that_the_template_refuses_are_bad_rows(
+    make_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "a"}]})
+    said = refusal(make_tokenizer(template=None), file)
+    assert said.startswith(f"{file} line 1, column prompt: is a message list, but the tokenizer")
+
+
+def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"question": "a"}, {"question": "b<|im_end|>"})
+    assert load(tokenizer, file).notes == (
+        "a.jsonl: the prompt is read from column 'question'.",
+        "1 prompts hold control words that the model reads as control tokens, first "
+        f"{file} line 2: <|im_end|>.",
+    )
+
+
+def test_raw_prompts(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("Once upon"))
+    (prompt,) = load(tokenizer, file, apply_chat_template=False).prompts
+    assert prompt.rendered == prompt.text == "Once upon"
+    assert len(prompt.token_ids) == 1 + len("Once upon")
+
+
+def test_columns_of_other_names(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"task": "a", "kind": "sums", "prompt": "not this"})
+    (prompt,) = load(tokenizer, file, prompt_key="task", source_key="kind").prompts
+    assert (prompt.text, prompt.data_source) == ("a", "sums")
+
+
+def test_loading_twice_gives_equal_prompts(tokenizer: Any, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("1", "2"))
+    assert load(tokenizer, file) == load(tokenizer, file)
+
+
+def test_the_fingerprint_sees_what_matters(tokenizer: Any, tmp_path: Path) -> None:
+    prompts = load(tokenizer, write(tmp_path / "a.jsonl", *asks("1", "2"))).prompts
+    first, second = prompts
+    others = [
+        (second, first),
+        (first,),
+        (first, replace(second, ground_truth="3")),
+        (first, replace(second, data_source="t")),
+        (first, replace(second, uid="b:2")),
+        (first, replace(second, token_ids=second.token_ids[1:])),
+    ]
+    prints = {fingerprint(prompts), *(fingerprint(other) for other in others)}
+    assert len(prints) == 1 + len(others)
+    assert fingerprint(prompts) == fingerprint(list(prompts))
+
+
+def test_the_fingerprint_does_not_know_the_folder(tokenizer: Any, tmp_path: Path) -> None:
+    files = [write(tmp_path / place / "a.jsonl", *asks("1")) for place in ("x", "y")]
+    first, second = (fingerprint(load(tokenizer, file).prompts) for file in files)
+    assert first == second
+
+
+@pytest.mark.skipif(not (REAL / "gsm8k").is_dir(), reason="the real GSM8K files are not at hand")
+def test_the_real_test_set_of_gsm8k(tokenizer: Any) -> None:
+    found = load(tokenizer, str(REAL / "gsm8k" / "test.jsonl"), limit=2000)
+    assert len({p.uid for p in found.prompts}) == len(found) == 1319
+    assert len(found.notes) == 2
+
+
+@pytest.mark.skipif(not (REAL / "humaneval").is_dir(), reason="HumanEval is not at hand")
+def test_the_real_humaneval(tokenizer: Any) -> None:
+    found = load(tokenizer, str(REAL / "humaneval" / "HumanEval.jsonl.gz"), limit=4000)
+    assert (len(found), found.prompts[163].uid) == (164, "HumanEval:164")

@@ -1,0 +1,182 @@
+"""The order of prompts: full batches, nothing lost, the same on resume and on every machine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_cli.errors import DataError
+from ppo_cli.prompts import PromptOrder
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> dict[str, Any]:
+    size = draw(st.integers(1, 40))
+    return {
+        "size": size,
+        "batch_size": draw(st.integers(1, size)),
+        "seed": draw(st.integers(0, 2**31 - 1)),
+        "shuffle": draw(st.booleans()),
+    }
+
+
+def epochs_of(order: PromptOrder, count: int) -> list[list[int]]:
+    """The prompts of each epoch, as they were taken."""
+    steps = order.steps_per_epoch
+    return [[i for _ in range(steps) for i in order.take()] for _ in range(count)]
+
+
+@given(orders())
+def test_every_batch_is_full_and_has_no_prompt_twice(how: dict[str, Any]) -> None:
+    order = PromptOrder(**how)
+    for _ in range(3 * order.steps_per_epoch + 1):
+        batch = order.take()
+        assert len(batch) == len(set(batch)) == how["batch_size"]
+        assert set(batch) <= set(range(how["size"]))
+
+
+@given(orders())
+def test_no_prompt_comes_twice_in_an_epoch_and_none_is_left_out_twice(how: dict[str, Any]) -> None:
+    everything = set(range(how["size"]))
+    left_out: set[int] = set()
+    for taken in epochs_of(PromptOrder(**how), 4):
+        assert len(taken) == len(set(taken))
+        assert left_out <= set(taken)
+        left_out = everything - set(taken)
+        assert len(left_out) == how["size"] % how["batch_size"]
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
+def test_every_prompt_once_an_epoch_when_batches_divide(
+    batch_size: int, batches: int, seed: int
+) -> None:
+    size = batch_size * batches
+    for taken in epochs_of(PromptOrder(size, batch_size, seed), 3):
+        assert sorted(taken) == list(range(size))
+
+
+@given(orders(), st.integers(0, 60), st.integers(1, 60))
+@settings(max_examples=200)
+def test_resume_at_any_point_equals_no_stop(how: dict[str, Any], before: int, after: int) -> None:
+    whole = PromptOrder(**how)
+    for _ in range(before):
+        whole.take()
+    resumed = PromptOrder(**how)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.epoch == whole.epoch
+    assert [resumed.take() for _ in range(after)] == [whole.take() for _ in range(after)]
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_resume_after_other_batches_were_taken() -> None:
+    first, second = PromptOrder(10, 3, seed=1), PromptOrder(10, 3, seed=1)
+    state = [first.take() for _ in range(5)] and first.state_dict()
+    for _ in range(11):
+        second.take()
+    second.load_state_dict(state)
+    assert second.take() == first.take()
+
+
+def test_a_state_does_not_change_under_its_owner() -> None:
+    order = PromptOrder(7, 3, seed=0)
+    state = order.state_dict()
+    before = json.dumps(state)
+    epochs_of(order, 3)
+    assert json.dumps(state) == before
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    order = PromptOrder(8, 4, seed=42)
+    taken = [order.take() for _ in range(4)]
+    assert taken == [[4, 1, 3, 6], [0, 7, 2, 5], [1, 2, 5, 3], [6, 0, 4, 7]]
+
+
+def test_the_global_random_numbers_play_no_part() -> None:
+    def draw(seed: int) -> list[list[int]]:
+        random.seed(seed)
+        np.random.seed(seed)
+        return epochs_of(PromptOrder(20, 5, seed=3), 2)
+
+    state = random.getstate()
+    assert draw(1) == draw(2)
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    epochs_of(PromptOrder(20, 5, seed=3), 2)
+    assert random.random() == expected
+    random.setstate(state)
+
+
+def test_seeds_and_epochs_differ() -> None:
+    orders = [epochs_of(PromptOrder(50, 10, seed), 3) for seed in range(5)]
+    assert len({tuple(epoch) for order in orders for epoch in order}) == 15
+
+
+def test_the_first_place_is_fair() -> None:
+    first = Counter(PromptOrder(4, 4, seed).take()[0] for seed in range(2000))
+    assert all(400 < first[index] < 600 for index in range(4))
+
+
+def test_without_shuffling_the_file_order_holds() -> None:
+    order = PromptOrder(5, 2, seed=9, shuffle=False)
+    assert [order.take() for _ in range(6)] == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
+
+
+def test_epochs_and_steps_are_counted() -> None:
+    order = PromptOrder(10, 3, seed=0)
+    assert (order.steps_per_epoch, order.total_steps(4)) == (3, 12)
+    seen = []
+    for _ in range(7):
+        seen.append(order.epoch)
+        order.take()
+    assert seen == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_too_few_prompts_for_a_batch_is_told() -> None:
+    with pytest.raises(DataError) as caught:
+        PromptOrder(3, 8, seed=0)
+    said = str(caught.value)
+    assert said.startswith("3 prompts cannot fill a batch of 8. Lower --batch_size")
+    with pytest.raises(DataError, match="must be at least 1"):
+        PromptOrder(3, 0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"size": 11}, "it saw 10, now there are 11. Resume with the same data files"),
+        ({"fingerprint": "b"}, "it saw 10, now there are 10, with other contents."),
+        ({"seed": 2}, "made with seed 1, this run asks for 2. Give the same seed"),
+        ({"shuffle": False}, "made with shuffle True, this run asks for False"),
+    ],
+)
+def test_other_prompts_or_another_seed_are_refused(changed: dict[str, Any], said: str) -> None:
+    how = {"size": 10, "batch_size": 3, "seed": 1, "shuffle": True, "fingerprint": "a"}
+    state = PromptOrder(**how).state_dict()
+    other = PromptOrder(**{**how, **changed})
+    before = other.state_dict()
+    with pytest.raises(DataError) as caught:
+        other.load_state_dict(state)
+    assert said in str(caught.value)
+    assert other.state_dict() == before
+
+
+@given(orders(), st.integers(0, 20), st.data())
+def test_another_batch_size_may_go_on(
+    how: dict[str, Any], before: int, data: st.DataObject
+) -> None:
+    order = PromptOrder(**how)
+    for _ in range(before):
+        order.take()
+    other = PromptOrder(**{**how, "batch_size": data.draw(st.integers(1, how["size"]))})
+    other.load_state_dict(order.state_dict())
+    for _ in range(5):
+        batch = other.take()
+        assert len(batch) == len(set(batch)) == other.batch_size
