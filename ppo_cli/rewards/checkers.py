@@ -15,18 +15,23 @@ LAST_CHARS = 300
 LONGEST_NUMBER = 60
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-_SIGNED = rf"(?:(?<![\w)\]}}])[-+])?\s?\$?(?:{_NUMBER})(?:/\d+)?%?"
-_ANY_NUMBER = re.compile(rf"(?<![\d.])(?<!\d,)(?:{_SIGNED})(?!\d)")
+_SIGNED = rf"(?:(?<![\w)\]}}])[-+])?\$?(?:{_NUMBER})(?:/\d+)?%?"
+_ANY_NUMBER = re.compile(rf"(?<![\d.])(?:{_SIGNED})(?!\d)")
 _HASHES = re.compile(rf"####[\s*$\\]*([-+]?\s?\$?(?:{_NUMBER})(?:/\d+)?%?)")
 _PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/(\d+))?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# An escaped brace is a sign, not a bracket.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\.,;]+)")
-_CHOICE = re.compile(r"(?<![A-Za-z])(?:\(([A-J])\)|\[([A-J])\]|([A-J]))(?![A-Za-z'])")
+_CHOICE = re.compile(
+    r"(?<![A-Za-z])(?:\(([A-J])\)|\[([A-J])\]|([B-HJ]|[AI](?=[.):]|\s*$)))(?![A-Za-z'])"
+)
 _LONE_CHOICE = re.compile(r"[(\[]?([A-Ja-j])[)\]]?[.:]?")
 _TEXT_COMMAND = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname|mbox)\s*\{([^{}]*)\}"
 )
-_SIGNS = str.maketrans({"−": "-", "﹣": "-", "–": "-", "’": "'", "“": '"', "”": '"'})
+_VULGAR_FRACTION = re.compile(r"(?<=\d)[¼-¾⅐-⅞]")
+_SIGNS = str.maketrans({"⁄": "/", "−": "-", "﹣": "-", "–": "-", "’": "'", "“": '"', "”": '"'})
 _DROPPED = re.compile(
     r"\\left|\\right|\\[!,;:]|\\ |~|\$|\\displaystyle|\^\s*\{?\\circ\}?|\\%|%|°|\s+"
 )
@@ -34,7 +39,8 @@ _DROPPED = re.compile(
 
 def clean(text: str) -> str:
     """Return text with full-width characters, typographic minus signs and quotes made plain."""
-    return unicodedata.normalize("NFKC", text).translate(_SIGNS)
+    spaced = _VULGAR_FRACTION.sub(lambda match: f" {match.group()}", text)
+    return unicodedata.normalize("NFKC", spaced).translate(_SIGNS)
 
 
 def after_thinking(text: str) -> str:
@@ -51,26 +57,20 @@ def accepted(ground_truth: Any) -> list[str]:
 
 def find_boxed(text: str) -> str | None:
     r"""Return what stands in the last \boxed{…} whose braces balance, or None."""
-    for start in reversed([match.end() for match in _BOX.finditer(text)]):
-        inside = _up_to_closing_brace(text, start)
-        if inside is not None:
-            return inside.strip()
+    starts = {match.end() for match in _BOX.finditer(text)}
+    opened: list[int] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.end())
+        elif match.group() == "}" and opened:
+            start = opened.pop()
+            if start in starts and (last is None or start > last[0]):
+                last = (start, match.start())
+    if last is not None:
+        return text[last[0] : last[1]].strip()
     bare = _BARE_BOX.findall(text)
     return str(bare[-1]) if bare else None
-
-
-def _up_to_closing_brace(text: str, start: int) -> str | None:
-    depth = 1
-    escaped = False
-    for place in range(start, len(text)):
-        char = text[place]
-        if escaped or char == "\\":
-            escaped = not escaped
-        elif char in "{}":
-            depth += 1 if char == "{" else -1
-            if depth == 0:
-                return text[start:place]
-    return None
 
 
 def find_after_hashes(text: str) -> str | None:
@@ -87,12 +87,20 @@ def find_last_number(text: str) -> str | None:
     return found
 
 
+def find_first_number(text: str) -> str | None:
+    """Return the first number in the text as it is written, or None."""
+    match = _ANY_NUMBER.search(clean(text))
+    return match.group().strip() if match else None
+
+
 def find_choice(text: str) -> str | None:
-    """Return the last choice letter A-J that stands alone; bracketed ones come first."""
+    """Return the last choice letter A-J that stands alone; bracketed ones come first.
+
+    "A" and "I" inside a sentence are words, not choices.
+    """
     found = _CHOICE.findall(clean(text))
     bracketed = [a or b for a, b, _ in found if a or b]
-    # "A" and "I" alone are English words far more often than answers.
-    bare = [c for _, _, c in found if c and c not in "AI"] or [c for _, _, c in found if c]
+    bare = [letter for _, _, letter in found if letter]
     letters = bracketed or bare
     return letters[-1] if letters else None
 
@@ -106,7 +114,7 @@ def read_choice(text: str) -> str | None:
 def read_number(text: str) -> Fraction | None:
     """Read a whole text as one number: `1,234.50`, `$5`, `72.`, `50%` (as 50), `1/2`."""
     plain = clean(text).strip().replace("\\$", "").replace("$", "").replace("\\%", "%")
-    plain = plain.replace(" ", "").rstrip(".").rstrip("%").rstrip(".")
+    plain = re.sub(r"^([-+]) ", r"\1", plain.strip()).rstrip(".").rstrip("% ").rstrip(".")
     match = _PLAIN_NUMBER.fullmatch(plain)
     if match is None or len(plain) > LONGEST_NUMBER:
         return None

@@ -16,61 +16,93 @@ from ppo_cli.rewards.checkers import (
     find_after_hashes,
     find_boxed,
     find_choice,
+    find_first_number,
     find_last_number,
     normalise_maths,
     read_choice,
     read_number,
+    unwrap_text,
 )
 
 LONGEST_ANSWER = 300
+LAST_PART = 2000
 _ANNOUNCED = re.compile(
     r"(?:final\s+answer|answer)\s*(?:is|:|=)\s*:?|答案\s*(?:是|为|為|:)\s*:?", re.IGNORECASE
 )
 _INLINE_MATHS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATHS_SIGN = re.compile(r"[\\^=<>(){}\[\]/+*]")
+_LEADING_CHOICE = re.compile(r"[(\[]([A-J])[)\]]\s|([A-J])[.):,]\s")
+_MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)")
+_ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
 _SENTENCE_END = re.compile(r"\n|。|\.(?=\s|$)|[;!](?=\s|$)")
 _MEMBER_OF = re.compile(r"^\s*[A-Za-z]\s*(?:\\in\b|∈)\s*")
+_SYMBOLS = str.maketrans(
+    {
+        "√": "\\sqrt",
+        "∞": "\\infty ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "≠": "\\ne ",
+        "π": "\\pi ",
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "÷": "\\div ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+        "±": "\\pm ",
+    }
+)
 _INTEGER = re.compile(r"[-+]?\d+|[-+]?\d{1,3}(?:,\d{3})+")
 
 
 def find_answer(reply: str, ground_truth: Any = None) -> str | None:
     """Return the answer of a reply: boxed, announced, after `####`, or the last fitting thing."""
     text = clean(after_thinking(reply))
-    found = find_boxed(text) or _announced(text) or find_after_hashes(text)
+    found = find_boxed(text) or _marked(text)
     if found:
         return found
+    text = text[-LAST_PART:]
     golds = accepted(ground_truth)
     if golds and all(read_choice(gold) for gold in golds):
-        return find_choice(text)
-    maths = [next(filter(None, groups)) for groups in _INLINE_MATHS.findall(text)]
+        return read_choice(text.strip()) or find_choice(text)
     last_number = find_last_number(text)
-    if maths and not (last_number and all(read_number(gold) is not None for gold in golds)):
-        return str(maths[-1]).rpartition("=")[2].strip() or None
+    maths = list(_INLINE_MATHS.finditer(text))
+    wants_number = bool(golds) and all(read_number(gold) is not None for gold in golds)
+    if maths and not (wants_number and find_last_number(text[maths[-1].end() :])):
+        return _inside(maths[-1]).rpartition("=")[2].strip() or None
     return last_number
 
 
-def _announced(text: str) -> str | None:
-    """Return what follows the last `the answer is`, up to the end of the sentence."""
+def _inside(maths: re.Match[str]) -> str:
+    return str(next(filter(None, maths.groups()))).strip()
+
+
+def _marked(text: str) -> str | None:
+    """Return what follows the last `the answer is` or `####`, whichever comes later."""
     places = [match.end() for match in _ANNOUNCED.finditer(text)]
-    if not places:
-        return None
-    rest = text[places[-1] :].strip().strip("*").strip()
+    hashes = find_after_hashes(text)
+    if not places or (hashes and text.rfind("####") > places[-1]):
+        return hashes
+    return _announced(text[places[-1] :])
+
+
+def _announced(rest: str) -> str | None:
+    """Return the answer at the head of what follows `the answer is`."""
+    rest = rest.strip().strip("*").strip()
     maths = _INLINE_MATHS.match(rest)
     if maths:
-        return str(next(filter(None, maths.groups()))).strip()
+        return _inside(maths)
     sentence = _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *,:$")
-    words = sentence.split()
-    if len(words) > 1 and not _looks_like_maths(sentence):
-        return _only_choice(words[0]) or find_last_number(sentence) or sentence
+    several = re.search(r"\bor\b|或", sentence) is not None
+    if " " in sentence and not several and not _MATHS_SIGN.search(sentence):
+        return _leading_choice(sentence) or find_first_number(sentence) or sentence
     return sentence or None
 
 
-def _looks_like_maths(text: str) -> bool:
-    return re.search(r"[\\^=<>(){}\[\]/+*]", text) is not None
-
-
-def _only_choice(word: str) -> str | None:
-    letter = read_choice(word.rstrip(":,"))
-    return letter if letter and word[0] in "([" + letter else None
+def _leading_choice(text: str) -> str | None:
+    """Return the letter of `(B) 12`, `B. 12` or `B`."""
+    match = _LEADING_CHOICE.match(unwrap_text(text).strip())
+    return match.group(1) or match.group(2) if match else read_choice(text)
 
 
 def decide_quickly(answer: str | None, gold: str) -> bool | None:
@@ -81,7 +113,7 @@ def decide_quickly(answer: str | None, gold: str) -> bool | None:
         return True
     if len(answer) > LONGEST_ANSWER or len(gold) > LONGEST_ANSWER:
         return False
-    wanted, given = read_choice(gold), read_choice(answer)
+    wanted, given = read_choice(gold), _leading_choice(answer)
     if wanted and given and gold.strip(" ()[].:$").isupper():
         return wanted == given
     left, right = normalise_maths(answer), normalise_maths(gold)
@@ -101,7 +133,9 @@ def equal(answer: str, gold: str) -> bool:
     kinds = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
     def read(text: str) -> list[Any]:
-        inside = _MEMBER_OF.sub("", clean(text)).replace("\\$", "").replace("$", "")
+        plain = _ROOT.sub(r"\\sqrt{\1}", _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", clean(text)))
+        inside = _MEMBER_OF.sub("", plain.translate(_SYMBOLS))
+        inside = inside.replace("\\$", "").replace("$", "")
         boxed = f"\\boxed{{{inside}}}"
         return list(parse(boxed, kinds, fallback_mode="no_fallback", parsing_timeout=None))
 
@@ -109,7 +143,8 @@ def equal(answer: str, gold: str) -> bool:
     answers = read(answer) if golds else []
     if not golds or not answers:
         return False
-    if verify(golds, answers, float_rounding=6, timeout_seconds=None):
+    # A range may be given as a set by one and as an inequality by the other.
+    if verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
         return True
     return any(_same_constant(one, other) for one in golds for other in answers)
 

@@ -21,7 +21,7 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
 from ppo_cli.rewards.returned import Returned, describe_error
 from ppo_cli.rewards.worker import Call, Ready, Task, timeout_words
-from ppo_cli.rewards.worker_process import SECONDS_TO_LEAVE, WorkerProcess
+from ppo_cli.rewards.worker_process import SECONDS_TO_LEAVE, SECONDS_TO_START, WorkerProcess
 
 CALLS_AT_ONCE = 64
 # A coroutine is stopped by its own event loop; only a blocked loop is left to the pool.
@@ -204,7 +204,7 @@ class WorkerPool:
         if by_limit and self._task.cpu_limit:
             failure = f"timeout: took more than {self._task.cpu_limit:g} s of computing"
         if not worker.process.ready:
-            self._give_up(worker, f"A worker of the reward did not start: {failure}.")
+            self._give_up(worker, f"The worker for {self._task.label} did not start: {failure}.")
             return
         self._remove(worker)
         for job in reversed(worker.jobs.values()):
@@ -227,7 +227,10 @@ class WorkerPool:
         for worker in list(self._workers):
             process = worker.process
             if not process.ready and process.start_deadline <= now:
-                self._give_up(worker, "A worker of the reward took too long to start.")
+                self._give_up(
+                    worker,
+                    f"The worker for {self._task.label} took longer than {SECONDS_TO_START:g} s to start.",
+                )
             late = [job for job in worker.jobs.values() if job.deadline <= now]
             if not late:
                 continue

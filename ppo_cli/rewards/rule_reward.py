@@ -12,14 +12,15 @@ from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
 from ppo_cli.rewards.rules import Rule, rule_for
-from ppo_cli.rewards.tasks import RuleTask
+from ppo_cli.rewards.tasks import CPU_SECONDS, RuleTask
 from ppo_cli.rewards.worker import Call
 
 
 class RuleReward:
     """Scores by rule: strings are compared at once, algebra and patterns go to workers.
 
-    `rule` serves every row; without it each row's data_source chooses.
+    `rule` serves every row; without it each row's data_source chooses. `timeout` is by the
+    wall clock, `cpu_seconds` by the worker's own processor time.
     """
 
     name = "rule"
@@ -31,11 +32,13 @@ class RuleReward:
         settings: Mapping[str, Any] | None = None,
         timeout: float = 10.0,
         num_workers: int = 2,
+        cpu_seconds: float = CPU_SECONDS,
     ) -> None:
         self._rule = rule
         self._settings = dict(settings or {})
         self._timeout = timeout
         self._num_workers = num_workers
+        self._cpu_seconds = cpu_seconds
         self._pools: dict[str, WorkerPool] = {}
         self._closed = False
         _check_settings(rule, self._settings)
@@ -66,7 +69,7 @@ class RuleReward:
 
     def _pool(self, rule: Rule) -> WorkerPool:
         if rule.name not in self._pools:
-            task = RuleTask(rule.name, self._settings)
+            task = RuleTask(rule.name, self._settings, self._cpu_seconds)
             self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
         return self._pools[rule.name]
 

@@ -63,7 +63,7 @@ def score_number(
 def score_arithmetic(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
 ) -> dict[str, Any]:
-    """1 when the reply ends on the right integer; nothing but marks may follow it."""
+    """1 when the last number of the reply is the right integer."""
     text = checkers.after_thinking(solution_str)
     found = checkers.find_last_number(text)
     number = None if found is None else checkers.read_number(found)

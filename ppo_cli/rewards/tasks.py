@@ -37,6 +37,11 @@ class RuleTask:
     cpu_limit: float | None = CPU_SECONDS
     memory_limit: int | None = MOST_MEMORY
 
+    @property
+    def label(self) -> str:
+        """What the task is, for messages."""
+        return f"the rule {self.rule}"
+
     def load(self) -> Callable[..., Any]:
         """Return the rule, with its libraries loaded before the clock runs."""
         function = partial(RULES[self.rule].compute_score, **self.settings)
@@ -54,6 +59,11 @@ class FunctionTask:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     cpu_limit: float | None = None
     memory_limit: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What the task is, for messages."""
+        return f"the reward function file {self.file}"
 
     def load(self) -> Callable[..., Any]:
         """Import the file and return the function, its extra keyword arguments bound."""
@@ -100,7 +110,7 @@ def _pick(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
         raise Refused(f"The reward function file {file} has no '{name}'.{hint}{listed}{mend}")
     function = getattr(module, name)
     if not callable(function) or inspect.isclass(function):
-        kind = "a class" if inspect.isclass(function) else f"a {type(function).__name__}"
+        kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
         raise Refused(f"'{name}' in {file} is {kind}, not a function. Define {SIGNATURE}.")
     found: Callable[..., Any] = function
     return found

@@ -34,6 +34,11 @@ class Task(Protocol):
     """What a worker is to do; pickled once to each worker."""
 
     @property
+    def label(self) -> str:
+        """What the task is, for messages."""
+        ...
+
+    @property
     def cpu_limit(self) -> float | None:
         """Processor seconds that one call may take."""
         ...

@@ -1,0 +1,202 @@
+"""Finding and reading answers in text."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.rewards import checkers
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{3} no, \boxed{7}", "7"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{5} and \boxed{7", "5"),
+        (r"\boxed{a\}}", r"a\}"),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"} \boxed{3}", "3"),
+        (r"\boxed {3}", "3"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed 3.", "3"),
+        (r"\boxed{", None),
+        ("boxed{3}", None),
+        ("", None),
+    ],
+)
+def test_find_boxed(text: str, inside: str | None) -> None:
+    assert checkers.find_boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("a + b\n#### 72", "72"),
+        ("#### 71\nno:\n#### 72", "72"),
+        ("#### $1,200.", "1,200"),
+        ("#### 72 clips", "72"),
+        ("####72", "72"),
+        ("#### -5", "-5"),
+        ("#### −5", "-5"),
+        ("#### ７２", "72"),
+        ("#### **72**", "72"),
+        ("#### 50%", "50%"),
+        ("#### 1/2", "1/2"),
+        ("#### 3.50", "3.50"),
+        ("#### 72" + " x" * 200, None),
+        ("### 72", None),
+        ("#### seventy", None),
+        ("72", None),
+    ],
+)
+def test_find_after_hashes(text: str, number: str | None) -> None:
+    assert checkers.find_after_hashes(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12 + 30 = 42", "42"),
+        ("12 - 5", "5"),
+        ("12-5", "5"),
+        ("it is -5", "-5"),
+        ("=-5", "-5"),
+        ("4.2", "4.2"),
+        ("It is 42.", "42"),
+        ("3,4", "4"),
+        ("10,000,000 in all", "10,000,000"),
+        ("$1,234.50 total", "$1,234.50"),
+        ("half is 1/2", "1/2"),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_find_last_number(text: str, number: str | None) -> None:
+    assert checkers.find_last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("72", 72),
+        ("72.0", 72),
+        ("72.", 72),
+        (" $1,234.50 ", Fraction("1234.5")),
+        ("\\$5", 5),
+        ("50%", 50),
+        ("50\\%", 50),
+        ("1/2", Fraction(1, 2)),
+        ("½", Fraction(1, 2)),
+        ("- 3", -3),
+        ("−3", -3),
+        ("+7", 7),
+        (".5", Fraction(1, 2)),
+        ("１２", 12),
+        ("1,2,3", None),
+        ("1 2", None),
+        ("1½", None),
+        ("5/0", None),
+        ("1e999999999", None),
+        ("9" * 5000, None),
+        ("nan", None),
+        ("abc", None),
+        ("", None),
+    ],
+)
+def test_read_number(text: str, value: Fraction | int | None) -> None:
+    assert checkers.read_number(text) == value
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_thousands_and_trailing_zeros_do_not_matter(number: int) -> None:
+    assert checkers.same_number(f"{number:,}.00", str(number))
+    assert not checkers.same_number(str(number), str(number + 1))
+
+
+@given(st.text())
+def test_nothing_raises_on_any_text(text: str) -> None:
+    for look in (
+        checkers.find_boxed,
+        checkers.find_after_hashes,
+        checkers.find_last_number,
+        checkers.find_choice,
+        checkers.read_choice,
+        checkers.read_number,
+        checkers.normalise_maths,
+        checkers.normalise_words,
+        checkers.after_thinking,
+        checkers.repetition,
+    ):
+        look(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("I like A. So (C)", "C"),
+        ("The answer: B", "B"),
+        ("(D) because B is wrong", "D"),
+        ("A cat", None),
+        ("I think so", None),
+        ("BAD", None),
+        ("It is A", "A"),
+    ],
+)
+def test_find_choice(text: str, letter: str | None) -> None:
+    assert checkers.find_choice(text) == letter
+
+
+@pytest.mark.parametrize("text", ["B", "(b)", "[B]", "B.", r"\text{B}", r"\text{(B)}", " $B$ "])
+def test_read_choice(text: str) -> None:
+    assert checkers.read_choice(text) == "B"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "found"),
+    [
+        ("The capital is Paris.", "paris", True),
+        ("Parisian", "Paris", False),
+        ("1420", "42", False),
+        ("4.2", "4", False),
+        ("It is 4.", "4", True),
+        ("首都是北京。", "北京", True),
+        ("New   York\ncity", "new york", True),
+        ("a+b", "a+b", True),
+        ("x", "", False),
+    ],
+)
+def test_contains_answer(text: str, answer: str, found: bool) -> None:
+    assert checkers.contains_answer(text, answer) is found
+
+
+def test_after_thinking_keeps_what_follows_the_last_tag() -> None:
+    assert checkers.after_thinking("<think>1</think>2") == "2"
+    assert checkers.after_thinking("<think>1</think> ") == "<think>1</think> "
+    assert checkers.after_thinking("<think>1") == "<think>1"
+
+
+def test_repetition_is_the_share_of_repeated_ngrams() -> None:
+    assert checkers.repetition("one two three four five six") == 0
+    assert checkers.repetition("a b c d a b c d") == pytest.approx(1 / 5)
+    assert checkers.repetition("too short") == 0
+
+
+@pytest.mark.parametrize(
+    "piece", [r"\boxed{", "{", "9", "1,", "#### ", "answer is ", r"\text{", "("]
+)
+def test_long_hostile_text_is_read_in_linear_time(piece: str) -> None:
+    text = piece * 20_000
+    started = time.process_time()
+    checkers.find_boxed(text)
+    checkers.find_after_hashes(text)
+    checkers.find_last_number(text)
+    checkers.normalise_maths(text)
+    # Quadratic work on this text takes minutes.
+    assert time.process_time() - started < 5

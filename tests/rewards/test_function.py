@@ -1,0 +1,341 @@
+"""A user's reward function: whatever it does, the run goes on or says why it cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.errors import RewardError
+from ppo_cli.records import Part, Rollout, Score
+from ppo_cli.rewards.base import Reward
+
+MakeRollout = Callable[..., Rollout]
+Build = Callable[..., Reward]
+Write = Callable[[str], str]
+PATIENCE = 60
+ROOT = Path(__file__).parents[2]
+
+MOODS = """
+    import os, sys, time
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        print("scoring", solution_str)
+        if solution_str == "hang":
+            time.sleep(1000)
+        if solution_str == "spin":
+            while True:
+                pass
+        if solution_str == "raise":
+            raise ValueError("no such mood")
+        if solution_str == "exit":
+            sys.exit(3)
+        if solution_str == "die":
+            os._exit(3)
+        return {"nan": float("nan"), "none": None, "text": "1"}.get(solution_str, len(solution_str))
+"""
+
+
+@pytest.fixture
+def scores(build: Build, rollout: MakeRollout, reward_file: Write) -> Callable[..., list[Score]]:
+    """Score replies with a function written in the test."""
+
+    def run(code: str, *replies: str, name: str = "", **settings: object) -> list[Score]:
+        reward = build(function=reward_file(code) + name, **settings)
+        return [f.result(PATIENCE) for f in [reward.submit(rollout(r)) for r in replies]]
+
+    return run
+
+
+def test_a_plain_function(scores: Callable[..., list[Score]]) -> None:
+    [score] = scores(MOODS, "four")
+    assert (score.value, score.failure) == (4.0, "")
+    assert score.info["output"] == "scoring four\n"
+    assert score.info["latency_s"] >= 0
+
+
+def test_its_arguments_arrive(build: Build, rollout: MakeRollout, reward_file: Write) -> None:
+    code = """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            seen = f"{data_source} {solution_str} {ground_truth!r} {extra_info!r}"
+            return {"score": 1, "seen": seen}
+    """
+    reward = build(function=reward_file(code))
+    score = reward.submit(rollout("reply", ["a", 1], "here", tier=2)).result(PATIENCE)
+    assert score.info["seen"] == "here reply ['a', 1] {'tier': 2}"
+
+
+@pytest.mark.parametrize(
+    ("mood", "failure"),
+    [
+        ("hang", "timeout: took longer than 1 s"),
+        ("spin", "timeout: took longer than 1 s"),
+        ("raise", "raised ValueError: no such mood (my_reward.py, line 12)"),
+        ("exit", "raised SystemExit: 3 (my_reward.py, line 14)"),
+        ("die", "the worker process ended with exit code 3"),
+        ("nan", "returned nan"),
+        ("none", "returned None; is a `return` missing?"),
+        ("text", "returned text '1', not a number"),
+    ],
+)
+def test_a_bad_answer_fails_alone(
+    mood: str, failure: str, scores: Callable[..., list[Score]]
+) -> None:
+    before, bad, after = scores(MOODS, "one", mood, "three", timeout=1.0, num_workers=1)
+    assert (bad.value, bad.failure) == (None, failure)
+    assert (before.value, after.value) == (3.0, 5.0)
+
+
+def test_a_segmentation_fault_fails_alone(scores: Callable[..., list[Score]]) -> None:
+    code = """
+        import ctypes
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return ctypes.string_at(0) if solution_str == "crash" else 1
+    """
+    bad, good = scores(code, "crash", "fine")
+    assert "signal SIGSEGV" in bad.failure
+    assert good.value == 1.0
+
+
+def test_a_dict_brings_parts_reason_and_info(scores: Callable[..., list[Score]]) -> None:
+    code = """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return {"score": 0.5, "style": 0.25, "reason": "terse", "note": "x"}
+    """
+    [score] = scores(code, "a")
+    assert score.value == 0.5
+    assert score.parts == {"style": Part(raw=0.25, scaled=None)}
+    assert score.reason == "terse"
+    assert score.info["note"] == "x"
+
+
+def test_coroutines_run_side_by_side(scores: Callable[..., list[Score]]) -> None:
+    code = """
+        import asyncio
+        under_way = most = 0
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            global under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            print(solution_str)
+            await asyncio.sleep(0.3)
+            under_way -= 1
+            return {"score": most, "said": solution_str}
+    """
+    found = scores(code, *map(str, range(40)), num_workers=1)
+    assert max(s.value or 0 for s in found) == 40
+    assert [s.info["said"] for s in found] == [s.info["output"].strip() for s in found]
+
+
+def test_coroutines_have_deadlines(scores: Callable[..., list[Score]]) -> None:
+    code = """
+        import asyncio
+        async def judge(data_source, solution_str, ground_truth, extra_info=None):
+            if solution_str == "hang":
+                await asyncio.sleep(1000)
+            if solution_str == "late":
+                raise TimeoutError("the server slept")
+            return 1
+    """
+    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=1.0)
+    assert bad.failure == "timeout: took longer than 1 s"
+    assert late.failure == "raised TimeoutError: the server slept (my_reward.py, line 7)"
+    assert good.value == 1.0
+
+
+def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
+    build: Build, rollout: MakeRollout, reward_file: Write
+) -> None:
+    code = """
+        import time
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            if solution_str == "block":
+                time.sleep(1000)
+            return 1
+    """
+    reward = build(function=reward_file(code), timeout=1.0, num_workers=1)
+    blocked = reward.submit(rollout("block"))
+    time.sleep(0.7)
+    beside = reward.submit(rollout("fine"))
+    assert "it blocked the event loop" in blocked.result(PATIENCE).failure
+    assert beside.result(PATIENCE).value == 1.0
+
+
+def test_keyword_arguments_from_the_settings(scores: Callable[..., list[Score]]) -> None:
+    code = """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus):
+            return bonus
+    """
+    [score] = scores(code, "a", function_kwargs={"bonus": 0.5})
+    assert score.value == 0.5
+
+
+def test_callable_objects_lambdas_and_neighbouring_files_work(
+    scores: Callable[..., list[Score]], tmp_path: Path
+) -> None:
+    (tmp_path / "neighbour.py").write_text("bonus = 7\n")
+    code = """
+        import dataclasses
+        from neighbour import bonus
+
+        @dataclasses.dataclass
+        class Judge:
+            weight: float
+            async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+                return self.weight * bonus
+
+        judge = Judge(2.0)
+        short = lambda **row: len(row["solution_str"])
+    """
+    assert scores(code, "a", name=":judge")[0].value == 14.0
+    assert scores(code, "abc", name=":short")[0].value == 3.0
+
+
+def test_output_of_any_kind_harms_nothing(
+    scores: Callable[..., list[Score]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+        import logging, os, sys
+        logging.basicConfig(level=logging.INFO)
+        print("at import")
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            os.write(1, b"raw bytes \\xff" * 10000)
+            print("x" * 100_000)
+            print("oops", file=sys.stderr)
+            logging.info("logged")
+            return 1
+    """
+    found = scores(code, *"abcdef")
+    assert [s.value for s in found] == [1.0] * 6
+    assert all(len(s.info["output"]) <= 2000 for s in found)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_workers_use_one_thread_and_are_clean(scores: Callable[..., list[Score]]) -> None:
+    code = """
+        import os, sys
+        heavy = sorted({"torch", "transformers", "numpy", "sympy"} & set(sys.modules))
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            threads = os.environ["OMP_NUM_THREADS"]
+            return {"score": 1, "heavy": heavy, "threads": threads, "pid": str(os.getpid())}
+    """
+    [score] = scores(code, "a")
+    assert score.info["heavy"] == []
+    assert score.info["threads"] == "1"
+    assert score.info["pid"] != str(os.getpid())
+
+
+def test_children_of_a_killed_worker_die_with_it(
+    scores: Callable[..., list[Score]], tmp_path: Path
+) -> None:
+    code = """
+        import subprocess, time, pathlib
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            child = subprocess.Popen(["sleep", "1000"])
+            pathlib.Path(__file__).with_name("pid").write_text(str(child.pid))
+            time.sleep(1000)
+    """
+    [score] = scores(code, "a", timeout=1.5)
+    assert score.failure.startswith("timeout")
+    assert not _is_running(tmp_path / "pid")
+
+
+def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Path) -> None:
+    code = """
+        import os, pathlib
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+            while True:
+                pass
+    """
+    trainer = f"""
+import os, pathlib, signal, time
+from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.tasks import FunctionTask
+from ppo_cli.rewards.worker import Call
+pool = WorkerPool(FunctionTask({reward_file(code)!r}, "compute_score"), size=1, timeout=1000)
+pool.submit(Call("", "", None, {{}}), print)
+while not pathlib.Path({str(tmp_path)!r}, "pid").exists():
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", trainer], timeout=PATIENCE, cwd=ROOT)
+    assert ended.returncode == -signal.SIGKILL
+    until = time.monotonic() + PATIENCE
+    while _is_running(tmp_path / "pid"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _is_running(pid_file: Path) -> bool:
+    try:
+        stat = Path(f"/proc/{pid_file.read_text()}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_reward_is_closed_twice_and_keeps_no_state(
+    build: Build, rollout: MakeRollout, reward_file: Write
+) -> None:
+    reward = build(function=reward_file(MOODS), timeout=100.0)
+    open_ended = reward.submit(rollout("hang"))
+    assert reward.state_dict() == {}
+    reward.load_state_dict({})
+    reward.close()
+    reward.close()
+    assert open_ended.result(0).failure == "the run ended before this response was scored"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "words"),
+    [
+        ("def compute_score(:\n    pass\n", "", ["line 1", "invalid syntax"]),
+        ("import no_such_thing\n", "", ["line 1", "no_such_thing", "Install 'no_such_thing'"]),
+        ("x = 1\n\ny = 1 / 0\n", "", ["line 3", "ZeroDivisionError"]),
+        ("import sys\nsys.exit(1)\n", "", ["line 2", "SystemExit"]),
+        ("import os\nos._exit(4)\n", "", ["exit code 4"]),
+        ("def compute_scores(): pass\n", "", ["Did you mean 'compute_scores'?", "compute_score("]),
+        ("def grade(): pass\n", ":grad", ["no 'grad'", "Did you mean 'grade'?", "FILE:NAME"]),
+        ("x = 1\n", "", ["It has no functions", "Define compute_score("]),
+        ("compute_score = 5\n", "", ["is of type int, not a function"]),
+        ("class compute_score: pass\n", "", ["is a class, not a function"]),
+        ("\ndef compute_score(a, b): pass\n", "", ["line 2", "solution_str", "(a, b)"]),
+        ("def compute_score(data_source, solution_str, ground_truth): pass", "", ["extra_info"]),
+        ("def compute_score(**row): pass", ":two words", ["cannot be a function's name"]),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused_before_anything_runs(
+    code: str, name: str, words: list[str], build: Build, reward_file: Write
+) -> None:
+    file = reward_file(code)
+    with pytest.raises(RewardError) as caught:
+        build(function=file + name)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert all(word in text for word in [*words, "my_reward.py"]), text
+
+
+def test_keyword_arguments_that_it_does_not_take_are_refused(
+    build: Build, reward_file: Write
+) -> None:
+    with pytest.raises(RewardError, match="also gets: bonus"):
+        build(function=reward_file(MOODS), function_kwargs={"bonus": 1})
+
+
+def test_a_missing_file_is_told_with_its_nearest(
+    build: Build, reward_file: Write, tmp_path: Path
+) -> None:
+    reward_file(MOODS)
+    with pytest.raises(RewardError, match=r"no file .* Did you mean 'my_reward.py'"):
+        build(function=str(tmp_path / "my_rewards.py"))
+    with pytest.raises(RewardError, match="does not exist either"):
+        build(function=str(tmp_path / "none" / "my_reward.py"))
+    with pytest.raises(RewardError, match="is a folder"):
+        build(function=str(tmp_path))

@@ -1,0 +1,103 @@
+"""Whatever a reward function gives back becomes a number or a reason."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.rewards.returned import as_plain, describe_error, read_returned
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (1, 1.0),
+        (0.25, 0.25),
+        (True, 1.0),
+        (False, 0.0),
+        (-3, -3.0),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (np.array([0.5]), 0.5),
+        (Fraction(1, 2), 0.5),
+        (Decimal("0.5"), 0.5),
+        ({"score": 1}, 1.0),
+        ({"score": np.float64(0.5), "acc": 1}, 0.5),
+    ],
+)
+def test_numbers_become_scores(value: Any, score: float) -> None:
+    returned = read_returned(value)
+    assert (returned.score, returned.failure) == (score, "")
+    assert type(returned.score) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "returned None; is a `return` missing?"),
+        (float("nan"), "returned nan"),
+        (float("inf"), "returned inf"),
+        (-np.inf, "returned -inf"),
+        ("0.5", "returned text '0.5', not a number"),
+        (b"1", "returned text b'1'"),
+        ((1, 2), "returned tuple, not a number"),
+        ([], "returned list"),
+        (np.zeros(3), "returned ndarray"),
+        (1j, "returned complex"),
+        (10**400, "too large"),
+        (object, "returned type"),
+        ({}, "without 'score' (it has nothing)"),
+        ({"reward": 1, "acc": 0}, "without 'score' (it has 'reward', 'acc')"),
+        ({"score": None}, "returned score None"),
+        ({"score": "high"}, "returned score text 'high'"),
+        ({"score": float("nan")}, "returned score nan"),
+    ],
+)
+def test_everything_else_is_a_failure_with_its_reason(value: Any, words: str) -> None:
+    returned = read_returned(value)
+    assert returned.score is None
+    assert words in returned.failure
+
+
+def test_a_dict_gives_parts_info_and_reason() -> None:
+    value = {
+        "score": 0.5,
+        "acc": True,
+        "length": np.int32(7),
+        "bad": float("nan"),
+        "reason": "half right",
+        "answer": "72",
+        "found": None,
+        "steps": [1, (2, 3), {"a": {4}}],
+        5: 1.5,
+    }
+    returned = read_returned(value)
+    assert returned.parts == {"acc": 1.0, "length": 7.0, "bad": None, "5": 1.5}
+    assert returned.reason == "half right"
+    assert returned.info == {"answer": "72", "found": None, "steps": [1, [2, 3], {"a": [4]}]}
+    json.dumps(returned.info)
+
+
+def test_plain_values_hold_in_json_whatever_came() -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    loop: list[Any] = []
+    loop.append(loop)
+    plain = as_plain({"odd": Odd(), "loop": loop, "nan": float("nan"), "long": "x" * 10_000})
+    json.dumps(plain, allow_nan=False)
+    assert plain["odd"] == "<Odd>"
+    assert len(plain["long"]) == 2000
+
+
+def test_an_error_is_told_on_one_line() -> None:
+    assert describe_error(ValueError("a\n  b")) == "ValueError: a b"
+    assert describe_error(KeyError()) == "KeyError"

@@ -1,0 +1,152 @@
+"""Rules behind the Reward protocol: at once where text decides, in workers where it may hang."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.records import Part, Rollout
+from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.rule_reward import RuleReward
+from ppo_cli.rewards.rules import RULES, Rule
+
+MakeRollout = Callable[..., Rollout]
+Build = Callable[..., Reward]
+PATIENCE = 90
+
+
+def test_text_rules_answer_before_submit_returns(build: Build, rollout: MakeRollout) -> None:
+    future = build({"openai/gsm8k"}).submit(rollout("#### 72"))
+    assert future.done()
+    score = future.result()
+    assert score.value == 1.0
+    assert score.parts == {"gsm8k": Part(1.0, 1.0)}
+    assert score.info == {"extracted": "72", "rule": "gsm8k"}
+
+
+def test_each_row_goes_to_its_own_rule(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"openai/gsm8k", "exact", "math"})
+    assert reward.submit(rollout("#### 72")).result().info["rule"] == "gsm8k"
+    assert reward.submit(rollout("72", data_source="exact")).result().info["rule"] == "exact"
+    assert reward.submit(rollout("72", data_source="MATH")).result().info["rule"] == "math"
+
+
+def test_one_rule_can_serve_every_row(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"my/own"}, rule="contains")
+    assert reward.submit(rollout("It is 72.", data_source="my/own")).result().value == 1.0
+
+
+def test_algebra_is_done_in_workers(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"math"})
+    right = reward.submit(rollout(r"\boxed{\frac{1}{2}}", "0.5", "math"))
+    wrong = reward.submit(rollout(r"\boxed{\frac{1}{3}}", "0.5", "math"))
+    assert right.result(PATIENCE).value == 1.0
+    assert wrong.result(PATIENCE).value == 0.0
+    assert right.result().info == {"extracted": r"\frac{1}{2}", "rule": "math"}
+
+
+def test_four_hundred_expressions(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"math"})
+    replies = [rf"\boxed{{\frac{{{n}}}{{7}}}}" for n in range(400)]
+    futures = [reward.submit(rollout(r, f"{n}/7", "math")) for n, r in enumerate(replies)]
+    assert [f.result(PATIENCE).value for f in futures] == [1.0] * 400
+
+
+@pytest.mark.parametrize(
+    "expression", ["9^{9^{9^{9}}}", "(10^9)!", "(" * 140 + "x" + ")" * 140], ids=["9", "!", "("]
+)
+def test_an_expression_that_never_ends_fails_alone(expression: str, rollout: MakeRollout) -> None:
+    reward = RuleReward(num_workers=1, cpu_seconds=1.0)
+    killer = reward.submit(rollout(rf"\boxed{{{expression}}}", "1.5", "math"))
+    after = reward.submit(rollout(r"\boxed{\frac{3}{2}}", "1.5", "math"))
+    failed = killer.result(PATIENCE)
+    assert failed.value is None
+    assert failed.failure == "timeout: took more than 1 s of computing"
+    assert after.result(PATIENCE).value == 1.0
+    reward.close()
+
+
+def test_a_pattern_that_backtracks_for_ever_fails_alone(rollout: MakeRollout) -> None:
+    reward = RuleReward(num_workers=1, cpu_seconds=0.5)
+    hang = rollout("a" * 60 + "!", None, "format", format="(a+)+")
+    fine = rollout("aaa", None, "format", format="(a+)+")
+    scores = [reward.submit(one) for one in (hang, fine)]
+    assert scores[0].result(PATIENCE).failure.startswith("timeout")
+    assert scores[1].result(PATIENCE).value == 1.0
+    reward.close()
+
+
+def test_rows_that_cannot_be_scored_fail_with_the_reason(
+    build: Build, rollout: MakeRollout
+) -> None:
+    reward = build({"openai/gsm8k"})
+    assert reward.submit(rollout("#### 1", None)).result().failure == "the row has no ground_truth"
+    assert "not a number" in reward.submit(rollout("#### 1", "many")).result().failure
+    lost = reward.submit(rollout("1", data_source="other")).result()
+    assert lost.failure == "no rule for data_source 'other'"
+
+
+def test_a_rule_that_raises_or_says_nan_fails(rollout: MakeRollout) -> None:
+    def raises(**_: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    for quick, failure in (
+        (raises, "raised ZeroDivisionError: oh"),
+        (lambda **_: {"score": float("nan")}, "returned score nan"),
+    ):
+        reward = RuleReward(replace(RULES["gsm8k"], quick=quick))
+        score = reward.submit(rollout("#### 72")).result()
+        assert (score.value, score.failure) == (None, failure)
+        reward.close()
+
+
+def test_the_same_rollout_gives_the_same_score(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"math"})
+    one = rollout(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "math")
+    first, second = (reward.submit(one).result(PATIENCE) for _ in range(2))
+    assert first == second
+    json.dumps(asdict(first))
+
+
+def test_closing_leaves_no_process_and_no_open_answer(rollout: MakeRollout) -> None:
+    reward = RuleReward(num_workers=2)
+    hang = [rollout(r"\boxed{(10^9)!}", "1.5", "math") for _ in range(4)]
+    futures = [reward.submit(one) for one in hang]
+    time.sleep(0.3)
+    reward.close()
+    reward.close()
+    assert [f.result(0).value for f in futures] == [None] * 4
+    assert not list(_children())
+    with pytest.raises(RuntimeError, match="closed"):
+        reward.submit(rollout("#### 72"))
+
+
+def _children() -> list[str]:
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return []
+    return [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def test_workers_start_only_when_something_is_slow(build: Build, rollout: MakeRollout) -> None:
+    reward = build({"math", "openai/gsm8k"})
+    before = len(_children())
+    reward.submit(rollout("#### 72")).result()
+    reward.submit(rollout(r"\boxed{7}", "7", "math")).result()
+    assert len(_children()) == before
+
+
+def test_a_reward_of_rules_remembers_nothing() -> None:
+    reward = RuleReward()
+    assert reward.state_dict() == {}
+    reward.load_state_dict({})
+    reward.close()
+
+
+def test_rules_are_plain_data() -> None:
+    assert all(isinstance(rule, Rule) and name == rule.name for name, rule in RULES.items())

@@ -1,0 +1,158 @@
+"""Each rule on its own, and which data_source goes to which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ppo_cli.errors import RewardError
+from ppo_cli.rewards.returned import CannotScore
+from ppo_cli.rewards.rules import RULES, check_sources, rule_for, rule_named
+
+
+def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings: Any) -> float:
+    found = RULES[rule].compute_score("", reply, gold, extra, **settings)
+    assert found is not None
+    return float(found["score"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "reply", "gold", "expected"),
+    [
+        ("gsm8k", "48 + 24 = 72\n#### 72", "72", 1),
+        ("gsm8k", "#### 72.0", "72", 1),
+        ("gsm8k", "#### $1,000.", 1000, 1),
+        ("gsm8k", "#### 72", "48 + 24 = 72\n#### 72", 1),
+        ("gsm8k", "it is 72", "72", 0),
+        ("gsm8k", "#### 27", "72", 0),
+        ("gsm8k", "", "72", 0),
+        ("number", "it is 72", "72", 1),
+        ("number", "72 or 73", "72", 0),
+        ("number", "it is 72.50", "72.5", 1),
+        ("arithmetic", "42", "42", 1),
+        ("arithmetic", "12 + 30 = 42.", 42, 1),
+        ("arithmetic", "42.5", "42", 0),
+        ("arithmetic", "4.2", "2", 0),
+        ("arithmetic", "142", "42", 0),
+        ("arithmetic", "-42", "42", 0),
+        ("arithmetic", "-42", "-42", 1),
+        ("arithmetic", "<think>41</think>42", "42", 1),
+        ("choice", "The answer is (B).", "B", 1),
+        ("choice", "(b)", "B", 1),
+        ("choice", "so C", "C", 1),
+        ("choice", "a dog", "A", 0),
+        ("exact", " Paris. ", "paris", 1),
+        ("exact", "It is Paris", "Paris", 0),
+        ("exact", "Ｐaris", ["London", "Paris"], 1),
+        ("contains", "It is Paris, I think", "Paris", 1),
+        ("contains", "It is London", ["Paris", "London"], 1),
+        ("contains", "It is Rome", "Paris", 0),
+        ("format", "<think>a</think>\n<answer>b</answer>", None, 1),
+        ("format", "<think>a</think>b", None, 0),
+        ("format", "<think>a<think>b</think></think><answer>c</answer>", None, 0),
+        ("length", "x" * 2000, None, 1),
+        ("length", "x" * 3000, None, 0.5),
+        ("length", "x" * 9000, None, 0),
+        ("length", "", None, 0),
+        ("repetition", "a b c d e", None, 1),
+    ],
+)
+def test_scores(rule: str, reply: str, gold: Any, expected: float) -> None:
+    assert score(rule, reply, gold) == expected
+
+
+def test_the_format_comes_from_the_row_or_the_setting() -> None:
+    assert score("format", "42!", extra={"format": r"\d+!"}) == 1
+    assert score("format", "42!", pattern=r"\d+") == 0
+    assert score("format", "42", pattern=r"\d+") == 1
+
+
+def test_the_length_limits_come_from_the_row_or_the_setting() -> None:
+    assert score("length", "x" * 30, extra={"max_chars": 20}) == 0.5
+    assert score("length", "x" * 5, min_chars=10) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rule", "gold", "words"),
+    [
+        ("gsm8k", None, "the row has no ground_truth"),
+        ("gsm8k", "  ", "the row has no ground_truth"),
+        ("gsm8k", "a lot", "ground_truth 'a lot' is not a number"),
+        ("arithmetic", "a lot", "is not a number"),
+        ("math", None, "the row has no ground_truth"),
+        ("exact", [], "the row has no ground_truth"),
+        ("choice", "Paris", "is not a letter A-J"),
+    ],
+)
+def test_rows_that_cannot_be_scored_say_why(rule: str, gold: Any, words: str) -> None:
+    with pytest.raises(CannotScore, match=words):
+        score(rule, "#### 72", gold)
+
+
+def test_a_pattern_that_is_no_pattern_cannot_score() -> None:
+    with pytest.raises(CannotScore, match="not valid"):
+        score("format", "42", pattern="(")
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES.values() if r.name not in ("format", "length")])
+def test_every_rule_says_what_it_extracted(rule: Any) -> None:
+    found = rule.compute_score("", "#### 1", ["1", "A"][rule.name == "choice"], None)
+    assert found is not None
+    assert "extracted" in found
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("gsm8k", "gsm8k"),
+        ("GSM8K", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("math_dapo", "math"),
+        ("aime2024", "math"),
+        ("ppo-cli/arithmetic", "arithmetic"),
+        ("exact", "exact"),
+        ("contains", "contains"),
+        ("format", "format"),
+        ("length", "length"),
+        ("", None),
+        ("some/gsm8k", None),
+        ("helpfulness", None),
+    ],
+)
+def test_routes(source: str, rule: str | None) -> None:
+    found = rule_for(source)
+    assert (found and found.name) == rule
+
+
+def test_known_sources_pass() -> None:
+    check_sources({"openai/gsm8k", "lighteval/MATH"})
+    check_sources(set())
+
+
+def test_an_unknown_source_is_named_with_its_nearest_and_the_mend() -> None:
+    with pytest.raises(RewardError) as caught:
+        check_sources({"openai/gsm8k", "opnai/gsm8k"})
+    text = str(caught.value)
+    assert "'opnai/gsm8k'" in text
+    assert "Did you mean 'openai/gsm8k'?" in text
+    assert "--reward_function FILE:NAME" in text
+    assert "--rule NAME" in text
+
+
+def test_rows_without_a_source_are_told_so() -> None:
+    with pytest.raises(RewardError, match="no data_source"):
+        check_sources({""})
+
+
+def test_many_unknown_sources_are_counted() -> None:
+    with pytest.raises(RewardError, match="and 3 more"):
+        check_sources({f"own/{n}" for n in range(8)})
+
+
+def test_an_unknown_rule_is_told_with_its_nearest() -> None:
+    with pytest.raises(RewardError, match="Did you mean 'gsm8k'"):
+        rule_named("gsm8")
