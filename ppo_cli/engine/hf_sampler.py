@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class Running:
     cache: KVCache
     starts_R: Tensor
     # Made anew when rows come and go; rows without padding need none.
-    mask_RC: Tensor | None = field(default=None)
+    mask_RC: Tensor | None = None
 
 
 class HFSampler:
@@ -166,7 +166,8 @@ class HFSampler:
         index_R = index_R[torch.from_numpy(kept).to(index_R.device)]
         starts_R = starts_P[index_R]
         if running is None:
-            cache.batch_select_indices(index_R)
+            if len(prompt_index) != len(prompts) or len(kept) != len(jobs):
+                cache.batch_select_indices(index_R)
             return Running(rows.take(kept), cache, starts_R), done
         shift = running.cache.get_seq_length() - cache.get_seq_length()
         running.cache.append_rows(cache, index_R)

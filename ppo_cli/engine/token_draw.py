@@ -35,7 +35,8 @@ def compute_uniforms(
     x = (x ^ (x >> np.uint64(27))) * MIX_B
     x ^= x >> np.uint64(31)
     # 24 bits are what float32 holds without rounding up to 1.
-    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    uniforms_R: NDArray[np.float32] = (x >> np.uint64(40)).astype(np.float32)
+    return uniforms_R * np.float32(2.0**-24)
 
 
 def draw_tokens(
