@@ -20,8 +20,8 @@ from ppo_cli.health import HealthWatch, limits_of
 from ppo_cli.records import Scored
 from ppo_cli.run_log import (
     METRICS_FILE,
-    drop_rollouts_past,
     append_line,
+    drop_rollouts_past,
     plain,
     read_metrics,
     replace_lines,
@@ -193,7 +193,8 @@ class Tracker:
         self.screen.close()
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        line = {"step": step} | plain(dict(sorted(metrics.items())))
+        line: dict[str, Any] = {"step": step}
+        line |= plain(dict(sorted(metrics.items())))
         resumed = bool(self._history)
         with self._telling_disk_errors():
             if resumed and self._history[-1]["step"] >= step:

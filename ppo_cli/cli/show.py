@@ -1,0 +1,133 @@
+"""`ppo show`: read a run folder, its steps as a table, or the responses of one step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ppo_cli.cli.wording import COLUMNS, clean, number, validation_value
+from ppo_cli.errors import DataError
+from ppo_cli.run_log import METRICS_FILE, read_lines, read_metrics, rollout_file, rollout_steps
+
+MOST_STEPS = 20
+Line = Mapping[str, Any]
+
+
+def show(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run folder: the --output_dir of a run.")
+    ] = Path("outputs"),
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Show the responses of this step.")
+    ] = None,
+    worst: Annotated[
+        int | None,
+        typer.Option("--worst", min=1, help="Show the N responses with the lowest scores."),
+    ] = None,
+    val: Annotated[bool, typer.Option("--val", help="Show validation responses.")] = False,
+    last: Annotated[
+        int, typer.Option("--last", min=1, help="Rows of the table of steps.")
+    ] = MOST_STEPS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the steps of a run, or the responses of one step with their scores.
+
+    --worst without --step reads the newest step; responses without a score come last.
+    """
+    check_run_folder(run)
+    if step is None and worst is None and not val:
+        steps = read_metrics(run)[-last:]
+        text = dump(steps) if as_json else steps_table(steps)
+    else:
+        lines = read_rollouts(run, step, "val" if val else "train")
+        chosen = lines if worst is None else worst_first(lines)[:worst]
+        text = dump(chosen) if as_json else "\n\n".join(rollout_text(x) for x in chosen)
+    typer.echo(text)
+
+
+def check_run_folder(run: Path) -> None:
+    """Raise DataError for a folder that is no run."""
+    if not run.is_dir():
+        raise DataError(f"{run}: there is no such folder. RUN is what --output_dir named.")
+    if not (run / METRICS_FILE).exists() and not (run / "rollouts").is_dir():
+        raise DataError(
+            f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is what --output_dir "
+            "named; a run writes its first line after its first step."
+        )
+
+
+def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any]]:
+    """Read the responses of a step (None: the newest); raises DataError when there are none."""
+    there = rollout_steps(run, split)
+    kind = "validation responses" if split == "val" else "responses"
+    if not there:
+        raise DataError(f"{run} has no {kind} yet.")
+    wanted = there[-1] if step is None else step
+    if wanted not in there:
+        near = min(there, key=lambda s: abs(s - wanted))
+        raise DataError(
+            f"{run} has no {kind} of step {wanted}; it has {len(there)} steps from {there[0]} to "
+            f"{there[-1]}. The nearest is --step {near}."
+        )
+    lines = read_lines(rollout_file(run, wanted, split))
+    return [{"step": wanted} | line for line in lines]
+
+
+def worst_first(lines: Sequence[Line]) -> list[Line]:
+    """Sort by score, lowest first; those without a score at the end."""
+    return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
+
+
+def steps_table(steps: Sequence[Line]) -> str:
+    """Return the steps as aligned columns; columns that no step has are left out."""
+    if not steps:
+        return "No step is finished yet."
+    keys = [k for k in COLUMNS if any(line.get(k) is not None for line in steps)]
+    rows = [["step", *(COLUMNS[k] for k in keys)]]
+    rows += [[str(line["step"]), *(number(line.get(k)) for k in keys)] for line in steps]
+    values = [validation_value(line) for line in steps]
+    if any(v is not None for v in values):
+        for row, cell in zip(rows, ["val", *map(number, values)], strict=True):
+            row.append(cell)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+def rollout_text(line: Line) -> str:
+    """Return one response with its score, as text."""
+    score = line.get("score")
+    told = "no score" if score is None else f"score {number(score)}"
+    head = [f"step {line['step']}", told, f"{line.get('tokens', '?')} tokens"]
+    head += ["cut off"] if line.get("finish_reason") == "length" else []
+    head += [f"data_source {line['data_source']}"] if line.get("data_source") else []
+    blocks = [("failure", "failure"), ("reason", "reason"), ("ground truth", "ground_truth")]
+    lines = ["--- " + ", ".join(head), *block("prompt", line.get("prompt"))]
+    lines += block("response", line.get("response"))
+    lines += [row for name, key in blocks for row in block(name, line.get(key))]
+    parts = {n: p.get("raw") for n, p in (line.get("parts") or {}).items()}
+    if len(parts) > 1:
+        lines += block("parts", ", ".join(f"{n} {number(v)}" for n, v in parts.items()))
+    return "\n".join(lines)
+
+
+def block(name: str, value: Any) -> list[str]:
+    """Return a named piece of text, its lines indented; nothing for an empty one."""
+    if value is None or value == "":
+        return []
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return [f"{name}:", *(f"  {row}" for row in clean(text).split("\n"))]
+
+
+def dump(lines: Sequence[Line]) -> str:
+    """Return lines as a JSON list."""
+    return json.dumps(list(lines), indent=2)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(epilog="Example: ppo show outputs --worst 5")(show)

@@ -1,0 +1,117 @@
+"""How numbers and summaries read: one line a step, a sparkline, the last words of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from ppo_cli.redact import redact
+from ppo_cli.tracker import Summary
+
+# Metric -> the word for it on a line.
+COLUMNS = {
+    "reward_mean": "reward",
+    "kl_divergence": "kl",
+    "clip_fraction": "clip",
+    "policy_loss": "policy",
+    "value_loss": "value",
+    "entropy": "entropy",
+    "response_length_mean": "length",
+}
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.:-=+*#"
+CURVE_WIDTH = 40
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean(text: str) -> str:
+    """Return text that is safe to show: no secrets, and control codes as their numbers.
+
+    Responses are written by a model, and may hold codes that would repaint the terminal.
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", redact(text))
+
+
+def can_show(text: str, encoding: str | None) -> bool:
+    """Whether an output of this encoding can show the text."""
+    try:
+        text.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def number(value: float | None) -> str:
+    """Return about three significant digits; a dash for what was not measured."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    size = abs(value)
+    if size >= 1e5 or 0 < size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
+
+
+def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    """Return one line for one step; what was not measured is left out."""
+    width = len(str(total_steps))
+    words = [f"step {step:>{width}}/{total_steps}"]
+    words += [f"{word} {number(metrics[k])}" for k, word in COLUMNS.items() if k in metrics]
+    if (value := validation_value(metrics)) is not None:
+        words.append(f"val {number(value)}")
+    if "time/step_s" in metrics:
+        words.append(f"{metrics['time/step_s']:.1f} s")
+    return "  ".join(words)
+
+
+def validation_value(metrics: Mapping[str, float]) -> float | None:
+    """The one number of a validation: the accuracy where there is one, else the reward."""
+    for name in ("val/accuracy", "val/reward_mean"):
+        if metrics.get(name) is not None:
+            return metrics[name]
+    return None
+
+
+def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+    """Draw a curve in one line; a long one is averaged down to its width."""
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return ""
+    count = min(CURVE_WIDTH, len(known))
+    cuts = [round(i * len(known) / count) for i in range(count + 1)]
+    means = [math.fsum(known[a:b]) / (b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    low, high = min(means), max(means)
+    marks = ASCII_BLOCKS if ascii_only else BLOCKS
+    scale = (len(marks) - 1) / (high - low) if high > low else 0.0
+    return "".join(marks[round((v - low) * scale)] for v in means)
+
+
+def duration(seconds: float) -> str:
+    """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
+    """Return what a run came to, line by line."""
+    arrow = "->" if ascii_only else "→"
+    rows = [("steps", f"{summary.steps} in {duration(summary.wall_seconds)}")]
+    if summary.reward_after is not None:
+        before, after = number(summary.reward_before), number(summary.reward_after)
+        rows.append(("reward", f"{before} {arrow} {after}"))
+    for name, after_value in summary.val_after.items():
+        before = number(summary.val_before.get(name))
+        rows.append((name, f"{before} {arrow} {number(after_value)}"))
+    if len(summary.rewards) > 1:
+        rows.append(("curve", sparkline(summary.rewards, ascii_only=ascii_only)))
+    if summary.model_dir is not None:
+        rows.append(("model", str(summary.model_dir)))
+    rows.append(("run folder", str(summary.run_dir)))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    if summary.next_steps:
+        lines += ["", "What next:", *(f"  {line}" for line in summary.next_steps)]
+    return [clean(line) for line in lines]
