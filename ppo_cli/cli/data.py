@@ -17,16 +17,11 @@ from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.render import Renderer
 from ppo_cli.errors import EXIT_USER
 
-
-def _underscored(name: str) -> str:
-    """Make `--max-prompt-length` the same flag as `--max_prompt_length`."""
-    return name.replace("-", "_")
-
-
 data_app = typer.Typer(
     help="Check prompt files, or prepare well-known sets.",
     no_args_is_help=True,
-    context_settings={"token_normalize_func": _underscored},
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 Files = Annotated[
