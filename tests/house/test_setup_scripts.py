@@ -19,7 +19,7 @@ PIN = "2.13.0"
 STAND_IN = """#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$*" in
-    "-c import fcntl"*) exec {python} "$@" ;;
+    "-c import fcntl"*) exec "{python}" "$@" ;;
     "-c import sys"*) echo "${{VERSION:-3.11}}" ;;
     "-c import venv"*) exit "${{NO_VENV:-0}}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && : > "$3/pyvenv.cfg" ;;
