@@ -127,10 +127,10 @@ def print_rich(title: str, rows: Table) -> None:
     from rich.table import Table as Grid
     from rich.text import Text
 
-    grid = Grid(title=title, title_justify="left", show_header=False, title_style="bold")
+    grid = Grid(show_header=False)
     for name, value in rows:
         grid.add_row(Text(name, style="cyan"), Text(value))
-    Console().print(grid)
+    Console().print(Text(title, style="bold"), grid, "")
 
 
 def print_prepared(files: Sequence[Prepared]) -> None:
