@@ -21,8 +21,12 @@ ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
 COMMANDS = {
     "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
-    "plan": ("ppo_cli.cli.plan:app", "Show every setting with its origin, and the batch arithmetic."),
+    "plan": (
+        "ppo_cli.cli.plan:app",
+        "Show every setting with its origin, and the batch arithmetic.",
+    ),
     "presets": ("ppo_cli.cli.presets:app", "List the presets, or show one."),
+    "show": ("ppo_cli.cli.show:app", "Read a run folder: its steps, or the responses of one."),
     "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
 }
 

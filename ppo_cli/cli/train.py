@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.cli.plan import print_plan
-from ppo_cli.config.checks import missing_inputs, missing_parts
+from ppo_cli.config.parts import missing_inputs, missing_parts
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.errors import ConfigError, MissingPart, PpoError
 
@@ -27,9 +26,7 @@ def train(given: Given) -> None:
         print_plan(resolved)
         return
     _refuse(resolved)
-    for note in resolved.notes:
-        print(note, file=sys.stderr)
-    _run(resolved, debug=bool(given.extras.get("debug")))
+    _run(resolved)
 
 
 def _refuse(resolved: Resolved) -> None:
@@ -42,12 +39,15 @@ def _refuse(resolved: Resolved) -> None:
         raise ConfigError(lacking)
 
 
-def _run(resolved: Resolved, *, debug: bool) -> None:
+def _run(resolved: Resolved) -> None:
     from ppo_cli.assemble import train as train_now
     from ppo_cli.cli.screen import make_screen
 
+    screen = make_screen()
+    for note in resolved.notes:
+        screen.note(note)
     try:
-        train_now(resolved, make_screen())
+        train_now(resolved, screen)
     except (PpoError, OSError):
         raise
     except Exception as bug:

@@ -1,11 +1,18 @@
-"""What no single setting can tell: settings that clash, and parts that are not there yet."""
+"""What no single setting can tell: settings that clash, each with its mend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ppo_cli.config.effective import GROUPED, clip_high, clip_low, critic_mini_batch, uses_critic
+from ppo_cli.config.effective import (
+    GROUPED,
+    clip_high,
+    clip_low,
+    critic_mini_batch,
+    uses_critic,
+)
+from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.schema import Config
 
 
@@ -19,36 +26,16 @@ class Clash:
 
 def cross_checks(config: Config, environ: Mapping[str, str]) -> list[Clash]:
     """Return every clash between settings."""
-    return [*_batches(config), *_estimator(config), *_kl(config), *_run(config)]
-
-
-def missing_parts(config: Config) -> list[str]:
-    """Return one sentence for each part that is asked for and not there yet."""
-    said = []
-    reward = config.reward
-    if config.trainer.engine in ("ray", "verl"):
-        said.append(f"The engine '{config.trainer.engine}' is not there yet; use --engine local.")
-    if config.rollout.name == "vllm":
-        said.append("The vLLM sampler is not there yet; use --rollout_name hf.")
-    if config.model.lora_rank > 0:
-        said.append("LoRA is not there yet; leave --lora_rank out to train all weights.")
-    if reward.api.enable:
-        said.append("LLM judges are not there yet; leave --use_api_reward out.")
-    if reward.model.path is not None:
-        said.append("Reward models are not there yet; leave --reward_model out.")
-    if reward.parts:
-        said.append("Mixed rewards are not there yet; leave --reward out.")
-    return said
-
-
-def missing_inputs(config: Config) -> list[str]:
-    """Return what a run cannot start without."""
-    if config.data.train_files:
-        return []
     return [
-        "There are no prompts to train on: name them with --train_files FILE. "
-        "`ppo data prepare gsm8k --source openai/gsm8k --out data/gsm8k` makes a set, "
-        "and --preset embedded trains on the bundled one."
+        *_batches(config),
+        *_estimator(config),
+        *_clips(config),
+        *_losses(config),
+        *_kl(config),
+        *_backends(config),
+        *_devices(config, gpu_count(environ)),
+        *_schedule(config),
+        *_reward(config),
     ]
 
 
@@ -60,17 +47,18 @@ def _batches(config: Config) -> Iterator[Clash]:
     for key, size in sizes:
         keys = (key, "data.train_batch_size")
         if size > batch:
-            text = (
-                f"{key} {size} is larger than data.train_batch_size {batch}; a mini-batch is "
-                f"a part of the batch. Use --mini_batch_size {batch} or less."
+            yield Clash(
+                keys,
+                f"{key} {size} is larger than data.train_batch_size {batch}; a mini-batch is a "
+                f"part of the batch. Use {batch} or less.",
             )
-            yield Clash(keys, text)
         elif batch % size:
-            text = (
+            yield Clash(
+                keys,
                 f"data.train_batch_size {batch} is not divisible by {key} {size}. "
-                f"Use a mini-batch of {_divisor(batch, size)} or a batch of {batch - batch % size}."
+                f"Use a mini-batch of {_divisor(batch, size)}, or a batch of "
+                f"{batch - batch % size}.",
             )
-            yield Clash(keys, text)
 
 
 def _divisor(batch: int, size: int) -> int:
@@ -80,30 +68,156 @@ def _divisor(batch: int, size: int) -> int:
 def _estimator(config: Config) -> Iterator[Clash]:
     name = config.algorithm.adv_estimator
     if name in GROUPED and config.rollout.n < 2:
-        text = (
+        yield Clash(
+            ("algorithm.adv_estimator", "rollout.n"),
             f"the estimator {name} compares several responses to a prompt, but rollout.n is "
-            f"{config.rollout.n}. Use --rollout_n 4, or --adv_estimator gae."
+            f"{config.rollout.n}. Use --rollout_n 4, or --adv_estimator gae.",
         )
-        yield Clash(("algorithm.adv_estimator", "rollout.n"), text)
-    if clip_low(config.actor) > clip_high(config.actor):
-        text = (
-            f"the lower clip range {clip_low(config.actor):g} is above the upper one "
-            f"{clip_high(config.actor):g}; swap them."
+    if name == "remax" and config.algorithm.gamma != 1.0:
+        yield Clash(
+            ("algorithm.gamma", "algorithm.adv_estimator"),
+            f"remax knows no discount, but algorithm.gamma is {config.algorithm.gamma:g}. "
+            "Use --gamma 1.",
         )
-        yield Clash(("actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio"), text)
+    if not uses_critic(config) and config.trainer.critic_warmup:
+        yield Clash(
+            ("trainer.critic_warmup", "algorithm.adv_estimator"),
+            f"the estimator {name} trains no critic, so trainer.critic_warmup "
+            f"{config.trainer.critic_warmup} would leave steps without any update. Use 0.",
+        )
+
+
+def _clips(config: Config) -> Iterator[Clash]:
+    actor = config.actor
+    if clip_low(actor) > clip_high(actor):
+        yield Clash(
+            ("actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio"),
+            f"the lower clip range {clip_low(actor):g} is above the upper one "
+            f"{clip_high(actor):g}; swap actor.clip_ratio_low and actor.clip_ratio_high.",
+        )
+    if clip_high(actor) + 1 >= actor.clip_ratio_c:
+        yield Clash(
+            ("actor.clip_ratio_c", "actor.clip_ratio_high", "actor.clip_ratio"),
+            f"the dual-clip bound actor.clip_ratio_c {actor.clip_ratio_c:g} lies inside the clip "
+            f"range (1 + {clip_high(actor):g}); use 3, or a smaller range.",
+        )
+
+
+def _losses(config: Config) -> Iterator[Clash]:
+    for who, part in (("actor", config.actor), ("critic", config.critic)):
+        if part.loss_scale_factor is not None and part.loss_agg_mode != "seq-mean-token-sum-norm":
+            yield Clash(
+                (f"{who}.loss_scale_factor", f"{who}.loss_agg_mode"),
+                f"{who}.loss_scale_factor has a meaning only with {who}.loss_agg_mode="
+                f"seq-mean-token-sum-norm, not with {part.loss_agg_mode}.",
+            )
+        if part.optim.lr_scheduler_type == "constant" and part.optim.min_lr_ratio:
+            yield Clash(
+                (f"{who}.optim.min_lr_ratio", f"{who}.optim.lr_scheduler_type"),
+                f"{who}.optim.min_lr_ratio is the floor of the cosine; use it with "
+                f"{who}.optim.lr_scheduler_type=cosine.",
+            )
+        beta1, beta2 = part.optim.betas
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            yield Clash(
+                (f"{who}.optim.betas",),
+                f"{who}.optim.betas must each be at least 0 and below 1, but are "
+                f"{beta1:g} and {beta2:g}.",
+            )
 
 
 def _kl(config: Config) -> Iterator[Clash]:
-    if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
-        text = "the KL loss is on with weight 0; set actor.kl_loss_coef or leave it off."
-        yield Clash(("actor.use_kl_loss", "actor.kl_loss_coef"), text)
+    actor, algorithm = config.actor, config.algorithm
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield Clash(
+            ("actor.use_kl_loss", "actor.kl_loss_coef"),
+            "actor.use_kl_loss is on with weight 0; set actor.kl_loss_coef, or leave it off.",
+        )
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
+        if algorithm.kl_ctrl.kl_coef == 0:
+            yield Clash(
+                ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type"),
+                "an adaptive KL coefficient that starts at 0 stays there; use --kl_coef 0.001.",
+            )
+    elif algorithm.kl_ctrl.type == "adaptive":
+        yield Clash(
+            ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
+            "the adaptive controller steers the KL in the reward, which is off; set "
+            "algorithm.use_kl_in_reward=true.",
+        )
 
 
-def _run(config: Config) -> Iterator[Clash]:
+def _backends(config: Config) -> Iterator[Clash]:
+    for who, part in (("actor", config.actor), ("critic", config.critic)):
+        if part.strategy == "megatron":
+            yield Clash(
+                (f"{who}.strategy",),
+                f"{who}.strategy megatron is not offered: models are sharded with FSDP2, which "
+                "needs no conversion. Use fsdp2.",
+            )
+    if config.rollout.name in ("sglang", "trtllm"):
+        yield Clash(
+            ("rollout.name",),
+            f"the sampler {config.rollout.name} is not offered; use vllm on GPUs, or hf.",
+        )
+
+
+def _devices(config: Config, gpus: int) -> Iterator[Clash]:
     trainer = config.trainer
     if trainer.nnodes > 1 and trainer.node_rank is None:
-        text = f"{trainer.nnodes} nodes need the rank of this one: --node_rank 0 on the first."
-        yield Clash(("trainer.nnodes", "trainer.node_rank"), text)
-    for key, freq in (("save_freq", trainer.save_freq), ("test_freq", trainer.test_freq)):
+        yield Clash(
+            ("trainer.nnodes", "trainer.node_rank"),
+            f"{trainer.nnodes} nodes need the rank of this one: --node_rank 0 on the first.",
+        )
+    if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
+        yield Clash(
+            ("trainer.node_rank", "trainer.nnodes"),
+            f"trainer.node_rank {trainer.node_rank} does not exist among {trainer.nnodes} node(s); "
+            f"ranks go from 0 to {trainer.nnodes - 1}.",
+        )
+    if trainer.nnodes > 1 and trainer.master_addr is None and trainer.node_rank != 0:
+        yield Clash(
+            ("trainer.nnodes", "trainer.master_addr"),
+            f"{trainer.nnodes} nodes need the address of the first: --master_addr HOST.",
+        )
+    wanted = trainer.n_gpus_per_node or gpus
+    span = config.rollout.tensor_model_parallel_size
+    if wanted and (wanted * trainer.nnodes) % span:
+        yield Clash(
+            ("rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node"),
+            f"{wanted * trainer.nnodes} GPUs cannot be split into samplers of {span}; use a "
+            "--rollout_tp that divides them.",
+        )
+    if trainer.num_workers is not None and trainer.n_gpus_per_node:
+        yield Clash(
+            ("trainer.num_workers", "trainer.n_gpus_per_node"),
+            "trainer.num_workers counts ranks without GPUs; with --n_gpus leave it out.",
+        )
+
+
+def _schedule(config: Config) -> Iterator[Clash]:
+    freqs = {"save_freq": config.trainer.save_freq, "test_freq": config.trainer.test_freq}
+    for key, freq in freqs.items():
         if freq == 0:
             yield Clash((f"trainer.{key}",), f"trainer.{key} 0 means nothing; use -1 or 1 and up.")
+    if config.trainer.patience is not None and config.trainer.test_freq < 1:
+        yield Clash(
+            ("trainer.patience", "trainer.test_freq"),
+            "--patience counts validations, but there are none on the way; set --test_freq 10.",
+        )
+    if config.trainer.patience is not None and not config.data.val_files:
+        yield Clash(
+            ("trainer.patience", "data.val_files"),
+            "--patience watches validation, but there are no validation prompts: --val_files FILE.",
+        )
+    if config.data.train_max_samples == 0:
+        text = "data.train_max_samples 0 leaves no prompts; use -1 for all."
+        yield Clash(("data.train_max_samples",), text)
+
+
+def _reward(config: Config) -> Iterator[Clash]:
+    if config.reward.function and config.reward.rule:
+        yield Clash(
+            ("reward.rule", "reward.function"),
+            "reward.function and reward.rule each say how every row is scored; keep one.",
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ppo_cli.config.plan import value_of
+from ppo_cli.config.keys import value_of
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.redact import redact
 

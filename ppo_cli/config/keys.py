@@ -84,6 +84,14 @@ def suggest(name: str) -> str:
     return did_you_mean(name, known)
 
 
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
 def range_words(key: Key) -> str:
     """Return the range of a setting in words: `above 0, at most 1`."""
     if key.choices:

@@ -55,8 +55,7 @@ def gather(
     low += [found.read(Path(path), str(path)) for path in config_files]
     given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
     high = [_variables(environ), given, _overrides(found, overrides)]
-    reward = _reward_file(found, [*low, *high])
-    layers = [*low, reward, *high]
+    layers = _with_reward_file(found, low, high)
     if not preset and not _names_model(layers) and gpu_count(environ) == 0:
         layers.insert(0, _preset(found, "embedded"))
         found.notes.append(EMBEDDED_NOTE)
@@ -102,15 +101,27 @@ def _unquoted(raw: str) -> Any:
     return raw
 
 
-def _reward_file(found: Gathered, layers: list[list[Entry]]) -> list[Entry]:
-    """Read the file that `reward.config_file` names, the topmost layer that sets it winning."""
-    named = [e for layer in layers for e in layer if e.name == REWARD_FILE]
-    if not named or is_unset(named[-1].raw) or not isinstance(named[-1].raw, str):
-        return []
-    label = str(named[-1].raw)
-    entries = found.read(Path(label), label)
-    inside = (e.name if e.name.startswith("reward.") else f"reward.{e.name}" for e in entries)
-    return [Entry(name, e.raw, e.origin) for name, e in zip(inside, entries, strict=True)]
+def _with_reward_file(
+    found: Gathered, low: list[list[Entry]], high: list[list[Entry]]
+) -> list[list[Entry]]:
+    """Lay the file of `reward.config_file` just below the settings that name it.
+
+    Named by a variable, flag or override, it counts as the last of the settings files.
+    """
+    layers = [*low, *high]
+    naming = [
+        (place, e) for place, layer in enumerate(layers) for e in layer if e.name == REWARD_FILE
+    ]
+    if not naming or is_unset(naming[-1][1].raw) or not isinstance(naming[-1][1].raw, str):
+        return layers
+    place, entry = naming[-1]
+    label = str(entry.raw)
+    inside = [
+        Entry(e.name if e.name.startswith("reward.") else f"reward.{e.name}", e.raw, e.origin)
+        for e in found.read(Path(label), label)
+    ]
+    place = min(place, len(low))
+    return [*layers[:place], inside, *layers[place:]]
 
 
 def _names_model(layers: list[list[Entry]]) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_cli.config.bundled import prompt_files
-from ppo_cli.config.checks import missing_inputs, missing_parts
 from ppo_cli.config.effective import critic_mini_batch, learner_ranks, uses_critic
 from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.keys import value_of
+from ppo_cli.config.parts import missing_inputs, missing_parts
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.rows import count_rows
 from ppo_cli.config.schema import Config
@@ -39,16 +40,13 @@ def make_plan(resolved: Resolved) -> Plan:
         key: (_plain(value_of(resolved.config, key)), origin)
         for key, origin in resolved.origins.items()
     }
-    notes = [*resolved.notes, *missing_inputs(resolved.config), *missing_parts(resolved.config)]
+    notes = [
+        *resolved.notes,
+        *_too_few(sums),
+        *missing_inputs(resolved.config),
+        *missing_parts(resolved.config),
+    ]
     return Plan(values, sums, tuple(_sentences(sums)), tuple(redact(n) for n in notes))
-
-
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a setting by its dotted name."""
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def arithmetic(config: Config, gpus: int) -> dict[str, int | None]:
@@ -71,6 +69,13 @@ def arithmetic(config: Config, gpus: int) -> dict[str, int | None]:
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _times(a_step, steps)
     return sums | _reward_calls(config, steps)
+
+
+def _too_few(sums: dict[str, int | None]) -> list[str]:
+    rows, batch = sums["train_rows"], sums["prompts_per_step"]
+    if rows is None or batch is None or rows >= batch:
+        return []
+    return [f"{rows} training rows cannot fill a batch of {batch} prompts; lower --batch_size."]
 
 
 def _updates(who: str, config: Config, part: Trained, mini: int, gpus: int) -> dict[str, int]:

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from ppo_cli.config.checks import cross_checks
-from ppo_cli.config.keys import find, range_words, sections, suggest, table
+from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
 from ppo_cli.config.layers import Gathered, Reset, gather
 from ppo_cli.config.schema import Config
 from ppo_cli.config.values import read_free, read_value
-from ppo_cli.config.verl_names import Late, Translator
+from ppo_cli.config.verl_names import Demand, Late, Translator
 from ppo_cli.config.yaml_file import Entry
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import redact
@@ -46,7 +46,11 @@ def resolve(
     for clash in cross_checks(config, environ):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")
-    draft.problems += [said for demand in draft.demands if (said := demand(config))]
+    draft.problems += [
+        f"{demand.origin}: {demand.otherwise}"
+        for demand in draft.demands
+        if not demand.holds(lambda name: value_of(config, name))
+    ]
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     return Resolved(config, _origins(draft.entries), tuple(dict.fromkeys(draft.notes)))
@@ -59,7 +63,7 @@ class _Draft:
     entries: dict[str, Entry]
     problems: list[str]
     notes: list[str]
-    demands: list[Any] = field(default_factory=list)
+    demands: list[Demand] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
+from typing import IO
 
 
 def count_rows(path: str) -> int | None:
@@ -13,25 +15,32 @@ def count_rows(path: str) -> int | None:
         return None
     try:
         return _count(file)
-    except (OSError, ValueError):
+    except (OSError, EOFError, ValueError):
         return None
 
 
 def _count(file: Path) -> int | None:
-    kind = file.suffix.lower()
+    kinds = [suffix.lower() for suffix in file.suffixes]
+    kind = kinds[-2] if kinds[-1:] == [".gz"] and len(kinds) > 1 else "".join(kinds[-1:])
     if kind == ".parquet":
         return _parquet(file)
-    if kind == ".jsonl":
-        return _lines(file)
-    if kind == ".json":
-        rows = json.loads(file.read_text(encoding="utf-8"))
-        return len(rows) if isinstance(rows, list) else None
-    return None
+    with _opened(file) as content:
+        if kind in (".jsonl", ".ndjson"):
+            return sum(1 for line in content if line.strip())
+        return _json(content) if kind == ".json" else None
 
 
-def _lines(file: Path) -> int:
-    with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
+def _opened(file: Path) -> IO[bytes]:
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file, "rb")
+    return file.open("rb")
+
+
+def _json(content: IO[bytes]) -> int | None:
+    rows = json.load(content)
+    if isinstance(rows, dict):
+        rows = rows.get("data")
+    return len(rows) if isinstance(rows, list) else None
 
 
 def _parquet(file: Path) -> int:

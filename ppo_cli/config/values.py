@@ -83,7 +83,7 @@ def _number(raw: Any) -> float:
         value = float(text)
     except ValueError:
         raise ValueError(f"'{text}' is not a number") from None
-    if isinstance(raw, bool):
+    if isinstance(raw, bool) or "_" in text:
         raise ValueError(f"'{text}' is not a number")
     if not math.isfinite(value):
         raise ValueError(f"'{text}' is not a finite number")
@@ -93,7 +93,7 @@ def _number(raw: Any) -> float:
 def _whole(raw: Any) -> int:
     text = _scalar(raw, "a whole number")
     try:
-        return int(text) if not isinstance(raw, bool) else int("")
+        return int("" if isinstance(raw, bool) or "_" in text else text)
     except ValueError:
         pass
     value = _number(raw)

@@ -1,0 +1,278 @@
+"""verl's and the older style's settings whose value, not only whose name, has to be turned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.values import NO, YES, is_unset
+from ppo_cli.config.verl_table import BUDGET
+from ppo_cli.config.yaml_file import Entry
+
+if TYPE_CHECKING:
+    from ppo_cli.config.verl_names import Translator
+
+Turn = Callable[["Translator", Entry], None]
+PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+
+
+def yes(entry: Entry) -> bool | None:
+    """Read a switch; None when it is neither on nor off."""
+    text = str(entry.raw).strip().lower()
+    return True if text in YES else False if text in NO else None
+
+
+def _switch(told: Translator, entry: Entry) -> bool | None:
+    on = yes(entry)
+    if on is None:
+        told.problem(entry, f"{entry.name}: '{entry.raw}' is neither true nor false.")
+    return on
+
+
+def _dynamic(part: str, told: Translator, entry: Entry) -> None:
+    """Token budgets are what a micro-batch is cut by, unless its size is set."""
+    size = f"{part}.ppo_micro_batch_size_per_gpu"
+    on = _switch(told, entry)
+    if on:
+        told.put(entry, size, None)
+    elif on is False:
+        told.demand(
+            entry,
+            lambda value: value(size) is not None,
+            f"without dynamic batches set the size of a micro-batch: {size}=4.",
+        )
+
+
+def _global_micro(part: str, told: Translator, entry: Entry) -> None:
+    """Share the deprecated size over all ranks, as verl did."""
+
+    def per_gpu(value: Callable[[str], Any]) -> int:
+        ranks = _ranks(value, told.environ)
+        total = _count(entry)
+        if total % ranks:
+            raise ValueError(
+                f"{entry.name} {total} is not divisible by {ranks} ranks; set "
+                f"{part}.ppo_micro_batch_size_per_gpu instead."
+            )
+        return total // ranks
+
+    if not is_unset(entry.raw):
+        told.put_late(entry, f"{part}.ppo_micro_batch_size_per_gpu", per_gpu)
+
+
+def _log_prob_rows(shared: bool, told: Translator, entry: Entry) -> None:
+    """A count of sequences becomes the token budget that as many of the longest need."""
+
+    def budget(value: Callable[[str], Any]) -> int:
+        rows = _count(entry)
+        rows = max(1, rows // _ranks(value, told.environ)) if shared else rows
+        return rows * int(value("data.max_prompt_length") + value("data.max_response_length"))
+
+    if not is_unset(entry.raw):
+        told.put_late(entry, BUDGET, budget)
+
+
+def _count(entry: Entry) -> int:
+    try:
+        number = int(str(entry.raw))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{entry.name}: '{entry.raw}' is not a whole number of 1 or more.")
+    return number
+
+
+def _ranks(value: Callable[[str], Any], environ: Mapping[str, str]) -> int:
+    workers = value("trainer.num_workers")
+    if workers:
+        return int(workers)
+    gpus = value("trainer.n_gpus_per_node")
+    a_node = gpu_count(environ) if gpus is None else int(gpus)
+    return max(1, a_node) * int(value("trainer.nnodes"))
+
+
+def _adaptive(told: Translator, entry: Entry) -> None:
+    on = _switch(told, entry)
+    if on is not None:
+        told.put(entry, "algorithm.kl_ctrl.type", "adaptive" if on else "fixed")
+
+
+def _old_dynamic(told: Translator, entry: Entry) -> None:
+    for part in ("actor", "critic"):
+        _dynamic(part, told, entry)
+
+
+def _data_parallel(told: Translator, entry: Entry) -> None:
+    """So many ranks: GPUs where there are some, else worker processes."""
+    key = "trainer.n_gpus_per_node" if gpu_count(told.environ) else "trainer.num_workers"
+    if str(entry.raw).strip() == "1":
+        return
+    told.note(entry, f"it sets {key}")
+    told.put(entry, key, entry.raw)
+
+
+def _greedy_validation(told: Translator, entry: Entry) -> None:
+    on = _switch(told, entry)
+    if on is False:
+        told.put(entry, "rollout.val_kwargs.temperature", "0")
+    elif on:
+        told.demand(
+            entry,
+            lambda value: value("rollout.val_kwargs.temperature") > 0,
+            "sampled validation needs a temperature: rollout.val_kwargs.temperature=0.7.",
+        )
+
+
+def _logger(told: Translator, entry: Entry) -> None:
+    """Drop `file`: metrics.jsonl is always written."""
+    raw = entry.raw
+    if isinstance(raw, str) and raw[:1] in "[(":
+        raw = raw[1:-1]
+    words = raw.split(",") if isinstance(raw, str) else list(raw) if raw is not None else [None]
+    kept = [w.strip(" '\"") if isinstance(w, str) else w for w in words]
+    told.put(entry, entry.name, [w for w in kept if w != "file"])
+
+
+def _resume_mode(told: Translator, entry: Entry) -> None:
+    word = str(entry.raw).strip()
+    if word == "disable":
+        told.put(entry, entry.name, "never")
+    elif word == "resume_path":
+        told.resume_by_path = True
+
+        def path(value: Callable[[str], Any]) -> str:
+            if told.resume_path is None:
+                raise ValueError("name the checkpoint as well: --resume PATH.")
+            return told.resume_path
+
+        told.put_late(entry, entry.name, path)
+    else:
+        told.put(entry, entry.name, entry.raw)
+
+
+def _resume_from(told: Translator, entry: Entry) -> None:
+    if is_unset(entry.raw):
+        return
+    told.resume_path = str(entry.raw)
+    told.demand(
+        entry,
+        lambda value: told.resume_by_path,
+        "a checkpoint to go on from is taken with trainer.resume_mode=resume_path, or simply "
+        f"--resume {entry.raw}.",
+    )
+
+
+def _reward_model_on(told: Translator, entry: Entry) -> None:
+    on = _switch(told, entry)
+    if on:
+        told.demand(
+            entry,
+            lambda value: value("reward.model.path") is not None,
+            "a reward model is on, but none is named: --reward_model PATH.",
+        )
+    elif on is False:
+        told.demand(
+            entry,
+            lambda value: value("reward.model.path") is None,
+            "the reward model is off, but reward.model.path names one; leave one of them out.",
+        )
+
+
+def _reward_manager(told: Translator, entry: Entry) -> None:
+    if str(entry.raw).strip() not in ("naive", "None", "null"):
+        told.problem(
+            entry,
+            f"the reward manager '{entry.raw}' is not offered. Rules are chosen by data_source "
+            "(naive); --reward_function FILE takes one of your own, --rm_max_rpm limits a judge.",
+        )
+
+
+def _function_file(told: Translator, entry: Entry) -> None:
+    if not is_unset(entry.raw):
+        told.function_file = entry
+
+
+def _function_name(told: Translator, entry: Entry) -> None:
+    told.function_name = entry
+
+
+def _saved(told: Translator, entry: Entry) -> None:
+    raw = entry.raw.strip("[]() ").split(",") if isinstance(entry.raw, str) else entry.raw or []
+    words = {str(word).strip(" '\"") for word in raw}
+    if not {"model", "optimizer", "extra"} <= words <= {"model", "optimizer", "extra", "hf_model"}:
+        told.problem(
+            entry,
+            f"{entry.name}: a checkpoint always holds model, optimizer and extra, and the model "
+            "as a Hugging Face folder; leave it out.",
+        )
+
+
+def _device(told: Translator, entry: Entry) -> None:
+    here = "cuda" if gpu_count(told.environ) else "cpu"
+    if str(entry.raw).strip() != here:
+        told.problem(
+            entry,
+            f"trainer.device is '{entry.raw}', but this machine has "
+            f"{'a GPU' if here == 'cuda' else 'no GPU'}; the device is found by itself "
+            "(CUDA_VISIBLE_DEVICES= hides GPUs).",
+        )
+
+
+def _precision(told: Translator, entry: Entry) -> None:
+    told.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
+
+
+def _window(told: Translator, entry: Entry) -> None:
+    if "_" in str(entry.raw):
+        told.problem(
+            entry,
+            f"{entry.name}: a window '{entry.raw}' is not offered; weights are truncated at one "
+            "number, such as 2.0.",
+        )
+    else:
+        told.put(entry, entry.name, entry.raw)
+
+
+def _part(turn: Callable[..., None], part: Any) -> Turn:
+    return lambda told, entry: turn(part, told, entry)
+
+
+TURNED: Final[dict[str, Turn]] = {
+    "actor.use_dynamic_bsz": _part(_dynamic, "actor"),
+    "critic.use_dynamic_bsz": _part(_dynamic, "critic"),
+    "actor.ppo_micro_batch_size": _part(_global_micro, "actor"),
+    "critic.ppo_micro_batch_size": _part(_global_micro, "critic"),
+    "rollout.log_prob_micro_batch_size_per_gpu": _part(_log_prob_rows, False),
+    "ref.log_prob_micro_batch_size_per_gpu": _part(_log_prob_rows, False),
+    "critic.forward_micro_batch_size_per_gpu": _part(_log_prob_rows, False),
+    "rollout.log_prob_micro_batch_size": _part(_log_prob_rows, True),
+    "ref.log_prob_micro_batch_size": _part(_log_prob_rows, True),
+    "critic.forward_micro_batch_size": _part(_log_prob_rows, True),
+    "ppo.adaptive_kl": _adaptive,
+    "training.use_dynamic_batchsize": _old_dynamic,
+    "distributed.data_parallel_size": _data_parallel,
+    "rollout.val_kwargs.do_sample": _greedy_validation,
+    "trainer.logger": _logger,
+    "trainer.resume_mode": _resume_mode,
+    "trainer.resume_from_path": _resume_from,
+    "reward_model.enable": _reward_model_on,
+    "reward.reward_model.enable": _reward_model_on,
+    "reward_model.reward_manager": _reward_manager,
+    "reward.reward_manager": _reward_manager,
+    "reward.reward_manager.name": _reward_manager,
+    "custom_reward_function.path": _function_file,
+    "reward.custom_reward_function.path": _function_file,
+    "custom_reward_function.name": _function_name,
+    "reward.custom_reward_function.name": _function_name,
+    "actor.checkpoint.save_contents": _saved,
+    "actor.checkpoint.load_contents": _saved,
+    "critic.checkpoint.save_contents": _saved,
+    "critic.checkpoint.load_contents": _saved,
+    "trainer.device": _device,
+    "actor.fsdp_config.mixed_precision.param_dtype": _precision,
+    "actor.fsdp_config.dtype": _precision,
+    "critic.fsdp_config.mixed_precision.param_dtype": _precision,
+    "critic.fsdp_config.dtype": _precision,
+    "algorithm.rollout_correction.rollout_is_threshold": _window,
+}
