@@ -227,10 +227,8 @@ class WorkerPool:
         for worker in list(self._workers):
             process = worker.process
             if not process.ready and process.start_deadline <= now:
-                self._give_up(
-                    worker,
-                    f"The worker for {self._task.label} took longer than {SECONDS_TO_START:g} s to start.",
-                )
+                slow = f"took longer than {SECONDS_TO_START:g} s to start"
+                self._give_up(worker, f"The worker for {self._task.label} {slow}.")
             late = [job for job in worker.jobs.values() if job.deadline <= now]
             if not late:
                 continue

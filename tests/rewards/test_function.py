@@ -243,7 +243,7 @@ def test_children_of_a_killed_worker_die_with_it(
     """
     [score] = scores(code, "a", timeout=1.5)
     assert score.failure.startswith("timeout")
-    assert not _is_running(tmp_path / "pid")
+    _wait_until_gone(tmp_path / "pid")
 
 
 def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Path) -> None:
@@ -267,8 +267,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     ended = subprocess.run([sys.executable, "-c", trainer], timeout=PATIENCE, cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL
+    _wait_until_gone(tmp_path / "pid")
+
+
+def _wait_until_gone(pid_file: Path) -> None:
     until = time.monotonic() + PATIENCE
-    while _is_running(tmp_path / "pid"):
+    while _is_running(pid_file):
         assert time.monotonic() < until
         time.sleep(0.05)
 

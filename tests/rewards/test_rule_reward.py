@@ -57,16 +57,14 @@ def test_four_hundred_expressions(build: Build, rollout: MakeRollout) -> None:
     assert [f.result(PATIENCE).value for f in futures] == [1.0] * 400
 
 
-@pytest.mark.parametrize(
-    "expression", ["9^{9^{9^{9}}}", "(10^9)!", "(" * 140 + "x" + ")" * 140], ids=["9", "!", "("]
-)
-def test_an_expression_that_never_ends_fails_alone(expression: str, rollout: MakeRollout) -> None:
-    reward = RuleReward(num_workers=1, cpu_seconds=1.0)
-    killer = reward.submit(rollout(rf"\boxed{{{expression}}}", "1.5", "math"))
+def test_expressions_that_never_end_fail_alone(rollout: MakeRollout) -> None:
+    hostile = ["9^{9^{9^{9}}}", "(10^9)!", "(" * 140 + "x" + ")" * 140]
+    reward = RuleReward(num_workers=2, cpu_seconds=0.7)
+    killers = [reward.submit(rollout(rf"\boxed{{{one}}}", "1.5", "math")) for one in hostile]
     after = reward.submit(rollout(r"\boxed{\frac{3}{2}}", "1.5", "math"))
-    failed = killer.result(PATIENCE)
-    assert failed.value is None
-    assert failed.failure == "timeout: took more than 1 s of computing"
+    for killer in killers:
+        score = killer.result(PATIENCE)
+        assert (score.value, score.failure) == (None, "timeout: took more than 0.7 s of computing")
     assert after.result(PATIENCE).value == 1.0
     reward.close()
 
@@ -127,10 +125,8 @@ def test_closing_leaves_no_process_and_no_open_answer(rollout: MakeRollout) -> N
 
 
 def _children() -> list[str]:
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir():
-        return []
-    return [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    lists = Path("/proc/self/task").glob("*/children")
+    return [pid for one in lists for pid in one.read_text().split()]
 
 
 def test_workers_start_only_when_something_is_slow(build: Build, rollout: MakeRollout) -> None:
