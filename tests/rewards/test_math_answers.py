@@ -109,6 +109,25 @@ WRONG = [
 ]
 
 
+HEDGES = ["72,73", r"72 \text{ or } 73", r"\{72,73\}", r"\pm 72", "[0,100]", "72; 73", "x>0"]
+EMPTY_WORDS = [
+    "",
+    "?",
+    "nan",
+    "0/0",
+    r"\infty-\infty",
+    "x=x",
+    r"\emptyset",
+    r"\text{answer}",
+    "0.72",
+]
+
+
+@pytest.mark.parametrize("answer", HEDGES + EMPTY_WORDS)
+def test_hedges_and_empty_words_earn_nothing(answer: str) -> None:
+    assert score_math("math", rf"\boxed{{{answer}}}", "72")["score"] == 0.0
+
+
 @pytest.mark.parametrize(("reply", "gold"), RIGHT)
 def test_right_answers_score_one(reply: str, gold: object) -> None:
     assert score_math("math", reply, gold)["score"] == 1.0
