@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.errors import DataError
 from ppo_cli.prompts import PromptOrder
+
+# A busy machine must not fail a test for being slow.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -34,6 +37,7 @@ def epochs_of(order: PromptOrder, count: int) -> list[list[int]]:
 
 
 @given(orders())
+@UNHURRIED
 def test_every_batch_is_full_and_has_no_prompt_twice(how: dict[str, Any]) -> None:
     order = PromptOrder(**how)
     for _ in range(3 * order.steps_per_epoch + 1):
@@ -43,6 +47,7 @@ def test_every_batch_is_full_and_has_no_prompt_twice(how: dict[str, Any]) -> Non
 
 
 @given(orders())
+@UNHURRIED
 def test_no_prompt_comes_twice_in_an_epoch_and_none_is_left_out_twice(how: dict[str, Any]) -> None:
     everything = set(range(how["size"]))
     left_out: set[int] = set()
@@ -54,6 +59,7 @@ def test_no_prompt_comes_twice_in_an_epoch_and_none_is_left_out_twice(how: dict[
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
+@UNHURRIED
 def test_every_prompt_once_an_epoch_when_batches_divide(
     batch_size: int, batches: int, seed: int
 ) -> None:
@@ -63,7 +69,7 @@ def test_every_prompt_once_an_epoch_when_batches_divide(
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 60))
-@settings(max_examples=200)
+@settings(UNHURRIED, max_examples=200)
 def test_resume_at_any_point_equals_no_stop(how: dict[str, Any], before: int, after: int) -> None:
     whole = PromptOrder(**how)
     for _ in range(before):
@@ -169,6 +175,7 @@ def test_other_prompts_or_another_seed_are_refused(changed: dict[str, Any], said
 
 
 @given(orders(), st.integers(0, 20), st.data())
+@UNHURRIED
 def test_another_batch_size_may_go_on(
     how: dict[str, Any], before: int, data: st.DataObject
 ) -> None:
