@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from ppo_cli.cli.wording import BLOCKS, can_show, clean, step_line, summary_lines
+from ppo_cli.cli.wording import BLOCKS, can_show, clean, fit, step_line, summary_lines
 from ppo_cli.tracker import Advance, Screen, Summary
 
 
@@ -68,9 +68,7 @@ class PlainScreen:
         """Do nothing: nothing was opened."""
 
     def _print(self, text: str) -> None:
-        encoding = self._file.encoding or "utf-8"
-        shown = clean(text).encode(encoding, "replace").decode(encoding)
-        print(shown, file=self._file, flush=True)
+        print(fit(clean(text), self._file.encoding), file=self._file, flush=True)
 
 
 class TerminalScreen:

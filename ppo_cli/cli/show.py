@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ppo_cli.cli.wording import COLUMNS, clean, number, validation_value
+from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
 from ppo_cli.errors import DataError
 from ppo_cli.run_log import METRICS_FILE, read_lines, read_metrics, rollout_file, rollout_steps
 
@@ -46,7 +47,7 @@ def show(
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else worst_first(lines)[:worst]
         text = dump(chosen) if as_json else "\n\n".join(rollout_text(x) for x in chosen)
-    typer.echo(text)
+    typer.echo(fit(text, sys.stdout.encoding))
 
 
 def check_run_folder(run: Path) -> None:

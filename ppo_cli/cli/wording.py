@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,14 @@ def clean(text: str) -> str:
 
     Responses are written by a model, and may hold codes that would repaint the terminal.
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", redact(text))
+    whole = redact(text).encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", whole)
+
+
+def fit(text: str, encoding: str | None) -> str:
+    """Return the text with a question mark for each character that an output cannot show."""
+    name = encoding or "utf-8"
+    return text.encode(name, "replace").decode(name)
 
 
 def can_show(text: str, encoding: str | None) -> bool:
@@ -79,7 +87,7 @@ def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
         return ""
     count = min(CURVE_WIDTH, len(known))
     cuts = [round(i * len(known) / count) for i in range(count + 1)]
-    means = [math.fsum(known[a:b]) / (b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    means = [math.fsum(known[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
     low, high = min(means), max(means)
     marks = ASCII_BLOCKS if ascii_only else BLOCKS
     scale = (len(marks) - 1) / (high - low) if high > low else 0.0

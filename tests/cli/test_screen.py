@@ -1,0 +1,209 @@
+"""Bars on a terminal, plain lines anywhere else, and nothing that repaints the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.cli.screen import PlainScreen, TerminalScreen, make_screen
+from ppo_cli.cli.wording import ASCII_BLOCKS, BLOCKS, clean, duration, number, sparkline, step_line
+from ppo_cli.tracker import SilentScreen, Summary
+
+METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
+SCRIPT = """
+from pathlib import Path
+from ppo_cli.cli.screen import make_screen
+from ppo_cli.tracker import Summary
+screen = make_screen()
+for step in (1, 2):
+    for name, total in (("rollout", 4), ("update actor", None)):
+        with screen.phase(name, total) as advance:
+            advance(2)
+            advance(2)
+    screen.step(step, 2, {"reward_mean": 0.5 * step})
+screen.note("a [bold]note[/bold]")
+screen.health("look \\x1b[2J here")
+screen.summary(Summary(2, 0.5, 1.0, (0.5, 1.0), Path("m"), Path("r"), 65.0, {}, {}, ("try this",)))
+screen.close()
+screen.close()
+"""
+
+
+def summary() -> Summary:
+    return Summary(
+        steps=40,
+        reward_before=0.1,
+        reward_after=0.9,
+        rewards=(0.1, 0.5, 0.9),
+        model_dir=Path("outputs/checkpoints/latest/actor"),
+        run_dir=Path("outputs"),
+        wall_seconds=125.0,
+        val_before={"val/accuracy": 0.125},
+        val_after={"val/accuracy": 0.875},
+        next_steps=("ppo show outputs --worst 5",),
+    )
+
+
+def run_on_terminal(**env: str) -> str:
+    """Run the script with a terminal as stdout and return all that it wrote there."""
+    ours, theirs = pty.openpty()
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=theirs,
+        stderr=theirs,
+        env=kept | {"TERM": "xterm-256color", "COLUMNS": "100", **env},
+    )
+    os.close(theirs)
+    seen, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not select.select([ours], [], [], 1.0)[0]:
+            continue
+        try:
+            more = os.read(ours, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not more:
+            break
+        seen += more
+    os.close(ours)
+    assert process.wait(timeout=10) == 0, seen.decode()
+    return seen.decode()
+
+
+def test_on_a_terminal_bars_lines_and_a_frame() -> None:
+    seen = run_on_terminal()
+    assert "rollout" in seen and "update actor" in seen and "4/4" in seen
+    assert "step 1/2  reward 0.500" in seen and "step 2/2  reward 1.000" in seen
+    assert "a [bold]note[/bold]" in seen
+    assert "╭" in seen and "▁█" in seen and "try this" in seen
+    assert "\x1b[2J" not in seen and r"look \x1b[2J here" in seen
+    assert "\x1b[33m" in seen  # a warning is yellow
+    assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l")  # the cursor is back
+
+
+def test_no_color_is_respected() -> None:
+    seen = run_on_terminal(NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*\b(3[0-7]|38|9[0-7])[0-9;]*m", seen)
+    assert "warning: look" in seen
+
+
+def test_a_dumb_terminal_and_a_pipe_get_plain_lines() -> None:
+    seen = run_on_terminal(TERM="dumb")
+    assert "\x1b" not in seen and "step 2/2  reward 1.000" in seen
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        env=os.environ | {"FORCE_COLOR": "1"},
+        timeout=60,
+        check=True,
+    )
+    text = done.stdout.decode()
+    assert "\x1b" not in text and "\r" not in text
+    assert text.splitlines()[:4] == [
+        "step 1/2  reward 0.500",
+        "step 2/2  reward 1.000",
+        "a [bold]note[/bold]",
+        r"warning: look \x1b[2J here",
+    ]
+    assert "curve       ▁█" in text and "1 min 5 s" in text
+
+
+def test_an_output_that_knows_only_ascii_gets_ascii() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("note(", "note('é' + ")],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        timeout=60,
+        check=True,
+    )
+    text = done.stdout.decode("ascii")
+    assert "?a [bold]" in text and "0.500 -> 1.000" in text and "curve       _#" in text
+
+
+def test_importing_the_screen_brings_no_torch() -> None:
+    script = "import sys, ppo_cli.cli.screen, ppo_cli.cli.show; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+def test_quiet_leaves_warnings_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = make_screen(quiet=True)
+    with screen.phase("rollout", 3) as advance:
+        advance(3)
+    screen.step(1, 2, METRICS)
+    screen.note("note")
+    screen.health("careful")
+    assert capsys.readouterr().out == "warning: careful\n"
+    screen.summary(summary())
+    assert "0.125 → 0.875" in capsys.readouterr().out
+
+
+def test_each_screen_has_all_methods() -> None:
+    for kind in (PlainScreen, TerminalScreen, SilentScreen):
+        for name in ("phase", "step", "note", "health", "summary", "close"):
+            assert callable(getattr(kind, name))
+
+
+def test_the_summary_says_what_came_out() -> None:
+    out = io.StringIO()
+    PlainScreen(out).summary(summary())
+    shown = out.getvalue()
+    for words in (
+        "40 in 2 min 5 s", "0.100", "0.900", "val/accuracy", "checkpoints/latest/actor",
+        "What next:", "ppo show outputs --worst 5",
+    ):  # fmt: skip
+        assert words in shown
+
+
+def test_a_summary_of_little() -> None:
+    out = io.StringIO()
+    PlainScreen(out).summary(Summary(0, None, None, (), None, Path("r"), 0.2))
+    assert "0 in 0 s" in out.getvalue() and "reward" not in out.getvalue()
+
+
+def test_step_line() -> None:
+    line = step_line(7, 120, METRICS | {"val/reward_mean": 0.3, "val/accuracy": 0.25})
+    assert line == "step   7/120  reward 0.500  kl 1.2e-04  entropy 1.250  val 0.250  2.0 s"
+    assert step_line(0, 5, {"val/reward_mean": 0.3}) == "step 0/5  val 0.300"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "-"), (float("nan"), "-"), (0.0, "0.000"), (-0.25, "-0.250"), (0.0004, "4.0e-04"),
+        (12.3456, "12.346"), (123.456, "123.5"), (4321.0, "4321"), (2.5e6, "2.5e+06"),
+    ],
+)  # fmt: skip
+def test_numbers(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], ascii_only=True) == ASCII_BLOCKS
+    assert sparkline([1.0, float("nan"), 1.0]) == "▁▁"
+    assert sparkline([]) == ""
+    long = sparkline([float(n) for n in range(1003)])
+    assert len(long) == 40 and long[0] == "▁" and long[-1] == "█" and list(long) == sorted(long)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 61, 3600, 7800)] == [
+        "0 s", "1 min 0 s", "1 min 1 s", "1 h 0 min", "2 h 10 min",
+    ]  # fmt: skip
+
+
+def test_shown_text_has_no_control_codes_secrets_or_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "top-secret-1")
+    assert clean("a\x1b[31m\x07\r\x9b\tb\nc") == "a\\x1b[31m\\x07\\x0d\\x9b\tb\nc"
+    assert clean("key top-secret-1") == "key ***"
+    assert clean("half \ud83d") == "half ?"

@@ -1,0 +1,111 @@
+"""`ppo show`: the steps of a run, its responses, and what is said of folders that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ppo_cli.cli.show import app
+from ppo_cli.errors import DataError
+from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.tracker import SilentScreen, Tracker
+
+
+def scored(uid: str, text: str, value: float | None) -> Scored:
+    prompt = Prompt(uid, f"question {uid}", (), "", (1,), data_source="add", ground_truth={"a": 4})
+    rollout = Rollout(prompt, 0, (5, 6), np.zeros(2, np.float32), text, "length")
+    if value is None:
+        return Scored(rollout, Score.failed("timeout after 10 s"))
+    parts = {"judge": Part(value, value), "rule": Part(1.0, 0.0)}
+    return Scored(rollout, Score(value, reason=f"because {uid}", parts=parts))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    tracker = Tracker(tmp_path, SilentScreen(), (), total_steps=30, config={})
+    tracker.validation(0, {"val/accuracy": 0.125})
+    tracker.rollouts(0, [scored("v", "val \ud83d text", 1.0)], split="val")
+    for step in range(1, 26):
+        tracker.step(step, {"reward_mean": step / 100, "kl_divergence": float("nan")})
+    for step in (1, 25):
+        rows = [scored("a", "A", 0.9), scored("b", "B\nB2 \x1b[2J", -1.0), scored("c", "C", None)]
+        tracker.rollouts(step, rows)
+    tracker.close()
+    return tmp_path
+
+
+def show(*args: Any) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_table_of_steps(run: Path) -> None:
+    rows = show(run, "--last", 100).splitlines()
+    assert rows[0].split() == ["step", "reward", "val"]
+    assert rows[1].split() == ["0", "-", "0.125"]
+    assert rows[26].split() == ["25", "0.250", "-"]
+    assert len({len(row) for row in rows}) == 1
+    assert len(show(run).splitlines()) == 21
+
+
+def test_the_worst_come_first_and_the_unscored_last(run: Path) -> None:
+    shown = show(run, "--worst", 2)
+    assert shown.index("question b") < shown.index("question a") and "question c" not in shown
+    assert "step 25, score -1.000, 2 tokens, cut off, data_source add" in shown
+    assert "because b" in shown and "judge -1.000, rule 1.000" in shown and '{"a": 4}' in shown
+    assert "  B\n  B2 \\x1b[2J" in shown and "\x1b" not in shown
+    assert "no score" in show(run, "--worst", 3) and "timeout after 10 s" in show(run, "--worst", 3)
+
+
+def test_a_step_and_validation(run: Path) -> None:
+    assert show(run, "--step", 1).count("--- step 1,") == 3
+    assert "val ? text" in show(run, "--val")
+
+
+def test_json(run: Path) -> None:
+    assert [line["step"] for line in json.loads(show(run, "--json", "--last", 2))] == [24, 25]
+    (line,) = json.loads(show(run, "--worst", 1, "--json"))
+    assert line["uid"] == "b" and line["response"] == "B\nB2 \x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--step", "24"], r"no responses of step 24.*from 1 to 25.*--step 25"),
+        (["--val", "--step", "3"], r"no validation responses of step 3"),
+    ],
+)
+def test_a_step_that_is_not_there(run: Path, args: list[str], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        show(run, *args)
+
+
+def test_folders_that_are_no_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a run folder"):
+        show(tmp_path)
+    with pytest.raises(DataError, match="no such folder"):
+        show(tmp_path / "absent")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert show(tmp_path) == "No step is finished yet.\n"
+    with pytest.raises(DataError, match="no responses yet"):
+        show(tmp_path, "--worst", 1)
+
+
+def test_lines_of_others_do_not_break_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[]\n{"x": 1}\n{"st')
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text('{"prompt": "p"}\n')
+    assert show(tmp_path).split() == ["step", "1"]
+    assert "no score" in show(tmp_path, "--worst", 1)
+
+
+def test_it_has_an_example() -> None:
+    assert "ppo show outputs --worst 5" in show("--help")
+    assert isinstance(app, typer.Typer)

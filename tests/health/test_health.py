@@ -1,0 +1,159 @@
+"""Each line of advice comes when it should, stays away when it should, and does not nag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema import Config
+from ppo_cli.health import (
+    CALM_STEPS,
+    LONG,
+    REPEAT_AFTER,
+    HealthWatch,
+    Limits,
+    find_trouble,
+    limits_of,
+)
+
+GOOD = {
+    "reward/std": 0.4, "reward/min": 0.0, "reward/max": 1.0, "reward/failed": 0.0,
+    "kl_divergence": 0.02, "clip_fraction": 0.2, "ppo_ratio": 1.0, "entropy": 1.5,
+    "explained_variance": 0.3, "grad_norm": 0.5, "critic_grad_norm": 0.5,
+    "response_length/clip_ratio": 0.1,
+}  # fmt: skip
+Change = Callable[[int], dict[str, Any]]
+
+
+def history(count: int, change: Change = lambda step: {}) -> list[dict[str, Any]]:
+    """A run that learns steadily, changed by `change(step)`."""
+    return [{"step": s, **GOOD, "reward_mean": 0.01 * s, **change(s)} for s in range(1, count + 1)]
+
+
+def always(**values: Any) -> Change:
+    return lambda step: {k.replace("__", "/"): v for k, v in values.items()}
+
+
+def kinds(count: int, change: Change, limits: Limits | None = None) -> set[str]:
+    return set(find_trouble(history(count, change), limits or Limits()))
+
+
+FLAT = {"reward_mean": 0.3}
+FIRING: dict[str, tuple[int, Change, str]] = {
+    "kl_high": (6, always(kl_divergence=0.2), "--kl_coef"),
+    "kl_low": (30, always(kl_divergence=1e-5, **FLAT), "--lr"),
+    "clip_high": (2, always(clip_fraction=0.4), "--lr"),
+    "clip_low": (30, always(clip_fraction=0.01, **FLAT), "--ppo_epochs"),
+    "ratio": (1, always(ppo_ratio=1.3), "--lr"),
+    "reward_same": (3, always(reward__std=0.0, reward_mean=1.0), "--reward_function"),
+    "entropy": (12, lambda s: {"entropy": 2.0 if s < 4 else 0.05}, "actor.entropy_coeff"),
+    "critic": (20, always(explained_variance=-0.1), "--critic_lr"),
+    "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
+    "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
+    "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
+    "failed": (1, always(reward__failed=3.0), "step_000001.jsonl"),
+    "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),
+}
+
+
+@pytest.mark.parametrize("kind", FIRING)
+def test_trouble_is_named_with_what_to_change(kind: str) -> None:
+    count, change, flag = FIRING[kind]
+    found = find_trouble(history(count, change), Limits())
+    assert set(found) == {kind}
+    assert flag in found[kind]
+
+
+def test_every_kind_of_trouble_is_tried_here() -> None:
+    from ppo_cli import health
+
+    assert set(FIRING) == set(health._CHECKS)
+
+
+SILENT: dict[str, tuple[int, Change]] = {
+    "a run that learns": (60, always()),
+    "high kl in the first steps": (4, always(kl_divergence=0.2)),
+    "one high kl": (9, lambda s: {"kl_divergence": 0.2 if s == 9 else 0.02}),
+    "low kl while the reward climbs": (60, always(kl_divergence=1e-5)),
+    "low kl for a short while": (LONG, always(kl_divergence=1e-5, **FLAT)),
+    "one high clip": (5, lambda s: {"clip_fraction": 0.5 if s == 5 else 0.2}),
+    "low clip while the reward climbs": (60, always(clip_fraction=0.0)),
+    "same reward twice": (2, always(reward__std=0.0, reward_mean=1.0)),
+    "all zero at first": (9, always(reward__std=0.0, reward_mean=0.0)),
+    "low entropy that is success": (
+        30,
+        lambda s: {"entropy": 2.0 if s < 9 else 0.01, "reward_mean": min(1.0, 0.1 * s)},
+    ),
+    "critic not learning yet": (LONG - 1, always(explained_variance=-0.5)),
+    "critic above 0 now and then": (40, lambda s: {"explained_variance": 0.1 if s % 9 else -1}),
+    "a small gradient that grew": (12, lambda s: {"grad_norm": 0.9 if s == 12 else 0.01}),
+    "long responses once": (9, lambda s: {"response_length/clip_ratio": 0.9 if s == 9 else 0.1}),
+    "no numbers": (40, lambda s: dict.fromkeys([*GOOD, "reward_mean"])),
+    "nothing measured": (0, always()),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_silence(case: str) -> None:
+    assert kinds(*SILENT[case]) == set()
+
+
+def test_a_line_without_any_metric_is_fine() -> None:
+    assert find_trouble([{"step": 0, "val/accuracy": 0.1}, {"step": 1}], Limits()) == {}
+
+
+def test_limits_on_both_sides_of_the_ratio() -> None:
+    for ratio, told in ((0.79, True), (0.81, False), (1.19, False), (1.21, True)):
+        assert ("ratio" in kinds(1, always(ppo_ratio=ratio))) == told
+
+
+def test_all_zero_rewards_are_told_after_a_while() -> None:
+    assert kinds(10, always(reward__std=0.0, reward_mean=0.0)) == {"reward_same"}
+
+
+def test_advice_follows_the_settings() -> None:
+    config = Config.model_validate(
+        {
+            "actor": {"use_kl_loss": True, "ppo_mini_batch_size": 256, "grad_clip": 9.0},
+            "algorithm": {"use_kl_in_reward": False},
+            "data": {"max_response_length": 77},
+            "trainer": {"critic_warmup": 15},
+        }
+    )
+    limits = limits_of(config)
+    found = find_trouble(history(6, always(kl_divergence=0.2)), limits)
+    assert "actor.kl_loss_coef" in found["kl_high"]
+    found = find_trouble(history(3, always(response_length__clip_ratio=0.9)), limits)
+    assert "77 tokens" in found["too_long"]
+    # One update a step can clip nothing; no update in the warm-up moves nothing.
+    assert kinds(60, always(clip_fraction=0.0, **FLAT), limits) == set()
+    still = always(kl_divergence=0.0, **FLAT)
+    assert kinds(30, still, limits) == set() and kinds(40, still, limits) == {"kl_low"}
+    # What is clipped anyway is no spike.
+    assert kinds(12, lambda s: {"grad_norm": 8 if s == 12 else 0.5}, limits) == set()
+
+
+def told_at(change: Change, count: int) -> list[int]:
+    steps, watch = history(count, change), HealthWatch(Limits())
+    return [n for n in range(1, count + 1) if watch.check(steps[:n])]
+
+
+def test_a_lasting_trouble_is_told_seldom() -> None:
+    assert told_at(always(ppo_ratio=2.0), 120) == [1, 1 + REPEAT_AFTER, 1 + 2 * REPEAT_AFTER]
+
+
+def test_a_trouble_that_comes_and_goes_is_not_told_each_time() -> None:
+    assert told_at(lambda s: {"ppo_ratio": 2.0 if s % 2 else 1.0}, 49) == [1]
+
+
+def test_a_trouble_that_was_gone_is_told_when_it_comes_back() -> None:
+    back = 3 + CALM_STEPS + 1
+    assert told_at(lambda s: {"ppo_ratio": 2.0 if s <= 3 or s >= back else 1.0}, 30) == [1, back]
+
+
+def test_two_troubles_are_two_lines() -> None:
+    watch = HealthWatch(Limits())
+    assert len(watch.check(history(3, always(ppo_ratio=2.0, reward__failed=1.0)))) == 2
+    assert watch.check([]) == []

@@ -1,0 +1,198 @@
+"""metrics.jsonl and rollouts: exact, whole, and without what will be done again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.errors import UserError
+from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.tracker import SilentScreen, Tracker
+
+
+class Heard(SilentScreen):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.warnings: list[str] = []
+
+    def step(self, step: int, total_steps: int, metrics: Any) -> None:
+        self.steps.append(step)
+
+    def health(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def make(folder: Path, screen: Any = None, loggers: tuple[str, ...] = ("console",)) -> Tracker:
+    return Tracker(folder, screen or SilentScreen(), loggers, total_steps=9, config={})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()]
+
+
+def scored(text: str = "4", value: float | None = 1.0, **info: Any) -> Scored:
+    prompt = Prompt("p1", "2+2?", (), "", (1, 2), data_source="add", ground_truth="4")
+    rollout = Rollout(prompt, 0, (5, 6, 7), np.zeros(3, np.float32), text, "stop")
+    if value is None:
+        return Scored(rollout, Score.failed("timeout", **info))
+    score = Score(value, reason="right", parts={"rule": Part(2.0, 1.0)}, info=info)
+    return Scored(rollout, score)
+
+
+def test_a_step_is_one_line_with_exact_numbers(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    third = 1 / 3
+    tracker.step(1, {"reward_mean": third, "a/b": np.float32(0.1), "n": np.int64(3)})
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["step"] == 1 and line["reward_mean"] == third
+    assert line["a/b"] == float(np.float32(0.1)) and line["n"] == 3
+    assert next(iter(line)) == "step" and list(line)[1:] == sorted(list(line)[1:])
+    assert tracker.history == [line]
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), np.float64("-inf"), np.float32("nan")]
+)
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path, value: float) -> None:
+    make(tmp_path).step(1, {"x": value})
+    assert '"x": null' in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_phases_are_timed_and_added_up_and_start_again(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    for _ in range(2):
+        with tracker.phase("update actor", 2) as advance:
+            advance(1)
+    tracker.step(1, {})
+    with pytest.raises(KeyError), tracker.phase("rollout"):
+        raise KeyError("bug")
+    tracker.step(2, {})
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert set(first) == {"step", "time/update_actor_s"} and first["time/update_actor_s"] > 0
+    assert set(second) == {"step", "time/rollout_s"}
+
+
+def test_validation_joins_the_line_of_its_step_and_step_0_has_its_own(tmp_path: Path) -> None:
+    screen = Heard()
+    tracker = make(tmp_path, screen)
+    tracker.validation(0, {"val/accuracy": 0.1})
+    tracker.validation(1, {"val/accuracy": 0.2})
+    tracker.step(1, {"reward_mean": 1.0})
+    tracker.step(2, {"reward_mean": 1.0})
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "val/accuracy": 0.1},
+        {"step": 1, "reward_mean": 1.0, "val/accuracy": 0.2},
+        {"step": 2, "reward_mean": 1.0},
+    ]
+    assert screen.steps == [0, 1, 2]
+
+
+def test_without_console_no_line_is_shown_but_warnings_are(tmp_path: Path) -> None:
+    screen = Heard()
+    make(tmp_path, screen, ()).step(1, {"ppo_ratio": 2.0})
+    assert screen.steps == []
+    assert len(screen.warnings) == 1 and "ppo_ratio" in screen.warnings[0]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "rew', "\x00\x00", '{"step": 3, "x": 1}\n{"s'])
+def test_resume_drops_later_steps_and_a_torn_line(tmp_path: Path, torn: str) -> None:
+    tracker = make(tmp_path)
+    for step in range(5):
+        tracker.step(step, {"x": 0.1 * step})
+        tracker.rollouts(step, [scored()])
+        tracker.rollouts(step, [scored()], split="val")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    (tmp_path / "rollouts" / ".unfinished-step_000005.jsonl").write_text("{")
+    again = make(tmp_path)
+    again.resume_at(2)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    names = sorted(p.name for p in (tmp_path / "rollouts").iterdir())
+    assert names == [f"{kind}_00000{n}.jsonl" for kind in ("step", "val") for n in range(3)]
+    again.step(3, {"x": 0.1 * 3})
+    assert lines(tmp_path / "metrics.jsonl")[-1] == {"step": 3, "x": 0.1 * 3}
+    assert [line["step"] for line in again.history] == [0, 1, 2, 3]
+
+
+def test_a_resumed_file_is_the_same_bytes_as_an_unbroken_one(tmp_path: Path) -> None:
+    metrics = {s: {"x": s / 7, "nan": float("nan"), "a/long_name": 1e-17 * s} for s in range(1, 7)}
+    whole, broken = make(tmp_path / "a"), make(tmp_path / "b")
+    for step, values in metrics.items():
+        whole.step(step, values)
+    for step in range(1, 6):
+        broken.step(step, metrics[step])
+    again = make(tmp_path / "b")
+    again.resume_at(3)
+    for step in range(4, 7):
+        again.step(step, metrics[step])
+    files = [(tmp_path / n / "metrics.jsonl").read_bytes() for n in ("a", "b")]
+    assert files[0] == files[1]
+    assert json.dumps(whole.history) == json.dumps(again.history)
+
+
+def test_a_step_written_again_replaces_its_line(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    for value in (1.0, 2.0):
+        tracker.validation(0, {"val/x": value})
+    tracker.step(1, {})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "val/x": 2.0}, {"step": 1}]
+
+
+def test_a_rollout_line_has_everything(tmp_path: Path) -> None:
+    info = {"judge_reply": "SCORE: 10", "tokens": 99, "latency_s": np.float32(0.5)}
+    rows = [scored("4", 1.0, **info), scored("5", None)]
+    make(tmp_path).rollouts(7, rows, advantages=np.array([0.5, -0.5]))
+    first, second = lines(tmp_path / "rollouts" / "step_000007.jsonl")
+    assert first == {
+        "step": 7, "uid": "p1", "sample": 0, "prompt": "2+2?", "response": "4",
+        "ground_truth": "4", "data_source": "add", "score": 1.0, "failure": "", "reason": "right",
+        "parts": {"rule": {"raw": 2.0, "scaled": 1.0}}, "tokens": 3, "finish_reason": "stop",
+        "judge_reply": "SCORE: 10", "reward_tokens": 99, "latency_s": 0.5, "advantage": 0.5,
+    }  # fmt: skip
+    assert second["score"] is None and second["failure"] == "timeout"
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_000007.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text", ["日本 é 🎉", "half \ud83d", "a\u2028b\x85c\nd\te", '"\\', "\x1b[31m"]
+)
+def test_any_text_comes_back_as_it_was(tmp_path: Path, text: str) -> None:
+    make(tmp_path).rollouts(1, [scored(text)])
+    raw = (tmp_path / "rollouts" / "step_000001.jsonl").read_bytes()
+    assert raw.count(b"\n") == 1
+    assert json.loads(raw)["response"] == text
+
+
+def test_secrets_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "very-secret-value")
+    rows = [scored("I know very-secret-value", 1.0, raw={"list": ["very-secret-value"]})]
+    make(tmp_path).rollouts(1, rows)
+    assert "very-secret" not in (tmp_path / "rollouts" / "step_000001.jsonl").read_text()
+
+
+def test_things_json_does_not_know_are_written_as_text(tmp_path: Path) -> None:
+    make(tmp_path).rollouts(1, [scored("4", 1.0, a=Path("x"), b={1: {2}}, c=np.arange(2))])
+    (line,) = lines(tmp_path / "rollouts" / "step_000001.jsonl")
+    assert (line["a"], line["b"], line["c"]) == ("x", {"1": [2]}, [0, 1])
+
+
+def test_a_full_disk_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = make(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"No space left.*run the same command again"):
+        tracker.step(1, {})
+    with pytest.raises(UserError, match="No space left"):
+        tracker.rollouts(1, [scored()])
+    assert not (tmp_path / "rollouts" / "step_000001.jsonl").exists()
