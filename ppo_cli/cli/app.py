@@ -63,6 +63,7 @@ def same_spelling(word: str) -> str:
 
 app = typer.Typer(
     cls=LazyGroup,
+    rich_markup_mode=None,  # plain help needs a tenth of a second, rich help three
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={

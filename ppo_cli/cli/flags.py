@@ -189,7 +189,7 @@ def _parameter(name: str, key: Key) -> inspect.Parameter:
 def help_line(key: Key) -> str:
     """Return one setting's help: what it is, range, default, variable, key."""
     facts = [key.name]
-    if key.limits and range_words(key):
+    if range_words(key):
         facts.append(range_words(key))
     facts.append(f"default {_shown(key.default)}")
     if key.env:
@@ -209,7 +209,7 @@ def _shown(default: Any) -> str:
 
 def _metavar(key: Key) -> str:
     if key.choices:
-        return "|".join(key.choices)
+        return "WORD..." if key.is_list else "WORD"
     kind = get_args(key.kind)[0] if get_origin(key.kind) is tuple else key.kind
     word = {int: "N", float: "X"}.get(kind, "TEXT")
     return f"{word}..." if key.is_list else word

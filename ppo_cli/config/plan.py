@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,10 +125,10 @@ def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     a_step = config.data.train_batch_size * config.rollout.n
     if config.algorithm.adv_estimator == "remax":
         a_step += config.data.train_batch_size
-    rounds = _validations(config, steps)
+    rounds = _validations(config, steps) if config.data.val_files else 0
     rows = _rows(config, "val")
     a_round = _times(config.rollout.val_kwargs.n, rows)
-    validation = 0 if not config.data.val_files else _times(a_round, rounds)
+    validation = _times(a_round, rounds) if rounds != 0 else 0
     training = _times(a_step, steps)
     whole = None if training is None or validation is None else training + validation
     return {
@@ -178,9 +179,20 @@ def _sentences(sums: dict[str, int | None]) -> list[str]:
         "the run: {train_rows} training rows, {total_steps} steps, "
         "{actor_optimizer_steps} actor optimizer steps"
     )
+    validations = (
+        "{reward_calls_validation} of them for {validation_rounds} validations of "
+        "{validation_rows} rows"
+    )
+    none = "none of them for validation (--val_files)"
     said.append(
-        "reward: {reward_calls} calls in all, {reward_calls_validation} of them for "
-        "{validation_rounds} validations of {validation_rows} rows"
+        "reward: {reward_calls} calls in all, "
+        + (none if sums["validation_rounds"] == 0 else validations)
     )
     words = {k: "unknown" if v is None else f"{v:,}" for k, v in sums.items()}
-    return [line.format(**words) for line in said]
+    return [_singular(line.format(**words)) for line in said]
+
+
+def _singular(line: str) -> str:
+    """Say `1 epoch` for `1 epochs`."""
+    things = "prompt|response|mini-batch|micro-batch|epoch|step|validation|row|optimizer step"
+    return re.sub(rf"(?<![\d,])1 ((?:actor |training )?(?:{things}))(?:es|s)\b", r"1 \1", line)

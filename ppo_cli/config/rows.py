@@ -30,13 +30,13 @@ def _count(file: Path) -> int | None:
         return _json(content) if kind == ".json" else None
 
 
-def _opened(file: Path) -> IO[bytes]:
+def _opened(file: Path) -> IO[bytes] | gzip.GzipFile:
     if file.suffix.lower() == ".gz":
         return gzip.open(file, "rb")
     return file.open("rb")
 
 
-def _json(content: IO[bytes]) -> int | None:
+def _json(content: IO[bytes] | gzip.GzipFile) -> int | None:
     rows = json.load(content)
     if isinstance(rows, dict):
         rows = rows.get("data")

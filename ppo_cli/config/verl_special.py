@@ -131,7 +131,7 @@ def _logger(told: Translator, entry: Entry) -> None:
         raw = raw[1:-1]
     words = raw.split(",") if isinstance(raw, str) else list(raw) if raw is not None else [None]
     kept = [w.strip(" '\"") if isinstance(w, str) else w for w in words]
-    told.put(entry, entry.name, [w for w in kept if w != "file"])
+    told.put(entry, entry.name, [w for w in kept if w not in ("file", "")])
 
 
 def _resume_mode(told: Translator, entry: Entry) -> None:

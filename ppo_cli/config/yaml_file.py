@@ -58,7 +58,10 @@ def _compose(text: str, label: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{label} line {mark.line + 1}" if mark else label
-        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from None
+        began = error.context_mark
+        since = f" (in what begins on line {began.line + 1})" if began else ""
+        said = error.problem or error.context
+        raise ConfigError(f"{where}: not valid YAML: {said}{since}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{label}: not valid YAML: {error}.") from None
 

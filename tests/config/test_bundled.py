@@ -1,0 +1,94 @@
+"""Presets and other files that ship with the program; GPUs that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config import bundled
+from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.resolve import resolve
+from ppo_cli.errors import ConfigError
+
+ENV = {"CUDA_VISIBLE_DEVICES": ""}
+NAMES = (
+    "embedded",
+    "gsm8k-qwen2.5-0.5b",
+    "judge",
+    "lora-low-memory",
+    "qwen2.5-7b-8gpu",
+    "smollm2-arithmetic",
+)
+
+
+def test_the_presets_are_these() -> None:
+    assert set(NAMES) <= set(bundled.preset_names())
+    assert set(bundled.ALIASES.values()) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", [*bundled.preset_names(), *bundled.ALIASES])
+def test_a_preset_resolves_and_is_commented(name: str) -> None:
+    found = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
+    assert any(origin.startswith(f"preset {name} line") for origin in found.origins.values())
+    text = bundled.preset_path(name).read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert sum("#" in line for line in text.splitlines()) >= 3
+
+
+def test_the_gsm8k_preset_has_the_published_sizes() -> None:
+    config = resolve(flags={}, preset="gsm8k", config_files=(), overrides=(), environ=ENV).config
+    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (256, 64)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gms8k", "Did you mean 'gsm8k'?"),
+        ("xyz", "Known: "),
+        ("my.yaml", "--config my.yaml"),
+        ("../embedded", "--config ../embedded"),
+    ],
+)
+def test_an_unknown_preset_is_told(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="flag --preset") as caught:
+        bundled.preset_path(name)
+    assert said in str(caught.value)
+
+
+def test_bundled_files_lie_inside_the_package_or_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "ppo_cli"
+    monkeypatch.setattr(bundled, "PACKAGE", package)
+    (tmp_path / "presets").mkdir()
+    assert bundled.bundled_path("presets") == tmp_path / "presets"
+    (package / "presets").mkdir(parents=True)
+    assert bundled.bundled_path("presets") == package / "presets"
+
+
+def test_embedded_stands_for_the_bundled_model_and_prompts() -> None:
+    assert bundled.model_folder("a/b") == "a/b"
+    assert Path(bundled.model_folder("embedded")).parts[-2:] == ("embedded", "model")
+    files = bundled.prompt_files(["embedded", "x.jsonl"], "val")
+    assert Path(files[0]).name == "val.jsonl"
+    assert files[1] == "x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,1,2,3", 2), ("1,-1,0", 1)],
+)
+def test_gpus_are_counted_as_cuda_does(tmp_path: Path, visible: str | None, count: int) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_count(environ, tmp_path) == count
+
+
+def test_the_driver_tells_of_gpus_too(tmp_path: Path) -> None:
+    assert gpu_count({}, tmp_path) == 0
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    assert gpu_count({}, tmp_path) == 1

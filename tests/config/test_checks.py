@@ -1,0 +1,116 @@
+"""Settings that clash, and parts that are not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.config.parts import missing_inputs, missing_parts
+from ppo_cli.config.resolve import resolve
+from ppo_cli.errors import ConfigError
+
+ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+FILE = "data.train_files=x.jsonl"
+
+
+def settle(*overrides: str):
+    return resolve(flags={}, preset=None, config_files=(), overrides=overrides, environ=ENV)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("data.train_batch_size=32", "actor.ppo_mini_batch_size 64 is larger"),
+        ("data.train_batch_size=100 actor.ppo_mini_batch_size=48", "Use a mini-batch of 25, or"),
+        ("critic.ppo_mini_batch_size=100", "not divisible by critic.ppo_mini_batch_size 100"),
+        ("algorithm.adv_estimator=grpo", "Use --rollout_n 4"),
+        ("algorithm.adv_estimator=rloo", "rollout.n is 1"),
+        ("algorithm.adv_estimator=opo", "rollout.n is 1"),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "rollout.n is 1"),
+        ("algorithm.adv_estimator=remax algorithm.gamma=0.9", "--gamma 1"),
+        ("algorithm.adv_estimator=reinforce_plus_plus trainer.critic_warmup=2", "no critic"),
+        ("actor.clip_ratio_low=0.3", "swap"),
+        ("actor.clip_ratio_high=2.5", "dual-clip bound"),
+        ("actor.loss_scale_factor=2", "seq-mean-token-sum-norm"),
+        ("critic.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),
+        ("actor.optim.betas=[0.9,1.0]", "below 1"),
+        ("actor.use_kl_loss=true actor.kl_loss_coef=0", "weight 0"),
+        ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "stays there"),
+        ("algorithm.kl_ctrl.type=adaptive algorithm.use_kl_in_reward=no", "which is off"),
+        ("critic.strategy=megatron", "FSDP2"),
+        ("rollout.name=trtllm", "not offered"),
+        ("trainer.nnodes=2", "--node_rank 0"),
+        ("trainer.nnodes=2 trainer.node_rank=2", "ranks go from 0 to 1"),
+        ("trainer.nnodes=2 trainer.node_rank=1", "--master_addr HOST"),
+        ("trainer.n_gpus_per_node=3 rollout.tensor_model_parallel_size=2", "samplers of 2"),
+        ("trainer.n_gpus_per_node=2 trainer.num_workers=2", "without GPUs"),
+        ("trainer.save_freq=0", "use -1 or 1 and up"),
+        ("trainer.test_freq=0", "use -1 or 1 and up"),
+        ("trainer.patience=2 data.val_files=x", "--test_freq 10"),
+        ("trainer.patience=2 trainer.test_freq=5", "--val_files FILE"),
+        ("data.train_max_samples=0", "use -1 for all"),
+        ("reward.function=a.py reward.rule=gsm8k", "keep one"),
+    ],
+)
+def test_a_clash_is_told_with_its_mend(overrides: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle(*overrides.split())
+    assert said in str(caught.value)
+    assert all(line.startswith("override: ") for line in caught.value.problems)
+
+
+def test_a_clash_names_all_places_it_came_from() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            flags={"data.train_batch_size": ("100", "flag --batch_size")},
+            preset=None,
+            config_files=(),
+            overrides=(),
+            environ={**ENV, "MINI_BATCH_SIZE": "30"},
+        )
+    (line,) = caught.value.problems
+    assert line.startswith("env MINI_BATCH_SIZE, flag --batch_size: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm.adv_estimator=grpo rollout.n=2",
+        "algorithm.adv_estimator=remax",
+        "algorithm.adv_estimator=grpo rollout.n=2 critic.ppo_mini_batch_size=7",
+        "actor.clip_ratio_high=0.28",
+        "actor.use_kl_loss=true actor.kl_loss_type=full",
+        "algorithm.kl_ctrl.type=adaptive",
+        "trainer.nnodes=2 trainer.node_rank=0",
+    ],
+)
+def test_what_fits_together_is_taken(overrides: str) -> None:
+    assert settle(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.engine=ray", "--engine local"),
+        ("trainer.engine=verl", "--engine local"),
+        ("trainer.n_gpus_per_node=2", "--n_gpus 1"),
+        ("trainer.num_workers=2", "--num_workers"),
+        ("trainer.placement=train:0", "--placement"),
+        ("rollout.name=vllm", "--rollout_name hf"),
+        ("rollout.tensor_model_parallel_size=2", "--rollout_tp 1"),
+        ("model.lora_rank=8", "--lora_rank"),
+        ("reward.api.enable=true", "--use_api_reward"),
+        ("reward.model.path=rm", "--reward_model"),
+        ("reward.parts=rule:1", "--reward"),
+    ],
+)
+def test_a_part_that_is_not_there_is_said_in_a_sentence(override: str, said: str) -> None:
+    (sentence,) = missing_parts(settle(override).config)
+    assert said in sentence
+
+
+def test_the_plain_run_misses_nothing_but_prompts() -> None:
+    assert missing_parts(settle().config) == []
+    (said,) = missing_inputs(settle().config)
+    assert "--train_files" in said
+    assert "ppo data prepare gsm8k" in said
+    assert missing_inputs(settle(FILE).config) == []

@@ -1,0 +1,136 @@
+"""The arithmetic of a step and of a run, and the rows it is counted from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.plan import arithmetic, make_plan
+from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.config.rows import count_rows
+
+ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def settle(*overrides: str) -> Resolved:
+    return resolve(flags={}, preset=None, config_files=(), overrides=overrides, environ=ENV)
+
+
+def jsonl(path: Path, rows: int) -> Path:
+    path.write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(rows)) + "\n")
+    return path
+
+
+def test_a_run_is_counted_from_rows_to_optimizer_steps(tmp_path: Path) -> None:
+    train, val = jsonl(tmp_path / "t.jsonl", 1000), jsonl(tmp_path / "v.jsonl", 30)
+    config = settle(
+        f"data.train_files={train}",
+        f"data.val_files={val}",
+        "data.train_batch_size=96",
+        "actor.ppo_mini_batch_size=32",
+        "actor.ppo_epochs=2",
+        "critic.ppo_mini_batch_size=48",
+        "critic.ppo_epochs=3",
+        "rollout.n=5",
+        "rollout.val_kwargs.n=2",
+        "trainer.total_epochs=4",
+        "trainer.test_freq=15",
+        "data.max_prompt_length=100",
+        "data.max_response_length=28",
+        "actor.ppo_max_token_len_per_gpu=1280",
+        "critic.ppo_micro_batch_size_per_gpu=7",
+    ).config
+    assert arithmetic(config, gpus=0) == {
+        "prompts_per_step": 96,
+        "responses_per_prompt": 5,
+        "responses_per_step": 480,
+        "train_rows": 1000,
+        "total_steps": 40,  # 4 epochs of 10 full batches
+        "actor_mini_batches_per_epoch": 3,
+        "actor_mini_batch_responses": 160,
+        "actor_micro_batches_at_most": 16,  # 10 of the longest fit
+        "actor_epochs": 2,
+        "actor_optimizer_steps_per_step": 6,
+        "critic_mini_batches_per_epoch": 2,
+        "critic_mini_batch_responses": 240,
+        "critic_micro_batches_at_most": 35,
+        "critic_epochs": 3,
+        "critic_optimizer_steps_per_step": 6,
+        "actor_optimizer_steps": 240,
+        "critic_optimizer_steps": 240,
+        "reward_calls_per_step": 480,
+        "validation_rows": 30,
+        "validation_rounds": 4,  # before, at 15 and 30, at the end
+        "reward_calls_validation": 240,
+        "reward_calls": 40 * 480 + 240,
+    }
+    assert arithmetic(config, gpus=4)["actor_micro_batches_at_most"] == 4
+
+
+def test_without_local_files_steps_are_unknown() -> None:
+    made = make_plan(settle("data.train_files=openai/gsm8k"))
+    assert made.arithmetic["total_steps"] is None
+    assert made.arithmetic["reward_calls"] is None
+    assert any("unknown steps" in line for line in made.sentences)
+
+
+def test_max_steps_needs_no_rows_and_remax_scores_a_baseline() -> None:
+    sums = arithmetic(
+        settle("trainer.total_training_steps=3", "algorithm.adv_estimator=remax").config, 0
+    )
+    assert sums["reward_calls"] == 3 * (256 + 256)
+    assert "critic_epochs" not in sums
+
+
+def test_one_of_a_thing_is_singular() -> None:
+    lines = "\n".join(make_plan(settle("trainer.total_training_steps=1")).sentences)
+    assert "x 1 epoch =" in lines
+    assert "1 step," in lines
+    assert "4 mini-batches of 64 responses" in lines
+
+
+def test_too_few_rows_are_remarked_on(tmp_path: Path) -> None:
+    made = make_plan(settle(f"data.train_files={jsonl(tmp_path / 'a.jsonl', 9)}"))
+    assert made.notes == (
+        "9 training rows cannot fill a batch of 256 prompts; lower --batch_size.",
+    )
+
+
+def test_the_plan_hides_secrets() -> None:
+    made = make_plan(settle("reward.api.base_url=https://me:pass@host/v1?api_key=abc"))
+    text = json.dumps(made.as_dict())
+    assert "pass" not in text.replace("passes", "")
+    assert "abc" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("a.jsonl", b"{}\n\n{}\n", 2),
+        ("a.ndjson", b"{}\n{}", 2),
+        ("a.json", b"[1, 2, 3]", 3),
+        ("a.json", b'{"data": [1, 2]}', 2),
+        ("a.json", b'{"rows": 3}', None),
+        ("a.json", b"[1, 2", None),
+        ("a.txt", b"x\n", None),
+        ("a.parquet", b"no parquet", None),
+        ("a.jsonl.gz", gzip.compress(b"{}\n{}\n"), 2),
+        ("a.jsonl.gz", b"no gzip", None),
+    ],
+)
+def test_rows_are_counted(tmp_path: Path, name: str, content: bytes, rows: int | None) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert count_rows(str(path)) == rows
+
+
+def test_parquet_rows_are_read_from_the_footer(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "a.parquet")
+    assert count_rows(str(tmp_path / "a.parquet")) == 3
+    assert count_rows(str(tmp_path)) is None

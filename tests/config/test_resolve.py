@@ -1,0 +1,236 @@
+"""Layers, origins, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.keys import table, value_of
+from ppo_cli.config.layers import EMBEDDED_NOTE
+from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.errors import ConfigError
+
+MODEL = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def settle(
+    *overrides: str,
+    flags: dict[str, tuple[object, str]] | None = None,
+    preset: str | None = None,
+    files: list[Path] | None = None,
+    env: dict[str, str] | None = None,
+) -> Resolved:
+    return resolve(
+        flags=flags or {},
+        preset=preset,
+        config_files=files or [],
+        overrides=overrides,
+        environ=MODEL if env is None else {**MODEL, **env},
+    )
+
+
+def problems(*overrides: str, **layers: object) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        settle(*overrides, **layers)  # type: ignore[arg-type]
+    return caught.value.problems
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_setting_has_an_origin() -> None:
+    origins = settle().origins
+    assert list(origins) == list(table())
+    assert origins["model.path"] == "env MODEL_PATH"
+    assert {o for k, o in origins.items() if k != "model.path"} == {"default"}
+
+
+def test_later_layers_win_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.yaml"), "actor:\n  optim:\n    lr: 2e-6\n  ppo_epochs: 2\n")
+    write(Path("b.yaml"), "actor:\n  optim:\n    lr: 3e-6\n")
+    files = [Path("a.yaml"), Path("b.yaml")]
+    key = "actor.optim.lr"
+    flag = {key: ("5e-6", "flag --lr")}
+    env = {"LR": "4e-6"}
+    seen = [
+        settle(),
+        settle(preset="gsm8k"),
+        settle(preset="embedded"),
+        settle(preset="embedded", files=files[:1]),
+        settle(preset="embedded", files=files),
+        settle(preset="embedded", files=files, env=env),
+        settle(preset="embedded", files=files, env=env, flags=flag),
+        settle(f"{key}=6e-6", preset="embedded", files=files, env=env, flags=flag),
+    ]
+    assert [r.config.actor.optim.lr for r in seen[2:]] == [1e-4, 2e-6, 3e-6, 4e-6, 5e-6, 6e-6]
+    origins = [r.origins[key] for r in seen]
+    assert origins[0] == "default"
+    assert origins[1].startswith("preset gsm8k line ")
+    assert origins[2].startswith("preset embedded line ")
+    assert origins[3:] == ["a.yaml line 3", "b.yaml line 3", "env LR", "flag --lr", "override"]
+    assert seen[-1].origins["actor.ppo_epochs"] == "a.yaml line 4"
+
+
+def test_without_gpu_and_model_the_embedded_preset_lies_lowest() -> None:
+    found = settle("rollout.n=8", env={"MODEL_PATH": ""})
+    assert found.config.model.path == "embedded"
+    assert found.origins["model.path"].startswith("preset embedded line ")
+    assert found.config.rollout.n == 8
+    assert found.notes == (EMBEDDED_NOTE,)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"flags": {"model.path": ("x/y", "flag --model")}},
+        {"env": {"MODEL_PATH": "x/y"}},
+        {"preset": "gsm8k", "env": {"MODEL_PATH": ""}},
+    ],
+)
+def test_with_a_model_or_preset_nothing_is_embedded(given: dict[str, object]) -> None:
+    found = settle(**given)  # type: ignore[arg-type]
+    assert found.config.model.path != "embedded"
+    assert found.notes == ()
+
+
+def test_a_wrapped_model_key_counts_as_a_model() -> None:
+    found = settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""})
+    assert (found.config.model.path, found.notes) == ("x/y", ())
+
+
+def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_cli.config.layers.gpu_count", lambda environ: 1)
+    found = settle(env={"MODEL_PATH": ""})
+    assert found.config.model.path == "Qwen/Qwen2.5-0.5B"
+    assert found.notes == ()
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("my.yaml"), "actor:\n  clip_ratio: 1.5\n  clip_ratoi: 0.2\nrollout:\n  n: two\n")
+    told = problems(
+        "trainer.seed=nan",
+        "lr=1",
+        "junk",
+        flags={"actor.optim.lr": ("1e-5x", "flag --lr")},
+        files=[Path("my.yaml"), Path("no.yaml")],
+        env={"CRITIC_LR": "-1", "BATCH_SIZE": "100"},
+    )
+    said = "\n".join(told)
+    assert "flag --lr: actor.optim.lr: '1e-5x' is not a number" in said
+    assert "env CRITIC_LR: critic.optim.lr must be at least 0, at most 1, but is -1.0." in said
+    assert "my.yaml line 2: actor.clip_ratio must be above 0, below 1, but is 1.5." in said
+    assert (
+        "my.yaml line 3: there is no setting 'actor.clip_ratoi'. Did you mean 'actor.clip_ratio'?"
+    ) in said
+    assert "my.yaml line 5: rollout.n: 'two' is not a number (at least 1)." in said
+    assert "no.yaml: there is no such settings file. Did you mean 'my.yaml'?" in said
+    assert "override: trainer.seed: 'nan' is not a finite number" in said
+    assert "Did you mean 'actor.optim.lr' (--lr)?" in said
+    assert "'junk' is neither a flag nor an override" in said
+    assert "env BATCH_SIZE: data.train_batch_size 100 is not divisible" in said
+    assert len(told) == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor.optim.lr=inf", "not a finite number"),
+        ("actor.optim.lr=1_0", "'1_0' is not a number"),
+        ("actor.optim.lr=null", "actor.optim.lr: 'null' is not a number"),
+        ("trainer.seed=1.5", "'1.5' is not a whole number"),
+        ("data.shuffle=maybe", "'maybe' is neither true nor false"),
+        ("algorithm.adv_estimator=grpoo", "Did you mean 'grpo'?"),
+        ("trainer.logger=tensorbord", "Did you mean 'tensorboard'?"),
+        ("actor.optim.betas=0.9", "takes 2 values, not 1"),
+        ("actor.optim.lr=[1,2]", "'[1,2]' is not a number"),
+        ("reward.function_kwargs=3", "is not a group such as {name: value}"),
+        ("actor=3", "actor is a group of settings; set one of them"),
+        ("batch_size=3", "Did you mean 'data.train_batch_size' (--batch_size)?"),
+        ("actor.lr=3", "Did you mean 'actor.optim.lr'"),
+        ("trainer.n_gpus=3", "Did you mean 'trainer.n_gpus_per_node'"),
+        ("model.path=", "model.path must be not empty"),
+        ("data.train_files=[a", "data.train_files"),
+        ("actor.optim.lr=${x}", "is not filled in"),
+    ],
+)
+def test_one_wrong_value(override: str, said: str) -> None:
+    if override == "data.train_files=[a":
+        assert settle(override).config.data.train_files == ("[a",)
+        return
+    (problem,) = problems(override)
+    assert problem.startswith("override: ")
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("actor.optim.lr=1e-6", "actor.optim.lr", 1e-6),
+        ("trainer.seed=1e3", "trainer.seed", 1000),
+        ("data.shuffle=off", "data.shuffle", False),
+        ("trainer.logger=console,wandb", "trainer.logger", ("console", "wandb")),
+        ("trainer.logger=['console',wandb]", "trainer.logger", ("console", "wandb")),
+        ("trainer.logger=[]", "trainer.logger", ()),
+        ("actor.optim.betas=[0.8,0.9]", "actor.optim.betas", (0.8, 0.9)),
+        ("model.target_modules=[q_proj,v_proj]", "model.target_modules", ("q_proj", "v_proj")),
+        ("model.target_modules=all-linear", "model.target_modules", "all-linear"),
+        ("actor.clip_ratio_high=none", "actor.clip_ratio_high", None),
+        ("reward.function_kwargs.k=2", "reward.function_kwargs", {"k": 2}),
+        ("reward.function_kwargs={a: b}", "reward.function_kwargs", {"a": "b"}),
+        ("+actor.ppo_epochs=2", "actor.ppo_epochs", 2),
+        ("++actor.ppo_epochs=2", "actor.ppo_epochs", 2),
+        ("data.system_prompt='none'", "data.system_prompt", "none"),
+        ("data.system_prompt=a=b", "data.system_prompt", "a=b"),
+    ],
+)
+def test_one_right_value(override: str, key: str, value: object) -> None:
+    found = settle(override)
+    assert value_of(found.config, key) == value
+    assert found.origins[key] == "override"
+
+
+def test_a_tilde_takes_a_setting_back_to_its_default() -> None:
+    found = settle("~actor.optim.lr", "~actor_rollout_ref.rollout.n", preset="embedded")
+    assert found.config.actor.optim.lr == 1e-6
+    assert found.config.rollout.n == 1
+    assert found.origins["actor.optim.lr"] == "default"
+
+
+def test_the_last_of_two_equal_overrides_wins() -> None:
+    assert settle("rollout.n=2", "rollout.n=3").config.rollout.n == 3
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert settle(env={"CRITIC_LR": "  "}).origins["critic.optim.lr"] == "default"
+
+
+@pytest.mark.parametrize("key", [k.name for k in table().values() if k.env])
+def test_every_variable_reaches_its_setting(key: str) -> None:
+    known = table()[key]
+    assert known.env is not None
+    unset = "0" if key == "trainer.node_rank" else "1"
+    text = unset if known.default in (None, ()) else str(known.default)
+    assert settle(env={known.env: text}).origins[key] == f"env {known.env}"
+
+
+def test_a_reward_file_lies_below_what_names_it(tmp_path: Path) -> None:
+    reward = write(tmp_path / "r.yaml", "api:\n  votes: 3\n  timeout: 5\n")
+    main = write(tmp_path / "m.yaml", f"reward:\n  config_file: {reward}\n  api:\n    timeout: 9\n")
+    found = settle(files=[main])
+    assert (found.config.reward.api.votes, found.config.reward.api.timeout) == (3, 9.0)
+    assert found.origins["reward.api.votes"] == f"{reward} line 2"
+    by_flag = {"reward.config_file": (str(reward), "flag --reward_config")}
+    found = settle("reward.api.votes=5", files=[main], flags=by_flag)
+    assert (found.config.reward.api.votes, found.config.reward.api.timeout) == (5, 5.0)
+
+
+def test_secrets_do_not_reach_messages() -> None:
+    env = {"OPENAI_API_KEY": "top-secret-value"}
+    (problem,) = problems("actor.optim.lr=top-secret-value", env=env)
+    assert "top-secret" not in problem
+    assert "***" in problem

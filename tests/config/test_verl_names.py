@@ -1,0 +1,282 @@
+"""Other names for settings, one by one: honoured, tied, told or refused, never dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config import older_style
+from ppo_cli.config.keys import find, table, value_of
+from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.config.verl_special import TURNED
+from ppo_cli.config.verl_table import REFUSED, RENAMED, SAME, TIED, TOLD
+from ppo_cli.errors import ConfigError
+
+ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def settle(*overrides: str, files: tuple[Path, ...] = ()) -> Resolved:
+    return resolve(flags={}, preset=None, config_files=files, overrides=overrides, environ=ENV)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settle(*overrides)
+    return "\n".join(caught.value.problems)
+
+
+def wrapped(key: str) -> str:
+    return f"actor_rollout_ref.{key}"
+
+
+@pytest.mark.parametrize(
+    "key", [k for k in table() if k.split(".")[0] in ("model", "actor", "rollout", "ref")]
+)
+def test_every_wrapped_spelling_is_the_setting(key: str) -> None:
+    known = table()[key]
+    default = known.default
+    text = "null" if default is None else str(list(default) if default == () else default)
+    assert settle(f"{wrapped(key)}={text}").origins[key] == "override"
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ("actor_rollout_ref.model.path=a/b", "model.path", "a/b"),
+        ("actor_rollout_ref.rollout.n=4", "rollout.n", 4),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+            "actor.fsdp_config.param_offload",
+            True,
+        ),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=True", "ref.param_offload", True),
+        (
+            "critic.model.fsdp_config.optimizer_offload=True",
+            "critic.fsdp_config.optimizer_offload",
+            True,
+        ),
+        (
+            "actor.fsdp_config.gradient_checkpointing=False",
+            "model.enable_gradient_checkpointing",
+            False,
+        ),
+        ("actor.optim.warmup_steps=7", "actor.optim.lr_warmup_steps", 7),
+        ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
+        ("actor.optim.clip_grad=2", "actor.grad_clip", 2.0),
+        ("trainer.default_local_dir=out", "trainer.output_dir", "out"),
+        ("trainer.max_actor_ckpt_to_keep=5", "trainer.max_ckpt_to_keep", 5),
+        ("trainer.max_critic_ckpt_to_keep=5", "trainer.max_ckpt_to_keep", 5),
+        ("trainer.resume_mode=disable", "trainer.resume_mode", "never"),
+        ("reward_model.path=rm", "reward.model.path", "rm"),
+        ("reward_model.model.path=rm", "reward.model.path", "rm"),
+        ("reward.reward_model.model_path=rm", "reward.model.path", "rm"),
+        ("custom_reward_function.path=r.py", "reward.function", "r.py"),
+        ("reward.custom_reward_function.path=r.py", "reward.function", "r.py"),
+        ("+custom_reward_function.reward_kwargs.x=1", "reward.function_kwargs", {"x": 1}),
+        ("trainer.logger=['console','file']", "trainer.logger", ("console",)),
+        ("trainer.logger=file", "trainer.logger", ()),
+        ("trainer.logger=[console,wandb]", "trainer.logger", ("console", "wandb")),
+        ("rollout.val_kwargs.do_sample=False", "rollout.val_kwargs.temperature", 0.0),
+        ("rollout.log_prob_max_token_len_per_gpu=99", "ref.log_prob_max_token_len_per_gpu", 99),
+        (
+            "rollout.log_prob_micro_batch_size_per_gpu=8",
+            "ref.log_prob_max_token_len_per_gpu",
+            8 * 1024,
+        ),
+        ("actor.ppo_micro_batch_size=8", "actor.ppo_micro_batch_size_per_gpu", 8),
+        ("actor.use_dynamic_bsz=True", "actor.ppo_micro_batch_size_per_gpu", None),
+        ("actor.fsdp_config.mixed_precision.param_dtype=bf16", "model.dtype", "bfloat16"),
+        ("algorithm.learning_rate=2e-6", "actor.optim.lr", 2e-6),
+        ("algorithm.batch_size=128", "data.train_batch_size", 128),
+        ("algorithm.mini_batch_size=32", "actor.ppo_mini_batch_size", 32),
+        ("algorithm.epochs=4", "actor.ppo_epochs", 4),
+        ("algorithm.epochs=4", "critic.ppo_epochs", 4),
+        ("algorithm.clip_range=0.1", "actor.clip_ratio", 0.1),
+        ("algorithm.value_loss_coef=0.5", "critic.value_loss_coef", 0.5),
+        ("algorithm.entropy_coef=0.01", "actor.entropy_coeff", 0.01),
+        ("algorithm.max_grad_norm=0.5", "critic.grad_clip", 0.5),
+        ("ppo.normalize_advantages=false", "algorithm.whiten_advantages", False),
+        ("ppo.advantage_estimator=gae", "algorithm.adv_estimator", "gae"),
+        ("ppo.gae_lambda=0.9", "algorithm.lam", 0.9),
+        ("ppo.kl_target=0.02", "algorithm.kl_ctrl.target_kl", 0.02),
+        ("ppo.kl_coef=0.2", "algorithm.kl_ctrl.kl_coef", 0.2),
+        ("ppo.adaptive_kl=true", "algorithm.kl_ctrl.type", "adaptive"),
+        ("ppo.clip_grad_value=1", "actor.clip_grad_value", 1.0),
+        ("training.gradient_checkpointing=off", "model.enable_gradient_checkpointing", False),
+        ("training.offload_optimizer=on", "critic.fsdp_config.optimizer_offload", True),
+        ("distributed.data_parallel_size=2", "trainer.num_workers", 2),
+        ("distributed.tensor_parallel_size=2", "rollout.tensor_model_parallel_size", 2),
+    ],
+)
+def test_another_name_sets_our_setting(given: str, key: str, value: object) -> None:
+    found = settle(given)
+    assert value_of(found.config, key) == value
+    assert found.origins[key] == "override"
+
+
+def test_path_and_name_of_a_function_are_joined() -> None:
+    found = settle("custom_reward_function.path=r.py", "custom_reward_function.name=grade")
+    assert found.config.reward.function == "r.py:grade"
+    assert "FILE:NAME" in refusal("custom_reward_function.name=grade")
+
+
+def test_resuming_from_a_path_takes_both_of_verls_keys() -> None:
+    found = settle("trainer.resume_mode=resume_path", "trainer.resume_from_path=ck/step_4")
+    assert found.config.trainer.resume_mode == "ck/step_4"
+    assert "--resume PATH" in refusal("trainer.resume_mode=resume_path")
+    assert "--resume ck" in refusal("trainer.resume_from_path=ck")
+
+
+def test_the_tighter_of_two_log_prob_sizes_holds() -> None:
+    rows = (
+        "rollout.log_prob_micro_batch_size_per_gpu=8",
+        "ref.log_prob_micro_batch_size_per_gpu=2",
+    )
+    found = settle(*rows, "data.max_prompt_length=100", "data.max_response_length=28")
+    assert found.config.ref.log_prob_max_token_len_per_gpu == 2 * 128
+
+
+def test_the_old_global_micro_batch_is_shared_over_ranks() -> None:
+    found = settle("critic.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=4")
+    assert found.config.critic.ppo_micro_batch_size_per_gpu == 2
+    said = refusal("critic.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
+    assert "6 is not divisible by 4 ranks" in said
+
+
+def test_two_names_in_one_layer_must_agree() -> None:
+    assert settle("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=2")
+    said = refusal("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=3")
+    assert "both set actor.ppo_epochs, differently" in said
+
+
+def test_clip_ratio_works_by_itself_and_low_high_win_when_set() -> None:
+    from ppo_cli.config.effective import clip_high, clip_low
+
+    actor = settle("actor.clip_ratio=0.1").config.actor
+    assert (clip_low(actor), clip_high(actor)) == (0.1, 0.1)
+    actor = settle("actor.clip_ratio=0.1", "actor.clip_ratio_high=0.28").config.actor
+    assert (clip_low(actor), clip_high(actor)) == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(("key", "own"), TIED.items())
+def test_a_tied_setting_must_be_what_it_is_tied_to(key: str, own: str) -> None:
+    known = table()[own]
+    assert settle(f"{key}=null")
+    if known.default is not None and own != "model.path":
+        assert settle(f"{key}={known.default}")
+    assert f"{key} is {own} here" in refusal(f"{key}=7777")
+
+
+@pytest.mark.parametrize("key", [*SAME, *older_style.SAME])
+def test_what_we_do_anyway_is_taken_and_anything_else_refused(key: str) -> None:
+    allowed, why = (SAME | older_style.SAME)[key]
+    for value in allowed:
+        assert settle(f"{key}={value}")
+    assert why in refusal(f"{key}=otherwise")
+
+
+@pytest.mark.parametrize("key", TOLD)
+def test_a_matter_of_speed_is_remarked_on(key: str) -> None:
+    name = key.replace("*", "x")
+    (note,) = settle(f"{name}=True").notes
+    assert note == f"override: {name}: {TOLD[key]}."
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
+    said = refusal(f"{key.replace('*', 'some_key')}=1")
+    assert said.startswith("override: ")
+    assert REFUSED[key] in said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("actor.strategy=megatron", "sharded with FSDP2"),
+        ("rollout.name=sglang", "use vllm on GPUs, or hf"),
+        ("actor.strategy=veomni", "not one of fsdp2, fsdp, megatron"),
+        ("actor.policy_loss.loss_mode=gspo", "clipped surrogate"),
+        ("algorithm.adv_estimator=gpg", "is not one of gae"),
+        ("reward_model.reward_manager=dapo", "reward manager 'dapo' is not offered"),
+        ("reward_model.enable=True", "--reward_model PATH"),
+        ("actor.use_dynamic_bsz=False", "actor.ppo_micro_batch_size_per_gpu=4"),
+        ("rollout.val_kwargs.do_sample=True", "rollout.val_kwargs.temperature=0.7"),
+        ("trainer.device=cuda", "no GPU"),
+        ("trainer.logger=mlflow", "is not one of console, tensorboard, wandb"),
+        ("actor.checkpoint.save_contents=[model]", "always holds model, optimizer and extra"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_2.0", "a window"),
+        ("distributed.pipeline_parallel_size=2", "pipelines are not offered"),
+        ("algorithm.name=grpo", "algorithm.adv_estimator"),
+        ("trainer.val_only=True", "ppo eval"),
+        ("rollout.log_prob_micro_batch_size=x", "whole number"),
+        ("custom_reward_function.pth=x", "--reward_function"),
+    ],
+)
+def test_refusals_say_what_to_use(given: str, said: str) -> None:
+    assert said in refusal(given)
+
+
+def test_the_quickstart_command_line_works() -> None:
+    found = settle(
+        "data.train_files=train.parquet",
+        "data.val_files=test.parquet",
+        "data.train_batch_size=256",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "critic.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "critic.model.enable_gradient_checkpointing=True",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+        "algorithm.kl_ctrl.kl_coef=0.001",
+        "trainer.logger=['console']",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        "trainer.total_epochs=15",
+    )
+    assert len(found.notes) == 1
+    assert found.config.rollout.name == "vllm"
+
+
+OLDER = """
+algorithm: {name: ppo, learning_rate: 1e-6, batch_size: 64, mini_batch_size: 16, epochs: 2,
+            clip_range: 0.2, value_loss_coef: 0.5, entropy_coef: 0.01, max_grad_norm: 1.0}
+ppo: {normalize_advantages: true, advantage_estimator: gae, gae_lambda: 0.95, kl_target: 0.05,
+      kl_coef: 0.1, adaptive_kl: true, clip_grad_value: null}
+training: {gradient_checkpointing: true, use_dynamic_batchsize: true, offload_optimizer: false}
+distributed: {data_parallel_size: 1, tensor_parallel_size: 1, pipeline_parallel_size: 1}
+"""
+
+
+def test_a_whole_file_in_the_older_style(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(OLDER, encoding="utf-8")
+    found = settle(files=(path,))
+    assert found.config.algorithm.kl_ctrl.type == "adaptive"
+    assert found.origins["actor.ppo_epochs"] == f"{path} line 2"
+    assert any("--critic_lr" in note for note in found.notes)
+
+
+def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
+    tables = [set(RENAMED), set(TIED), set(SAME), set(TOLD), set(REFUSED), set(TURNED)]
+    tables += [set(older_style.RENAMED), set(older_style.SAME)]
+    names = [name for names in tables for name in names]
+    assert len(names) == len(set(names))
+    plain = [n for n in names if n not in TURNED and not n.endswith(".*")]
+    assert [n for n in plain if find(n) is not None] == []
+    targets = [own for new in (RENAMED | older_style.RENAMED).values() for own in new]
+    assert [
+        t for t in [*targets, *TIED.values()] if not t.endswith(".*") and t not in table()
+    ] == []
+
+
+def test_remarks_end_without_a_full_stop() -> None:
+    for said in [*TOLD.values(), *REFUSED.values(), *(why for _, why in SAME.values())]:
+        assert not said.endswith((".", " ")), said
