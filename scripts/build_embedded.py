@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from embedded.task import build_rows, split_pairs
+from embedded.task import SEED, build_rows, split_pairs
 from embedded.tokenizer import CONTEXT, build_tokenizer
 from embedded.warm_up import STAGES, Teacher, build_model, measure, train_stage
 
-SEED = 17
 HOME = Path(__file__).resolve().parent.parent / "ppo_cli" / "embedded"
 
 
@@ -72,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HOME, help="folder to write into")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for torch")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     began = time.monotonic()

@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+SEED = 17
 DATA_SOURCE = "ppo-cli/arithmetic"
 SMALLEST, LARGEST = 10, 99
 VALIDATION_ROWS = 256

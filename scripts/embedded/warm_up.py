@@ -39,8 +39,8 @@ def right_answer(question: Sum, _: random.Random) -> str:
 
 
 STAGES = (
-    Stage("sums", steps=1500, lr=2e-3, batch=256, answer=right_answer),
-    Stage("pupils", steps=200, lr=5e-4, batch=256, answer=ask_pupil),
+    Stage("sums", steps=1000, lr=2e-3, batch=128, answer=right_answer),
+    Stage("pupils", steps=200, lr=5e-4, batch=128, answer=ask_pupil),
 )
 
 
@@ -51,7 +51,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int, context: int) -> 
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=context,
