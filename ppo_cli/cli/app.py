@@ -19,6 +19,7 @@ from ppo_cli.errors import did_you_mean
 
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
+STOPPED = 130  # what a shell expects of a program that Ctrl-C ended
 COMMANDS = {
     "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
     "plan": (
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         typer.main.get_command(app).main(args=args or ["--help"], prog_name="ppo")
     except SystemExit as end:
+        if end.code == STOPPED:
+            print("Stopped.", file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         return exit_code_of(error, debug="--debug" in args)

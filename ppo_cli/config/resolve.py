@@ -13,8 +13,9 @@ from ppo_cli.config.checks import cross_checks
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
 from ppo_cli.config.layers import Gathered, Reset, gather
 from ppo_cli.config.schema import Config
+from ppo_cli.config.translation import Demand, Late
 from ppo_cli.config.values import read_free, read_value
-from ppo_cli.config.verl_names import Demand, Late, Translator
+from ppo_cli.config.verl_names import Translator
 from ppo_cli.config.yaml_file import Entry
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import redact

@@ -121,7 +121,7 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
 
 
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
-    parts = _parts(raw)
+    parts = listed(raw)
     if items[1:] == (...,):
         return tuple(_read(items[0], part) for part in parts)
     if len(parts) != len(items):
@@ -129,9 +129,10 @@ def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
     return tuple(_read(kind, part) for kind, part in zip(items, parts, strict=True))
 
 
-def _parts(raw: Any) -> list[Any]:
+def listed(raw: Any) -> list[Any]:
+    """Return the items of a list in any of its spellings; ValueError where it is none."""
     if isinstance(raw, tuple):
-        return [part for item in raw for part in _parts(item)]
+        return [part for item in raw for part in listed(item)]
     if isinstance(raw, list):
         return raw
     if isinstance(raw, Quoted) or not isinstance(raw, str):

@@ -6,103 +6,35 @@ a remark, or refused with the reason. Nothing is dropped in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_cli.config import older_style
 from ppo_cli.config.keys import find
 from ppo_cli.config.layers import Reset
+from ppo_cli.config.translation import Told, Translation
 from ppo_cli.config.values import is_unset
 from ppo_cli.config.verl_special import PRECISIONS, TURNED
 from ppo_cli.config.verl_table import REFUSED, RENAMED, SAME, TIED, TOLD
 from ppo_cli.config.yaml_file import Entry
 
-Lookup = Callable[[str], Any]
 WRAPPER = "actor_rollout_ref."
 _RENAMED = RENAMED | older_style.RENAMED
 _SAME = SAME | older_style.SAME
 
 
-@dataclass(frozen=True)
-class Late:
-    """A raw value that depends on other settings; computed once these are known."""
-
-    compute: Callable[[Lookup], Any]
-
-
-@dataclass(frozen=True)
-class Demand:
-    """Something that must hold of the whole configuration, because a setting said so."""
-
-    origin: str
-    holds: Callable[[Lookup], bool]
-    otherwise: str
-
-
-@dataclass
-class Told:
-    """A layer in our own names, with what has to be said about it."""
-
-    entries: list[Entry] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    demands: list[Demand] = field(default_factory=list)
-
-
-class Translator:
+class Translator(Translation):
     """Turns one layer after the other into our names."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ = environ
-        self.resume_path: str | None = None
-        self.resume_by_path = False
-        self.function_file: Entry | None = None
-        self.function_name: Entry | None = None
-        self._told = Told()
-        self._by: dict[str, tuple[str, Entry]] = {}
-        self._given = ""
 
     def translate(self, layer: Sequence[Entry]) -> Told:
         """Return the layer in our own names."""
-        self._told, self._by = Told(), {}
-        self.function_file = self.function_name = None
+        self.open_layer()
         for entry in layer:
-            self._given = entry.name
+            self.given = entry.name
             name = entry.name.removeprefix(WRAPPER)
             self._one(Entry(name, entry.raw, entry.origin))
         self._function()
-        self._told.entries = [entry for _, entry in self._by.values()]
-        return self._told
-
-    def put(self, entry: Entry, name: str, raw: Any) -> None:
-        """Set one of our settings; two names for it in one layer must agree."""
-        new = Entry(name, raw, entry.origin)
-        given, old = self._by.pop(name, (self._given, new))
-        if given != self._given:
-            if isinstance(raw, Late) and isinstance(old.raw, Late):
-                new = Entry(name, _smaller(old.raw, raw), entry.origin)
-            elif str(old.raw) != str(raw):
-                self.problem(
-                    entry, f"{self._given} and {given} both set {name}, differently; keep one."
-                )
-        self._by[name] = (self._given, new)
-
-    def put_late(self, entry: Entry, name: str, compute: Callable[[Lookup], Any]) -> None:
-        """Set one of our settings to what other settings make of it."""
-        self.put(entry, name, Late(compute))
-
-    def problem(self, entry: Entry, text: str) -> None:
-        """Report what is wrong with an entry."""
-        self._told.problems.append(f"{entry.origin}: {text}")
-
-    def note(self, entry: Entry, text: str) -> None:
-        """Remark on an entry that was taken."""
-        self._told.notes.append(f"{entry.origin}: {entry.name}: {text}.")
-
-    def demand(self, entry: Entry, holds: Callable[[Lookup], bool], otherwise: str) -> None:
-        """Ask for something that can be seen only when all settings are known."""
-        self._told.demands.append(Demand(entry.origin, holds, otherwise))
+        return self.close_layer()
 
     def _one(self, entry: Entry) -> None:
         name = entry.name
@@ -161,7 +93,7 @@ class Translator:
         file, name = self.function_file, self.function_name
         if file is not None:
             tail = "" if name is None or is_unset(name.raw) else f":{name.raw}"
-            self._given = "custom_reward_function.path"
+            self.given = "custom_reward_function.path"
             self.put(file, "reward.function", f"{file.raw}{tail}")
         elif name is not None and str(name.raw) != "compute_score":
             self.problem(
@@ -189,8 +121,3 @@ def _below(said: Mapping[str, str], name: str) -> str:
 
 def _plain(raw: Any) -> str:
     return "null" if raw is None or raw in ("", [], {}) else str(raw).strip().lower()
-
-
-def _smaller(one: Late, other: Late) -> Late:
-    """Of two limits on the same passes the tighter one holds."""
-    return Late(lambda value: min(one.compute(value), other.compute(value)))

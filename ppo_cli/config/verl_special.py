@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ppo_cli.config.hardware import gpu_count
-from ppo_cli.config.values import NO, YES, is_unset
+from ppo_cli.config.translation import Translation
+from ppo_cli.config.values import NO, YES, is_unset, listed
 from ppo_cli.config.verl_table import BUDGET
 from ppo_cli.config.yaml_file import Entry
 
-if TYPE_CHECKING:
-    from ppo_cli.config.verl_names import Translator
-
-Turn = Callable[["Translator", Entry], None]
+Turn = Callable[[Translation, Entry], None]
 PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
 
@@ -23,14 +21,14 @@ def yes(entry: Entry) -> bool | None:
     return True if text in YES else False if text in NO else None
 
 
-def _switch(told: Translator, entry: Entry) -> bool | None:
+def _switch(told: Translation, entry: Entry) -> bool | None:
     on = yes(entry)
     if on is None:
         told.problem(entry, f"{entry.name}: '{entry.raw}' is neither true nor false.")
     return on
 
 
-def _dynamic(part: str, told: Translator, entry: Entry) -> None:
+def _dynamic(part: str, told: Translation, entry: Entry) -> None:
     """Token budgets are what a micro-batch is cut by, unless its size is set."""
     size = f"{part}.ppo_micro_batch_size_per_gpu"
     on = _switch(told, entry)
@@ -44,7 +42,7 @@ def _dynamic(part: str, told: Translator, entry: Entry) -> None:
         )
 
 
-def _global_micro(part: str, told: Translator, entry: Entry) -> None:
+def _global_micro(part: str, told: Translation, entry: Entry) -> None:
     """Share the deprecated size over all ranks, as verl did."""
 
     def per_gpu(value: Callable[[str], Any]) -> int:
@@ -61,7 +59,7 @@ def _global_micro(part: str, told: Translator, entry: Entry) -> None:
         told.put_late(entry, f"{part}.ppo_micro_batch_size_per_gpu", per_gpu)
 
 
-def _log_prob_rows(shared: bool, told: Translator, entry: Entry) -> None:
+def _log_prob_rows(shared: bool, told: Translation, entry: Entry) -> None:
     """A count of sequences becomes the token budget that as many of the longest need."""
 
     def budget(value: Callable[[str], Any]) -> int:
@@ -92,18 +90,18 @@ def _ranks(value: Callable[[str], Any], environ: Mapping[str, str]) -> int:
     return max(1, a_node) * int(value("trainer.nnodes"))
 
 
-def _adaptive(told: Translator, entry: Entry) -> None:
+def _adaptive(told: Translation, entry: Entry) -> None:
     on = _switch(told, entry)
     if on is not None:
         told.put(entry, "algorithm.kl_ctrl.type", "adaptive" if on else "fixed")
 
 
-def _old_dynamic(told: Translator, entry: Entry) -> None:
+def _old_dynamic(told: Translation, entry: Entry) -> None:
     for part in ("actor", "critic"):
         _dynamic(part, told, entry)
 
 
-def _data_parallel(told: Translator, entry: Entry) -> None:
+def _data_parallel(told: Translation, entry: Entry) -> None:
     """So many ranks: GPUs where there are some, else worker processes."""
     key = "trainer.n_gpus_per_node" if gpu_count(told.environ) else "trainer.num_workers"
     if str(entry.raw).strip() == "1":
@@ -112,7 +110,7 @@ def _data_parallel(told: Translator, entry: Entry) -> None:
     told.put(entry, key, entry.raw)
 
 
-def _greedy_validation(told: Translator, entry: Entry) -> None:
+def _greedy_validation(told: Translation, entry: Entry) -> None:
     on = _switch(told, entry)
     if on is False:
         told.put(entry, "rollout.val_kwargs.temperature", "0")
@@ -124,17 +122,17 @@ def _greedy_validation(told: Translator, entry: Entry) -> None:
         )
 
 
-def _logger(told: Translator, entry: Entry) -> None:
+def _logger(told: Translation, entry: Entry) -> None:
     """Drop `file`: metrics.jsonl is always written."""
-    raw = entry.raw
-    if isinstance(raw, str) and raw[:1] in "[(":
-        raw = raw[1:-1]
-    words = raw.split(",") if isinstance(raw, str) else list(raw) if raw is not None else [None]
-    kept = [w.strip(" '\"") if isinstance(w, str) else w for w in words]
-    told.put(entry, entry.name, [w for w in kept if w not in ("file", "")])
+    try:
+        words = listed(entry.raw)
+    except ValueError as error:
+        told.problem(entry, f"{entry.name}: {error}.")
+        return
+    told.put(entry, entry.name, [word for word in words if word != "file"])
 
 
-def _resume_mode(told: Translator, entry: Entry) -> None:
+def _resume_mode(told: Translation, entry: Entry) -> None:
     word = str(entry.raw).strip()
     if word == "disable":
         told.put(entry, entry.name, "never")
@@ -151,7 +149,7 @@ def _resume_mode(told: Translator, entry: Entry) -> None:
         told.put(entry, entry.name, entry.raw)
 
 
-def _resume_from(told: Translator, entry: Entry) -> None:
+def _resume_from(told: Translation, entry: Entry) -> None:
     if is_unset(entry.raw):
         return
     told.resume_path = str(entry.raw)
@@ -163,7 +161,7 @@ def _resume_from(told: Translator, entry: Entry) -> None:
     )
 
 
-def _reward_model_on(told: Translator, entry: Entry) -> None:
+def _reward_model_on(told: Translation, entry: Entry) -> None:
     on = _switch(told, entry)
     if on:
         told.demand(
@@ -179,7 +177,7 @@ def _reward_model_on(told: Translator, entry: Entry) -> None:
         )
 
 
-def _reward_manager(told: Translator, entry: Entry) -> None:
+def _reward_manager(told: Translation, entry: Entry) -> None:
     if str(entry.raw).strip() not in ("naive", "None", "null"):
         told.problem(
             entry,
@@ -188,16 +186,16 @@ def _reward_manager(told: Translator, entry: Entry) -> None:
         )
 
 
-def _function_file(told: Translator, entry: Entry) -> None:
+def _function_file(told: Translation, entry: Entry) -> None:
     if not is_unset(entry.raw):
         told.function_file = entry
 
 
-def _function_name(told: Translator, entry: Entry) -> None:
+def _function_name(told: Translation, entry: Entry) -> None:
     told.function_name = entry
 
 
-def _saved(told: Translator, entry: Entry) -> None:
+def _saved(told: Translation, entry: Entry) -> None:
     raw = entry.raw.strip("[]() ").split(",") if isinstance(entry.raw, str) else entry.raw or []
     words = {str(word).strip(" '\"") for word in raw}
     if not {"model", "optimizer", "extra"} <= words <= {"model", "optimizer", "extra", "hf_model"}:
@@ -208,7 +206,7 @@ def _saved(told: Translator, entry: Entry) -> None:
         )
 
 
-def _device(told: Translator, entry: Entry) -> None:
+def _device(told: Translation, entry: Entry) -> None:
     here = "cuda" if gpu_count(told.environ) else "cpu"
     if str(entry.raw).strip() != here:
         told.problem(
@@ -219,11 +217,11 @@ def _device(told: Translator, entry: Entry) -> None:
         )
 
 
-def _precision(told: Translator, entry: Entry) -> None:
+def _precision(told: Translation, entry: Entry) -> None:
     told.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
 
 
-def _window(told: Translator, entry: Entry) -> None:
+def _window(told: Translation, entry: Entry) -> None:
     if "_" in str(entry.raw):
         told.problem(
             entry,

@@ -1,0 +1,305 @@
+"""`ppo` as people run it: what it prints, and the exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.cli import app as app_module
+from ppo_cli.cli.app import COMMANDS, main
+from ppo_cli.cli.crash import Crash, exit_code_of
+from ppo_cli.config.keys import table
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.errors import ConfigError, Interrupted, MissingPart
+
+PRESET = ["--preset", "embedded"]
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, no GPU, and none of the variables that the settings read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for key in table().values():
+        if key.env:
+            monkeypatch.delenv(key.env, raising=False)
+
+
+def values(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str, object]]:
+    assert main(["plan", "--json", *args]) == 0
+    found: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)["values"]
+    return found
+
+
+def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(list(args)) == 2
+    return capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["--help"], ["-h"], []):
+        assert main(args) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in COMMANDS)
+        assert "Example: ppo train" in out
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "presets", "show"])
+def test_every_command_has_help_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    assert "Example: ppo " in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ppo-cli ")
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value", "origin"),
+    [
+        (["--batch_size", "128"], "data.train_batch_size", 128, "flag --batch_size"),
+        (["--batch-size", "128"], "data.train_batch_size", 128, "flag --batch_size"),
+        (["--batch-size=128"], "data.train_batch_size", 128, "flag --batch_size"),
+        (["--use-api-reward"], "reward.api.enable", True, "flag --use_api_reward"),
+        (["--no_use_api_reward"], "reward.api.enable", False, "flag --use_api_reward"),
+        (["--no-use-api-reward"], "reward.api.enable", False, "flag --use_api_reward"),
+        (["--train_files", "a", "b"], "data.train_files", ["a", "b"], "flag --train_files"),
+        (["--train-files", "a,b"], "data.train_files", ["a", "b"], "flag --train_files"),
+        (
+            ["--train_files", "a", "--train-files", "b"],
+            "data.train_files",
+            ["a", "b"],
+            "flag --train_files",
+        ),
+        (["--save_freq", "-1"], "trainer.save_freq", -1, "flag --save_freq"),
+        (["--logger", "console,wandb"], "trainer.logger", ["console", "wandb"], "flag --logger"),
+        (["actor.optim.lr=3e-6"], "actor.optim.lr", 3e-6, "override"),
+        (["~actor.optim.lr"], "actor.optim.lr", 1e-6, "default"),
+    ],
+)
+def test_flags_and_overrides_reach_the_plan(
+    args: list[str], key: str, value: object, origin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert values(capsys, *PRESET, *args)[key] == {"value": value, "origin": origin}
+
+
+def test_config_files_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text("actor:\n  ppo_epochs: 3\nrollout: {n: 2}\n")
+    Path("b.yaml").write_text("rollout: {n: 6}\n")
+    found = values(capsys, "--config", "a.yaml", "--config", "b.yaml")
+    assert found["actor.ppo_epochs"] == {"value": 3, "origin": "a.yaml line 2"}
+    assert found["rollout.n"] == {"value": 6, "origin": "b.yaml line 1"}
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
+        (["train", "--batch_sise", "3"], "--batch_size"),
+        (["plan", "--lr"], "requires an argument"),
+        (["train", "--lr", "1e-5x"], "error: flag --lr: actor.optim.lr: '1e-5x' is not a number"),
+        (["train", "--lr", "-1"], "flag --lr: actor.optim.lr must be at least 0"),
+        (["train", "--preset", "embeded"], "Did you mean 'embedded'?"),
+        (["train", "--config", "no.yaml"], "no.yaml: there is no such settings file"),
+        (["train", "--engine", "ray"], "The engine 'ray' is not there yet"),
+        (["train", "--model", "a/b"], "There are no prompts to train on"),
+        (["train", "rolout.n=3"], "Did you mean 'rollout.n'?"),
+        (["presets", "show", "embeded"], "Did you mean 'embedded'?"),
+        (["train", "--rm_api_type", "opnai"], "Did you mean 'openai'?"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_2(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = failure(capsys, *args)
+    assert said in err
+    assert "Traceback" not in err
+    assert list(Path().iterdir()) == []
+
+
+def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    err = failure(capsys, "train", "--lr", "x", "--seed", "y")
+    assert err.startswith("2 things are wrong:\n  ")
+
+
+def test_the_plan_of_a_small_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("t.jsonl").write_text('{"prompt": "a"}\n' * 20)
+    Path("c.yaml").write_text(
+        "data:\n  train_files: [t.jsonl]\n  train_batch_size: 8\nactor:\n"
+        "  ppo_mini_batch_size: 4\nrollout:\n  n: 2\n"
+    )
+    assert main(["plan", "--model", "a/b", "--config", "c.yaml", "--epochs", "3"]) == 0
+    assert capsys.readouterr().out == GOLDEN
+    assert main(["train", "--dry-run", "--model", "a/b", "--config", "c.yaml", "--epochs=3"]) == 0
+    assert capsys.readouterr().out == GOLDEN
+
+
+GOLDEN = f"""\
+Settings
+  model.path                 a/b      flag --model
+  data.train_files           t.jsonl  c.yaml line 2
+  data.train_batch_size      8        c.yaml line 3
+  actor.ppo_mini_batch_size  4        c.yaml line 5
+  rollout.n                  2        c.yaml line 7
+  trainer.total_epochs       3        flag --epochs
+  and {len(table()) - 6} at their default (--all shows them)
+
+Arithmetic
+  a step: 8 prompts x 2 = 16 responses = 16 reward calls
+  actor: 2 mini-batches of 8 responses x 1 epoch = 2 optimizer steps a step, each in at most \
+1 micro-batch
+  critic: 2 mini-batches of 8 responses x 1 epoch = 2 optimizer steps a step, each in at most \
+1 micro-batch
+  the run: 20 training rows, 6 steps, 12 actor optimizer steps
+  reward: 96 calls in all, none of them for validation (--val_files)
+"""
+
+
+def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--all", "--model", "a/b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["model.path", "a/b", "flag", "--model"]
+    assert sum(line.endswith("  default") for line in lines) == len(table()) - 1
+
+
+def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"values", "arithmetic", "notes"}
+    assert set(found["values"]) == set(table())
+    assert "No GPU and no --model" in found["notes"][0]
+
+
+def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "list"]) == 0
+    assert "gsm8k-qwen2.5-0.5b" in capsys.readouterr().out
+    assert main(["presets", "list", "--json"]) == 0
+    assert "embedded" in json.loads(capsys.readouterr().out)
+    assert main(["presets", "show", "gsm8k"]) == 0
+    assert "train_batch_size: 256" in capsys.readouterr().out
+
+
+def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """Run `ppo train` with an assembly that ends in `error`."""
+    import types
+
+    def train(resolved: Resolved, screen: object) -> None:
+        raise error
+
+    fake = types.SimpleNamespace(train=train)
+    monkeypatch.setitem(sys.modules, "ppo_cli.assemble", fake)
+    return main(["train", *PRESET, *args])
+
+
+def test_a_bug_keeps_its_traceback_in_the_run_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "very-secret-key")
+    code = end_with(KeyError("very-secret-key"), monkeypatch, "--output_dir", "run")
+    err = capsys.readouterr().err
+    (kept,) = Path("run/logs").glob("crash-*.txt")
+    assert code == 1
+    assert str(kept) in err
+    assert "Traceback" not in err
+    assert "Traceback" in kept.read_text()
+    assert "very-secret" not in err + kept.read_text()
+
+
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_with(ConfigError("no such luck"), monkeypatch, "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("one line"), 2, "error: one line\n"),
+        (MissingPart("no such part"), 2, "error: no such part\n"),
+        (Interrupted("Stopped. Go on: ppo train"), 3, "Stopped. Go on: ppo train\n"),
+        (OSError(errno.ENOSPC, "full", "out/x"), 2, "error: out/x: the disk is full."),
+        (PermissionError(errno.EACCES, "no", "out"), 2, "error: out: permission denied."),
+    ],
+)
+def test_each_kind_of_end_has_its_code(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert end_with(error, monkeypatch) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+    assert not Path("outputs").exists()
+
+
+def test_ctrl_c_is_a_clean_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_with(KeyboardInterrupt(), monkeypatch) == 130
+    assert capsys.readouterr().err == "Stopped.\n"
+
+
+def test_a_traceback_that_cannot_be_kept_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    crash = Crash(Path("file"))
+    crash.__cause__ = ZeroDivisionError("x")
+    assert exit_code_of(crash) == 1
+    assert "ZeroDivisionError: x" in capsys.readouterr().err
+
+
+HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "numpy", "pyarrow")
+
+
+@pytest.mark.parametrize(
+    ("args", "absent"),
+    [
+        (["--help"], (*HEAVY, "pydantic", "yaml", "rich")),
+        (["--version"], (*HEAVY, "pydantic", "yaml", "rich")),
+        (["plan", "--preset", "embedded"], HEAVY),
+        (["train", "--dry_run"], HEAVY),
+        (["train", "--engine", "ray"], HEAVY),
+        (["presets", "list"], HEAVY),
+    ],
+)
+def test_a_fresh_process_imports_nothing_heavy(args: list[str], absent: tuple[str, ...]) -> None:
+    program = (
+        "import sys; from ppo_cli.cli.app import main; code = main(sys.argv[2:]);"
+        "print(sorted(set(sys.argv[1].split(',')) & set(sys.modules)), file=sys.stderr)"
+    )
+    root = Path(app_module.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, ",".join(absent), *args],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    root = Path(app_module.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "ppo_cli", "train", "--lr", "x"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "flag --lr" in done.stderr

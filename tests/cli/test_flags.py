@@ -1,0 +1,65 @@
+"""The flags are made from the schema; their list is part of the public contract."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.cli.flags import flag_keys, help_line, spread
+from ppo_cli.config.keys import table
+
+FROZEN = """
+adv_estimator batch_size clip_ratio cliprange_value critic_epochs critic_lr critic_model dtype
+engine epochs gamma gpu_memory_utilization kl_coef lam logger lora_alpha lora_rank lr master_addr
+master_port max_prompt_length max_response_length max_steps mini_batch_size model n_gpus nnodes
+node_rank num_workers output_dir patience placement ppo_epochs resume reward reward_config
+reward_function reward_model rm_api_type rm_base_url rm_budget_tokens rm_budget_usd
+rm_concurrency rm_max_failure_rate rm_max_rpm rm_max_tpm rm_model rm_on_failure rm_outage_wait
+rm_prompt_preset rm_scoring_prompt rm_system_prompt rm_timeout rm_votes rollout_n rollout_name
+rollout_tp rule save_freq seed system_prompt temperature test_freq top_k top_p train_files
+use_api_reward val_files
+"""
+
+
+def test_the_flags_are_these_and_no_others() -> None:
+    assert sorted(flag_keys()) == FROZEN.split()
+
+
+def test_no_flag_and_no_variable_serves_two_settings() -> None:
+    flags = [k.flag for k in table().values() if k.flag]
+    variables = [k.env for k in table().values() if k.env]
+    assert len(flags) == len(set(flags))
+    assert len(variables) == len(set(variables))
+
+
+@pytest.mark.parametrize("name", FROZEN.split())
+def test_a_flag_tells_its_key_default_range_and_variable(name: str) -> None:
+    key = flag_keys()[name]
+    said = help_line(key)
+    assert key.help in said
+    assert key.name in said
+    assert "default" in said
+    if key.env:
+        assert f"env {key.env}" in said
+    if key.choices:
+        assert "one of " in said
+    elif any(word == "ge" for word, _ in key.limits):
+        assert "at least" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--train_files a b", "--train_files a --train_files b"),
+        ("--train-files a b c", "--train-files a --train_files b --train_files c"),
+        ("--train_files a k=v b", "--train_files a k=v b"),
+        ("--train_files a ~actor.lr", "--train_files a ~actor.lr"),
+        ("--train_files a ~/b.jsonl", "--train_files a --train_files ~/b.jsonl"),
+        ("--train_files=a b", "--train_files=a b"),
+        ("--lr 1 x", "--lr 1 x"),
+        ("--train_files a --lr 1 b", "--train_files a --lr 1 b"),
+        ("--train_files a -- b", "--train_files a -- b"),
+        ("--reward rule:1 judge:2", "--reward rule:1 --reward judge:2"),
+    ],
+)
+def test_a_list_flag_takes_several_values(given: str, meant: str) -> None:
+    assert spread(given.split()) == meant.split()

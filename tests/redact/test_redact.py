@@ -1,0 +1,43 @@
+"""Secrets are taken out of text; everything else stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.redact import redact, secret_values
+
+ENV = {
+    "OPENAI_API_KEY": "abc123def",
+    "HF_TOKEN": "hf-token-value",
+    "SHORT_API_KEY": "x",
+    "HOME": "/h",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("key abc123def!", "key ***!"),
+        ("hf-token-value", "***"),
+        ("x stays, /h stays", "x stays, /h stays"),
+        ("https://me:pw@host:8/v1", "https://***@host:8/v1"),
+        ("http://h/v1?key=zzz&model=m", "http://h/v1?key=***&model=m"),
+        ("http://h/v1?a=1&api_key=zzz", "http://h/v1?a=1&api_key=***"),
+        ("http://h/v1?access_token=zzz#top", "http://h/v1?access_token=***#top"),
+        ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
+        ("sk-ant-REDACTED", "***"),
+        ("AIzaSyA1234567890abcdefghijk", "***"),
+        ("me@example.org wrote", "me@example.org wrote"),
+        ("http://host/v1/chat?model=m", "http://host/v1/chat?model=m"),
+        ("prompt_key=prompt token_ids=3", "prompt_key=prompt token_ids=3"),
+    ],
+)
+def test_redact(text: str, clean: str) -> None:
+    assert redact(text, ENV) == clean
+    assert redact(redact(text, ENV), ENV) == clean
+
+
+def test_longer_secrets_go_first() -> None:
+    env = {"A_API_KEY": "secret", "B_API_KEY": "secret-longer"}
+    assert secret_values(env) == ("secret-longer", "secret")
+    assert redact("secret-longer", env) == "***"
