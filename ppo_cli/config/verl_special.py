@@ -177,6 +177,19 @@ def _reward_model_on(told: Translation, entry: Entry) -> None:
         )
 
 
+def _critic_on(told: Translation, entry: Entry) -> None:
+    """A critic is trained exactly when the estimator is gae."""
+    if is_unset(entry.raw):
+        return
+    on = _switch(told, entry)
+    told.demand(
+        entry,
+        lambda value: on is None or on == (value("algorithm.adv_estimator") == "gae"),
+        f"critic.enable={entry.raw} goes against algorithm.adv_estimator: only gae trains a "
+        "critic, and always does. Leave critic.enable out and choose with --adv_estimator.",
+    )
+
+
 def _reward_manager(told: Translation, entry: Entry) -> None:
     if str(entry.raw).strip() not in ("naive", "None", "null"):
         told.problem(
@@ -256,6 +269,7 @@ TURNED: Final[dict[str, Turn]] = {
     "trainer.resume_from_path": _resume_from,
     "reward_model.enable": _reward_model_on,
     "reward.reward_model.enable": _reward_model_on,
+    "critic.enable": _critic_on,
     "reward_model.reward_manager": _reward_manager,
     "reward.reward_manager": _reward_manager,
     "reward.reward_manager.name": _reward_manager,

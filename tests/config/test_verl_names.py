@@ -208,6 +208,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_2.0", "a window"),
         ("distributed.pipeline_parallel_size=2", "pipelines are not offered"),
         ("algorithm.name=grpo", "algorithm.adv_estimator"),
+        ("critic.enable=False", "only gae trains a critic"),
         ("trainer.val_only=True", "ppo eval"),
         ("rollout.log_prob_micro_batch_size=x", "whole number"),
         ("custom_reward_function.pth=x", "--reward_function"),
@@ -215,6 +216,12 @@ def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
 )
 def test_refusals_say_what_to_use(given: str, said: str) -> None:
     assert said in refusal(given)
+
+
+def test_critic_enable_is_taken_where_it_says_what_we_do() -> None:
+    assert settle("critic.enable=True")
+    assert settle("critic.enable=null")
+    assert settle("critic.enable=False", "algorithm.adv_estimator=reinforce_plus_plus")
 
 
 def test_the_quickstart_command_line_works() -> None:
