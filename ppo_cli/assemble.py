@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
-from ppo_cli.errors import UserError
 from ppo_cli.loop import Job, load, run
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt
@@ -85,8 +85,10 @@ def train(resolved: Resolved, screen: Screen) -> None:
                 resume_command=_resume_command(),
                 fingerprint=identity,
             )
+            started = time.monotonic()
             _run(job, resume_from, screen)
-        screen.summary(summarise(tracker.history, folder.path, config))
+        seconds = time.monotonic() - started
+        screen.summary(summarise(tracker.history, folder.path, config, seconds))
     finally:
         for part in (tracker, engine, reward):
             if part is not None:
@@ -171,6 +173,3 @@ def _resume_command() -> str:
     """The command line of this run, to be typed again: it goes on where the run stopped."""
     program = os.environ.get("PPO_COMMAND") or Path(sys.argv[0]).name
     return shlex.join([*shlex.split(program), *sys.argv[1:]])
-
-
-__all__ = ["UserError", "load_tokenizer", "train"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor import ActorLearner, view_full_kl, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
@@ -38,7 +39,7 @@ class LocalEngine:
         self._tokenizer = tokenizer
         self._compute = Compute.choose(config.model.dtype)
         self._weight_version = 0
-        self._policy = self._load_policy(config.model.path)
+        self._policy = self._load_policy(model_folder(config.model.path))
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
@@ -189,7 +190,7 @@ class LocalEngine:
         c = self._config
         if not (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss):
             return None
-        reference = self._load_policy(c.ref.path or c.model.path)
+        reference = self._load_policy(model_folder(c.ref.path or c.model.path))
         reference.model.requires_grad_(False).eval()
         return reference
 
@@ -211,7 +212,7 @@ class LocalEngine:
         if c.algorithm.adv_estimator != "gae":
             return None
         value_model = load_value_model(
-            c.critic.model.path or c.model.path,
+            model_folder(c.critic.model.path or c.model.path),
             trust_remote_code=c.model.trust_remote_code,
             attn_implementation=c.model.attn_implementation,
         )

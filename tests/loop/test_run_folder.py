@@ -1,0 +1,46 @@
+"""The run folder and what may go on in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.errors import UserError
+from ppo_cli.run_folder import RunFolder, check_same_run
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(UserError, match=r"--output_dir .*out: a file is in the way"):
+        RunFolder(tmp_path / "out").prepare()
+    with pytest.raises(UserError, match="a file is in the way"):
+        RunFolder(tmp_path / "out" / "deeper").prepare()
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(UserError, match=r"--output_dir /proc/ppo cannot be written"):
+        RunFolder(Path("/proc/ppo")).prepare()
+
+
+def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(name)
+        (tmp_path / "rollouts").mkdir()
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        folder.set_aside()
+    assert (tmp_path / "earlier_1" / "metrics.jsonl").read_text() == "first"
+    assert (tmp_path / "earlier_2" / "metrics.jsonl").read_text() == "second"
+    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "logs").exists()
+
+
+def test_another_runs_checkpoint_is_refused_with_each_changed_key() -> None:
+    saved = {"fingerprint": {"model.path": "a", "data.train_files": "123", "trainer.seed": 1}}
+    check_same_run(saved, dict(saved["fingerprint"]), Path("out"))
+    with pytest.raises(UserError) as caught:
+        now = {"model.path": "b", "data.train_files": "456", "trainer.seed": 1}
+        check_same_run(saved, now, Path("out"))
+    text = str(caught.value)
+    assert "model.path (was a, now b)" in text and "data.train_files (other rows)" in text
+    assert "seed" not in text and "--resume never" in text and "--output_dir" in text
