@@ -1,7 +1,8 @@
 """Files that ship with the program: small model, prompts, presets, judge prompts.
 
 In a source tree presets and judge prompts lie at the top; in an installed wheel inside the
-package. The word `embedded` stands for the bundled model or prompt set in settings.
+package. In settings, `embedded` stands for the bundled model or prompt
+set, and `one-digit-sums` for a smaller prompt set.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 from ppo_cli.errors import ConfigError, did_you_mean
 
 EMBEDDED = "embedded"
+ONE_DIGIT = "one-digit-sums"
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -29,9 +31,12 @@ def model_folder(path: str) -> str:
 
 
 def prompt_files(files: Iterable[str], split: Literal["train", "val"]) -> tuple[str, ...]:
-    """Return prompt files with `embedded` replaced by the bundled set of that split."""
-    own = str(bundled_path("embedded", f"{split}.jsonl"))
-    return tuple(own if name == EMBEDDED else name for name in files)
+    """Return prompt files with the names of bundled sets replaced by that split's file."""
+    own = {
+        EMBEDDED: bundled_path("embedded", f"{split}.jsonl"),
+        ONE_DIGIT: bundled_path("embedded", f"one-digit-sums.{split}.jsonl"),
+    }
+    return tuple(str(own.get(name, name)) for name in files)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -48,7 +53,7 @@ def preset_path(name: str) -> Path:
     hint = did_you_mean(name, [*names, *ALIASES]) or f" Known: {', '.join(names)}."
     if name.endswith((".yaml", ".yml")) or "/" in name:
         hint = f" A file of your own goes to --config {name}."
-    raise ConfigError(f"flag --preset: there is no preset '{name}'.{hint}")
+    raise ConfigError(f"there is no preset '{name}'.{hint}")
 
 
 ALIASES = {"gsm8k": "gsm8k-qwen2.5-0.5b", "7b": "qwen2.5-7b-8gpu", "lora": "lora-low-memory"}

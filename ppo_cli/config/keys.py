@@ -97,9 +97,13 @@ def range_words(key: Key) -> str:
     if key.choices:
         return "one of " + ", ".join(key.choices)
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    said = [f"{words[name]} {limit:g}" for name, limit in key.limits if name in words]
+    said = [f"{words[name]} {_number(limit)}" for name, limit in key.limits if name in words]
     said += ["not empty" for name, _ in key.limits if name == "min_length"]
     return ", ".join(said)
+
+
+def _number(limit: float) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
 def _walk(section: type[Section], prefix: str) -> list[tuple[str, Key]]:

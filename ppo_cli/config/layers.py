@@ -67,7 +67,7 @@ def _preset(found: Gathered, name: str) -> list[Entry]:
     try:
         return found.read(preset_path(name), f"preset {name}")
     except ConfigError as error:
-        found.problems += error.problems
+        found.problems += (f"flag --preset: {problem}" for problem in error.problems)
         return []
 
 

@@ -249,9 +249,9 @@ TOLD: Final[dict[str, str]] = {
 # Understood, and not to be had: why, and what to use.
 REFUSED: Final[dict[str, str]] = {
     "actor.policy_loss.*": "other policy losses than vanilla are not offered",
-    "actor.megatron.*": "Megatron is not offered; models are sharded with FSDP2",
-    "critic.megatron.*": "Megatron is not offered; models are sharded with FSDP2",
-    "ref.megatron.*": "Megatron is not offered; models are sharded with FSDP2",
+    "actor.megatron.*": "Megatron is not offered; leave it out, FSDP2 shards the models",
+    "critic.megatron.*": "Megatron is not offered; leave it out, FSDP2 shards the models",
+    "ref.megatron.*": "Megatron is not offered; leave it out, FSDP2 shards the models",
     "actor.checkpoint.*": "a checkpoint always holds weights, optimizer and state; "
     "see trainer.max_ckpt_to_keep",
     "critic.checkpoint.*": "a checkpoint always holds weights, optimizer and state",

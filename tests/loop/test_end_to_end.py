@@ -1,0 +1,198 @@
+"""Real PPO runs on the embedded model, as a user starts them: they learn, stop and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+# Small enough to be quick, rich enough to hold everything that a resume must bring back.
+SMALL = (
+    "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
+    "--max_steps", "8", "--save_freq", "2", "--test_freq", "4", "--ppo_epochs", "2",
+    "--max_response_length", "8", "data.val_max_samples=16", "data.train_max_samples=36",
+    "algorithm.kl_ctrl.type=adaptive", "actor.optim.lr_scheduler_type=cosine",
+)  # fmt: skip
+
+
+def command(out: Path, *args: str) -> list[str]:
+    return [sys.executable, "-m", "ppo_cli", "train", *args, "--output_dir", str(out)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def train(out: Path, *args: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(out, *args), env=environment(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done
+
+
+def start(out: Path, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(out, *args),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """All that must be the same in two equal runs: everything but the clock."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines
+    ]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert metrics(a) == metrics(b)
+    for model in ("actor", "critic"):
+        ours, theirs = (
+            load_file(out / "checkpoints" / "latest" / model / "model.safetensors")
+            for out in (a, b)
+        )
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), f"{model} {name}"
+        states = [
+            torch.load(out / "checkpoints" / "latest" / "state" / f"{model}_optimizer.pt")
+            for out in (a, b)
+        ]
+        for key, entry in states[0]["state"].items():
+            for name, value in entry.items():
+                assert torch.equal(value, states[1]["state"][key][name])
+    for path in sorted((a / "rollouts").iterdir()):
+        assert path.read_bytes() == (b / "rollouts" / path.name).read_bytes(), path.name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(out, *SMALL)
+    return out
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, *SMALL)
+    try:
+        wait_for(out / "checkpoints" / "step_000004", process)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "checkpoints" / "step_000008").exists()
+    told = train(out, *SMALL)
+    assert "Going on after step" in told.stdout
+    assert_same_run(uninterrupted, out)
+
+
+@pytest.mark.slow
+def test_a_signal_finishes_the_step_and_tells_how_to_go_on(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = start(out, *SMALL)
+    wait_for(out / "rollouts" / "step_000001.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, told
+    assert "SIGTERM" in told and f"--output_dir {out}" in told and "Traceback" not in told
+    train(out, *SMALL)
+    assert_same_run(uninterrupted, out)
+
+
+@pytest.mark.slow
+def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
+    before = metrics(uninterrupted)
+    told = train(uninterrupted, *SMALL)
+    assert "This run is complete: 8 of 8 steps" in told.stdout
+    assert metrics(uninterrupted) == before
+
+
+@pytest.mark.slow
+def test_promises_of_the_first_step(uninterrupted: Path) -> None:
+    """Ratio 1 and KL 0 before anything has moved; sampler and trainer agree."""
+    first = metrics(uninterrupted)[1]
+    assert first["step"] == 1 and abs(first["kl_divergence"]) < 1e-6
+    assert first["rollout/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+def test_saved_actor_loads_and_generates(uninterrupted: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = uninterrupted / "checkpoints" / "latest" / "actor"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "What is 12 + 13?"}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    reply = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(reply, skip_special_tokens=True).strip().isdigit()
+
+
+@pytest.mark.slow
+def test_the_embedded_run_learns(tmp_path: Path) -> None:
+    """The default command, cut to 12 of its 40 steps, must already be plainly better."""
+    done = train(tmp_path / "run", "--preset", "embedded", "--max_steps", "12")
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["val/accuracy"] >= lines[0]["val/accuracy"] + 0.15
+    assert "accuracy" in done.stdout and "curve" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "opo", "reinforce_plus_plus"])
+def test_estimators_without_a_critic_run(estimator: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    args = (*SMALL, f"algorithm.adv_estimator={estimator}", "--max_steps", "2")
+    train(out, *args, "actor.use_kl_loss=true", "actor.kl_loss_type=full")
+    assert not (out / "checkpoints" / "latest" / "critic").exists()
+    last = metrics(out)[-1]
+    assert "value_loss" not in last and abs(last["actor/kl_loss"]) >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K rows are not at hand")
+def test_gsm8k_rows_go_through_the_whole_loop(tmp_path: Path) -> None:
+    prepare = [sys.executable, "-m", "ppo_cli", "data", "prepare", "gsm8k"]
+    subprocess.run(
+        [*prepare, "--source", str(GSM8K), "--out", str(tmp_path)],
+        env=environment(), check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    out = tmp_path / "run"
+    train(
+        out, "--preset", "embedded", "--train_files", str(tmp_path / "train.parquet"),
+        "--val_files", str(tmp_path / "test.parquet"), "--max_steps", "3", "--batch_size", "8",
+        "--mini_batch_size", "4", "--max_prompt_length", "1024", "--max_response_length", "32",
+        "data.train_max_samples=64", "data.val_max_samples=8", "data.filter_overlong_prompts=true",
+    )  # fmt: skip
+    assert [line["step"] for line in metrics(out)] == [0, 1, 2, 3]
+    rows = (out / "rollouts" / "step_000003.jsonl").read_text().splitlines()
+    assert {json.loads(row)["data_source"] for row in rows} == {"openai/gsm8k"}
