@@ -25,6 +25,7 @@ from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import RunFolder, check_same_run
 from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
+from ppo_cli.sinks import check_loggers
 from ppo_cli.summary import summarise
 from ppo_cli.tracker import Screen, Tracker
 
@@ -37,6 +38,7 @@ def load_tokenizer(path: str) -> Any:
 def train(resolved: Resolved, screen: Screen) -> None:
     """Run what the config asks for, from the first check to the summary."""
     config = resolved.config
+    check_loggers(config.trainer.logger)
     folder = RunFolder(Path(config.trainer.output_dir).expanduser())
     folder.prepare()
     store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)

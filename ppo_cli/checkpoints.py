@@ -16,6 +16,8 @@ from pathlib import Path
 from ppo_cli.errors import ModelError, UserError
 
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
+RUST_FAILED = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
+TORCH_FAILED = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs")
 UNFINISHED = ".unfinished-"
 
 
@@ -37,11 +39,14 @@ class CheckpointStore:
         try:
             yield unfinished
             _sync_tree(unfinished)
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
+            told = _disk_failure(error)
+            if told is None:
+                raise
             raise UserError(
                 f"The checkpoint of step {step} could not be written to {self.directory}: "
-                f"{error.strerror or error}. Free some space or choose another --output_dir, then "
+                f"{told}. Free some space or choose another --output_dir, then "
                 "run the same command again: it goes on from the last checkpoint."
             ) from error
         except BaseException:
@@ -120,6 +125,18 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
             f"{store.directory}/step_000010, or auto or never."
         )
     return path.resolve()
+
+
+def _disk_failure(error: Exception) -> str | None:
+    """What the disk refused; None when it was something else.
+
+    Safetensors and torch tell a full disk in errors of their own, known by their words.
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if found := RUST_FAILED.search(str(error)):
+        return found.group(1)
+    return "the disk took only a part" if TORCH_FAILED.search(str(error)) else None
 
 
 def _sync_tree(folder: Path) -> None:

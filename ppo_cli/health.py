@@ -163,7 +163,7 @@ def _reward_same(steps: History, limits: Limits) -> str:
     mean = _last(steps, "reward_mean", 1)
     # Rewards that are all 0 have an explanation of their own, which comes before this.
     count = 3 if mean and mean[0] else 2 * SETTLE_STEPS
-    spread, means = _last(steps, "reward/std", count), _last(steps, "reward_mean", count)
+    spread, means = _last(steps, "score/std", count), _last(steps, "reward_mean", count)
     if not spread or not means or max(spread) > 1e-9 or max(means) - min(means) > 1e-9:
         return ""
     return (
@@ -246,7 +246,7 @@ def _too_long(steps: History, limits: Limits) -> str:
 
 
 def _scores_failed(steps: History, limits: Limits) -> str:
-    failed = int(steps[-1].get("reward/failed") or 0)
+    failed = int(steps[-1].get("score/failed") or 0)
     if not failed:
         return ""
     file = f"rollouts/step_{steps[-1]['step']:06d}.jsonl"

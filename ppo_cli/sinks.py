@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,13 @@ class Sink(Protocol):
     def close(self) -> None:
         """See everything to its place. Safe to call twice."""
         ...
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """Raise MissingPart when a logger's package is not installed; imports nothing."""
+    for package in ("tensorboard", "wandb"):
+        if package in loggers and find_spec(package) is None:
+            raise MissingPart(_missing(package))
 
 
 def make_sinks(

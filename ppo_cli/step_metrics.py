@@ -50,14 +50,14 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         f"{prefix}response_length_mean": float(lengths.mean()),
         f"{prefix}response_length/max": float(lengths.max()),
         f"{prefix}response_length/clip_ratio": float(np.mean(cut)),
-        f"{prefix}reward/failed": float(len(scored) - len(values)),
+        f"{prefix}score/failed": float(len(scored) - len(values)),
     }
     if len(values):
         metrics |= {
             f"{prefix}reward_mean": float(values.mean()),
-            f"{prefix}reward/std": float(values.std()),
-            f"{prefix}reward/min": float(values.min()),
-            f"{prefix}reward/max": float(values.max()),
+            f"{prefix}score/std": float(values.std()),
+            f"{prefix}score/min": float(values.min()),
+            f"{prefix}score/max": float(values.max()),
         }
         if prefix and np.isin(values, (0.0, 1.0)).all():
             metrics[f"{prefix}accuracy"] = float(values.mean())

@@ -9,8 +9,6 @@ from typing import Any
 from ppo_cli.config.schema import Config
 from ppo_cli.tracker import Summary
 
-VALIDATED = ("val/accuracy", "val/reward_mean")
-
 
 def summarise(
     history: Sequence[Mapping[str, Any]], run_dir: Path, config: Config, seconds: float
@@ -43,12 +41,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _validation(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {
-        name.removeprefix("val/"): float(line[name])
-        for line in lines
-        for name in VALIDATED
-        if _has(line, name)
-    }
+    found: dict[str, float] = {}
+    for line in lines:
+        # Of right-or-wrong scores the mean is the accuracy: one name is enough.
+        name = "accuracy" if _has(line, "val/accuracy") else "reward_mean"
+        found[f"validation {name}"] = float(line[f"val/{name}"])
+    return found
 
 
 def _next_steps(config: Config, run_dir: Path) -> tuple[str, ...]:

@@ -94,11 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `ppo` and return its exit code: 0 done, 1 bug, 2 user's mistake, 3 resumable."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        typer.main.get_command(app).main(args=args or ["--help"], prog_name="ppo")
+        code = typer.main.get_command(app).main(
+            args=args or ["--help"], prog_name="ppo", standalone_mode=False
+        )
     except SystemExit as end:
-        if end.code == STOPPED:
-            print("Stopped.", file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         return exit_code_of(error, debug="--debug" in args)
-    return 0
+    if code == STOPPED:
+        print("Stopped.", file=sys.stderr)
+    return code if isinstance(code, int) else 0

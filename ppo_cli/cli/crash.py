@@ -8,13 +8,22 @@ import time
 import traceback
 from pathlib import Path
 
-from ppo_cli.errors import EXIT_BUG, EXIT_USER, Interrupted, PpoError, UserError
+from ppo_cli.errors import (
+    EXIT_BUG,
+    EXIT_USER,
+    ConfigError,
+    Interrupted,
+    PpoError,
+    UserError,
+    did_you_mean,
+)
 from ppo_cli.redact import redact
 
 DEFAULT_FOLDER = Path("outputs")
 _DISK = {
     errno.ENOSPC: "the disk is full. Free some space, or write elsewhere with --output_dir.",
     errno.EDQUOT: "the disk quota is used up. Free some space, or use another --output_dir.",
+    errno.EFBIG: "the file would be larger than allowed here. Write elsewhere with --output_dir.",
     errno.EROFS: "this is a read-only file system. Write elsewhere with --output_dir.",
     errno.EACCES: "permission denied. Choose a place that you may use.",
     errno.EPERM: "not permitted. Choose a place that you may use.",
@@ -35,8 +44,11 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     if debug:
         _say("".join(traceback.format_exception(bug)).rstrip())
     if isinstance(bug, UserError):
-        _say(_listed(str(bug)))
+        _say(_listed(bug))
         return bug.exit_code
+    if (usage := _usage(bug)) is not None:
+        _say(usage)
+        return EXIT_USER
     if isinstance(bug, Interrupted):
         _say(str(bug))
         return bug.exit_code
@@ -49,11 +61,30 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     return EXIT_BUG
 
 
-def _listed(message: str) -> str:
-    lines = message.splitlines()
+def _listed(error: UserError) -> str:
+    """Count the problems of the settings; any other error is one, however many its lines."""
+    lines = error.problems if isinstance(error, ConfigError) else ()
     if len(lines) < 2:
-        return f"error: {message}"
+        return f"error: {error}"
     return "\n".join([f"{len(lines)} things are wrong:", *(f"  {line}" for line in lines)])
+
+
+def _usage(error: BaseException) -> str | None:
+    """Return the words for a command line that the parser refused; None for other errors.
+
+    Told by their attributes: the parser's error classes are not part of typer's interface.
+    """
+    if not hasattr(error, "format_message"):
+        return None
+    said = str(error.format_message())
+    if "Usage:" in said:  # a group without its command answers with its help
+        return said
+    flag = getattr(error, "option_name", None)
+    if hasattr(error, "possibilities"):
+        said = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "ppo COMMAND"
+    return f"error: {said} See `{path} --help`."
 
 
 def _kept(bug: BaseException, folder: Path) -> str:

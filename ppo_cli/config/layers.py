@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.bundled import preset_path
+from ppo_cli.config.bundled import EMBEDDED, preset_path
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.keys import table
 from ppo_cli.config.values import Quoted, is_unset
@@ -15,9 +15,13 @@ from ppo_cli.config.yaml_file import Entry, read_yaml
 from ppo_cli.errors import ConfigError
 
 MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path"})
+PROMPT_KEYS = ("data.train_files", "data.val_files")
 REWARD_FILE = "reward.config_file"
 EMBEDDED_NOTE = (
     "No GPU and no --model: training the small model that ships with ppo-cli (preset embedded)."
+)
+PROMPTS_NOTE = (
+    "No --train_files: training on the prompts that ship with ppo-cli, sums such as 93 + 58."
 )
 
 
@@ -56,9 +60,15 @@ def gather(
     given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
     high = [_variables(environ), given, _overrides(found, overrides)]
     layers = _with_reward_file(found, low, high)
-    if not preset and not _names_model(layers) and gpu_count(environ) == 0:
+    if not preset and not _names(layers, MODEL_KEYS) and gpu_count(environ) == 0:
         layers.insert(0, _preset(found, "embedded"))
         found.notes.append(EMBEDDED_NOTE)
+    elif not preset and not _names(layers, PROMPT_KEYS[:1]):
+        # A preset is made for prompts of its own; anything else may start on the bundled ones.
+        origin = "bundled prompts (no --train_files)"
+        absent = [key for key in PROMPT_KEYS if not _names(layers, (key,))]
+        layers.insert(0, [Entry(key, [EMBEDDED], origin) for key in absent])
+        found.notes.append(PROMPTS_NOTE)
     found.layers = layers
     return found
 
@@ -124,5 +134,5 @@ def _with_reward_file(
     return [*layers[:place], inside, *layers[place:]]
 
 
-def _names_model(layers: list[list[Entry]]) -> bool:
-    return any(e.name in MODEL_KEYS for layer in layers for e in layer)
+def _names(layers: list[list[Entry]], keys: Collection[str]) -> bool:
+    return any(e.name in keys for layer in layers for e in layer)

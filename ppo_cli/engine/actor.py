@@ -92,7 +92,7 @@ class ActorLearner:
             for rows in plan:
                 cut = cut_slice(batch, rows, self._compute.device)
                 loss = self._loss(batch, cut, counts.tokens, counts.sequences, table)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             return table
 
         table = run_within_memory(

@@ -23,7 +23,7 @@ from ppo_cli.errors import ModelError
 HOLDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-class KVLayer(CacheLayerMixin):  # type: ignore[misc]
+class KVLayer(CacheLayerMixin):
     """One layer's keys and values in buffers with room to grow (rows, heads, columns, size)."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
 
-class KVCache(Cache):  # type: ignore[misc]
+class KVCache(Cache):
     """A `KVLayer` for each layer of the model."""
 
     layers: list[KVLayer]

@@ -103,7 +103,8 @@ def load_value_model(
     attn_implementation: str = "sdpa",
 ) -> ValueModel:
     """Load a backbone with a value head; a head that the checkpoint lacks starts at zero."""
-    config = _load(AutoConfig, path, "config", trust_remote_code=trust_remote_code)
+    flag = "--critic_model"
+    config = _load(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
     _switch_dropout_off(config)
     config.num_labels = 1
     config.classifier_dropout = 0.0
@@ -111,6 +112,7 @@ def load_value_model(
         AutoModelForTokenClassification,
         path,
         "value model",
+        flag,
         config=config,
         dtype=torch.float32,
         attn_implementation=attn_implementation,
@@ -142,11 +144,11 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in ids)
 
 
-def _load(loader: Any, path: str, what: str, **options: Any) -> Any:
+def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
     """Call `from_pretrained` and turn what is known to go wrong into one sentence."""
     local = Path(path).expanduser()
     if local.exists() and not local.is_dir():
-        raise ModelError(f"--model {path} is a file; give the folder that holds config.json.")
+        raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
     if local.is_dir() and not (local / "config.json").exists():
         raise ModelError(
             f"The folder {path} holds no config.json, so it is no model. Give a folder written "
@@ -155,22 +157,26 @@ def _load(loader: Any, path: str, what: str, **options: Any) -> Any:
     try:
         return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelError(_load_message(path, what, error)) from error
+        raise ModelError(_load_message(path, what, flag, error)) from error
 
 
-def _load_message(path: str, what: str, error: Exception) -> str:
+def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
     local = Path(path).expanduser()
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if local.is_dir():
-        return f"The {what} in {path} does not load: {first}"
+        return (
+            f"The {what} in {path} does not load: {first.rstrip(' .:')}. Name a folder with "
+            f"{flag} to which model and tokenizer were both saved, such as "
+            "RUN/checkpoints/latest/actor."
+        )
     parent = local.parent
     names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local:
-        return f"There is no model folder {path}.{did_you_mean(local.name, names)}"
+        return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"
     return (
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
-        f"hub did not give it ({first}). Give a local folder with --model, or check the name and "
+        f"hub did not give it ({first}). Give a local folder with {flag}, or check the name and "
         "the connection."
     )
 
@@ -190,7 +196,8 @@ def _head(model: Any) -> Callable[[Tensor], Tensor]:
         return linear  # type: ignore[no-any-return]
 
     def capped(hidden: Tensor) -> Tensor:
-        return torch.tanh(linear(hidden) / cap) * cap
+        logits: Tensor = torch.tanh(linear(hidden) / cap) * cap
+        return logits
 
     return capped
 

@@ -19,7 +19,7 @@ from ppo_cli.health import (
 )
 
 GOOD = {
-    "reward/std": 0.4, "reward/min": 0.0, "reward/max": 1.0, "reward/failed": 0.0,
+    "score/std": 0.4, "score/min": 0.0, "score/max": 1.0, "score/failed": 0.0,
     "kl_divergence": 0.02, "clip_fraction": 0.2, "ppo_ratio": 1.0, "entropy": 1.5,
     "explained_variance": 0.3, "grad_norm": 0.5, "critic_grad_norm": 0.5,
     "response_length/clip_ratio": 0.1,

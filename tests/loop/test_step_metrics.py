@@ -23,7 +23,7 @@ def scored(value: float | None, length: int = 2, source: str = "a", cut: bool = 
 def test_failed_scores_are_counted_and_left_out() -> None:
     metrics = score_metrics([scored(1.0), scored(None), scored(0.5, 4, cut=True)])
     assert metrics["reward_mean"] == 0.75
-    assert metrics["reward/failed"] == 1
+    assert metrics["score/failed"] == 1
     assert metrics["reward/rule"] == 1.5
     assert metrics["response_length_mean"] == pytest.approx(8 / 3)
     assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
