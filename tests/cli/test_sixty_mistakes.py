@@ -1,0 +1,353 @@
+"""Ways to get it wrong: each one message that names the thing and the mend, exit 2, no traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import ppo_cli
+from ppo_cli.cli.app import main
+from ppo_cli.config.keys import table
+
+ROOT = Path(ppo_cli.__file__).parents[1]
+ROW = {"prompt": "What is 1 + 1?", "ground_truth": "2", "data_source": "ppo-cli/arithmetic"}
+TRAIN = "train --preset embedded --config tiny.yaml"
+TINY = """\
+data: {train_files: [good.jsonl], val_files: [], train_batch_size: 4}
+actor: {ppo_mini_batch_size: 4}
+rollout: {n: 1}
+trainer: {total_training_steps: 1}
+"""
+SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+
+
+def rows(*given: object) -> str:
+    """Return rows as JSONL; text stands as it is."""
+    return "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in given)
+
+
+FILES = {
+    "tiny.yaml": TINY,
+    "good.jsonl": rows(*[ROW | {"prompt": f"What is 1 + {n}?"} for n in range(6)]),
+    "empty.jsonl": "",
+    "seven.jsonl": rows(*[ROW] * 6, '{"prompt": "2 + 2?", "ground_truth"'),
+    "object.json": '{"prompt": "1 + 1?"}',
+    "columns.jsonl": rows({"text_in": "1 + 1?", "ground_truth": "2"}),
+    "number.jsonl": rows(ROW | {"prompt": 3}),
+    "role.jsonl": rows(ROW | {"prompt": [{"rol": "user", "content": "hi"}]}),
+    "source.jsonl": rows(*[ROW | {"data_source": "openai/gsm8kk"}] * 4),
+    "nosource.jsonl": rows(*[{"prompt": "1 + 1?"}] * 4),
+    "long.jsonl": rows(ROW | {"prompt": "why " * 200}, *[ROW] * 4),
+    "alllong.jsonl": rows(*[ROW | {"prompt": "why " * 200}] * 4),
+    "notes.txt": "1 + 1\n",
+    "bad.parquet": "PAR1 and no more",
+    "reward.py": SCORE + "    return 1.0\n",
+    "other.py": "def compute_scores(a, b, c):\n    return 1.0\n",
+    "syntax.py": "def compute_score(a, b, c)\n    return 1.0\n",
+    "signature.py": "def compute_score(text):\n    return 1.0\n",
+    "imports.py": "import no_such_package\n\n" + SCORE + "    return 1.0\n",
+    "value.py": "compute_score = 3\n",
+    "unknown.yaml": "actor:\n  clip_ration: 0.1\n",
+    "twice.yaml": "actor:\n  clip_ratio: 0.1\n  ppo_epochs: 2\n  clip_ratio: 0.2\n",
+    "broken.yaml": "actor:\n  clip_ratio: [0.1\n",
+    "list.yaml": "- actor\n- critic\n",
+    "empty.yaml": "",
+    "type.yaml": "trainer:\n  seed: many\n",
+    "older.yaml": "algorithm: {name: ppo, learning_rate: fast}\n",
+    "file": "",
+    "model/tokenizer.json": "{}",
+    "broken_model/config.json": "{not json",
+    "kind/config.json": '{"model_type": "qwen22"}',
+    "done/metrics.jsonl": '{"step": 1, "reward_mean": 0.5}\n',
+    "done/rollouts/step_000001.jsonl": "{}\n",
+    "checkpoint/notes.txt": "",
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is typed, and what the message must name: the thing, and the mend."""
+
+    typed: str
+    thing: str
+    mend: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+MISTAKES = {
+    # Words
+    "command": Mistake("trian", "'trian'", "'train'"),
+    "no command of data": Mistake("data chek good.jsonl", "'chek'", "'check'"),
+    "flag": Mistake("train --batch_sise 3", "no flag --batch_sise", "mean .--batch_size'"),
+    "flag with dashes": Mistake(
+        "train --critic-lrr=3", "no flag --critic_lrr", "mean .--critic_lr'"
+    ),
+    "flag without value": Mistake("train --lr", "--lr. requires an argument", "COMMAND --help"),
+    "flag of show": Mistake(
+        "show done --wurst 3", "no flag --wurst", "mean .--worst'.*ppo show --help"
+    ),
+    "preset": Mistake("train --preset embeded", "'embeded'", "'embedded'"),
+    "preset to show": Mistake("presets show gsm8", "error: there is no preset", "'gsm8k'"),
+    "key": Mistake("train rolout.n=3", "'rolout.n'", "'rollout.n'"),
+    "leaf of a key": Mistake("train actor.optim.lrr=3", "actor.optim.lrr", "'actor.optim.lr'"),
+    "wrapped key": Mistake(
+        "train actor_rollout_ref.actor.clip_ration=0.1", "clip_ration", "clip_ratio'"
+    ),
+    "override without =": Mistake("train lr", "'lr'", "key=value|--lr"),
+    "a group as a key": Mistake("train actor=3", "actor is a group", "such as actor"),
+    "choice": Mistake("train --adv_estimator gea", "'gea'", "'gae'"),
+    "logger": Mistake("train --logger tensorbord", "'tensorbord'", "'tensorboard'"),
+    "judge's kind": Mistake("train --rm_api_type opnai", "'opnai'", "'openai'"),
+    "rule": Mistake(f"{TRAIN} --rule gsm8kk", "--rule gsm8kk", "'gsm8k'"),
+    # Values
+    "text for a number": Mistake("train --lr fast", "--lr.*'fast'", "number"),
+    "a fraction for a count": Mistake("train --epochs 1.5", "--epochs.*1.5", "whole number"),
+    "negative lr": Mistake("train --lr -1e-5", "--lr", "at least 0"),
+    "NaN lr": Mistake("train --lr nan", "--lr", "number"),
+    "infinite kl_coef": Mistake("train --kl_coef inf", "--kl_coef", "number|finite"),
+    "gamma above 1": Mistake("train --gamma 1.5", "--gamma", "at most 1"),
+    "batch of 0": Mistake("train --batch_size 0", "--batch_size", "at least 1"),
+    "port": Mistake("train --master_port 99999", "--master_port", "at most 65535"),
+    "yes for a switch": Mistake(
+        "train trainer.val_before_train=maybe", "'maybe'", "neither true nor false"
+    ),
+    "variable": Mistake("train", "env CRITIC_LR", "at most 1", {"CRITIC_LR": "5"}),
+    "variable's type": Mistake(
+        "train", "env ROLLOUT_N.*'four'", "number .at least 1", {"ROLLOUT_N": "four"}
+    ),
+    "two at once": Mistake("train --lr x --seed y", "^2 things.*--lr.*--seed", "number"),
+    # Settings that clash
+    "batch not divisible": Mistake(f"{TRAIN} --mini_batch_size 3", "divisible.*3", "Use .* 2"),
+    "mini-batch above batch": Mistake(f"{TRAIN} --mini_batch_size 8", "larger", "4 or less"),
+    "batch above data": Mistake(f"{TRAIN} --batch_size 8", "6 prompts", "--batch_size"),
+    "grpo with n=1": Mistake(f"{TRAIN} --adv_estimator grpo", "grpo", "--rollout_n 4"),
+    "patience, no validation": Mistake(f"{TRAIN} --patience 2", "--patience", "--val_files"),
+    "save_freq 0": Mistake("train --save_freq 0", "save_freq 0", "-1 or 1"),
+    "no rank": Mistake("train --nnodes 2 --master_addr h", "2 nodes", "--node_rank 0"),
+    "a rank too many": Mistake("train --node_rank 3", "node_rank 3", "from 0 to 0"),
+    "rule and function": Mistake(
+        f"{TRAIN} --rule exact --reward_function reward.py", "rule.*function", "keep one"
+    ),
+    # Parts that are not there
+    "megatron": Mistake("train actor.strategy=megatron", "megatron", "Use fsdp2"),
+    "sglang": Mistake("train --rollout_name sglang", "sglang", "use vllm"),
+    "a verl key": Mistake("train actor_rollout_ref.actor.megatron.x=1", "megatron", "leave it out"),
+    "ray": Mistake(f"{TRAIN} --engine ray", "'ray'", "--engine local"),
+    "judge": Mistake(f"{TRAIN} --use_api_reward", "judge", "--use_api_reward"),
+    "reward model": Mistake(f"{TRAIN} --reward_model a/b", "[Rr]eward model", "--reward_model"),
+    "LoRA": Mistake(f"{TRAIN} --lora_rank 8", "LoRA", "--lora_rank"),
+    "wandb": Mistake(f"{TRAIN} --logger wandb", "wandb", "pip install"),
+    # YAML
+    "missing settings": Mistake("train --config tinny.yaml", "tinny.yaml", "'tiny.yaml'"),
+    "unknown key": Mistake("train --config unknown.yaml", "unknown.yaml line 2", "'actor.clip_r"),
+    "key twice": Mistake("train --config twice.yaml", "twice.yaml line 4", "keep one"),
+    "bad YAML": Mistake("train --config broken.yaml", "broken.yaml line", "YAML"),
+    "a list": Mistake("train --config list.yaml", "list.yaml", "settings such as"),
+    "empty settings": Mistake("train --config empty.yaml", "empty.yaml", "settings such as"),
+    "settings in a folder": Mistake("train --config model", "model", "name a YAML file"),
+    "type in YAML": Mistake(
+        "train --config type.yaml", "type.yaml line 2", "number .at least 0, below 2147483648"
+    ),
+    "the older style": Mistake("train --config older.yaml", "older.yaml line 1", "number"),
+    # Models
+    "model path": Mistake(f"{TRAIN} --model ./modell", "modell", "--model.*'model'"),
+    "model is a file": Mistake(f"{TRAIN} --model file", "file", "folder that holds config.json"),
+    "no config.json": Mistake(f"{TRAIN} --model model", "model.*config.json", "save_pretrained"),
+    "broken config.json": Mistake(f"{TRAIN} --model broken_model", "broken_model", "Name a folder"),
+    "unknown architecture": Mistake(f"{TRAIN} --model kind", "tokenizer in kind", "Name a folder"),
+    "critic's path": Mistake(f"{TRAIN} --critic_model no/such", "no/such", "--critic_model"),
+    # Data
+    "no data": Mistake("train --model embedded", "no prompts", "--train_files"),
+    "missing data": Mistake(f"{TRAIN} --train_files god.jsonl", "god.jsonl", "'good.jsonl'"),
+    "data is a folder": Mistake(f"{TRAIN} --train_files model", "model", "file|folder"),
+    "kind of data": Mistake(f"{TRAIN} --train_files notes.txt", "notes.txt", "Convert"),
+    "empty data": Mistake(f"{TRAIN} --train_files empty.jsonl", "empty.jsonl", "Give a file"),
+    "bad JSON": Mistake(f"{TRAIN} --train_files seven.jsonl", "seven.jsonl line 7", "JSON"),
+    "not rows": Mistake(f"{TRAIN} --train_files object.json", "object.json", "list of rows"),
+    "missing column": Mistake(
+        f"{TRAIN} --train_files columns.jsonl", "columns.jsonl.*prompt", "text_in"
+    ),
+    "a number as prompt": Mistake(
+        f"{TRAIN} --train_files number.jsonl", "number.jsonl line 1, column prompt", "text"
+    ),
+    "message without role": Mistake(
+        f"{TRAIN} --train_files role.jsonl", "role.jsonl line 1, column prompt", "role"
+    ),
+    "broken parquet": Mistake(f"{TRAIN} --train_files bad.parquet", "bad.parquet", "parquet"),
+    "too long": Mistake(
+        f"{TRAIN} --train_files long.jsonl data.truncation=error",
+        "long.jsonl line 1",
+        "--max_prompt_length",
+    ),
+    "all too long": Mistake(
+        f"{TRAIN} --train_files alllong.jsonl data.filter_overlong_prompts=true",
+        "All 4 prompts are longer than 64",
+        "--max_prompt_length",
+    ),
+    "validation data": Mistake(f"{TRAIN} --val_files god.jsonl", "god.jsonl", "'good.jsonl'"),
+    "unknown data_source": Mistake(
+        f"{TRAIN} --train_files source.jsonl", "'openai/gsm8kk'", "'openai/gsm8k'.*--rule"
+    ),
+    "no data_source": Mistake(f"{TRAIN} --train_files nosource.jsonl", "data_source", "--rule"),
+    "data check": Mistake("data check seven.jsonl --model no/such", "no/such", "--model"),
+    "data check, no file": Mistake("data check god.jsonl", "god.jsonl", "'good.jsonl'"),
+    "recipe": Mistake("data prepare gsm8 --out new", "'gsm8'", "gsm8k"),
+    "recipe's source": Mistake(
+        "data prepare gsm8k --source model --out new", "model", "train|parquet|jsonl"
+    ),
+    "recipe into a file": Mistake("data prepare gsm8k --out file", "--out file", "folder"),
+    # Reward functions
+    "reward file": Mistake(f"{TRAIN} --reward_function rewrd.py", "rewrd.py", "'reward.py'"),
+    "no such function": Mistake(
+        f"{TRAIN} --reward_function other.py", "other.py.*compute_score", "compute_scores"
+    ),
+    "named function": Mistake(f"{TRAIN} --reward_function reward.py:scor", "scor", "compute_score"),
+    "syntax": Mistake(f"{TRAIN} --reward_function syntax.py", "syntax.py", "line 1: expected ':'"),
+    "signature": Mistake(
+        f"{TRAIN} --reward_function signature.py", "signature.py", "data_source, solution_str"
+    ),
+    "import": Mistake(f"{TRAIN} --reward_function imports.py", "imports.py", "no_such_package"),
+    "not a function": Mistake(f"{TRAIN} --reward_function value.py", "value.py", "function"),
+    # Folders
+    "output is a file": Mistake(f"{TRAIN} --output_dir file", "--output_dir file", "another"),
+    "output under a file": Mistake(f"{TRAIN} --output_dir file/x", "--output_dir", "another"),
+    "unwritable output": Mistake(f"{TRAIN} --output_dir /proc/x", "/proc/x", "another"),
+    "no checkpoint": Mistake(f"{TRAIN} --resume checkpoint", "--resume checkpoint", "step_000010"),
+    "resume misspelt": Mistake(f"{TRAIN} --resume atuo", "--resume atuo", "auto"),
+    "show without run": Mistake("show", "outputs", "--output_dir"),
+    "show no run": Mistake("show model", "model", "--output_dir"),
+    "show a step": Mistake("show done --step 9", "step 9", "--step 1"),
+}
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files above, no GPU, no wandb, none of the variables that are read."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for key in table().values():
+        if key.env:
+            monkeypatch.delenv(key.env, raising=False)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder; an empty run folder is no trace."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_once_with_its_mend(
+    name: str,
+    desk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    mistake = MISTAKES[name]
+    for variable, value in mistake.environ.items():
+        monkeypatch.setenv(variable, value)
+    code = main(shlex.split(mistake.typed))
+    err = capfd.readouterr().err
+    assert code == 2
+    assert err.count("error: ") + err.count("things are wrong") == 1
+    assert "Traceback" not in err
+    assert re.search(mistake.thing, err, re.DOTALL), err
+    assert re.search(mistake.mend, err, re.DOTALL), err
+    assert contents(desk) == {name: text.encode() for name, text in FILES.items()}
+
+
+def test_data_check_names_the_bad_row(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "seven.jsonl"]) == 2
+    out, err = capfd.readouterr()
+    assert "seven.jsonl line 7: not JSON" in out
+    assert "mend or remove them" in out
+    assert err == ""
+
+
+def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    typed = [*TRAIN.split(), "--output_dir", "old"]
+    assert main(typed) == 0
+    before = contents(desk)
+    capfd.readouterr()
+    for more, told in {
+        "--seed 7": "old holds another run, which differs in trainer.seed (was 42, now 7)",
+        "--batch_size 2 --mini_batch_size 2": "data.train_batch_size (was 4, now 2)",
+        "--train_files source.jsonl --rule exact": "data.train_files (other rows)",
+        "--adv_estimator rloo --rollout_n 2": "--resume never",
+        "--logger wandb --resume never": "leave it out of --logger",
+    }.items():
+        assert main([*typed, *more.split()]) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("error: ") and err.count("error: ") == 1
+        assert told in err
+        assert contents(desk) == before
+    (desk / "old/checkpoints/step_000001/state/actor_optimizer.pt").write_bytes(b"half")
+    assert main([*typed, "--max_steps", "2"]) == 2
+    err = capfd.readouterr().err
+    assert re.search("error: .*step_000001.*damaged.*--resume never", err, re.DOTALL)
+
+
+def run_ppo(*args: str, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `ppo` in a process of its own, in which files cannot grow past a size."""
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest_file},) * 2);"
+    program = f"import resource, sys; {limit if largest_file else ''}"
+    program += "from ppo_cli.cli.app import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("largest_file", "thing", "left"),
+    [
+        (1000, "--output_dir outputs cannot be written: File too large", []),
+        (
+            500_000,
+            "checkpoint of step 1 could not be written to outputs/checkpoints: File too large",
+            ["config.yaml", "metrics.jsonl", "rollouts/step_000001.jsonl"],
+        ),
+        (2_000_000, "checkpoint of step 1 could not be written.*only a part", None),
+    ],
+)
+def test_a_disk_that_takes_no_more(
+    largest_file: int, thing: str, left: list[str] | None, desk: Path
+) -> None:
+    done = run_ppo(*TRAIN.split(), largest_file=largest_file)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert re.search(thing, done.stderr)
+    assert re.search("[Ff]ree some space", done.stderr)
+    found = sorted(contents(desk / "outputs"))
+    assert left is None or found == left
+    assert not any("step_000001/" in name or "unfinished" in name for name in found)
+
+
+def test_a_process_of_its_own_ends_with_2() -> None:
+    done = run_ppo("train", "--batch_sise", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: there is no flag --batch_sise. Did you mean '--batch_size'? "
+        "See `ppo train --help`.\n"
+    )
+
+
+def test_there_are_enough() -> None:
+    assert len(MISTAKES) >= 60
