@@ -111,7 +111,7 @@ def test_config_files_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--preset", "embeded"], "Did you mean 'embedded'?"),
         (["train", "--config", "no.yaml"], "no.yaml: there is no such settings file"),
         (["train", "--engine", "ray"], "The engine 'ray' is not there yet"),
-        (["train", "--model", "a/b"], "There are no prompts to train on"),
+        (["train", "--model", "a/b", "data.train_files=[]"], "There are no prompts to train on"),
         (["train", "rolout.n=3"], "Did you mean 'rollout.n'?"),
         (["presets", "show", "embeded"], "Did you mean 'embedded'?"),
         (["train", "--rm_api_type", "opnai"], "Did you mean 'openai'?"),

@@ -166,7 +166,7 @@ MISTAKES = {
     "unknown architecture": Mistake(f"{TRAIN} --model kind", "tokenizer in kind", "Name a folder"),
     "critic's path": Mistake(f"{TRAIN} --critic_model no/such", "no/such", "--critic_model"),
     # Data
-    "no data": Mistake("train --model embedded", "no prompts", "--train_files"),
+    "no data": Mistake("train --model embedded data.train_files=[]", "no prompts", "--train_files"),
     "missing data": Mistake(f"{TRAIN} --train_files god.jsonl", "god.jsonl", "'good.jsonl'"),
     "data is a folder": Mistake(f"{TRAIN} --train_files model", "model", "file|folder"),
     "kind of data": Mistake(f"{TRAIN} --train_files notes.txt", "notes.txt", "Convert"),
