@@ -168,7 +168,7 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--all", "--model", "a/b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["model.path", "a/b", "flag", "--model"]
-    assert sum(line.endswith("  default") for line in lines) == len(table()) - 1
+    assert sum(line.endswith("  default") for line in lines) == len(table()) - 3  # model, prompts
 
 
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ MISTAKES = {
     "flag of show": Mistake(
         "show done --wurst 3", "no flag --wurst", "mean .--worst'.*ppo show --help"
     ),
-    "preset": Mistake("train --preset embeded", "'embeded'", "'embedded'"),
+    "preset": Mistake("train --preset embeded", "flag --preset.*'embeded'", "'embedded'"),
     "preset to show": Mistake("presets show gsm8", "error: there is no preset", "'gsm8k'"),
     "key": Mistake("train rolout.n=3", "'rolout.n'", "'rollout.n'"),
     "leaf of a key": Mistake("train actor.optim.lrr=3", "actor.optim.lrr", "'actor.optim.lr'"),

@@ -52,7 +52,7 @@ def test_the_gsm8k_preset_has_the_published_sizes() -> None:
     ],
 )
 def test_an_unknown_preset_is_told(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match="flag --preset") as caught:
+    with pytest.raises(ConfigError, match="there is no preset") as caught:
         bundled.preset_path(name)
     assert said in str(caught.value)
 
