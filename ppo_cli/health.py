@@ -189,7 +189,7 @@ def _entropy_collapse(steps: History, limits: Limits) -> str:
 
 def _is_solved(line: Mapping[str, Any]) -> bool:
     """Whether nearly all responses get the best reward: then low entropy is success."""
-    values = [line.get(f"reward{part}") for part in ("_mean", "/min", "/max")]
+    values = [line.get(name) for name in ("reward_mean", "score/min", "score/max")]
     if any(v is None for v in values):
         return False
     mean, low, high = (float(v) for v in values if v is not None)
@@ -256,8 +256,21 @@ def _scores_failed(steps: History, limits: Limits) -> str:
     )
 
 
+def _memory_ran_out(steps: History, limits: Limits) -> str:
+    for name in ("actor", "critic", "annotate"):
+        rows = _last(steps, f"{name}/micro_batch_rows", 1)
+        if rows:
+            key = "actor" if name == "annotate" else name
+            return (
+                f"Memory ran out: {name} micro-batches now hold {rows[0]:g} rows. Set "
+                f"{key}.ppo_micro_batch_size_per_gpu={rows[0]:g} to start there next time."
+            )
+    return ""
+
+
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "not_finite": _not_finite,
+    "memory": _memory_ran_out,
     "kl_high": _kl_high,
     "kl_low": _kl_low,
     "clip_high": _clip_high,

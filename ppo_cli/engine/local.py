@@ -90,6 +90,10 @@ class LocalEngine:
             sums |= self._actor.step(minibatch.batch)
         if minibatch.critic and self._critic is not None:
             sums |= self._critic.step(minibatch.batch)
+        # Only once memory has run out: what micro-batches hold since then.
+        for name, budget in self._budgets().items():
+            if budget.halvings and budget.rows is not None:
+                sums[f"{name}/micro_batch_rows"] = (float(budget.rows), 1.0)
         return sums
 
     def publish(self) -> None:

@@ -47,13 +47,14 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "clip_high": (2, always(clip_fraction=0.4), "--lr"),
     "clip_low": (30, always(clip_fraction=0.01, **FLAT), "--ppo_epochs"),
     "ratio": (1, always(ppo_ratio=1.3), "--lr"),
-    "reward_same": (3, always(reward__std=0.0, reward_mean=1.0), "--reward_function"),
+    "reward_same": (3, always(score__std=0.0, reward_mean=1.0), "--reward_function"),
     "entropy": (12, lambda s: {"entropy": 2.0 if s < 4 else 0.05}, "actor.entropy_coeff"),
     "critic": (20, always(explained_variance=-0.1), "--critic_lr"),
     "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
-    "failed": (1, always(reward__failed=3.0), "step_000001.jsonl"),
+    "failed": (1, always(score__failed=3.0), "step_000001.jsonl"),
+    "memory": (1, always(critic__micro_batch_rows=6.0), "critic.ppo_micro_batch_size_per_gpu=6"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),
 }
 
@@ -80,8 +81,8 @@ SILENT: dict[str, tuple[int, Change]] = {
     "low kl for a short while": (LONG, always(kl_divergence=1e-5, **FLAT)),
     "one high clip": (5, lambda s: {"clip_fraction": 0.5 if s == 5 else 0.2}),
     "low clip while the reward climbs": (60, always(clip_fraction=0.0)),
-    "same reward twice": (2, always(reward__std=0.0, reward_mean=1.0)),
-    "all zero at first": (9, always(reward__std=0.0, reward_mean=0.0)),
+    "same reward twice": (2, always(score__std=0.0, reward_mean=1.0)),
+    "all zero at first": (9, always(score__std=0.0, reward_mean=0.0)),
     "low entropy that is success": (
         30,
         lambda s: {"entropy": 2.0 if s < 9 else 0.01, "reward_mean": min(1.0, 0.1 * s)},
@@ -110,7 +111,7 @@ def test_limits_on_both_sides_of_the_ratio() -> None:
 
 
 def test_all_zero_rewards_are_told_after_a_while() -> None:
-    assert kinds(10, always(reward__std=0.0, reward_mean=0.0)) == {"reward_same"}
+    assert kinds(10, always(score__std=0.0, reward_mean=0.0)) == {"reward_same"}
 
 
 def test_advice_follows_the_settings() -> None:
@@ -155,5 +156,5 @@ def test_a_trouble_that_was_gone_is_told_when_it_comes_back() -> None:
 
 def test_two_troubles_are_two_lines() -> None:
     watch = HealthWatch(Limits())
-    assert len(watch.check(history(3, always(ppo_ratio=2.0, reward__failed=1.0)))) == 2
+    assert len(watch.check(history(3, always(ppo_ratio=2.0, score__failed=1.0)))) == 2
     assert watch.check([]) == []
