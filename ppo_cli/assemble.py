@@ -173,5 +173,7 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def _resume_command() -> str:
     """The command line of this run, to be typed again: it goes on where the run stopped."""
-    program = os.environ.get("PPO_COMMAND") or Path(sys.argv[0]).name
+    name = Path(sys.argv[0]).name
+    started = "python -m ppo_cli" if name == "__main__.py" else name
+    program = os.environ.get("PPO_COMMAND") or started
     return shlex.join([*shlex.split(program), *sys.argv[1:]])

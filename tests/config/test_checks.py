@@ -46,7 +46,7 @@ def settle(*overrides: str):
         ("trainer.save_freq=0", "use -1 or 1 and up"),
         ("trainer.test_freq=0", "use -1 or 1 and up"),
         ("trainer.patience=2 data.val_files=x", "--test_freq 10"),
-        ("trainer.patience=2 trainer.test_freq=5", "--val_files FILE"),
+        ("trainer.patience=2 trainer.test_freq=5 data.val_files=[]", "--val_files FILE"),
         ("data.train_max_samples=0", "use -1 for all"),
         ("reward.function=a.py reward.rule=gsm8k", "keep one"),
     ],
@@ -109,8 +109,8 @@ def test_a_part_that_is_not_there_is_said_in_a_sentence(override: str, said: str
 
 
 def test_the_plain_run_misses_nothing_but_prompts() -> None:
-    assert missing_parts(settle().config) == []
-    (said,) = missing_inputs(settle().config)
+    assert missing_parts(settle().config) == missing_inputs(settle().config) == []
+    (said,) = missing_inputs(settle("data.train_files=[]").config)
     assert "--train_files" in said
     assert "ppo data prepare gsm8k" in said
     assert missing_inputs(settle(FILE).config) == []

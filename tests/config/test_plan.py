@@ -79,7 +79,10 @@ def test_without_local_files_steps_are_unknown() -> None:
 
 def test_max_steps_needs_no_rows_and_remax_scores_a_baseline() -> None:
     sums = arithmetic(
-        settle("trainer.total_training_steps=3", "algorithm.adv_estimator=remax").config, 0
+        settle(
+            "trainer.total_training_steps=3", "algorithm.adv_estimator=remax", "data.val_files=[]"
+        ).config,
+        0,
     )
     assert sums["reward_calls"] == 3 * (256 + 256)
     assert "critic_epochs" not in sums

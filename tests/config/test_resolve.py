@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config.keys import table, value_of
-from ppo_cli.config.layers import EMBEDDED_NOTE
+from ppo_cli.config.layers import EMBEDDED_NOTE, PROMPTS_NOTE
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.errors import ConfigError
 
@@ -45,7 +45,9 @@ def test_every_setting_has_an_origin() -> None:
     origins = settle().origins
     assert list(origins) == list(table())
     assert origins["model.path"] == "env MODEL_PATH"
-    assert {o for k, o in origins.items() if k != "model.path"} == {"default"}
+    bundled = {"data.train_files", "data.val_files"}
+    assert {origins[k] for k in bundled} == {"bundled prompts (no --train_files)"}
+    assert {o for k, o in origins.items() if k not in {"model.path", *bundled}} == {"default"}
 
 
 def test_later_layers_win_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,19 +96,28 @@ def test_without_gpu_and_model_the_embedded_preset_lies_lowest() -> None:
 def test_with_a_model_or_preset_nothing_is_embedded(given: dict[str, object]) -> None:
     found = settle(**given)  # type: ignore[arg-type]
     assert found.config.model.path != "embedded"
-    assert found.notes == ()
+    assert EMBEDDED_NOTE not in found.notes
 
 
 def test_a_wrapped_model_key_counts_as_a_model() -> None:
     found = settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""})
-    assert (found.config.model.path, found.notes) == ("x/y", ())
+    assert (found.config.model.path, found.notes) == ("x/y", (PROMPTS_NOTE,))
 
 
 def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.config.layers.gpu_count", lambda environ: 1)
     found = settle(env={"MODEL_PATH": ""})
     assert found.config.model.path == "Qwen/Qwen2.5-0.5B"
-    assert found.notes == ()
+    assert found.config.data.train_files == found.config.data.val_files == ("embedded",)
+    assert found.notes == (PROMPTS_NOTE,)
+
+
+def test_own_prompts_stay_alone(tmp_path: Path) -> None:
+    """Nobody wants to validate on sums after training on something else."""
+    found = settle("data.train_files=mine.jsonl")
+    assert (found.config.data.train_files, found.config.data.val_files) == (("mine.jsonl",), ())
+    assert settle("data.val_files=mine.jsonl").config.data.val_files == ("mine.jsonl",)
+    assert settle(preset="lora").config.data.train_files == ()
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(key: str) -> None:
 @pytest.mark.parametrize("key", TOLD)
 def test_a_matter_of_speed_is_remarked_on(key: str) -> None:
     name = key.replace("*", "x")
-    (note,) = settle(f"{name}=True").notes
+    (note,) = settle(f"{name}=True", "data.train_files=x.jsonl").notes
     assert note == f"override: {name}: {TOLD[key]}."
 
 
