@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.loop import Job, load, run
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt
+from ppo_cli.redact import redact
 from ppo_cli.rewards.diagnosis import explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import RunFolder, check_same_run
@@ -30,9 +32,9 @@ from ppo_cli.summary import summarise
 from ppo_cli.tracker import Screen, Tracker
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model folder or hub name; `embedded` is the bundled model."""
-    return _load_tokenizer(model_folder(path))
+    return _load_tokenizer(model_folder(path), trust_remote_code=trust_remote_code)
 
 
 def train(resolved: Resolved, screen: Screen) -> None:
@@ -43,7 +45,7 @@ def train(resolved: Resolved, screen: Screen) -> None:
     folder.prepare()
     store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
     resume_from = find_resume(store, config.trainer.resume_mode)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
     order = _prompt_order(config, prompts)
     identity = _identity(config, prompts)
@@ -52,13 +54,13 @@ def train(resolved: Resolved, screen: Screen) -> None:
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * order.steps_per_epoch
     )
-    reward = build_reward(config.reward, sources=_sources(prompts, val_prompts))
-    engine: LocalEngine | None = None
-    tracker: Tracker | None = None
-    try:
+    with ExitStack() as closing:
+        reward = build_reward(config.reward, sources=_sources(prompts, val_prompts))
+        closing.callback(reward.close)
         screen.note(f"Loading {config.model.path}")
         engine = LocalEngine(config, tokenizer, total_steps=total_steps)
-        if resume_from is None:
+        closing.callback(engine.close)
+        if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             folder.set_aside()
         folder.write_config(config_yaml(resolved))
         tracker = Tracker(
@@ -70,31 +72,28 @@ def train(resolved: Resolved, screen: Screen) -> None:
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
         )
-        with StopOnSignal() as stop:
-            job = Job(
-                config=config,
-                engine=engine,
-                reward=reward,
-                prompts=prompts,
-                val_prompts=val_prompts,
-                order=order,
-                tracker=tracker,
-                store=store,
-                pad_token_id=tokenizer.pad_token_id,
-                total_steps=total_steps,
-                diagnose=explain_no_reward,
-                stop_requested=stop.reason,
-                resume_command=_resume_command(),
-                fingerprint=identity,
-            )
-            started = time.monotonic()
-            _run(job, resume_from, screen)
+        closing.callback(tracker.close)
+        stop = closing.enter_context(StopOnSignal(screen.note))
+        job = Job(
+            config=config,
+            engine=engine,
+            reward=reward,
+            prompts=prompts,
+            val_prompts=val_prompts,
+            order=order,
+            tracker=tracker,
+            store=store,
+            pad_token_id=tokenizer.pad_token_id,
+            total_steps=total_steps,
+            diagnose=explain_no_reward,
+            stop_requested=stop.reason,
+            resume_command=_resume_command(resolved),
+            fingerprint=identity,
+        )
+        started = time.monotonic()
+        _run(job, resume_from, screen)
         seconds = time.monotonic() - started
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
-    finally:
-        for part in (tracker, engine, reward):
-            if part is not None:
-                part.close()
 
 
 def _run(job: Job, resume_from: Path | None, screen: Screen) -> None:
@@ -171,9 +170,17 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _resume_command() -> str:
+def _resume_command(resolved: Resolved) -> str:
     """The command line of this run, to be typed again: it goes on where the run stopped."""
     name = Path(sys.argv[0]).name
     started = "python -m ppo_cli" if name == "__main__.py" else name
     program = os.environ.get("PPO_COMMAND") or started
-    return shlex.join([*shlex.split(program), *sys.argv[1:]])
+    # Variables count as settings too, and may be gone in another shell.
+    names = sorted({o.removeprefix("env ") for o in resolved.origins.values() if o[:4] == "env "})
+    variables = [f"{n}={shlex.quote(os.environ[n])}" for n in names if n in os.environ]
+    words = [*shlex.split(program), *sys.argv[1:]]
+    if resolved.config.trainer.resume_mode != "auto":
+        # Once more "never" or an older checkpoint would throw away what is saved now.
+        words = [w for w in words if not w.startswith("trainer.resume_mode=")]
+        words += ["--resume", "auto"]
+    return redact(" ".join([*variables, shlex.join(words)]))

@@ -63,6 +63,18 @@ class CheckpointStore:
         """Let `best` name the checkpoint of `step`, which pruning then spares."""
         self._point("best", f"step_{step:06d}")
 
+    def drop_past(self, step: int) -> None:
+        """Delete checkpoints after `step`: the run goes on from there on another branch."""
+        for later in self.steps():
+            if later > step:
+                self._discard(self.directory / f"step_{later:06d}")
+        for link in ("latest", "best"):
+            path = self.directory / link
+            if path.is_symlink() and not path.exists():
+                path.unlink()
+        if newest := self.newest():
+            self._point("latest", newest.name)
+
     def prune(self) -> None:
         """Delete all but the newest `keep` checkpoints and the best one."""
         spared = {self._target("latest"), self._target("best")}

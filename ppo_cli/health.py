@@ -257,15 +257,19 @@ def _scores_failed(steps: History, limits: Limits) -> str:
 
 
 def _memory_ran_out(steps: History, limits: Limits) -> str:
+    lines = []
     for name in ("actor", "critic", "annotate"):
-        rows = _last(steps, f"{name}/micro_batch_rows", 1)
-        if rows:
-            key = "actor" if name == "annotate" else name
-            return (
-                f"Memory ran out: {name} micro-batches now hold {rows[0]:g} rows. Set "
-                f"{key}.ppo_micro_batch_size_per_gpu={rows[0]:g} to start there next time."
+        for rows in _last(steps, f"{name}/micro_batch_rows", 1):
+            key = (
+                "a smaller ref.log_prob_max_token_len_per_gpu"
+                if name == "annotate"
+                else f"{name}.ppo_micro_batch_size_per_gpu={rows:g}"
             )
-    return ""
+            lines.append(
+                f"Memory ran out: {name} micro-batches now hold {rows:g} rows. Set {key} to start "
+                "there next time."
+            )
+    return " ".join(lines)
 
 
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {

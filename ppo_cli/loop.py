@@ -57,33 +57,33 @@ class Job:
 def run(job: Job, state: RunState) -> None:
     """Train from `state` to the last step; raises Interrupted when asked to stop early."""
     trainer = job.config.trainer
+    if _out_of_patience(job, state):
+        return
     if state.step == 0 and trainer.val_before_train:
         validate(job, state)
     while state.step < job.total_steps:
         state.step += 1
         started = time.perf_counter()
         scored, metrics, tokens = train_step(job, state)
+        seconds = time.perf_counter() - started
         last = state.step == job.total_steps
         if last or _due(state.step, trainer.test_freq):
             validate(job, state)
-        seconds = time.perf_counter() - started
         metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
         job.tracker.rollouts(state.step, scored)
         job.tracker.step(state.step, metrics)
         _explain_zero_reward(job, state, scored)
+        state.refuse_broken_steps(trainer.max_nonfinite_steps, job.resume_command)
         stop = job.stop_requested()
-        out_of_patience = trainer.patience is not None and state.stale >= trainer.patience
-        if last or stop or out_of_patience or _due(state.step, trainer.save_freq):
+        done = last or _out_of_patience(job, state)
+        if done or stop or state.is_best or _due(state.step, trainer.save_freq):
             save(job, state)
-        if stop and not last:
+        if stop and not done:
             raise Interrupted(
                 f"Stopped after step {state.step} of {job.total_steps} ({stop}); everything is "
                 f"saved. Go on with: {job.resume_command}"
             )
-        if out_of_patience:
-            job.tracker.screen.note(
-                f"Stopped at step {state.step}: {state.stale} validations without a new best."
-            )
+        if done:
             return
 
 
@@ -146,7 +146,7 @@ def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
                 advance(1)
     if state.step > config.trainer.critic_warmup:
         _update_actor(job, state, batch, sums)
-    state.count_broken_steps(sums, config.trainer.max_nonfinite_steps, job.resume_command)
+    state.count_broken_steps(sums)
     return sums
 
 
@@ -202,6 +202,7 @@ def load(job: Job, folder: Path) -> RunState:
     state = RunState.read(folder, order=job.order, reward=job.reward)
     job.engine.load(folder)
     job.tracker.resume_at(state.step)
+    job.store.drop_past(state.step)
     return state
 
 
@@ -268,6 +269,17 @@ def _explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) ->
         text = job.diagnose(scored)
         if text:
             job.tracker.screen.health(text)
+
+
+def _out_of_patience(job: Job, state: RunState) -> bool:
+    patience = job.config.trainer.patience
+    if patience is None or state.step == 0 or state.stale < patience:
+        return False
+    job.tracker.screen.note(
+        f"Ended at step {state.step}: {state.stale} validations without a new best. To go on, "
+        "raise --patience."
+    )
+    return True
 
 
 def _due(step: int, every: int) -> bool:

@@ -43,23 +43,26 @@ class RunState:
     def note_validation(self, metrics: Mapping[str, float]) -> None:
         """Compare a validation with the best one; `stale` counts those without a new best."""
         value = metrics.get("val/reward_mean")
-        if value is None:
-            return
+        if value is None or metrics.get("val/score/failed_share", 0.0) > 0.5:
+            return  # too few scores to tell a best one by
         if self.best is None or value > self.best:
             self.best, self.best_step, self.stale = value, self.step, 0
         else:
             self.stale += 1
 
-    def count_broken_steps(self, sums: StepSums, most: int, resume_command: str) -> None:
-        """Stop the run when gradients were not finite for `most` steps in a row."""
+    def count_broken_steps(self, sums: StepSums) -> None:
+        """Count the steps in a row in which some gradient was not finite."""
         skipped = sums.total("actor/skipped_steps") + sums.total("critic/skipped_steps")
         self.broken_steps = self.broken_steps + 1 if skipped else 0
+
+    def refuse_broken_steps(self, most: int, resume_command: str) -> None:
+        """Stop the run when gradients were not finite for `most` steps in a row."""
         if self.broken_steps >= most:
             raise UserError(
                 f"Gradients were not finite in {most} steps in a row (the last is step "
-                f"{self.step}); none of them changed the weights. Lower --lr and --critic_lr, set "
-                "actor.grad_clip or --dtype float32, then go on from the last checkpoint: "
-                f"{resume_command}"
+                f"{self.step}); those updates were left out. Lower --lr and --critic_lr, set "
+                "actor.grad_clip or --dtype float32, then start again from the last checkpoint, "
+                f"if there is one: {resume_command}"
             )
 
     def write(

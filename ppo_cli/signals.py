@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopOnSignal:
     """Context in which signals are noted; `reason` tells which one came."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._name: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -36,3 +38,4 @@ class StopOnSignal:
         if self._name is not None:
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name
+        self._tell(f"{self._name}: finishing this step, then saving. Once more stops at once.")

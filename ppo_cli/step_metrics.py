@@ -51,6 +51,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         f"{prefix}response_length/max": float(lengths.max()),
         f"{prefix}response_length/clip_ratio": float(np.mean(cut)),
         f"{prefix}score/failed": float(len(scored) - len(values)),
+        f"{prefix}score/failed_share": 1 - len(values) / len(scored),
     }
     if len(values):
         metrics |= {

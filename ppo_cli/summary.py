@@ -18,8 +18,9 @@ def summarise(
     few = max(1, len(rewards) // 10)
     validations = [line for line in history if _has(line, "val/reward_mean")]
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
+    steps = int(history[-1]["step"]) if history else 0
     return Summary(
-        steps=int(history[-1]["step"]) if history else 0,
+        steps=steps,
         reward_before=_mean(rewards[:few]),
         reward_after=_mean(rewards[-few:]),
         rewards=rewards,
@@ -28,7 +29,7 @@ def summarise(
         wall_seconds=seconds,
         val_before=_validation(validations[:1]),
         val_after=_validation(validations[-1:]),
-        next_steps=_next_steps(config, run_dir),
+        next_steps=_next_steps(config, run_dir, steps),
     )
 
 
@@ -49,7 +50,7 @@ def _validation(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _next_steps(config: Config, run_dir: Path) -> tuple[str, ...]:
+def _next_steps(config: Config, run_dir: Path, done: int) -> tuple[str, ...]:
     """Commands that a user may want now."""
     steps = [f"ppo show {run_dir} --worst 5    the responses with the lowest scores"]
     if config.model.path == "embedded":
@@ -58,6 +59,8 @@ def _next_steps(config: Config, run_dir: Path) -> tuple[str, ...]:
         )
         steps.append("./train.sh --reward_function FILE.py    your own reward")
     else:
-        more = 2 * (config.trainer.total_training_steps or 100)
-        steps.append(f"run the same command with --max_steps {more}    go on from here")
+        steps.append(f"the same command with --max_steps {2 * done}    go on from here")
+    best = run_dir / "checkpoints" / "best"
+    if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():
+        steps.append(f"{best / 'actor'}    the best validated model, not the last")
     return tuple(steps)

@@ -69,6 +69,7 @@ class ActorLearner:
         optimizer: Optimizer,
         compute: Compute,
         temperature: float,
+        longest_response: int,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -79,6 +80,7 @@ class ActorLearner:
         self._settings = settings
         self._compute = compute
         self._temperature = temperature
+        self._longest_response = longest_response
 
     def step(self, batch: TrainBatch) -> Sums:
         """One optimizer step on all rows of `batch`, whatever the micro-batches."""
@@ -113,7 +115,7 @@ class ActorLearner:
         with_entropy = s.entropy_coeff > 0
         seen = view_tokens(self.policy, cut, self._compute, self._temperature, with_entropy)
         new_BT = cut.spread(seen.logprobs_N)
-        scale = s.loss_scale_factor or float(batch.response_mask_BT.shape[1])
+        scale = s.loss_scale_factor or float(self._longest_response)
 
         def aggregated(loss_BT: Tensor) -> Tensor:
             return aggregate(

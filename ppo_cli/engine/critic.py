@@ -27,6 +27,7 @@ class CriticLearner:
         settings: CriticSettings,
         optimizer: Optimizer,
         compute: Compute,
+        longest_response: int,
     ) -> None:
         self.value_model = value_model
         self.optimizer = optimizer
@@ -35,6 +36,7 @@ class CriticLearner:
         )
         self._settings = settings
         self._compute = compute
+        self._longest_response = longest_response
 
     def step(self, batch: TrainBatch) -> Sums:
         """One optimizer step on all rows of `batch`, whatever the micro-batches."""
@@ -60,7 +62,7 @@ class CriticLearner:
                     mode=s.loss_agg_mode,
                     global_tokens=counts.tokens,
                     global_sequences=counts.sequences,
-                    scale_factor=s.loss_scale_factor or float(batch.response_mask_BT.shape[1]),
+                    scale_factor=s.loss_scale_factor or float(self._longest_response),
                 )
                 (s.value_loss_coef * result.loss).backward()
                 table.add("value_loss", result.loss.item(), 0)

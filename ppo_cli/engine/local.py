@@ -18,9 +18,11 @@ from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.micro_batches import Budget, run_within_memory
+from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
 from ppo_cli.engine.models import (
+    DAMAGED,
     Policy,
+    ValueModel,
     load_policy,
     load_value_model,
     stop_token_ids,
@@ -48,7 +50,8 @@ class LocalEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
-        return self._sampler.generate(prompts, sampling, self._weight_version)
+        with tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
+            yield from self._sampler.generate(prompts, sampling, self._weight_version)
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> AnnotatedBatch:
@@ -86,10 +89,11 @@ class LocalEngine:
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
         sums: Sums = {}
-        if minibatch.actor:
-            sums |= self._actor.step(minibatch.batch)
-        if minibatch.critic and self._critic is not None:
-            sums |= self._critic.step(minibatch.batch)
+        with tell_out_of_memory("An optimizer step", "the size of --model"):
+            if minibatch.actor:
+                sums |= self._actor.step(minibatch.batch)
+            if minibatch.critic and self._critic is not None:
+                sums |= self._critic.step(minibatch.batch)
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
             if budget.halvings and budget.rows is not None:
@@ -122,18 +126,20 @@ class LocalEngine:
                 path = directory / "state" / f"{name}_optimizer.pt"
                 moments = torch.load(path, map_location=self._compute.device, weights_only=True)
                 learner.optimizer.load_state_dict(moments)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            _copy_weights(self._load_policy(str(directory / "actor")).model, self._policy.model)
+            if self._critic is not None:
+                saved = self._load_value_model(str(directory / "critic"))
+                _copy_weights(saved.model, self._critic.value_model.model)
+        except (*DAMAGED, ModelError) as error:
             raise ModelError(
-                f"The checkpoint {directory} does not fit this run or is damaged: {error}. "
+                f"The checkpoint {directory} does not fit this run or is damaged: {error} "
                 "Start afresh with --resume never, or name another checkpoint with --resume PATH."
             ) from error
-        _copy_weights(load_policy(str(directory / "actor")).model, self._policy.model)
-        if self._critic is not None:
-            saved = load_value_model(str(directory / "critic"))
-            _copy_weights(saved.model, self._critic.value_model.model)
         self._weight_version = state["weight_version"]
         for name, budget in self._budgets().items():
-            budget.rows, budget.halvings = state["budgets"][name]
+            rows, budget.halvings = state["budgets"][name]
+            if budget.halvings:  # else the setting of this run counts
+                budget.rows = min(rows, budget.rows or rows)
         self._set_progress()
 
     def close(self) -> None:
@@ -182,13 +188,29 @@ class LocalEngine:
             trust_remote_code=model.trust_remote_code,
             attn_implementation=model.attn_implementation,
         )
+        self._check_vocabulary(policy.model, path)
         policy.model.to(self._compute.device)
-        if len(self._tokenizer) > policy.model.get_input_embeddings().weight.shape[0]:
-            raise ModelError(
-                f"The tokenizer of {path} has more tokens than the model: they do not belong "
-                "together."
-            )
         return policy
+
+    def _load_value_model(self, path: str) -> ValueModel:
+        model = self._config.model
+        value_model = load_value_model(
+            path,
+            trust_remote_code=model.trust_remote_code,
+            attn_implementation=model.attn_implementation,
+        )
+        self._check_vocabulary(value_model.model, path)
+        value_model.model.to(self._compute.device)
+        return value_model
+
+    def _check_vocabulary(self, model: Any, path: str) -> None:
+        """All models read the ids of one tokenizer, that of `model.path`."""
+        size = model.get_input_embeddings().weight.shape[0]
+        if len(self._tokenizer) > size:
+            raise ModelError(
+                f"The tokenizer of {self._config.model.path} has {len(self._tokenizer)} tokens "
+                f"and the model {path} only {size}: they do not belong together."
+            )
 
     def _load_reference(self) -> Policy | None:
         c = self._config
@@ -208,26 +230,23 @@ class LocalEngine:
         )  # fmt: skip
         return ActorLearner(
             self._policy, self._reference, s, optimizer, self._compute,
-            self._config.rollout.temperature,
+            self._config.rollout.temperature, self._config.data.max_response_length,
         )  # fmt: skip
 
     def _build_critic(self, total_steps: int) -> CriticLearner | None:
         c = self._config
         if c.algorithm.adv_estimator != "gae":
             return None
-        value_model = load_value_model(
-            model_folder(c.critic.model.path or c.model.path),
-            trust_remote_code=c.model.trust_remote_code,
-            attn_implementation=c.model.attn_implementation,
-        )
-        value_model.model.to(self._compute.device)
+        value_model = self._load_value_model(model_folder(c.critic.model.path or c.model.path))
         if c.model.enable_gradient_checkpointing:
             _checkpoint_gradients(value_model.model)
         optimizer = Optimizer(
             value_model.model, c.critic.optim, total_steps=total_steps,
             grad_clip=c.critic.grad_clip, clip_grad_value=c.critic.clip_grad_value,
         )  # fmt: skip
-        return CriticLearner(value_model, c.critic, optimizer, self._compute)
+        return CriticLearner(
+            value_model, c.critic, optimizer, self._compute, c.data.max_response_length
+        )
 
     def _build_sampler(self) -> HFSampler:
         return HFSampler(

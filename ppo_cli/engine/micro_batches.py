@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -78,9 +79,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "not enough memory" in text or "can't allocate memory" in text
-    )
+    signs = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+@contextmanager
+def tell_out_of_memory(what: str, lower: str) -> Iterator[None]:
+    """Turn running out of memory into a message that says what to lower."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"{what} ran out of memory: lower {lower}.") from error
 
 
 def run_within_memory(

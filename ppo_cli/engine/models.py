@@ -7,6 +7,7 @@ A policy is used as backbone + head, so that logits are computed only where they
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,6 +31,11 @@ from ppo_cli.errors import ModelError, did_you_mean
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
+# What loaders raise for files that are absent, cut off, or not what they should be.
+DAMAGED = (
+    OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
+    pickle.UnpicklingError,
+)  # fmt: skip
 DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
 
 
@@ -121,7 +128,8 @@ def load_value_model(
         ignore_mismatched_sizes=True,
     )
     head = _value_head(model, path)
-    absent = [key for key in info["missing_keys"] if not key.startswith(("score.", "classifier."))]
+    unusable = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    absent = [key for key in unusable if not key.startswith(("score.", "classifier."))]
     if absent:
         raise ModelError(
             f"{path} lacks weights that a critic needs ({absent[0]} and {len(absent) - 1} more); "
@@ -156,7 +164,7 @@ def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: A
         )
     try:
         return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except DAMAGED as error:
         raise ModelError(_load_message(path, what, flag, error)) from error
 
 

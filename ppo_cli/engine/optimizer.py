@@ -95,5 +95,8 @@ class Optimizer:
         return dict(self._adamw.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back moments and step counts; settings stay as they are now."""
+        kept = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
         self._adamw.load_state_dict(state)
+        for group, settings in zip(self._adamw.param_groups, kept, strict=True):
+            group.update(settings)

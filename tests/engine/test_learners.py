@@ -22,6 +22,7 @@ from ppo_cli.records import Prompt, Rollout
 
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
 VOCAB = 97
+LONGEST = 24
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: object) ->
     reference = load_policy(model_dir)
     actor = Actor(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, **settings)  # type: ignore[arg-type]
     optimizer = Recorder(policy.model, ActorOptim())
-    ActorLearner(policy, reference, actor, optimizer, COMPUTE, temperature=0.7).step(batch)
+    ActorLearner(policy, reference, actor, optimizer, COMPUTE, 0.7, LONGEST).step(batch)
     return optimizer.gradient
 
 
@@ -87,7 +88,7 @@ def gradients_of_critic(model_dir: str, batch: TrainBatch, **settings: object) -
     torch.manual_seed(1)
     torch.nn.init.normal_(value_model.head.weight)
     critic = Critic(**settings)  # type: ignore[arg-type]
-    CriticLearner(value_model, critic, optimizer, COMPUTE).step(batch)
+    CriticLearner(value_model, critic, optimizer, COMPUTE, LONGEST).step(batch)
     return optimizer.gradient
 
 
@@ -165,7 +166,7 @@ def test_step_equals_the_plain_formula(model_dir) -> None:
 def gradients_of_actor_plain(model_dir: str, batch: TrainBatch) -> torch.Tensor:
     policy = load_policy(model_dir)
     optimizer = Recorder(policy.model, ActorOptim())
-    ActorLearner(policy, None, Actor(), optimizer, COMPUTE, temperature=0.7).step(batch)
+    ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7, LONGEST).step(batch)
     return optimizer.gradient
 
 
@@ -190,7 +191,7 @@ def test_critic_values_are_read_before_each_response_token(model_dir) -> None:
 
 def value_loss_of_step(value_model: object, batch: TrainBatch) -> float:
     optimizer = Recorder(value_model.model, CriticOptim())  # type: ignore[attr-defined]
-    sums = CriticLearner(value_model, Critic(), optimizer, COMPUTE).step(batch)  # type: ignore[arg-type]
+    sums = CriticLearner(value_model, Critic(), optimizer, COMPUTE, LONGEST).step(batch)  # type: ignore[arg-type]
     return sums["value_loss"][0] / sums["value_loss"][1]
 
 
@@ -218,7 +219,7 @@ def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
     optimizer = Optimizer(
         policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=None
     )
-    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0).step(batch)
+    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST).step(batch)
     assert sums == {"actor/empty_minibatches": (1.0, 1.0)}
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
@@ -231,7 +232,7 @@ def test_non_finite_gradients_skip_the_step(model_dir) -> None:
     optimizer = Optimizer(
         policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=0.5
     )
-    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0).step(batch)
+    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST).step(batch)
     assert sums["actor/skipped_steps"] == (1.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
@@ -252,7 +253,7 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
 
     monkeypatch.setattr(policy.backbone, "forward", limited)
     optimizer = Recorder(policy.model, ActorOptim())
-    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7)
+    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7, LONGEST)
     learner.step(batch)
     assert (optimizer.gradient - whole).abs().max() / whole.abs().max() < 1e-5
     assert learner.budget.rows == 2 and learner.budget.halvings == 3
