@@ -80,3 +80,14 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert find_resume(store, chosen) == (tmp_path / "checkpoints" / "step_000006").resolve()
     with pytest.raises(ModelError, match=r"--resume .*nowhere is no checkpoint"):
         find_resume(store, str(tmp_path / "nowhere"))
+
+
+def test_going_on_from_an_older_step_drops_the_later_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=5)
+    for step in (2, 4, 6):
+        write(store, step)
+    store.mark_best(6)
+    store.drop_past(4)
+    assert store.steps() == [2, 4]
+    assert (tmp_path / "latest" / "state" / "x").read_text() == "4"
+    assert not (tmp_path / "best").is_symlink()

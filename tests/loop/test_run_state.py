@@ -1,0 +1,47 @@
+"""What a run remembers, and when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.errors import UserError
+from ppo_cli.run_state import RunState, stream_seed
+from ppo_cli.step_metrics import StepSums
+
+
+def validated(*values: float) -> RunState:
+    state = RunState(kl_coef=0.1)
+    for step, value in enumerate(values):
+        state.step = step
+        state.note_validation({"val/reward_mean": value})
+    return state
+
+
+def test_the_first_best_stays_the_best_until_beaten() -> None:
+    state = validated(0.2, 0.5, 0.5, 0.4)
+    assert (state.best, state.best_step, state.stale) == (0.5, 1, 2)
+    assert not state.is_best
+
+
+def test_a_validation_with_too_few_scores_is_no_best() -> None:
+    state = validated(0.2)
+    state.note_validation({"val/reward_mean": 1.0, "val/score/failed_share": 0.9})
+    assert (state.best, state.stale) == (0.2, 0)
+
+
+def test_broken_steps_count_in_a_row_only() -> None:
+    state = RunState(kl_coef=0.1)
+    for skipped in (1, 1, 0, 1, 1):
+        sums = StepSums()
+        sums.add({"actor/skipped_steps": (float(skipped), 1.0)})
+        state.count_broken_steps(sums)
+        state.refuse_broken_steps(3, "ppo train")
+    state.broken_steps = 3
+    with pytest.raises(UserError, match=r"not finite in 3 steps.*--lr.*ppo train"):
+        state.refuse_broken_steps(3, "ppo train")
+
+
+def test_streams_differ_by_use_and_step_and_are_the_same_each_time() -> None:
+    seeds = {stream_seed(42, use, step) for use in range(4) for step in range(100)}
+    assert len(seeds) == 400
+    assert stream_seed(42, 0, 1) == stream_seed(42, 0, 1)
