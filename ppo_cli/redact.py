@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 HIDDEN = "***"
 _SECRET_NAMES = re.compile(r"(_API_KEY|_TOKEN|_SECRET|_PASSWORD)$")
@@ -14,6 +15,7 @@ _QUERY = re.compile(
 )
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 _KEY_SHAPES = re.compile(r"\b(?:sk|hf)[-_][A-Za-z0-9_-]{12,}|\bAIza[\w-]{20,}")
+_SECRET_KEYS = re.compile(r"(?i)(?:api[_-]?key|token|secret|password)$")
 _SHORTEST = 6
 
 
@@ -32,3 +34,15 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     text = _QUERY.sub(rf"\1{HIDDEN}", text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     return _KEY_SHAPES.sub(HIDDEN, text)
+
+
+def mask_secrets(value: Any) -> Any:
+    """Return a value with what stands under a secret name (`api_key`, `token`) as ***."""
+    if isinstance(value, Mapping):
+        return {
+            k: HIDDEN if _SECRET_KEYS.search(str(k)) and v is not None else mask_secrets(v)
+            for k, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(mask_secrets(item) for item in value)
+    return value

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_cli.errors import MissingPart, UserError
+from ppo_cli.redact import mask_secrets
 from ppo_cli.run_log import plain
 
 
@@ -109,7 +110,11 @@ class WandbSink:
             raise MissingPart(_missing("wandb")) from error
         self._wandb = wandb
         self._run_dir = run_dir
-        self._settings = {"project": project, "name": experiment, "config": plain(config)}
+        self._settings = {
+            "project": project,
+            "name": experiment,
+            "config": plain(mask_secrets(config)),
+        }
         self._run: Any = None
 
     def open(self, step: int, *, resumed: bool) -> None:

@@ -9,7 +9,7 @@ import typer
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.cli.plan import print_plan
-from ppo_cli.config.parts import missing_inputs, missing_parts
+from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.errors import ConfigError, MissingPart, PpoError
 
@@ -31,7 +31,7 @@ def train(given: Given) -> None:
 
 def _refuse(resolved: Resolved) -> None:
     """Stop before anything heavy is imported when the run cannot be as asked."""
-    absent = missing_parts(resolved.config)
+    absent = missing_parts(resolved)
     if absent:
         raise MissingPart("\n".join(absent))
     lacking = missing_inputs(resolved.config)
@@ -44,7 +44,7 @@ def _run(resolved: Resolved) -> None:
     from ppo_cli.cli.screen import make_screen
 
     screen = make_screen()
-    for note in resolved.notes:
+    for note in (*resolved.notes, *remarks(resolved)):
         screen.note(note)
     try:
         train_now(resolved, screen)

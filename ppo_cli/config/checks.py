@@ -196,6 +196,13 @@ def _devices(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _schedule(config: Config) -> Iterator[Clash]:
+    warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if steps is not None and 0 < steps <= warmup:
+        yield Clash(
+            ("trainer.critic_warmup", "trainer.total_training_steps"),
+            f"trainer.critic_warmup {warmup} never lets the actor train in {steps} step(s); use "
+            f"{steps - 1} or less, or more --max_steps.",
+        )
     freqs = {"save_freq": config.trainer.save_freq, "test_freq": config.trainer.test_freq}
     for key, freq in freqs.items():
         if freq == 0:

@@ -9,7 +9,7 @@ import yaml
 
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.redact import redact
+from ppo_cli.redact import mask_secrets, redact
 
 HEAD = "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
 
@@ -27,7 +27,7 @@ def _lines(resolved: Resolved) -> Iterator[str]:
         for depth in range(shared, len(groups)):
             yield f"{'  ' * depth}{groups[depth]}:"
         open_groups = groups
-        value = _as_yaml(value_of(resolved.config, key))
+        value = _as_yaml(mask_secrets(value_of(resolved.config, key)))
         yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin)}"
 
 

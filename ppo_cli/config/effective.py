@@ -44,9 +44,8 @@ def sampler_seed(config: Config) -> int:
     return config.trainer.seed if config.rollout.seed is None else config.rollout.seed
 
 
-def learner_ranks(config: Config, gpus: int) -> int:
-    """Return how many processes share a mini-batch."""
+def learner_ranks(config: Config) -> int:
+    """Return how many processes share a mini-batch; unset, one GPU is used."""
     if config.trainer.num_workers:
         return config.trainer.num_workers
-    a_node = gpus if config.trainer.n_gpus_per_node is None else config.trainer.n_gpus_per_node
-    return max(1, a_node) * config.trainer.nnodes
+    return max(1, config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from ppo_cli.config.effects import idle_settings
+from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 
 
-def missing_parts(config: Config) -> list[str]:
-    """Return one sentence for each part that is asked for and not there yet."""
-    return [*_missing_engines(config), *_missing_rewards(config)]
+def missing_parts(resolved: Resolved, gpus: int | None = None) -> list[str]:
+    """Return one sentence for each thing that is asked for and cannot be honoured."""
+    config, there = resolved.config, gpu_count() if gpus is None else gpus
+    return [
+        *_missing_engines(config, there),
+        *_missing_rewards(config),
+        *idle_settings(resolved)[0],
+    ]
+
+
+def remarks(resolved: Resolved, gpus: int | None = None) -> list[str]:
+    """Return what does not stop a run, but may surprise."""
+    there = gpu_count() if gpus is None else gpus
+    said = idle_settings(resolved)[1]
+    if there > 1 and resolved.config.trainer.n_gpus_per_node is None:
+        said.append(f"{there} GPUs are visible, and one is used: several are not there yet.")
+    return said
 
 
 def missing_inputs(config: Config) -> list[str]:
@@ -21,15 +38,15 @@ def missing_inputs(config: Config) -> list[str]:
     ]
 
 
-def _missing_engines(config: Config) -> list[str]:
+def _missing_engines(config: Config, gpus: int) -> list[str]:
     said = []
     trainer = config.trainer
     if trainer.engine in ("ray", "verl"):
         said.append(f"The engine '{trainer.engine}' is not there yet; use --engine local.")
     elif trainer.nnodes > 1:
         said.append("Training on several nodes is not there yet; leave --nnodes out.")
-    elif (trainer.n_gpus_per_node or 1) > 1:
-        said.append("Training on several GPUs is not there yet; use --n_gpus 1.")
+    elif trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node != min(1, gpus):
+        said.append(_gpus(trainer.n_gpus_per_node, gpus))
     elif (trainer.num_workers or 1) > 1:
         said.append("Several learner processes are not there yet; leave --num_workers out.")
     if trainer.placement is not None:
@@ -40,7 +57,29 @@ def _missing_engines(config: Config) -> list[str]:
         said.append("A sampler over several GPUs is not there yet; use --rollout_tp 1.")
     if config.model.lora_rank > 0:
         said.append("LoRA is not there yet; leave --lora_rank out to train all weights.")
+    if config.model.attn_implementation == "flash_attention_2":
+        said.append(
+            "model.attn_implementation flash_attention_2 cannot be used: it needs half-precision "
+            "weights, and weights are kept in float32. Use sdpa."
+        )
     return said
+
+
+def _gpus(wanted: int, there: int) -> str:
+    """Say why a number of GPUs cannot be had."""
+    if wanted == 0:
+        return (
+            f"trainer.n_gpus_per_node is 0, but {there} GPU(s) are visible and would be used; "
+            'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out.'
+        )
+    if there == 0:
+        return (
+            f"trainer.n_gpus_per_node is {wanted}, but no GPU is visible here; leave --n_gpus "
+            "out to train on the CPU."
+        )
+    if wanted > there:
+        return f"trainer.n_gpus_per_node is {wanted}, but {there} GPU(s) are visible; use 1."
+    return "Training on several GPUs is not there yet; use --n_gpus 1."
 
 
 def _missing_rewards(config: Config) -> list[str]:

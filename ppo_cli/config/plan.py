@@ -9,14 +9,13 @@ from typing import Any
 
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.effective import critic_mini_batch, learner_ranks, uses_critic
-from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.keys import value_of
-from ppo_cli.config.parts import missing_inputs, missing_parts
+from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.rows import count_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Trained
-from ppo_cli.redact import redact
+from ppo_cli.redact import mask_secrets, redact
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Plan:
 
 def make_plan(resolved: Resolved) -> Plan:
     """Lay out a resolved configuration: values, arithmetic and remarks."""
-    sums = arithmetic(resolved.config, gpu_count())
+    sums = arithmetic(resolved.config)
     values = {
         key: (_plain(value_of(resolved.config, key)), origin)
         for key, origin in resolved.origins.items()
@@ -45,12 +44,13 @@ def make_plan(resolved: Resolved) -> Plan:
         *resolved.notes,
         *_too_few(sums),
         *missing_inputs(resolved.config),
-        *missing_parts(resolved.config),
+        *missing_parts(resolved),
+        *remarks(resolved),
     ]
     return Plan(values, sums, tuple(_sentences(sums)), tuple(redact(n) for n in notes))
 
 
-def arithmetic(config: Config, gpus: int) -> dict[str, int | None]:
+def arithmetic(config: Config) -> dict[str, int | None]:
     """Return the batch arithmetic of a step and of the run; None is not known before it."""
     batch, n = config.data.train_batch_size, config.rollout.n
     rows = _rows(config, "train")
@@ -62,9 +62,9 @@ def arithmetic(config: Config, gpus: int) -> dict[str, int | None]:
     }
     steps = _steps(config, rows)
     sums["total_steps"] = steps
-    sums |= _updates("actor", config, config.actor, config.actor.ppo_mini_batch_size, gpus)
+    sums |= _updates("actor", config, config.actor, config.actor.ppo_mini_batch_size)
     if uses_critic(config):
-        sums |= _updates("critic", config, config.critic, critic_mini_batch(config), gpus)
+        sums |= _updates("critic", config, config.critic, critic_mini_batch(config))
     for who in ("actor", "critic"):
         a_step = sums.get(f"{who}_optimizer_steps_per_step")
         if a_step is not None:
@@ -79,22 +79,22 @@ def _too_few(sums: dict[str, int | None]) -> list[str]:
     return [f"{rows} training rows cannot fill a batch of {batch} prompts; lower --batch_size."]
 
 
-def _updates(who: str, config: Config, part: Trained, mini: int, gpus: int) -> dict[str, int]:
+def _updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
     sequences = mini * config.rollout.n
     epochs: int = value_of(config, f"{who}.ppo_epochs")
     minis = config.data.train_batch_size // mini
     return {
         f"{who}_mini_batches_per_epoch": minis,
         f"{who}_mini_batch_responses": sequences,
-        f"{who}_micro_batches_at_most": _micro_batches(config, part, sequences, gpus),
+        f"{who}_micro_batches_at_most": _micro_batches(config, part, sequences),
         f"{who}_epochs": epochs,
         f"{who}_optimizer_steps_per_step": minis * epochs,
     }
 
 
-def _micro_batches(config: Config, part: Trained, sequences: int, gpus: int) -> int:
+def _micro_batches(config: Config, part: Trained, sequences: int) -> int:
     """Return the micro-batches of one rank when every response is as long as it may be."""
-    own = math.ceil(sequences / learner_ranks(config, gpus))
+    own = math.ceil(sequences / learner_ranks(config))
     longest = config.data.max_prompt_length + config.data.max_response_length
     fits = max(1, part.ppo_max_token_len_per_gpu // longest)
     return math.ceil(own / (part.ppo_micro_batch_size_per_gpu or fits))
@@ -158,6 +158,8 @@ def _times(a: int | None, b: int | None) -> int | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in mask_secrets(value).items()}
     return redact(value) if isinstance(value, str) else value
 
 

@@ -82,7 +82,7 @@ class Rollout(Section):
     """How training samples."""
 
     name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
-        None, "Sampler; unset: vllm on a GPU where it is installed, else hf.", flag="--rollout_name"
+        None, "Sampler; unset takes hf, the one that is there today.", flag="--rollout_name"
     )
     n: int = setting(1, "Responses a prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1)
     temperature: float = setting(
@@ -144,10 +144,16 @@ class Trainer(Section):
         3, "Non-finite gradients in a row after which the run stops.", ge=1
     )
     engine: Literal["local", "ray", "verl"] | None = setting(
-        None, "Where the work runs; unset: local for one device, ray for more.", flag="--engine"
+        None,
+        "Where the work runs; unset takes local, the one that is there today.",
+        flag="--engine",
     )
     n_gpus_per_node: int | None = setting(
-        None, "GPUs on each node; unset takes what is there.", flag="--n_gpus", env="N_GPUS", ge=0
+        None,
+        "GPUs on each node; unset takes one where there is any.",
+        flag="--n_gpus",
+        env="N_GPUS",
+        ge=0,
     )
     nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1)
     node_rank: int | None = setting(

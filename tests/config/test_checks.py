@@ -104,12 +104,12 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
     ],
 )
 def test_a_part_that_is_not_there_is_said_in_a_sentence(override: str, said: str) -> None:
-    (sentence,) = missing_parts(settle(override).config)
+    (sentence,) = missing_parts(settle(override), gpus=8)
     assert said in sentence
 
 
 def test_the_plain_run_misses_nothing_but_prompts() -> None:
-    assert missing_parts(settle().config) == missing_inputs(settle().config) == []
+    assert missing_parts(settle()) == missing_inputs(settle().config) == []
     (said,) = missing_inputs(settle("data.train_files=[]").config)
     assert "--train_files" in said
     assert "ppo data prepare gsm8k" in said

@@ -209,7 +209,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
         ("distributed.pipeline_parallel_size=2", "pipelines are not offered"),
         ("algorithm.name=grpo", "algorithm.adv_estimator"),
         ("critic.enable=False", "only gae trains a critic"),
-        ("trainer.val_only=True", "ppo eval"),
+        ("trainer.val_only=True", "trainer.val_before_train"),
         ("rollout.log_prob_micro_batch_size=x", "whole number"),
         ("custom_reward_function.pth=x", "--reward_function"),
     ],

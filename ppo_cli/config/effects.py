@@ -1,0 +1,178 @@
+"""Settings that would change nothing in this run: refused or noted, never passed over.
+
+One table: key (`x.*` covers everything below x), when it is idle, why, and what to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ppo_cli.config.effective import uses_critic, uses_reference
+from ppo_cli.config.keys import table, value_of
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Idle:
+    """When a setting changes nothing; `absent` means that its part is not there yet."""
+
+    when: Callable[[Config], bool]
+    text: str
+    absent: bool = False
+
+
+def _always(_: Config) -> bool:
+    return True
+
+
+def _hf(config: Config) -> bool:
+    return config.rollout.name in (None, "hf")
+
+
+def _reward_kl_off(config: Config) -> bool:
+    return not config.algorithm.use_kl_in_reward
+
+
+def _fixed_kl(config: Config) -> bool:
+    return config.algorithm.kl_ctrl.type == "fixed"
+
+
+def _kl_loss_off(config: Config) -> bool:
+    return not config.actor.use_kl_loss
+
+
+def _one_node(config: Config) -> bool:
+    return config.trainer.nnodes == 1
+
+
+def _no_weights(config: Config) -> bool:
+    return config.algorithm.rollout_correction.rollout_is is None
+
+
+_SAMPLER = Idle(_hf, "the hf sampler has no such setting; leave it out", absent=True)
+_SHARDS = Idle(
+    _always,
+    "models are neither sharded nor moved to host memory yet; leave it out, and save memory "
+    "with ppo_micro_batch_size_per_gpu and model.enable_gradient_checkpointing",
+    absent=True,
+)
+_LORA = Idle(
+    lambda c: c.model.lora_rank == 0,
+    "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
+    absent=True,
+)
+_JUDGE = Idle(
+    lambda c: not c.reward.api.enable,
+    "no LLM judge scores this run (reward.api.enable is off); leave it out",
+    absent=True,
+)
+_NODES = Idle(_one_node, "with one node it changes nothing; leave it out", absent=True)
+_GAE = Idle(
+    lambda c: not uses_critic(c),
+    "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
+)
+_REWARD_KL = Idle(
+    _reward_kl_off,
+    "the KL in the reward is off; set algorithm.use_kl_in_reward=true, or leave it out",
+)
+_ADAPTIVE = Idle(
+    lambda c: _reward_kl_off(c) or _fixed_kl(c),
+    "only the adaptive controller of the KL in the reward uses it; set "
+    "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive, or leave it out",
+)
+_KL_LOSS = Idle(_kl_loss_off, "the KL loss is off; set actor.use_kl_loss=true, or leave it out")
+_WEIGHTS = Idle(
+    _no_weights,
+    "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
+    "leave it out",
+)
+
+EFFECTS: dict[str, Idle] = {
+    "rollout.gpu_memory_utilization": _SAMPLER,
+    "rollout.max_num_batched_tokens": _SAMPLER,
+    "rollout.enforce_eager": _SAMPLER,
+    "rollout.enable_prefix_caching": _SAMPLER,
+    "actor.fsdp_config.*": _SHARDS,
+    "critic.fsdp_config.*": _SHARDS,
+    "actor.strategy": _SHARDS,
+    "critic.strategy": _SHARDS,
+    "ref.param_offload": _SHARDS,
+    "model.lora_alpha": _LORA,
+    "model.target_modules": _LORA,
+    "reward.api.*": _JUDGE,
+    "trainer.master_addr": _NODES,
+    "trainer.master_port": _NODES,
+    "trainer.node_rank": _NODES,
+    "critic.*": _GAE,
+    "algorithm.lam": _GAE,
+    "algorithm.whiten_advantages": _GAE,
+    "algorithm.norm_adv_by_std_in_grpo": Idle(
+        lambda c: c.algorithm.adv_estimator != "grpo",
+        "only the estimator grpo uses it; set --adv_estimator grpo, or leave it out",
+    ),
+    "algorithm.kl_penalty": _REWARD_KL,
+    "algorithm.kl_ctrl.kl_coef": _REWARD_KL,
+    "algorithm.kl_ctrl.horizon": _ADAPTIVE,
+    "algorithm.kl_ctrl.target_kl": _ADAPTIVE,
+    "actor.kl_loss_coef": _KL_LOSS,
+    "actor.kl_loss_type": _KL_LOSS,
+    "ref.path": Idle(
+        lambda c: not uses_reference(c),
+        "no reference is used; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true, "
+        "or leave it out",
+    ),
+    "algorithm.rollout_correction.rollout_is_threshold": _WEIGHTS,
+    "algorithm.rollout_correction.rollout_is_batch_normalize": _WEIGHTS,
+    "data.val_max_samples": Idle(
+        lambda c: not c.data.val_files,
+        "there are no validation prompts; name them with --val_files, or leave it out",
+    ),
+}
+
+
+def idle_settings(resolved: Resolved) -> tuple[list[str], list[str]]:
+    """Return what to refuse, and what only to note, of settings that change nothing."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    noted: dict[tuple[str, str], list[str]] = {}
+    for key, idle in _idle(resolved):
+        origin = resolved.origins[key]
+        to = refused if _is_refused(resolved, key, idle) else noted
+        to.setdefault((origin, idle.text), []).append(key)
+    return _told(refused), _told(noted)
+
+
+def _told(found: dict[tuple[str, str], list[str]]) -> list[str]:
+    return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in found.items()]
+
+
+def _idle(resolved: Resolved) -> Iterator[tuple[str, Idle]]:
+    for key, setting in table().items():
+        idle = _row(key)
+        same = value_of(resolved.config, key) == setting.default
+        if idle and not same and resolved.origins[key] != "default" and idle.when(resolved.config):
+            yield key, idle
+
+
+def _row(key: str) -> Idle | None:
+    """Find the row of a key, its own or the nearest group's."""
+    if key in EFFECTS or key == "reward.api.enable":
+        return EFFECTS.get(key)
+    parts = key.split(".")
+    groups = (".".join(parts[:cut]) + ".*" for cut in range(len(parts) - 1, 0, -1))
+    return next((EFFECTS[group] for group in groups if group in EFFECTS), None)
+
+
+def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
+    """Tell an error from a remark: who typed a setting wants it; a preset serves many runs."""
+    origin = resolved.origins[key]
+    if origin.startswith(("preset ", "bundled prompts")):
+        return False
+    if idle.absent:
+        return True
+    twin = key.replace("critic.", "actor.", 1)
+    if key.startswith("critic.") and resolved.origins.get(twin) == origin:
+        # The older style has one name for both models: the actor's half has its effect.
+        return value_of(resolved.config, twin) != value_of(resolved.config, key)
+    return origin == "override" or origin.startswith(("flag ", "env "))

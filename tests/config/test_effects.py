@@ -1,0 +1,90 @@
+"""Settings that would change nothing are refused where typed, and noted where a preset has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.effects import EFFECTS, idle_settings
+from ppo_cli.config.keys import table
+from ppo_cli.config.parts import missing_parts, remarks
+from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.errors import ConfigError
+
+ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+OFF = "algorithm.adv_estimator=rloo rollout.n=2 algorithm.use_kl_in_reward=false data.val_files=[]"
+OTHER = {
+    "actor.strategy": "fsdp", "critic.strategy": "fsdp", "trainer.node_rank": "0",
+    "trainer.master_addr": "host", "ref.path": "a/b", "model.target_modules": "q_proj",
+    "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1",
+}  # fmt: skip
+
+
+def settle(*overrides: str) -> Resolved:
+    return resolve(flags={}, preset=None, config_files=(), overrides=overrides, environ=ENV)
+
+
+def changed(row: str) -> str:
+    name = next(k for k in table() if k == row or k.startswith(row.removesuffix("*")))
+    if row == "reward.api.*":
+        return "reward.api.votes=3"
+    if row == "critic.*":
+        return "critic.optim.lr=0.003"
+    default = table()[name].default
+    if isinstance(default, bool):
+        return f"{name}={str(not default).lower()}"
+    return f"{name}={OTHER.get(name) or (default / 2 if isinstance(default, float) else 32)}"
+
+
+@pytest.mark.parametrize("row", EFFECTS)
+def test_a_setting_without_effect_is_refused_or_noted(row: str) -> None:
+    found = settle(*OFF.split(), changed(row))
+    key = changed(row).partition("=")[0]
+    (line,) = missing_parts(found, gpus=0)
+    assert line.startswith(f"override: {key} has no effect: ")
+    preset = replace(found, origins={**found.origins, key: "preset x line 1"})
+    assert missing_parts(preset, gpus=0) == []
+    (note,) = remarks(preset, gpus=0)
+    assert note.startswith("preset x line 1: ")
+    file = replace(found, origins={**found.origins, key: "my.yaml line 1"})
+    refused, noted = idle_settings(file)
+    assert (len(refused), len(noted)) == ((1, 0) if _absent(key) else (0, 1))
+
+
+def _absent(key: str) -> bool:
+    row = EFFECTS.get(key) or EFFECTS[next(r for r in EFFECTS if key.startswith(r[:-1]))]
+    return row.absent
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        ("trainer.n_gpus_per_node=1", 0, "no GPU is visible"),
+        ("trainer.n_gpus_per_node=4", 2, "2 GPU(s) are visible"),
+        ("trainer.n_gpus_per_node=2", 2, "--n_gpus 1"),
+        ("trainer.n_gpus_per_node=0", 1, 'CUDA_VISIBLE_DEVICES=""'),
+        ("model.attn_implementation=flash_attention_2", 1, "Use sdpa"),
+    ],
+)
+def test_what_cannot_be_honoured_is_told(given: str, gpus: int, said: str) -> None:
+    (line,) = missing_parts(settle(given), gpus=gpus)
+    assert said in line
+
+
+def test_of_several_gpus_one_is_used() -> None:
+    (note,) = remarks(settle(), gpus=2)
+    assert "one is used" in note
+
+
+def test_a_warmup_as_long_as_the_run_is_a_clash() -> None:
+    with pytest.raises(ConfigError, match="never lets the actor train"):
+        settle("trainer.critic_warmup=3", "trainer.total_training_steps=3")
+
+
+def test_a_dump_masks_secrets_of_a_function() -> None:
+    text = config_yaml(
+        settle("reward.function_kwargs.api_key=hush1", "reward.function_kwargs.max_tokens=77")
+    )
+    assert "hush1" not in text and "77" in text
