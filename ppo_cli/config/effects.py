@@ -174,5 +174,5 @@ def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
     twin = key.replace("critic.", "actor.", 1)
     if key.startswith("critic.") and resolved.origins.get(twin) == origin:
         # The older style has one name for both models: the actor's half has its effect.
-        return value_of(resolved.config, twin) != value_of(resolved.config, key)
+        return bool(value_of(resolved.config, twin) != value_of(resolved.config, key))
     return origin == "override" or origin.startswith(("flag ", "env "))
