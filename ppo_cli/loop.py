@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_cli.algo.advantages import needs_baseline
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.checkpoints import CheckpointStore
+from ppo_cli.config.effective import critic_mini_batch, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
 from ppo_cli.errors import Interrupted
@@ -138,7 +140,7 @@ def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
     """Epochs of mini-batches: the critic first, then the actor, which may stop early on KL."""
     config, sums = job.config, StepSums()
     if batch.values_BT is not None:
-        size = config.critic.ppo_mini_batch_size or config.actor.ppo_mini_batch_size
+        size = critic_mini_batch(config)
         with job.tracker.phase("update critic", config.critic.ppo_epochs) as advance:
             for epoch in range(config.critic.ppo_epochs):
                 for rows in _mini_batches(config, state.step, epoch, size, batch, "critic"):
@@ -208,14 +210,13 @@ def load(job: Job, folder: Path) -> RunState:
 
 def _train_sampling(config: Config, step: int) -> Sampling:
     r = config.rollout
-    seed = config.trainer.seed if r.seed is None else r.seed
     return Sampling(
         temperature=r.temperature,
         top_p=r.top_p,
         top_k=r.top_k,
         n=r.n,
         max_tokens=config.data.max_response_length,
-        seed=stream_seed(seed, TRAIN, step),
+        seed=stream_seed(sampler_seed(config), TRAIN, step),
     )
 
 
@@ -223,7 +224,7 @@ def _submit_baselines(
     job: Job, state: RunState, prompts: Sequence[Prompt]
 ) -> tuple[list[Rollout], list[Future[Score]]] | None:
     """ReMax (Li et al. 2023) subtracts the reward of the greedy response to each prompt."""
-    if job.config.algorithm.adv_estimator != "remax":
+    if not needs_baseline(job.config.algorithm.adv_estimator):
         return None
     greedy = Sampling(
         temperature=0.0,

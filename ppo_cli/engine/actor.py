@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.kl import token_kl
-from ppo_cli.algo.losses import aggregate, policy_loss
+from ppo_cli.algo.losses import aggregate, count_mask, policy_loss
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
+from ppo_cli.config.effective import clip_high, clip_low
 from ppo_cli.config.training import Actor as ActorSettings
 from ppo_cli.engine.base import Sums
 from ppo_cli.engine.device import Compute
@@ -22,7 +23,7 @@ from ppo_cli.engine.micro_batches import Budget, run_within_memory
 from ppo_cli.engine.models import Policy
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
-from ppo_cli.engine.sums import SumTable, loss_counts
+from ppo_cli.engine.sums import SumTable
 
 LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
 
@@ -84,8 +85,8 @@ class ActorLearner:
 
     def step(self, batch: TrainBatch) -> Sums:
         """One optimizer step on all rows of `batch`, whatever the micro-batches."""
-        counts = loss_counts(batch)
-        if counts.tokens == 0:
+        tokens, sequences = count_mask(batch.loss_mask_BT)
+        if tokens == 0:
             return {"actor/empty_minibatches": (1.0, 1.0)}
         self.policy.model.train()
 
@@ -93,7 +94,7 @@ class ActorLearner:
             table = SumTable()
             for rows in plan:
                 cut = cut_slice(batch, rows, self._compute.device)
-                loss = self._loss(batch, cut, counts.tokens, counts.sequences, table)
+                loss = self._loss(batch, cut, tokens, sequences, table)
                 loss.backward()
             return table
 
@@ -132,8 +133,8 @@ class ActorLearner:
             cut.take(batch.old_logprobs_BT),
             cut.take(batch.advantages_BT),
             mask_BT,
-            clip_low=s.clip_ratio_low or s.clip_ratio,
-            clip_high=s.clip_ratio_high or s.clip_ratio,
+            clip_low=clip_low(s),
+            clip_high=clip_high(s),
             dual_clip=s.clip_ratio_c,
             is_weight_BT=cut.take(batch.is_weight_BT),
             mode=s.loss_agg_mode,

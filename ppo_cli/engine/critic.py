@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ppo_cli.algo.batch import TrainBatch
-from ppo_cli.algo.losses import value_loss
+from ppo_cli.algo.losses import count_mask, value_loss
 from ppo_cli.config.training import Critic as CriticSettings
 from ppo_cli.engine.base import Sums
 from ppo_cli.engine.device import Compute
@@ -15,7 +15,7 @@ from ppo_cli.engine.micro_batches import Budget, run_within_memory
 from ppo_cli.engine.models import ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
-from ppo_cli.engine.sums import SumTable, loss_counts
+from ppo_cli.engine.sums import SumTable
 
 
 class CriticLearner:
@@ -42,8 +42,8 @@ class CriticLearner:
         """One optimizer step on all rows of `batch`, whatever the micro-batches."""
         if batch.values_BT is None:
             raise ValueError("a critic step needs the old values")
-        counts = loss_counts(batch)
-        if counts.tokens == 0:
+        tokens, sequences = count_mask(batch.loss_mask_BT)
+        if tokens == 0:
             return {"critic/empty_minibatches": (1.0, 1.0)}
         old_BT = batch.values_BT
         self.value_model.model.train()
@@ -60,8 +60,8 @@ class CriticLearner:
                     cut.take(batch.loss_mask_BT),
                     clip_range=s.cliprange_value,
                     mode=s.loss_agg_mode,
-                    global_tokens=counts.tokens,
-                    global_sequences=counts.sequences,
+                    global_tokens=tokens,
+                    global_sequences=sequences,
                     scale_factor=s.loss_scale_factor or float(self._longest_response),
                 )
                 (s.value_loss_coef * result.loss).backward()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.effective import critic_path, uses_critic, uses_reference
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor import ActorLearner, view_full_kl, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
@@ -214,7 +215,7 @@ class LocalEngine:
 
     def _load_reference(self) -> Policy | None:
         c = self._config
-        if not (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss):
+        if not uses_reference(c):
             return None
         reference = self._load_policy(model_folder(c.ref.path or c.model.path))
         reference.model.requires_grad_(False).eval()
@@ -235,9 +236,9 @@ class LocalEngine:
 
     def _build_critic(self, total_steps: int) -> CriticLearner | None:
         c = self._config
-        if c.algorithm.adv_estimator != "gae":
+        if not uses_critic(c):
             return None
-        value_model = self._load_value_model(model_folder(c.critic.model.path or c.model.path))
+        value_model = self._load_value_model(model_folder(critic_path(c)))
         if c.model.enable_gradient_checkpointing:
             _checkpoint_gradients(value_model.model)
         optimizer = Optimizer(

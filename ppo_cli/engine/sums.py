@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.engine.base import Sums
 
 
@@ -27,17 +24,3 @@ class SumTable:
     def sums(self) -> Sums:
         """All sums; a name that only ever had count 0 counts as one."""
         return {name: (total, count or 1.0) for name, (total, count) in self._sums.items()}
-
-
-@dataclass(frozen=True)
-class LossCounts:
-    """What a loss over a whole mini-batch is divided by."""
-
-    tokens: int
-    sequences: int
-
-
-def loss_counts(batch: TrainBatch) -> LossCounts:
-    """Count the tokens and the non-empty sequences that enter the loss."""
-    mask_BT = batch.loss_mask_BT
-    return LossCounts(int(mask_BT.sum()), int(mask_BT.any(dim=1).sum()))
