@@ -1,10 +1,57 @@
-"""What holds for every test: one thread a process, no hub, no leaked settings."""
+"""What holds for every test: one thread a process, no hub, no leaked settings.
+
+And a real byte-level tokenizer, made in a moment: one token a byte, and the control tokens.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 # Set before anything imports torch: spinning OpenMP threads make a busy machine crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Any]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def make(template: str | None = TEMPLATE, frame: str = "<s> $A") -> Any:
+        """`frame` is what the tokenizer puts around a text that it encodes by itself."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
+        vocab = {word: index for index, word in enumerate([*alphabet, *words])}
+        raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
+        raw.post_processor = processors.TemplateProcessing(
+            single=frame, special_tokens=[(word, vocab[word]) for word in words[:3]]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=raw,
+            bos_token="<s>",
+            eos_token="<|im_end|>",
+            pad_token="<pad>",
+            additional_special_tokens=["<|im_start|>"],
+            chat_template=template,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
+    return make_tokenizer()
