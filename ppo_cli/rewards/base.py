@@ -2,13 +2,15 @@
 
 `submit` returns at once; the future it returns always resolves to a `Score`, and a failure to
 judge is a `Score` whose value is None. The future raises only what must stop the run
-(a `PpoError`). Callers may submit from one thread only; the work happens elsewhere.
+(a `PpoError`); after an `Interrupted` a resumed run asks for the same scores again. Callers may
+submit from one thread only; the work happens elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_cli.records import Rollout, Score
@@ -22,6 +24,27 @@ class Reward(Protocol):
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout; never blocks on the answer."""
         ...
+
+    def begin_step(self, step: int) -> None:
+        """Say that what is submitted from now on belongs to `step`."""
+
+    def settle(self) -> None:
+        """Say that all of this step is submitted: now decide what becomes of failed ones.
+
+        Returns at once. A reward may hold back the futures of rollouts that it could not score
+        until this is called, to ask again for all of them when too many failed.
+        """
+
+    def waiting_for(self) -> str | None:
+        """Say in one sentence why nothing moves at the moment, or return None."""
+        return None
+
+    def measure(self) -> dict[str, float]:
+        """Metrics of what was scored since the last call, under flat names (`judge/calls`)."""
+        return {}
+
+    def attach(self, folder: Path) -> None:
+        """Take the run's folder, for what must outlive a killed process."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run must remember (JSON-serialisable); {} when nothing."""

@@ -1,0 +1,1 @@
+"""The four providers behind one `ask`; only here are their SDKs imported."""
