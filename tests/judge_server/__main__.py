@@ -1,0 +1,45 @@
+"""`python -m tests.judge_server --port 0 --latency 0.5`: the judge as a process of its own.
+
+Its first line is JSON with the port and the base URLs. It changes by POST /_control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+
+from tests.judge_server.server import BASES, JudgeServer
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.judge_server", description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds before an answer")
+    parser.add_argument("--rps", type=float, default=None, help="calls a second; above: 429")
+    parser.add_argument("--burst", type=float, default=1.0, help="calls let in at once")
+    parser.add_argument("--concurrency-limit", type=int, default=None)
+    parser.add_argument("--slow-share", type=float, default=0.0, help="share of slow calls")
+    parser.add_argument("--slow-latency", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-calls", action="store_true", help="keep request bodies")
+    parser.add_argument("--max-seconds", type=float, default=600.0, help="then it stops by itself")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Serve until told to stop, or until --max-seconds are over."""
+    options = vars(parse())
+    longest = options.pop("max_seconds")
+    done = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: done.set())
+    with JudgeServer(**options) as server:
+        urls = {name: server.url(name) for name in BASES}
+        print(json.dumps({"port": server.port, "url": urls}), flush=True)
+        done.wait(longest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What may go wrong with a judge, how often, and a bucket that limits the rate."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+STATUSES = {400, 401, 402, 403, 404, 408, 409, 413, 422, 425, 429, 500, 502, 503, 504, 529}
+ENDS = {"refusal": "refusal", "content_filter": "content_filter", "truncated": "length"}
+KINDS = {
+    "hang", "cut", "html", "empty", "no_content", "not_json", "prose", "out_of_range",
+    "reject_param", "business", *ENDS,
+}  # fmt: skip
+
+
+@dataclass
+class Fault:
+    """One kind of failure, and when it strikes.
+
+    `kind` is a status code or one of KINDS. It strikes the next `times` calls, a `share` of the
+    calls, or all of them, until `until` (on `time.monotonic`), on paths that contain one of
+    `paths`; the first `after` calls are let through. `param` names the parameter that
+    `reject_param` (or a 400) is about; `code` is the provider's own word.
+    """
+
+    kind: str | int
+    times: int | None = None
+    share: float | None = None
+    until: float | None = None
+    after: int = 0
+    paths: tuple[str, ...] = ()
+    retry_after: float | str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    param: str | None = None
+    code: str | None = None
+    message: str | None = None
+
+    def __post_init__(self) -> None:
+        known = self.kind in STATUSES if isinstance(self.kind, int) else self.kind in KINDS
+        if not known:
+            raise ValueError(f"unknown fault {self.kind!r}: {sorted(STATUSES)}, {sorted(KINDS)}")
+
+    def strikes(self, path: str, body: Any, dice: random.Random) -> bool:
+        """Say whether this call meets the fault; counts it when it does."""
+        if self.paths and not any(part in path for part in self.paths):
+            return False
+        if self.kind == "reject_param" and not holds_key(body, self.param or ""):
+            return False
+        if self.until is not None and time.monotonic() >= self.until:
+            return False
+        if self.after > 0:
+            self.after -= 1
+            return False
+        if self.share is not None and dice.random() >= self.share:
+            return False
+        if self.times is not None:
+            if self.times <= 0:
+                return False
+            self.times -= 1
+        return True
+
+
+def holds_key(body: Any, name: str) -> bool:
+    """Whether a parameter of that name stands anywhere in a request body."""
+    if isinstance(body, dict):
+        return name in body or any(holds_key(value, name) for value in body.values())
+    return isinstance(body, list) and any(holds_key(item, name) for item in body)
+
+
+class Bucket:
+    """A token bucket: `rate` calls a second, `burst` at once."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self.rate, self.burst = rate, max(burst, 1.0)
+        self._level, self._at = self.burst, time.monotonic()
+
+    def take(self) -> float:
+        """Take one call: 0.0 when there was one, else the seconds until the next."""
+        now = time.monotonic()
+        self._level = min(self.burst, self._level + (now - self._at) * self.rate)
+        self._at = now
+        if self._level >= 1.0:
+            self._level -= 1.0
+            return 0.0
+        return (1.0 - self._level) / self.rate

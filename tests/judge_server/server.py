@@ -1,0 +1,376 @@
+"""The server itself: in a thread of the test, or as a process of its own (`__main__`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.judge_server.faults import ENDS, Bucket, Fault
+from tests.judge_server.wire import WIRES, Answer, decision_texts, default_score, wire_of
+from tests.judge_server.wire import write_decision as decide
+
+Score = Callable[[str, str], "int | str"]
+BASES = {
+    "openai": "/v1",
+    "claude": "",
+    "gemini": "",
+    "dashscope": "/api/v1",
+    "dashscope-compatible": "/compatible-mode/v1",
+}
+_KEY_HEADERS = ("Authorization", "x-api-key", "x-goog-api-key")
+_HTML = "<!doctype html><html><body><h1>Sign in to this network</h1></body></html>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request as it came in; of the key only a digest is kept, and in which header it came."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    key_header: str | None
+    key_digest: str | None
+    time: float
+
+
+def digest(key: str) -> str:
+    """What `Call.key_digest` holds for a key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+@dataclass
+class State:
+    """What a test may look at or change at any moment."""
+
+    latency: float = 0.0
+    slow_share: float = 0.0
+    slow_latency: float = 0.0
+    concurrency_limit: int | None = None
+    keys: set[str] | None = None
+    keep_calls: bool = True
+    calls: list[Call] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    count: int = 0
+    answered: int = 0
+    rejected: int = 0
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+
+class JudgeServer:
+    """A judge on 127.0.0.1; `url("openai")` and so on give what --rm_base_url takes.
+
+    `score(system, user)` returns a whole number, sent as JSON with a reason, or a string, sent
+    as it is. `count` counts requests, `answered` those that got a normal reply, `rejected` those
+    turned away by the rate or concurrency limit.
+    """
+
+    def __init__(
+        self, score: Score = default_score, *, latency: float = 0.0, rps: float | None = None,
+        burst: float = 1.0, concurrency_limit: int | None = None, slow_share: float = 0.0,
+        slow_latency: float = 0.0, port: int = 0, seed: int = 0, keep_calls: bool = True,
+    ) -> None:  # fmt: skip
+        self.score, self.port = score, port
+        self.state = State(latency, slow_share, slow_latency, concurrency_limit)
+        self.state.keep_calls = keep_calls
+        self._bucket = Bucket(rps, burst) if rps else None
+        self._dice = random.Random(seed)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="judge-server", daemon=True)
+        self._ready = threading.Event()
+
+    # --- what a test uses -------------------------------------------------------------------
+
+    def url(self, provider: str) -> str:
+        """Return the base URL for one provider (a key of BASES)."""
+        return f"http://127.0.0.1:{self.port}{BASES[provider]}"
+
+    @property
+    def calls(self) -> list[Call]:
+        """Requests so far, oldest first."""
+        return self.state.calls
+
+    @property
+    def count(self) -> int:
+        """How many requests came in, those answered with an error too."""
+        return self.state.count
+
+    @property
+    def rejected(self) -> int:
+        """How many requests the rate limit or the concurrency limit turned away."""
+        return self.state.rejected
+
+    @property
+    def keys(self) -> set[str] | None:
+        """Keys that are let in; None lets everybody in."""
+        return self.state.keys
+
+    @keys.setter
+    def keys(self, keys: set[str] | None) -> None:
+        self.state.keys = keys
+
+    def fail(self, kind: str | int, *, seconds: float | None = None, **when: Any) -> Fault:
+        """Add a fault (see `Fault`); `seconds` from now on is another way to give `until`."""
+        if seconds is not None:
+            when["until"] = time.monotonic() + seconds
+        when["paths"] = tuple(when.get("paths") or ())
+        self.state.faults.append(fault := Fault(kind, **when))
+        return fault
+
+    def heal(self) -> None:
+        """Drop every fault."""
+        self.state.faults.clear()
+
+    def reset(self) -> None:
+        """Forget calls, counts, faults and keys."""
+        old = self.state
+        self.state = State(old.latency, old.slow_share, old.slow_latency, old.concurrency_limit)
+        self.state.keep_calls = old.keep_calls
+        if self._bucket:
+            self._bucket = Bucket(self._bucket.rate, self._bucket.burst)
+
+    def pause(self) -> None:
+        """Stop listening and cut open connections: connecting is refused until `resume`."""
+        self._call(self._unlisten()).result(10)
+
+    def resume(self) -> None:
+        """Listen again, on the same port."""
+        self._call(self._listen()).result(10)
+
+    def __enter__(self) -> JudgeServer:
+        self._thread.start()
+        if not self._ready.wait(10):
+            raise RuntimeError("the judge server did not start within 10 s")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._call(self._close()).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    # --- listening --------------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._start())
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _start(self) -> None:
+        self._gone = asyncio.Event()
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        self._site: web.TCPSite | None = None
+        await self._listen()
+
+    async def _listen(self) -> None:
+        if self._site is not None:
+            return
+        self._gone.clear()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=1024, reuse_address=True)
+        await site.start()
+        self._site = site
+        self.port = self._runner.addresses[0][1]
+
+    async def _unlisten(self) -> None:
+        self._gone.set()
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        for connection in list(self._runner.server.connections if self._runner.server else ()):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _close(self) -> None:
+        await self._unlisten()
+        await self._runner.cleanup()
+
+    # --- answering --------------------------------------------------------------------------
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/_control":
+            return await self._control(request)
+        if request.method == "GET" and request.path.endswith("/models"):
+            return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+        state = self.state
+        body = json.loads(await request.read() or b"{}")
+        key_header, key = find_key(request)
+        self._note(state, request, body, key_header, key)
+        state.in_flight += 1
+        state.most_in_flight = max(state.most_in_flight, state.in_flight)
+        try:
+            return await self._answer(request, body, key)
+        finally:
+            state.in_flight -= 1
+
+    def _note(
+        self, state: State, request: web.Request, body: dict[str, Any], header: str | None,
+        key: str | None,
+    ) -> None:  # fmt: skip
+        state.count += 1
+        if not state.keep_calls:
+            return
+        shown = {k: v for k, v in request.headers.items() if k.lower() not in _LOWER_KEYS}
+        hashed = digest(key) if key else None
+        state.calls.append(Call(request.path, body, shown, header, hashed, time.monotonic()))
+
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], key: str | None
+    ) -> web.StreamResponse:
+        state, path = self.state, request.path
+        found = wire_of(path, body)
+        if found is None:
+            return web.json_response({"error": {"message": f"no such path {path}"}}, status=404)
+        name, decision = found
+        limited = self._limit(name)
+        if limited is not None:
+            return limited
+        if state.keys is not None and key not in state.keys:
+            refused = WIRES[name].error(401, "Incorrect API key provided", None, None)
+            return web.json_response(refused, status=401)
+        fault = next((f for f in list(state.faults) if f.strikes(path, body, self._dice)), None)
+        if fault is not None and (broken := await self._break(request, name, fault)) is not None:
+            return broken
+        slow = state.slow_share and self._dice.random() < state.slow_share
+        if wait := state.slow_latency if slow else state.latency:
+            await asyncio.sleep(wait)
+        state.answered += fault is None
+        status, reply = self._judge(name, decision, body, fault)
+        return web.json_response(reply, status=status)
+
+    def _judge(
+        self, name: str, decision: bool, body: dict[str, Any], fault: Fault | None
+    ) -> tuple[int, dict[str, Any]]:
+        read = decision_texts if decision else WIRES[name].read
+        system, user = read(body)
+        said = self.score(system, user)
+        text = said if isinstance(said, str) else json.dumps({"reason": "As told.", "score": said})
+        kind = fault.kind if fault else ""
+        text = {
+            "no_content": "",
+            "truncated": text[:14],
+            "prose": "It reads well. I might give it an eight, or perhaps a nine.",
+            "out_of_range": '{"reason": "Superb.", "score": 97}',
+        }.get(str(kind), text)
+        used = (len(system) + len(user)) // 4 + 1
+        answer = Answer(text, ENDS.get(str(kind), "stop"), used, len(text) // 4 + 1)
+        if decision:
+            return 200, decide(name, body, answer)
+        return WIRES[name].write(body, answer)
+
+    def _limit(self, name: str) -> web.Response | None:
+        limit, wait = self.state.concurrency_limit, 0.0
+        if limit is not None and self.state.in_flight > limit:
+            wait = 0.1
+        elif self._bucket is not None:
+            wait = self._bucket.take()
+        if not wait:
+            return None
+        self.state.rejected += 1
+        body = WIRES[name].error(429, "Rate limit reached, slow down", None, None)
+        return web.json_response(body, status=429, headers={"Retry-After": f"{wait:.3f}"})
+
+    async def _break(
+        self, request: web.Request, name: str, fault: Fault
+    ) -> web.StreamResponse | None:
+        """Answer with a fault; None when it is one of the kinds that look like an answer."""
+        kind, wire = fault.kind, WIRES[name]
+        if kind == "reject_param":
+            text = fault.message or f"'{fault.param}' is not supported with this model."
+            return web.json_response(wire.error(400, text, fault.param, None), status=400)
+        if isinstance(kind, int):
+            text = fault.message or f"This is a {kind} for tests."
+            headers = dict(fault.headers)
+            if fault.retry_after is not None:
+                headers["Retry-After"] = str(fault.retry_after)
+            reply = wire.error(kind, text, fault.param, fault.code)
+            return web.json_response(reply, status=kind, headers=headers)
+        if kind == "business":
+            code, text = fault.code or "InternalError", fault.message or "A business error."
+            return web.json_response({"code": code, "message": text, "request_id": "r-1"})
+        if kind == "hang":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), 300)
+            return web.Response(status=503)
+        if kind == "cut":
+            return await cut(request)
+        plain = {"html": (_HTML, "text/html"), "empty": ("", "application/json")}
+        plain["not_json"] = ('{"choices": [', "application/json")
+        if kind in plain:
+            text, content_type = plain[str(kind)]
+            return web.Response(text=text, content_type=content_type)
+        return None
+
+    # --- from another process ---------------------------------------------------------------
+
+    async def _control(self, request: web.Request) -> web.Response:
+        """GET: counts. POST {"do": "fail"|"heal"|"reset"|"pause"|"set"|"keys"|"calls", …}."""
+        if request.method == "POST":
+            order = await request.json()
+            do = order.pop("do", "fail")
+            if do == "calls":
+                return web.json_response([asdict(call) for call in self.state.calls])
+            self._obey(do, order)
+        names = ("count", "answered", "rejected", "in_flight", "most_in_flight")
+        return web.json_response({name: getattr(self.state, name) for name in names})
+
+    def _obey(self, do: str, order: dict[str, Any]) -> None:
+        if do == "fail":
+            self.fail(order.pop("kind"), **order)
+        elif do in {"heal", "reset"}:
+            getattr(self, do)()
+        elif do == "keys":
+            self.state.keys = set(order["keys"]) if order["keys"] is not None else None
+        elif do == "set":
+            for name in order.keys() & {"latency", "slow_share", "slow_latency"}:
+                setattr(self.state, name, float(order[name]))
+        elif do == "pause":
+            later = functools.partial(self._loop.create_task, self._outage(order["seconds"]))
+            self._loop.call_later(0.05, later)
+        else:
+            raise web.HTTPBadRequest(text=f"unknown order {do!r}")
+
+    async def _outage(self, seconds: float) -> None:
+        await self._unlisten()
+        await asyncio.sleep(seconds)
+        await self._listen()
+
+
+_LOWER_KEYS = {name.lower() for name in _KEY_HEADERS}
+
+
+def find_key(request: web.Request) -> tuple[str | None, str | None]:
+    """Return the header that carries a key, and the key."""
+    for name in _KEY_HEADERS:
+        if name in request.headers:
+            return name, request.headers[name].removeprefix("Bearer ")
+    return None, None
+
+
+async def cut(request: web.Request) -> web.StreamResponse:
+    """Send half of what was promised, then drop the connection."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = 1000
+    await response.prepare(request)
+    await response.write(b'{"id": "c", "choices": [')
+    if request.transport is not None:
+        request.transport.close()
+    return response
