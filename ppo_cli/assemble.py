@@ -18,10 +18,12 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
+from ppo_cli.errors import Interrupted
 from ppo_cli.loop import Job, load, run
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
+from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import RunFolder, check_same_run
@@ -57,11 +59,14 @@ def train(resolved: Resolved, screen: Screen) -> None:
     with ExitStack() as closing:
         reward = build_reward(config.reward, sources=_sources(prompts, val_prompts))
         closing.callback(reward.close)
+        _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
         screen.note(f"Loading {config.model.path}")
         engine = LocalEngine(config, tokenizer, total_steps=total_steps)
         closing.callback(engine.close)
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
-            folder.set_aside()
+            # Without a checkpoint, the same command again is the same run: it has spent already.
+            folder.set_aside(all_of_it=config.trainer.resume_mode == "never")
+        reward.attach(folder.path)
         folder.write_config(config_yaml(resolved))
         tracker = Tracker(
             folder.path,
@@ -96,13 +101,22 @@ def train(resolved: Resolved, screen: Screen) -> None:
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
 
 
+def _start_reward(
+    reward: Reward, prompts: Sequence[Prompt], patient: bool, screen: Screen, resolved: Resolved
+) -> None:
+    try:
+        reward.start(prompts, patient=patient, tell=screen.note)
+    except Interrupted as stop:
+        raise Interrupted(f"{stop} Go on with: {_resume_command(resolved)}") from stop
+
+
 def _run(job: Job, resume_from: Path | None, screen: Screen) -> None:
     """Start or go on; a run that is complete already says so."""
     if resume_from is None:
         run(job, RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef))
         return
     state = load(job, resume_from)
-    if state.step >= job.total_steps:
+    if state.step >= job.total_steps and state.unfinished is None:
         screen.note(
             f"This run is complete: {state.step} of {job.total_steps} steps. To go on, raise "
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."

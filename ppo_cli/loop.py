@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,40 +59,79 @@ class Job:
 
 def run(job: Job, state: RunState) -> None:
     """Train from `state` to the last step; raises Interrupted when asked to stop early."""
-    trainer = job.config.trainer
-    if _out_of_patience(job, state):
+    if state.unfinished is None and _out_of_patience(job, state):
         return
-    if state.step == 0 and trainer.val_before_train:
-        validate(job, state)
-    while state.step < job.total_steps:
-        state.step += 1
-        started = time.perf_counter()
-        scored, metrics, tokens = train_step(job, state)
-        seconds = time.perf_counter() - started
-        last = state.step == job.total_steps
-        if last or _due(state.step, trainer.test_freq):
+    if state.step == 0 and job.config.trainer.val_before_train:
+        with _saved_when_stopped(job, state):
             validate(job, state)
-        metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
-        job.tracker.rollouts(state.step, scored)
-        job.tracker.step(state.step, metrics)
-        _explain_zero_reward(job, state, scored)
-        state.refuse_broken_steps(trainer.max_nonfinite_steps, job.resume_command)
-        stop = job.stop_requested()
-        done = last or _out_of_patience(job, state)
-        if done or stop or state.is_best or _due(state.step, trainer.save_freq):
-            save(job, state)
-        if stop and not done:
-            raise Interrupted(
-                f"Stopped after step {state.step} of {job.total_steps} ({stop}); everything is "
-                f"saved. Go on with: {job.resume_command}"
-            )
-        if done:
+    while state.step < job.total_steps or state.unfinished is not None:
+        if state.unfinished is None:
+            take_step(job, state)
+        if finish_step(job, state):
             return
+
+
+def take_step(job: Job, state: RunState) -> None:
+    """Train one step; what is to be reported of it waits in `state` for its validation.
+
+    A step that cannot be finished (a judge that is down, a budget that is used up) never was.
+    """
+    order = job.order.state_dict()
+    state.step += 1
+    started = time.perf_counter()
+    try:
+        scored, metrics, tokens = train_step(job, state)
+    except Interrupted as stop:
+        state.step -= 1
+        job.order.load_state_dict(order)
+        save(job, state)
+        raise _resumable(job, state, str(stop)) from stop
+    seconds = time.perf_counter() - started
+    metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
+    job.tracker.rollouts(state.step, scored)
+    _explain_zero_reward(job, state, scored)
+    state.unfinished = metrics
+
+
+def finish_step(job: Job, state: RunState) -> bool:
+    """Validate, report and save as is due; returns whether the run is over."""
+    trainer = job.config.trainer
+    last = state.step == job.total_steps
+    if last or _due(state.step, trainer.test_freq):
+        with _saved_when_stopped(job, state):
+            validate(job, state)
+    job.tracker.step(state.step, state.unfinished or {})
+    state.unfinished = None
+    state.refuse_broken_steps(trainer.max_nonfinite_steps, job.resume_command)
+    stop = job.stop_requested()
+    done = last or _out_of_patience(job, state)
+    if done or stop or state.is_best or _due(state.step, trainer.save_freq):
+        save(job, state)
+    if stop and not done:
+        raise _resumable(job, state, f"Stopped after step {state.step} ({stop}).")
+    return done
+
+
+@contextmanager
+def _saved_when_stopped(job: Job, state: RunState) -> Iterator[None]:
+    try:
+        yield
+    except Interrupted as stop:
+        save(job, state)
+        raise _resumable(job, state, str(stop)) from stop
+
+
+def _resumable(job: Job, state: RunState, told: str) -> Interrupted:
+    return Interrupted(
+        f"{told} Everything up to step {state.step} of {job.total_steps} is saved. "
+        f"Go on with: {job.resume_command}"
+    )
 
 
 def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float], int]:
     """One PPO step: rollouts, rewards, advantages, updates; returns what to report."""
     config, tracker = job.config, job.tracker
+    job.reward.begin_step(state.step)
     prompts = [job.prompts[i] for i in job.order.take()]
     sampling = _train_sampling(config, state.step)
     rollouts, futures = roll_out(job, prompts, sampling, "rollout")
@@ -105,7 +145,7 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     state.kl_coef = shaped.next_kl_coef
     sums = update(job, state, shaped.batch)
     job.engine.publish()
-    metrics = score_metrics(scored) | shaped.metrics | sums.means()
+    metrics = score_metrics(scored) | job.reward.measure() | shaped.metrics | sums.means()
     tokens = int((annotated.prompt_len_B + annotated.response_len_B).sum())
     return scored, metrics, tokens
 
@@ -128,12 +168,27 @@ def gather(
     job: Job, rollouts: Sequence[Rollout], futures: Sequence[Future[Score]], phase: str
 ) -> list[Scored]:
     """Wait for the scores that are still missing."""
+    job.reward.settle()
     scored: list[Scored] = []
     with job.tracker.phase(phase, len(futures)) as advance:
         for rollout, future in zip(rollouts, futures, strict=True):
-            scored.append(Scored(rollout, future.result()))
+            scored.append(Scored(rollout, _wait(job, future)))
             advance(1)
     return scored
+
+
+def _wait(job: Job, future: Future[Score]) -> Score:
+    """Wait for one score; while a reward stands still, say why, and let the user stop."""
+    told = None
+    while not future.done():
+        wait([future], timeout=0.5)
+        still = None if future.done() else job.reward.waiting_for()
+        if still is not None and job.stop_requested():
+            raise Interrupted(f"Stopped while waiting ({job.stop_requested()}). {still}")
+        if still is not None and told is None:
+            job.tracker.screen.health(still)
+            told = still
+    return future.result()
 
 
 def update(job: Job, state: RunState, batch: TrainBatch) -> StepSums:
@@ -184,6 +239,7 @@ def validate(job: Job, state: RunState) -> None:
     scored = gather(job, rollouts, futures, "validate reward")
     job.tracker.rollouts(state.step, scored, split="val")
     metrics = score_metrics(scored, prefix="val/")
+    metrics |= {f"val/{name}": value for name, value in job.reward.measure().items()}
     job.tracker.validation(state.step, metrics)
     state.note_validation(metrics)
 

@@ -12,6 +12,8 @@ from ppo_cli.errors import UserError
 
 PARTS = ("metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html")
 
+SPENT = "judge_calls.jsonl"  # a line a paid call
+
 
 class RunFolder:
     """Paths inside `--output_dir`."""
@@ -42,9 +44,13 @@ class RunFolder:
         fresh.write_text(text)
         os.replace(fresh, self.path / "config.yaml")
 
-    def set_aside(self) -> None:
-        """Move what an earlier run left to `earlier_1`, `earlier_2` …"""
-        present = [self.path / name for name in PARTS if (self.path / name).exists()]
+    def set_aside(self, *, all_of_it: bool = True) -> None:
+        """Move what an earlier run left to `earlier_1`, `earlier_2` …
+
+        What it spent stays, unless `all_of_it` goes: a budget is for all starts of a run.
+        """
+        names = (*PARTS, SPENT) if all_of_it else PARTS
+        present = [self.path / name for name in names if (self.path / name).exists()]
         if not present:
             return
         number = 1

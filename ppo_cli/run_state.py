@@ -25,7 +25,11 @@ def stream_seed(*key: int) -> int:
 
 @dataclass
 class RunState:
-    """Counters and controllers of the loop."""
+    """Counters and controllers of the loop.
+
+    `unfinished` holds the metrics of a step that is trained and not yet validated: a run that
+    had to stop in a validation begins again with it.
+    """
 
     kl_coef: float
     step: int = 0
@@ -34,6 +38,7 @@ class RunState:
     stale: int = 0
     zero_steps: int = 0
     broken_steps: int = 0
+    unfinished: dict[str, float] | None = None
 
     @property
     def is_best(self) -> bool:

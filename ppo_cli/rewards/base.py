@@ -8,18 +8,31 @@ submit from one thread only; the work happens elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from ppo_cli.records import Rollout, Score
+from ppo_cli.records import Prompt, Rollout, Score
 
 
 class Reward(Protocol):
     """Scores rollouts, one by one, as they finish."""
 
     name: str
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        patient: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Try the reward out before any rollout, on prompts that it will have to score.
+
+        `patient` waits for a judge that is down (a run that goes on) instead of giving up at
+        once. Raises RewardError with what is wrong.
+        """
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout; never blocks on the answer."""

@@ -11,13 +11,14 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Rollout, Score
+from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.tasks import DEFAULT_NAME, FunctionTask
 from ppo_cli.rewards.worker import Call
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """Scores with the user's function; whatever it does, the run goes on."""
 
     name = "function"

@@ -9,6 +9,7 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Rollout, Score
+from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
 from ppo_cli.rewards.rules import Rule, rule_for
@@ -16,7 +17,7 @@ from ppo_cli.rewards.tasks import CPU_SECONDS, RuleTask
 from ppo_cli.rewards.worker import Call
 
 
-class RuleReward:
+class RuleReward(Reward):
     """Scores by rule: strings are compared at once, algebra and patterns go to workers.
 
     `rule` serves every row; without it each row's data_source chooses. `timeout` is by the
