@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from ppo_cli.config.clash import Clash
 from ppo_cli.config.effective import (
     GROUPED,
     clip_high,
@@ -13,15 +13,8 @@ from ppo_cli.config.effective import (
     uses_critic,
 )
 from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.judge_checks import judge_clashes
 from ppo_cli.config.schema import Config
-
-
-@dataclass(frozen=True)
-class Clash:
-    """Settings that do not fit together, and what to do about it."""
-
-    keys: tuple[str, ...]
-    text: str
 
 
 def cross_checks(config: Config, environ: Mapping[str, str]) -> list[Clash]:
@@ -36,6 +29,7 @@ def cross_checks(config: Config, environ: Mapping[str, str]) -> list[Clash]:
         *_devices(config, gpu_count(environ)),
         *_schedule(config),
         *_reward(config),
+        *judge_clashes(config),
     ]
 
 

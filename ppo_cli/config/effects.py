@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ppo_cli.config.effective import uses_critic, uses_reference
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.config.schema import Config
 
 
@@ -51,6 +53,14 @@ def _no_weights(config: Config) -> bool:
     return config.algorithm.rollout_correction.rollout_is is None
 
 
+def _own_prompt(api: ApiReward) -> bool:
+    return api.enable and (api.prompt_file is not None or api.scoring_prompt is not None)
+
+
+def _own_prices(api: ApiReward) -> tuple[float | None, float | None]:
+    return api.price_input, api.price_output
+
+
 _SAMPLER = Idle(_hf, "the hf sampler has no such setting; leave it out", absent=True)
 _SHARDS = Idle(
     _always,
@@ -67,6 +77,15 @@ _JUDGE = Idle(
     lambda c: not c.reward.api.enable,
     "no LLM judge scores this run (reward.api.enable is off); leave it out",
     absent=True,
+)
+_MONITOR = Idle(
+    lambda c: c.reward.api.enable and c.reward.api.monitor.model is None,
+    "no second judge is named; set --rm_monitor_model, or leave it out",
+)
+_RULES = Idle(
+    lambda c: c.reward.api.enable and not c.reward.parts,
+    "rules and functions use it, and an LLM judge scores this run; the judge has its own "
+    "settings under reward.api, or leave it out",
 )
 _NODES = Idle(_one_node, "with one node it changes nothing; leave it out", absent=True)
 _GAE = Idle(
@@ -102,6 +121,23 @@ EFFECTS: dict[str, Idle] = {
     "model.lora_alpha": _LORA,
     "model.target_modules": _LORA,
     "reward.api.*": _JUDGE,
+    "reward.api.monitor.*": _MONITOR,
+    "reward.api.prompt_preset": Idle(
+        lambda c: _own_prompt(c.reward.api),
+        "the judge has a prompt of your own (reward.api.prompt_file or scoring_prompt); leave "
+        "one of them out",
+    ),
+    "reward.api.prices": Idle(
+        lambda c: c.reward.api.enable and None not in _own_prices(c.reward.api),
+        "reward.api.price_input and price_output say what a token costs; leave one of them out",
+    ),
+    "reward.api.hedge_after": Idle(
+        lambda c: c.reward.api.enable and (c.reward.api.hedge_after or 0) >= c.reward.api.timeout,
+        "a call has ended by then (reward.api.timeout); set a shorter time, or leave it out",
+    ),
+    "reward.timeout": _RULES,
+    "reward.num_workers": _RULES,
+    "reward.function_kwargs": _RULES,
     "trainer.master_addr": _NODES,
     "trainer.master_port": _NODES,
     "trainer.node_rank": _NODES,
@@ -149,19 +185,20 @@ def _told(found: dict[tuple[str, str], list[str]]) -> list[str]:
 
 def _idle(resolved: Resolved) -> Iterator[tuple[str, Idle]]:
     for key, setting in table().items():
-        idle = _row(key)
         same = value_of(resolved.config, key) == setting.default
-        if idle and not same and resolved.origins[key] != "default" and idle.when(resolved.config):
-            yield key, idle
+        if same or resolved.origins[key] == "default":
+            continue
+        rows = (row for row in _rows(key) if row.when(resolved.config))
+        yield from ((key, row) for row in islice(rows, 1))
 
 
-def _row(key: str) -> Idle | None:
-    """Find the row of a key, its own or the nearest group's."""
-    if key in EFFECTS or key == "reward.api.enable":
-        return EFFECTS.get(key)
+def _rows(key: str) -> Iterator[Idle]:
+    """Find the rows of a key: its own, then those of its groups, the nearest first."""
+    if key == "reward.api.enable":
+        return
     parts = key.split(".")
-    groups = (".".join(parts[:cut]) + ".*" for cut in range(len(parts) - 1, 0, -1))
-    return next((EFFECTS[group] for group in groups if group in EFFECTS), None)
+    groups = [".".join(parts[:cut]) + ".*" for cut in range(len(parts) - 1, 0, -1)]
+    yield from (EFFECTS[name] for name in (key, *groups) if name in EFFECTS)
 
 
 def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 from ppo_cli.config.bundled import EMBEDDED, preset_path
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.keys import table
+from ppo_cli.config.reward_file import read_reward_file
 from ppo_cli.config.values import Quoted, is_unset
 from ppo_cli.config.yaml_file import Entry, read_yaml
 from ppo_cli.errors import ConfigError
 
+Reader = Callable[[Path, str], list[Entry]]
 MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path"})
 PROMPT_KEYS = ("data.train_files", "data.val_files")
 REWARD_FILE = "reward.config_file"
@@ -37,10 +39,10 @@ class Gathered:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def read(self, path: Path, label: str) -> list[Entry]:
+    def read(self, path: Path, label: str, reader: Reader = read_yaml) -> list[Entry]:
         """Read a file as a layer of its own; a file that does not read is a problem."""
         try:
-            return read_yaml(path, label)
+            return reader(path, label)
         except ConfigError as error:
             self.problems += error.problems
             return []
@@ -126,10 +128,7 @@ def _with_reward_file(
         return layers
     place, entry = naming[-1]
     label = str(entry.raw)
-    inside = [
-        Entry(e.name if e.name.startswith("reward.") else f"reward.{e.name}", e.raw, e.origin)
-        for e in found.read(Path(label), label)
-    ]
+    inside = found.read(Path(label), label, read_reward_file)
     place = min(place, len(low))
     return [*layers[:place], inside, *layers[place:]]
 

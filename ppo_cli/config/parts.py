@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from ppo_cli.config.effects import idle_settings
 from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.judge_checks import judge_remarks, missing_keys
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 
@@ -21,21 +25,22 @@ def missing_parts(resolved: Resolved, gpus: int | None = None) -> list[str]:
 def remarks(resolved: Resolved, gpus: int | None = None) -> list[str]:
     """Return what does not stop a run, but may surprise."""
     there = gpu_count() if gpus is None else gpus
-    said = idle_settings(resolved)[1]
+    said = idle_settings(resolved)[1] + judge_remarks(resolved.config)
     if there > 1 and resolved.config.trainer.n_gpus_per_node is None:
         said.append(f"{there} GPUs are visible, and one is used: several are not there yet.")
     return said
 
 
-def missing_inputs(config: Config) -> list[str]:
-    """Return what a run cannot start without."""
-    if config.data.train_files:
-        return []
-    return [
-        "There are no prompts to train on: name them with --train_files FILE. "
-        "`ppo data prepare gsm8k --source openai/gsm8k --out data/gsm8k` makes a set, "
-        "and --preset embedded trains on the bundled one."
-    ]
+def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what a run cannot start without: prompts, and the key of a judge."""
+    said = missing_keys(config, environ)
+    if not config.data.train_files:
+        said.append(
+            "There are no prompts to train on: name them with --train_files FILE. "
+            "`ppo data prepare gsm8k --source openai/gsm8k --out data/gsm8k` makes a set, "
+            "and --preset embedded trains on the bundled one."
+        )
+    return said
 
 
 def _missing_engines(config: Config, gpus: int) -> list[str]:
@@ -84,8 +89,6 @@ def _gpus(wanted: int, there: int) -> str:
 
 def _missing_rewards(config: Config) -> list[str]:
     said = []
-    if config.reward.api.enable:
-        said.append("LLM judges are not there yet; leave --use_api_reward out.")
     if config.reward.model.path is not None:
         said.append("Reward models are not there yet; leave --reward_model out.")
     if config.reward.parts:

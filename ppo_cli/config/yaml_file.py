@@ -21,13 +21,15 @@ class Entry:
     origin: str
 
 
-def read_yaml(path: Path, label: str) -> list[Entry]:
+def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
     """Return the entries of a settings file; `label` names the file in origins."""
     root = _compose(_text(path, label), label)
     if root is None:
-        raise ConfigError(f"{label}: the file is empty. Write settings such as 'actor:' into it.")
+        raise ConfigError(
+            f"{label}: the file is empty. Write settings such as '{example}' into it."
+        )
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{label}: expected settings such as 'actor:', found {_kind(root)}.")
+        raise ConfigError(f"{label}: expected settings such as '{example}', found {_kind(root)}.")
     problems: list[str] = []
     entries = _flatten(root, "", label, problems)
     problems += _twice(entries)

@@ -98,7 +98,6 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
         ("rollout.name=vllm", "--rollout_name hf"),
         ("rollout.tensor_model_parallel_size=2", "--rollout_tp 1"),
         ("model.lora_rank=8", "--lora_rank"),
-        ("reward.api.enable=true", "--use_api_reward"),
         ("reward.model.path=rm", "--reward_model"),
         ("reward.parts=rule:1", "--reward"),
     ],

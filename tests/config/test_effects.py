@@ -15,10 +15,22 @@ from ppo_cli.errors import ConfigError
 
 ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
 OFF = "algorithm.adv_estimator=rloo rollout.n=2 algorithm.use_kl_in_reward=false data.val_files=[]"
+JUDGE = "reward.api.enable=true reward.api.model=m"
+# What else must be set for a row to be idle, beside OFF.
+BESIDE = {
+    "reward.api.monitor.*": JUDGE,
+    "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
+    "reward.api.prices": f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
+    "reward.api.hedge_after": f"{JUDGE} reward.api.timeout=32",
+    "reward.timeout": JUDGE,
+    "reward.num_workers": JUDGE,
+    "reward.function_kwargs": JUDGE,
+}
 OTHER = {
     "actor.strategy": "fsdp", "critic.strategy": "fsdp", "trainer.node_rank": "0",
     "trainer.master_addr": "host", "ref.path": "a/b", "model.target_modules": "q_proj",
-    "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1",
+    "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1", "reward.api.monitor.type": "gemini",
+    "reward.api.prompt_preset": "math", "reward.function_kwargs": "{a: 1}",
 }  # fmt: skip
 
 
@@ -40,7 +52,7 @@ def changed(row: str) -> str:
 
 @pytest.mark.parametrize("row", EFFECTS)
 def test_a_setting_without_effect_is_refused_or_noted(row: str) -> None:
-    found = settle(*OFF.split(), changed(row))
+    found = settle(*OFF.split(), *BESIDE.get(row, "").split(), changed(row))
     key = changed(row).partition("=")[0]
     (line,) = missing_parts(found, gpus=0)
     assert line.startswith(f"override: {key} has no effect: ")
@@ -54,8 +66,29 @@ def test_a_setting_without_effect_is_refused_or_noted(row: str) -> None:
 
 
 def _absent(key: str) -> bool:
-    row = EFFECTS.get(key) or EFFECTS[next(r for r in EFFECTS if key.startswith(r[:-1]))]
-    return row.absent
+    groups = [row for row in EFFECTS if row.endswith("*") and key.startswith(row[:-1])]
+    return EFFECTS[key if key in EFFECTS else max(groups, key=len)].absent
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"{JUDGE} reward.api.monitor.model=m reward.api.monitor.share=0.5",
+        f"{JUDGE} reward.api.prompt_preset=math reward.api.system_prompt=x",
+        f"{JUDGE} reward.api.prices=p.yaml reward.api.budget_usd=3",
+        f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
+        f"{JUDGE} reward.api.temperature=0.5 reward.api.type=claude",
+        f"{JUDGE} reward.api.hedge_after=5",
+        "reward.timeout=3 reward.num_workers=4",
+    ],
+)
+def test_what_a_judge_uses_is_taken(given: str) -> None:
+    assert idle_settings(settle(*given.split())) == ([], [])
+
+
+def test_while_no_judge_scores_that_is_the_reason_given() -> None:
+    (line,) = missing_parts(settle("reward.api.monitor.share=0.5"), gpus=0)
+    assert "no LLM judge scores this run" in line
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_every_variable_reaches_its_setting(key: str) -> None:
 
 
 def test_a_reward_file_lies_below_what_names_it(tmp_path: Path) -> None:
-    reward = write(tmp_path / "r.yaml", "api:\n  votes: 3\n  timeout: 5\n")
+    reward = write(tmp_path / "r.yaml", "api:\n  votes: 3\n  model: m\n  timeout: 5\n")
     main = write(tmp_path / "m.yaml", f"reward:\n  config_file: {reward}\n  api:\n    timeout: 9\n")
     found = settle(files=[main])
     assert (found.config.reward.api.votes, found.config.reward.api.timeout) == (3, 9.0)

@@ -1,0 +1,182 @@
+"""A judge's settings: what clashes, which key is missing, what is only remarked on."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from ppo_cli.config.judge_checks import judge_remarks, missing_keys, scale_ends
+from ppo_cli.config.judge_models import EXAMPLES, KEY_VARIABLES, retirement
+from ppo_cli.config.keys import table
+from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
+from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import ConfigError
+
+ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+TODAY = datetime.date(2026, 11, 21)
+
+
+def settle(*given: str) -> Resolved:
+    """Resolve with a judge; `given` are settings below reward.api, or whole keys."""
+    full = [g if g.startswith("reward.") else f"reward.api.{g}" for g in given]
+    overrides = ["reward.api.enable=true", "reward.api.model=m", *full]
+    return resolve(flags={}, preset=None, config_files=(), overrides=overrides, environ=ENV)
+
+
+def config(*given: str) -> Config:
+    return settle(*given).config
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("reward.rule=exact", "reward.rule each say how every row is scored. Keep one"),
+        ("reward.function=f.py", "mixtures come with --reward"),
+        ("model=null", "--rm_model qwen-plus"),
+        ("model=null type=openai", "--rm_model gpt-6-luna"),
+        ("model=", "the judge has no model"),
+        ("price_input=1", "--rm_price_output is missing"),
+        ("price_output=1", "--rm_price_input is missing"),
+        ("scale=10", "'10' is not LOW-HIGH"),
+        ("scale=1..10", "such as 1-10"),
+        ("scale=0.5-1", "whole numbers"),
+        ("scale=10-1", "does not rise"),
+        ("scale=5-5", "does not rise"),
+        ("mode=decision type=claude", "--rm_mode text"),
+        ("base_url=localhost:8000/v1", "http://localhost:8000/v1"),
+        ("base_url=http://", "is no address"),
+        ("base_url=ftp://h/v1", "is no address"),
+        ("monitor.model=n monitor.base_url=h:1", "reward.api.monitor.base_url 'h:1'"),
+        ("key_env=sk-hush-hush-hush", "not the key itself"),
+        ("key_env=AIzaHushhushhushhushhushhush", "such as DASHSCOPE_API_KEY"),
+        ("monitor.model=n monitor.key_env=a-b", "reward.api.monitor.key_env takes the name"),
+    ],
+)
+def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle(*given.split())
+    (problem,) = caught.value.problems
+    assert problem.startswith("override: ")
+    assert said in problem
+    assert "hush" not in problem.lower()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "scale=0-1",
+        "scale=-3-3",
+        "price_input=0 price_output=0",
+        "base_url=http://127.0.0.1:1/v1",
+        "mode=decision type=openai",
+        "type=claude temperature=0.5",
+        "key_env=MY_KEY",
+        "budget_usd=3",
+    ],
+)
+def test_what_fits_together_is_taken(given: str) -> None:
+    assert settle(*given.split())
+
+
+def test_a_judge_that_is_off_clashes_with_nothing() -> None:
+    assert settle("enable=false", "scale=none", "model=null", "reward.rule=exact")
+
+
+def test_an_address_with_a_password_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle("base_url=ftp://me:hush@host/v1?api_key=hush")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"), [("1-10", (1, 10)), (" 0 - 5 ", (0, 5)), ("-2--1", (-2, -1))]
+)
+def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
+    assert scale_ends(text) == ends
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        ("type=dashscope", "DASHSCOPE_API_KEY"),
+        ("type=openai", "OPENAI_API_KEY"),
+        ("type=gemini", "GEMINI_API_KEY GOOGLE_API_KEY"),
+        ("type=claude", "ANTHROPIC_API_KEY CLAUDE_API_KEY"),
+        ("type=claude base_url=http://h/v1", "ANTHROPIC_API_KEY CLAUDE_API_KEY"),
+        ("type=openai key_env=MINE", "MINE"),
+        ("type=openai base_url=http://h/v1 key_env=MINE", "MINE"),
+    ],
+)
+def test_a_missing_key_is_told_by_its_variables(given: str, variables: str) -> None:
+    settings = config(*given.split())
+    (said,) = missing_keys(settings, {})
+    assert all(name in said for name in variables.split())
+    assert missing_keys(settings, dict.fromkeys(variables.split(), "  ")) == [said]
+    for name in variables.split():
+        assert missing_keys(settings, {name: "k"}) == []
+
+
+def test_a_server_of_ones_own_needs_no_key() -> None:
+    assert missing_keys(config("type=openai", "base_url=http://h/v1"), {}) == []
+
+
+def test_the_monitor_needs_its_own_key() -> None:
+    settings = config("monitor.model=n", "monitor.type=claude")
+    (said,) = missing_keys(settings, {"DASHSCOPE_API_KEY": "k"})
+    assert "monitoring judge" in said and "CLAUDE_API_KEY" in said
+    assert missing_keys(settings, {"DASHSCOPE_API_KEY": "k", "CLAUDE_API_KEY": "l"}) == []
+
+
+def test_a_run_cannot_start_without_key() -> None:
+    assert missing_inputs(config(), {"DASHSCOPE_API_KEY": "k"}) == []
+    (said,) = missing_inputs(config(), {})
+    assert "DASHSCOPE_API_KEY" in said
+    assert missing_inputs(config("enable=false"), {}) == []
+
+
+def test_a_judge_is_no_missing_part() -> None:
+    assert missing_parts(settle(), gpus=0) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("type=gemini model=gemini-1.5-flash", "has shut gemini-1.5-flash down on 24 Sep 2025"),
+        ("type=openai model=gpt-4o-mini", "shuts gpt-4o-mini down on 14 Jan 2027"),
+        ("type=claude model=claude-3-haiku-20240307", "20 Apr 2026"),
+        ("model=qwen-max", "13 Jul 2026"),
+        ("monitor.model=gpt-4o", "14 Jan 2027"),
+        ("type=gemini model=gemini-2.5-flash", "1 Dec 2026"),
+        ("votes=3 temperature=0", "leave --rm_temperature out"),
+    ],
+)
+def test_what_may_surprise_is_remarked_on(given: str, said: str) -> None:
+    (remark,) = judge_remarks(config(*given.split()), TODAY)
+    assert said in remark
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "model=qwen-plus",
+        "type=gemini model=gemini-2.5-flash-lite",
+        "type=openai model=gpt-4o-mini base_url=http://h/v1",
+        "votes=3",
+        "temperature=0",
+    ],
+)
+def test_what_is_fine_is_not(given: str) -> None:
+    assert judge_remarks(config(*given.split()), TODAY) == []
+
+
+def test_remarks_reach_the_screen() -> None:
+    (said,) = remarks(settle("type=gemini", "model=gemini-1.5-pro"), gpus=0)
+    assert "gemini-1.5-pro" in said
+
+
+def test_the_tables_know_every_provider_and_no_example_is_retired() -> None:
+    providers = set(table()["reward.api.type"].choices)
+    assert providers == set(KEY_VARIABLES) == set(EXAMPLES)
+    assert [retirement(*item) for item in EXAMPLES.items()] == [None] * len(EXAMPLES)
