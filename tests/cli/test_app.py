@@ -69,7 +69,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--batch_size", "128"], "data.train_batch_size", 128, "flag --batch_size"),
         (["--batch-size", "128"], "data.train_batch_size", 128, "flag --batch_size"),
         (["--batch-size=128"], "data.train_batch_size", 128, "flag --batch_size"),
-        (["--use-api-reward"], "reward.api.enable", True, "flag --use_api_reward"),
+        (
+            ["--use-api-reward", "--rm-model", "m"],
+            "reward.api.enable",
+            True,
+            "flag --use_api_reward",
+        ),
         (["--no_use_api_reward"], "reward.api.enable", False, "flag --use_api_reward"),
         (["--no-use-api-reward"], "reward.api.enable", False, "flag --use_api_reward"),
         (["--train_files", "a", "b"], "data.train_files", ["a", "b"], "flag --train_files"),

@@ -12,11 +12,14 @@ adv_estimator batch_size clip_ratio cliprange_value critic_epochs critic_lr crit
 engine epochs gamma gpu_memory_utilization kl_coef lam logger lora_alpha lora_rank lr master_addr
 master_port max_prompt_length max_response_length max_steps mini_batch_size model n_gpus nnodes
 node_rank num_workers output_dir patience placement ppo_epochs resume reward reward_config
-reward_function reward_model rm_api_type rm_base_url rm_budget_tokens rm_budget_usd
-rm_concurrency rm_max_failure_rate rm_max_rpm rm_max_tpm rm_model rm_on_failure rm_outage_wait
-rm_prompt_preset rm_scoring_prompt rm_system_prompt rm_timeout rm_votes rollout_n rollout_name
-rollout_tp rule save_freq seed system_prompt temperature test_freq top_k top_p train_files
-use_api_reward val_files
+reward_function reward_model rm_api_type rm_base_url rm_budget_tokens rm_budget_usd rm_cache
+rm_canary_every rm_concurrency rm_deadline rm_gate rm_hedge_after rm_key_env rm_max_failure_rate
+rm_max_response_chars rm_max_rpm rm_max_tokens rm_max_tpm rm_mode rm_model rm_monitor_base_url
+rm_monitor_model rm_monitor_share rm_monitor_type rm_on_failure rm_outage_wait rm_price_input
+rm_price_output rm_prices rm_prompt_file rm_prompt_preset rm_reasoning rm_scale rm_scoring_prompt
+rm_system_prompt rm_temperature rm_timeout rm_votes rollout_n rollout_name rollout_tp rule
+save_freq seed system_prompt temperature test_freq top_k top_p train_files use_api_reward
+val_files
 """
 
 
