@@ -14,7 +14,8 @@ from ppo_cli.config.schema import Config
 from ppo_cli.redact import redact
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_SCALE = re.compile(r"\s*(-?\d+)\s*-\s*(-?\d+)\s*")
+_SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")  # noqa: RUF001
+_MOST_LEVELS = 1001
 
 
 def judge_clashes(config: Config) -> Iterator[Clash]:
@@ -66,6 +67,8 @@ def scale_ends(text: str) -> tuple[int, int]:
     low, high = int(found[1]), int(found[2])
     if low >= high:
         raise ValueError(f"'{text}' does not rise; write the lower number first, such as 1-10")
+    if high - low >= _MOST_LEVELS:
+        raise ValueError(f"'{text}' has more than {_MOST_LEVELS} levels; take a shorter one")
     return low, high
 
 
@@ -137,7 +140,7 @@ def _ends(key: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
 
 def _is_address(url: str) -> bool:
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(url.strip())
         return parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:
         return False
@@ -151,7 +154,8 @@ def _missing_key(
             return ""
         return f"There is no key for {who}: set {judge.key_env}, as key_env says."
     usual = KEY_VARIABLES[judge.type]
-    keyless = judge.type == "openai" and judge.base_url is not None
+    own_server = judge.base_url or environ.get("OPENAI_BASE_URL", "").strip()
+    keyless = judge.type == "openai" and bool(own_server)
     if keyless or any(environ.get(name, "").strip() for name in usual):
         return ""
     return (

@@ -40,7 +40,8 @@ def config(*given: str) -> Config:
         ("price_input=1", "--rm_price_output is missing"),
         ("price_output=1", "--rm_price_input is missing"),
         ("scale=10", "'10' is not LOW-HIGH"),
-        ("scale=1..10", "such as 1-10"),
+        ("scale=1/10", "such as 1-10"),
+        ("scale=0-1001", "more than 1001 levels"),
         ("scale=0.5-1", "whole numbers"),
         ("scale=10-1", "does not rise"),
         ("scale=5-5", "does not rise"),
@@ -91,7 +92,8 @@ def test_an_address_with_a_password_is_not_repeated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "ends"), [("1-10", (1, 10)), (" 0 - 5 ", (0, 5)), ("-2--1", (-2, -1))]
+    ("text", "ends"),
+    [("1-10", (1, 10)), (" 0 - 5 ", (0, 5)), ("-2--1", (-2, -1)), ("0 to 1000", (0, 1000))],
 )
 def test_a_scale_is_read(text: str, ends: tuple[int, int]) -> None:
     assert scale_ends(text) == ends
@@ -120,6 +122,8 @@ def test_a_missing_key_is_told_by_its_variables(given: str, variables: str) -> N
 
 def test_a_server_of_ones_own_needs_no_key() -> None:
     assert missing_keys(config("type=openai", "base_url=http://h/v1"), {}) == []
+    assert missing_keys(config("type=openai"), {"OPENAI_BASE_URL": "http://h/v1"}) == []
+    assert missing_keys(config("type=gemini"), {"OPENAI_BASE_URL": "http://h/v1"})
 
 
 def test_the_monitor_needs_its_own_key() -> None:
