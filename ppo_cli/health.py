@@ -256,6 +256,26 @@ def _scores_failed(steps: History, limits: Limits) -> str:
     )
 
 
+def _judge_fooled(steps: History, limits: Limits) -> str:
+    worst = _last(steps, "judge/canary_max", 1)
+    if not worst or worst[0] <= 0.3:
+        return ""
+    return (
+        f"The judge gave {worst[0]:.2f} to a reply without any content: the model may learn to say "
+        "nothing. Try another --rm_model or prompt; `ppo reward audit` tells which hold."
+    )
+
+
+def _judge_likes_length(steps: History, limits: Limits) -> str:
+    found = _last(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
+    if not found or fmean(found) <= 0.6:
+        return ""
+    return (
+        f"The judge's scores go with length (correlation {fmean(found):.2f}): the model may learn "
+        "to ramble. Ask in the judge's prompt to ignore length; `ppo reward audit` tests it."
+    )
+
+
 def _memory_ran_out(steps: History, limits: Limits) -> str:
     lines = []
     for name in ("actor", "critic", "annotate"):
@@ -287,4 +307,6 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "critic_grad_norm": _grad_spike("critic_grad_norm", "--critic_lr"),
     "too_long": _too_long,
     "failed": _scores_failed,
+    "judge_fooled": _judge_fooled,
+    "judge_length": _judge_likes_length,
 }

@@ -66,6 +66,12 @@ def _zero(scored: Sequence[Scored]) -> tuple[str, Scored]:
             f"{len(strange)} of {len(judged)} rows. Bring the answer alone into that column.",
             strange[0],
         )
+    if any("judge_reply" in one.score.info or "gated" in one.score.info for one in judged):
+        return (
+            f"The judge gave the lowest score to all {len(judged)} responses. Its reasons are in "
+            "rollouts/ (`ppo show --worst 20`); see what it is asked with `ppo prompts render`.",
+            judged[0],
+        )
     if not any("rule" in one.score.info for one in judged):
         return (
             f"The reward function gave 0 to all {len(judged)} responses. Try it by hand on the "

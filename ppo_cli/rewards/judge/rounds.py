@@ -1,0 +1,189 @@
+"""What becomes of a step's responses that got no verdict.
+
+They wait until the step is settled. A few are masked (or given the batch mean, or stop the run).
+Too many mean that the judge is in trouble: nothing more is asked, then one of them is tried with
+growing pauses, and when it passes, the rest. What waiting does not cure (refused, unreadable) is
+asked for once more and then let go, with a limit on how many steps in a row that may happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from ppo_cli.errors import Interrupted, PpoError
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError
+
+MOST_BAD_STEPS = 3
+LONGEST_PAUSE = 30.0
+
+
+@dataclass(eq=False)
+class Entry:
+    """One response on its way to a score; `error` is why it has none yet."""
+
+    rollout: Rollout
+    future: Future[Score] = field(default_factory=Future)
+    error: JudgeError | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the response still waits for its score."""
+        return not self.future.done()
+
+    @property
+    def may_pass_later(self) -> bool:
+        """Whether asking again has a point."""
+        return self.error is not None and self.error.kind is Failure.RETRYABLE
+
+
+@dataclass
+class Rules:
+    """The failure policy of a run, and what it remembers from step to step."""
+
+    on_failure: Literal["mask", "batch_mean", "stop"]
+    max_failure_rate: float
+    outage_wait: float
+    bad_steps: int = 0
+    standing_still: str | None = None
+
+    def too_many(self, failed: int, count: int) -> bool:
+        """Whether the share of failed verdicts calls for a pause."""
+        return failed > self.max_failure_rate * count
+
+
+class Round:
+    """The responses of one step, from the first submit to the last score."""
+
+    def __init__(self, rules: Rules, judge: Callable[[Entry], Awaitable[None]]) -> None:
+        self.entries: list[Entry] = []
+        self._asked: list[Future[None]] = []
+        self._rules = rules
+        self._judge = judge
+
+    def add(self, entry: Entry, asked: Future[None]) -> None:
+        """Take an entry whose first judging is under way."""
+        self.entries.append(entry)
+        self._asked.append(asked)
+
+    async def finish(self) -> None:
+        """Wait for the first judging of all, then bring every open future to its end."""
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(asked) for asked in self._asked))
+            self._pass_on_a_stop()
+            await self._recover()
+            self._pass_on_a_stop()
+            self._conclude()
+        except BaseException as error:
+            # Nobody may wait for ever, whatever went wrong in here.
+            told = error if isinstance(error, Exception) else RuntimeError("the judge was closed")
+            for entry in self._open():
+                entry.future.set_exception(told)
+            if not isinstance(error, PpoError):
+                raise
+        finally:
+            self._rules.standing_still = None
+
+    def _pass_on_a_stop(self) -> None:
+        """What stops the run stops it for all responses: none is worth waiting for then."""
+        for entry in self.entries:
+            if not entry.open and (stop := entry.future.exception()) is not None:
+                raise stop
+
+    def _open(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.open]
+
+    def _too_many(self) -> bool:
+        return self._rules.too_many(len(self._open()), len(self.entries))
+
+    async def _recover(self) -> None:
+        began, pause, asked_again = time.monotonic(), 1.0, False
+        turn = 0
+        while self._too_many():
+            curable = [entry for entry in self._open() if entry.may_pass_later]
+            if not curable:
+                if asked_again:
+                    return
+                asked_again = True
+                await self._ask_again(self._open())
+                continue
+            left = self._rules.outage_wait - (time.monotonic() - began)
+            if left <= 0:
+                raise Interrupted(self._gave_up())
+            pause = min(pause, LONGEST_PAUSE, left)
+            self._rules.standing_still = self._told(pause, left)
+            await asyncio.sleep(pause)
+            tried = curable[turn % len(curable)]
+            await self._ask_again([tried], within=max(1.0, left - pause))
+            turn, pause = turn + 1, 2 * pause
+            if not tried.open:
+                pause = 1.0
+                self._rules.standing_still = None
+                await self._ask_again([entry for entry in curable if entry.open])
+
+    async def _ask_again(self, entries: Sequence[Entry], within: float | None = None) -> None:
+        judging = asyncio.gather(*(self._judge(entry) for entry in entries))
+        try:
+            await asyncio.wait_for(judging, within)
+        except TimeoutError:
+            return
+
+    def _conclude(self) -> None:
+        failed, rules = self._open(), self._rules
+        rules.bad_steps = rules.bad_steps + 1 if self._too_many() else 0
+        if rules.bad_steps >= MOST_BAD_STEPS:
+            raise Interrupted(
+                f"In {rules.bad_steps} steps in a row the judge gave no verdict on more than "
+                f"{rules.max_failure_rate:.0%} of the responses ({self._causes()}). Look at them "
+                "with `ppo show --worst 20`; change the judge or its prompt, or raise "
+                "--rm_max_failure_rate."
+            )
+        if failed and rules.on_failure == "stop":
+            raise Interrupted(
+                f"{len(failed)} of {len(self.entries)} responses got no verdict "
+                f"({self._causes()}), and --rm_on_failure is stop."
+            )
+        mean = self._mean() if rules.on_failure == "batch_mean" else None
+        for entry in failed:
+            entry.future.set_result(_unjudged(entry, mean))
+
+    def _mean(self) -> float | None:
+        scores = [entry.future.result() for entry in self.entries if not entry.open]
+        values = [score.value for score in scores if score.value is not None]
+        return fmean(values) if values else None
+
+    def _causes(self) -> str:
+        counts = Counter(entry.error.cause for entry in self._open() if entry.error)
+        return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
+
+    def _told(self, pause: float, left: float) -> str:
+        return (
+            f"{len(self._open())} of {len(self.entries)} responses got no verdict "
+            f"({self._causes()}): asking stops, and is tried again in {pause:.0f} s, for up to "
+            f"{left:.0f} s more."
+        )
+
+    def _gave_up(self) -> str:
+        return (
+            f"{len(self._open())} of {len(self.entries)} responses of this step got no verdict "
+            f"({self._causes()}), and {self._rules.outage_wait:.0f} s of waiting "
+            "(--rm_outage_wait) did not help."
+        )
+
+
+def _unjudged(entry: Entry, mean: float | None) -> Score:
+    error = entry.error
+    failure = "no verdict" if error is None else f"{error.cause}: {error}"
+    info = {"judge_reply": error.reply} if error is not None and error.reply else {}
+    if mean is None:
+        return Score.failed(failure, **info)
+    return Score(mean, reason="the mean of the step, for want of a verdict", info={
+        **info, "imputed": failure,
+    })  # fmt: skip

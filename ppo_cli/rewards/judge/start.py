@@ -1,0 +1,94 @@
+"""One call before any rollout: is the key right, is the model there, can its reply be read?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.redact import redact
+from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question
+from ppo_cli.rewards.judge.loop_thread import LoopThread
+
+TRIES = 3  # for a reply that cannot be read
+UNREACHABLE_S = 4.0  # an address where nothing listens is a mistake more often than an outage
+_HINTS = {
+    "http_401": "Check the key and that it belongs to this endpoint (keys are per region).",
+    "http_403": "The key may not use this model; check the account, or take another --rm_model.",
+    "http_404": "The model may be retired or misspelt: check --rm_model and --rm_base_url.",
+    "http_402": "The account has no credit left.",
+}
+
+
+def try_out(
+    loop: LoopThread,
+    client: JudgeClient,
+    question: Question,
+    api: ApiReward,
+    *,
+    patient: bool,
+    tell: Callable[[str], None],
+) -> None:
+    """Ask once. Raises RewardError when asking is hopeless, Interrupted when it stays down."""
+    began, pause, unread, told = time.monotonic(), 1.0, 0, False
+    while True:
+        try:
+            loop.call(client.probe(question), timeout=None)
+            return
+        except JudgeError as error:
+            if error.kind is Failure.FATAL:
+                raise RewardError(_refused(error, api)) from error
+            if error.kind is not Failure.RETRYABLE:
+                unread += 1
+                if unread == TRIES:
+                    raise RewardError(_unreadable(error, api)) from error
+                continue
+            waited = time.monotonic() - began
+            absent = error.cause == "connection" and not patient
+            if waited > (UNREACHABLE_S if absent else api.outage_wait):
+                raise _gave_up(error, api, waited, absent=absent) from error
+            if not told:
+                tell(f"The judge does not answer yet ({_words(error)}); trying again.")
+                told = True
+            time.sleep(max(pause, error.retry_after or 0.0))
+            pause = min(2 * pause, 30.0)
+
+
+def _refused(error: JudgeError, api: ApiReward) -> str:
+    hint = _HINTS.get(error.cause, "")
+    return f"The judge {_who(api)} cannot be used ({_words(error)}). {hint}".rstrip()
+
+
+def _unreadable(error: JudgeError, api: ApiReward) -> str:
+    if error.kind is Failure.REFUSED:
+        return (
+            f"The judge {_who(api)} refused to judge the first prompt {TRIES} times "
+            f"({_words(error)}). Try another --rm_model or --rm_scoring_prompt."
+        )
+    return (
+        f"The judge {_who(api)} answers, but no score can be read from it ({_words(error)}). It "
+        'said: "' + redact(error.reply[:200]) + '". Try a stronger --rm_model, or see the '
+        "request with `ppo prompts render`."
+    )
+
+
+def _gave_up(error: JudgeError, api: ApiReward, waited: float, *, absent: bool) -> Exception:
+    if absent:
+        where = f" at {redact(api.base_url)}" if api.base_url else ""
+        return RewardError(
+            f"The judge {_who(api)} cannot be reached{where} ({_words(error)}). Check "
+            "--rm_base_url, the network, and that the server is running."
+        )
+    return Interrupted(
+        f"The judge {_who(api)} did not answer for {waited:.0f} s ({_words(error)})."
+    )
+
+
+def _who(api: ApiReward) -> str:
+    return f"{api.model} ({api.type})"
+
+
+def _words(error: JudgeError) -> str:
+    return f"{error.cause}: {redact(str(error))}"

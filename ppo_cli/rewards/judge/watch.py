@@ -1,0 +1,127 @@
+"""Eyes on the judge during training: worthless replies, and a second judge to compare with.
+
+Neither touches a reward. What goes wrong here is counted and never stops a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import PpoError
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.judge.cache import VerdictCache
+from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.judge.exchange import JudgeError, Question, Scale
+from ppo_cli.rewards.judge.ledger import Ledger
+from ppo_cli.rewards.judge.limits import Limits
+from ppo_cli.rewards.judge.prices import find_price
+from ppo_cli.rewards.judge.providers import Endpoint, build_provider
+from ppo_cli.rewards.judge.report import correlate
+
+
+class Canaries:
+    """Replies without content, sent past gate and cache: a sound judge gives them nothing."""
+
+    def __init__(self, client: JudgeClient, *, every: int) -> None:
+        self.due = False
+        self._client = client
+        self._every = every
+        self._values: list[float] = []
+        self._failed = 0
+
+    def begin_step(self, step: int) -> None:
+        """Mark them due every so many steps."""
+        self.due = self._every > 0 and step % self._every == 0
+
+    async def ask(self, question: Question) -> None:
+        """Have one worthless reply judged."""
+        try:
+            verdict = await self._client.ask(question, fresh=True)
+        except (JudgeError, PpoError):
+            self._failed += 1
+        else:
+            self._values.append(verdict.value)
+
+    def take(self, scale: Scale) -> dict[str, float]:
+        """Metrics of those that came back since the last call."""
+        values, failed = self._values, self._failed
+        self._values, self._failed = [], 0
+        metrics = {"judge/canary_failed": float(failed)} if failed else {}
+        if values:
+            metrics["judge/canary_max"] = max(scale.scaled(v) for v in values)
+        return metrics
+
+
+class Monitor:
+    """A second judge that reads a share of the responses and rewards none."""
+
+    def __init__(self, client: JudgeClient, ledger: Ledger, share: float) -> None:
+        self._client = client
+        self._ledger = ledger
+        self._share = share
+        self._pairs: list[tuple[float, float]] = []
+        self._failed = 0
+
+    @classmethod
+    def of(
+        cls,
+        api: ApiReward,
+        *,
+        environ: Mapping[str, str],
+        limits: Limits,
+        cache: VerdictCache | None,
+    ) -> Monitor | None:
+        """Build the monitor that the settings ask for; None when they name no model."""
+        if api.monitor.model is None:
+            return None
+        own = api.model_copy(
+            update={"type": api.monitor.type, "model": api.monitor.model,
+                    "base_url": api.monitor.base_url}
+        )  # fmt: skip
+        ledger = Ledger(find_price(own), budget_usd=None, budget_tokens=None)
+        provider = build_provider(Endpoint.of_monitor(api), environ=environ)
+        # It must never hold anybody up: no waiting for an outage, few calls at once.
+        limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=0.0)
+        return cls(JudgeClient(provider, limits=limits, ledger=ledger, cache=cache), ledger,
+                   api.monitor.share)  # fmt: skip
+
+    def wants(self, rollout: Rollout) -> bool:
+        """Choose the share by a hash, so that the same responses are read in every run."""
+        key = f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}".encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
+
+    async def watch(self, question: Question, score: Score) -> None:
+        """Have the second judge read what the first has scored."""
+        try:
+            verdict = await self._client.ask(question)
+        except (JudgeError, PpoError):
+            self._failed += 1
+        else:
+            value = question.scale.scaled(verdict.value)
+            self._pairs.append((float(score.value or 0.0), value))
+
+    def take(self) -> dict[str, float]:
+        """Metrics of the responses that both have scored since the last call."""
+        pairs, failed = self._pairs, self._failed
+        self._pairs, self._failed = [], 0
+        metrics = {"judge/monitor_failed": float(failed)} if failed else {}
+        spent = self._ledger.take()
+        if spent.calls:
+            metrics["judge/monitor_cost_usd"] = spent.usd
+        if pairs:
+            first, second = [p[0] for p in pairs], [p[1] for p in pairs]
+            metrics["judge/monitor_mean"] = float(np.mean(second))
+            metrics["judge/monitor_gap"] = float(np.mean(first) - np.mean(second))
+            agreement = correlate(first, second)
+            if agreement is not None:
+                metrics["judge/monitor_correlation"] = agreement
+        return metrics
+
+    async def close(self) -> None:
+        """Drop what is under way; it rewards nobody."""
+        await self._client.close(0.0)
