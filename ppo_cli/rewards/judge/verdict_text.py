@@ -1,0 +1,217 @@
+"""The verdict of a reply in plain text: a labelled line such as "Score: 8", or a lone number.
+
+A number somewhere in free text is never a verdict, and neither is one that the reply quotes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ppo_cli.rewards.judge.exchange import Scale
+from ppo_cli.rewards.judge.verdict_value import (
+    NUMBER,
+    Unreadable,
+    is_range,
+    read_written_value,
+)
+
+_FINAL = r"final|overall|最终|最後|综合|總|最终的|итоговая"
+_NOUN = (
+    r"score|rating|grade|mark|评分|評分|分数|分數|得分|打分|スコア|評価|点数|得点|점수|평점"
+    r"|оценка|puntuación|puntuacion|puntaje|calificación|bewertung|punktzahl|pontuação|punteggio"
+)
+# These words mean other things too, so the value must name the scale as well.
+_VAGUE = r"total|total\s+score|总分|總分|note|nota|verdict|voto"
+_LEAD = r"(?:(?:therefore|thus|so|hence|overall|in\s+conclusion|综上|因此)\s*[,，]?\s*)?"
+_LABEL = re.compile(
+    rf"""{_LEAD}(?P<quote>["']?)(?:(?:the|my|your)\s+)?(?:(?P<final>{_FINAL})\s*)?
+    (?:(?P<noun>{_NOUN})|(?P<vague>{_VAGUE}))(?:结果)?(?P=quote)\s*
+    (?:\(\s*(?P<scale>[^()]{{1,30}})\s*\)\s*)?(?:[:=]|\bis\b|为|是|は)\s*""",
+    re.I | re.X,
+)
+_LOOSE = re.compile(
+    rf"(?:{_NOUN})[\"'\s]*(?:\([^()]*\)\s*)?(?:[:=]|\bis\b|为|是|は)[\"'\s\[(]*({NUMBER})", re.I
+)
+_HEDGES = re.compile(
+    r"\b(?:would|too|maybe|perhaps|or|but|not|no|however|wait|actually|minus|plus|half|above"
+    r"|below|less|more|if|unless|should|could|might|at\s+(?:most|least))\b|如果|但|或|左右|以上|以下",
+    re.I,
+)
+_QUOTING = re.compile(
+    r"\b(?:sa(?:ys|id|ying)|claim\w*|wr(?:ites?|ote|itten|iting)|contain\w*|includ\w*|stat(?:es|ed|ing)"
+    r"|instruct\w*|inject\w*|manipulat\w*|attempt\w*|trick\w*|tr(?:ies|ied|ying)|asks?|demand\w*"
+    r"|quot\w*|embed\w*|print\w*|returns|returned|outputs|append\w*|ends|ended|begins|starts"
+    r"|example|e\.g|for\s+instance|such\s+as|like|format|schema|expected|reply|respond|answer\s+with"
+    r"|would|should|could|instead|tells?|told|orders?|text|line|reads|prompt)\b"
+    r"|写道|写着|声称|包含|要求|试图|例如|比如|格式|说",
+    re.I,
+)
+_REVISION = re.compile(
+    r"\b(?:wait|actually|correct(?:ed|ion)|revis\w*|on\s+(?:second\s+thought|reflection)|should\s+be"
+    r"|lower\w*|rais(?:e|ing)|chang\w+|adjust\w*|instead|downgrad\w*|upgrad\w*|mistaken\w*)\b"
+    r"|更正|改为|修正|重新|不对",
+    re.I,
+)
+_TAG = re.compile(r"<(score|rating|final_score)>\s*([^<>]{1,40}?)\s*</\1>", re.I)
+_INLINE_TAGS = re.compile(r"</?(?:b|strong|em|i|u|span|code)>", re.I)
+_BLOCK_TAGS = re.compile(r"</?(?:p|div|li|ul|h[1-6])>|<br\s*/?>", re.I)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One labelled verdict: which line of the reply, its value, and how sure its label is."""
+
+    place: int
+    value: float
+    final: bool
+
+
+def quotes_something(before: str) -> bool:
+    """Say whether the words that lead to a verdict announce somebody else's words."""
+    parts = before.rstrip().rsplit("\n", 1)
+    lead = parts[-1].strip()
+    blank = before.rstrip(" \t").endswith("\n\n")
+    on_line = not before.rstrip(" \t").endswith("\n")
+    lead = re.split(r"[.!?。！？]\s+|[。！？]", lead)[-1] if on_line else lead
+    introduces = lead.endswith((":", "：", "`", '"')) or on_line
+    if not introduces and (blank or re.search(r"[.!?。！？)]$", lead) or lead[:1] in "-*•|#>"):
+        return False
+    return bool(lead) and _QUOTING.search(lead) is not None
+
+
+def takes_back(after: str) -> bool:
+    """Say whether the words after a verdict seem to change it."""
+    return _REVISION.search(after) is not None and re.search(r"[0-9]", after) is not None
+
+
+def labelled_values(text: str, scale: Scale) -> list[Line]:
+    """Return every line that is a labelled verdict and stands outside quotations."""
+    return list(_labelled(_lines(text), scale))
+
+
+def read_text(text: str, scale: Scale) -> tuple[float, str]:
+    """Read the score and the rest of a plain reply; Unreadable when there is no clear one."""
+    lines = _lines(text)
+    if len(lines) == 1 and (value := _lone(lines[0], scale)) is not None:
+        return value, ""
+    found = list(_labelled(lines, scale))
+    if not found:
+        named = lines[-1:] and _with_named_scale(lines[-1], scale)
+        if not named:
+            raise Unreadable("unparsed", "no labelled score")
+        found = [Line(len(lines) - 1, named, False)]
+    last = found[-1]
+    _check_agreement(last, found, text)
+    before, after = lines[: last.place], lines[last.place + 1 :]
+    if len(after) > 2 and len(before) > 1:
+        raise Unreadable("unparsed", "the score is neither at the start nor at the end")
+    if takes_back("\n".join(after)):
+        raise Unreadable("ambiguous", "what follows the score seems to change it")
+    reason = "\n".join(line for line in before + after if not line.startswith("```"))
+    return last.value, re.sub(r"^(?:reason|explanation|理由)\s*[:：]\s*", "", reason, flags=re.I)
+
+
+def _check_agreement(last: Line, found: list[Line], text: str) -> None:
+    finals = {line.value for line in found if line.final}
+    others = {line.value for line in found} | {float(v) for v in _LOOSE.findall(_bare(text))}
+    if len(finals) > 1 or (not last.final and others - {last.value}):
+        raise Unreadable("ambiguous", "the reply names several different scores")
+
+
+def _labelled(lines: list[str], scale: Scale) -> list[Line]:
+    found, fenced = [], False
+    for place, line in enumerate(lines):
+        if line.startswith("```"):
+            fenced = not fenced
+            continue
+        label = _LABEL.match(line)
+        if fenced or not label or line.startswith(">"):
+            continue
+        if quotes_something("".join(f"{earlier}\n" for earlier in lines[max(0, place - 1) : place])):
+            raise Unreadable("unparsed", "the score seems to be quoted from the response")
+        found.append(_read_line(line, label, place, scale))
+    return found
+
+
+def _read_line(line: str, label: re.Match[str], place: int, scale: Scale) -> Line:
+    value_text = re.sub(r"^(?:\[\[|\\boxed\{|\$)+\s*|\s*(?:\]\]|\}|\$)+(?=\.?$)", "", line[label.end() :])
+    value, rest, named = read_written_value(value_text, scale)
+    stated = label["scale"]
+    if stated is not None:
+        numbers = re.findall(r"[0-9]+", stated)
+        if not numbers or numbers[-1] != str(scale.high):
+            raise Unreadable("unparsed", f"the label names another scale than {scale}")
+    if numbers_differ(stated, scale):
+        raise Unreadable("unparsed", f"the label names another scale than {scale}")
+    if label["vague"] and not named:
+        raise Unreadable("unparsed", f"{line[:40]!r} may be a sum or a note, not the score")
+    if not _tail_is_harmless(rest):
+        raise Unreadable("unparsed", f"{line[:60]!r} says more than a score")
+    return Line(place, value, bool(label["final"]))
+
+
+def numbers_differ(stated: str | None, scale: Scale) -> bool:
+    """Say whether a scale written as LOW-HIGH is not the judge's own."""
+    both = re.fullmatch(r"\s*(-?[0-9]+)\s*(?:-|–|to|至|到)\s*([0-9]+)\s*", stated or "")
+    return both is not None and (int(both[1]), int(both[2])) != (scale.low, scale.high)
+
+
+def _tail_is_harmless(rest: str) -> bool:
+    rest = rest.strip()
+    if not rest or re.fullmatch(r"[.!,;。！，；✅⭐★\ufe0f\s]+", rest):
+        return True
+    opens = re.match(r"[.,;(。，；（–—]|-\s|because\b|since\b|as\b", rest)
+    harmless = not re.search(r"[0-9?%]", rest) and not _HEDGES.search(rest)
+    return bool(opens) and harmless and len(rest) <= 300
+
+
+def _lone(line: str, scale: Scale) -> float | None:
+    """Read a reply that is a number and nothing else; None when it is something else."""
+    text = re.sub(r"^\[\[\s*(.*?)\s*\]\]$", r"\1", line)
+    text = re.sub(r"^\$?\\boxed\{([^{}]*)\}\$?$", r"\1", text)
+    if is_range(text) and re.fullmatch(r"[0-9.\s/–—~～-]+|[0-9.\s]+(?:to|or)[0-9.\s]+", text):
+        if re.fullmatch(r"[0-9]+-[0-9]+-[0-9]+", text):
+            return None
+        raise Unreadable("ambiguous", f"{text[:40]!r} is a range, not a score")
+    if not re.match(r"-?[0-9]", text):
+        return None
+    value, rest, _ = read_written_value(text, scale)
+    if rest.strip() not in ("", ".", "。"):
+        raise Unreadable("unparsed", "no labelled score")
+    return value
+
+
+def _with_named_scale(line: str, scale: Scale) -> float | None:
+    """Read "8分(满分10分)" on a line of its own."""
+    found = re.fullmatch(rf"({NUMBER})\s*分\s*\(\s*(?:满分|滿分|总分)\s*({NUMBER})\s*分?\s*\)[.。]?", line)
+    if not found:
+        return None
+    return read_written_value(f"{found[1]}/{found[2]}", scale)[0]
+
+
+def _lines(text: str) -> list[str]:
+    """Split into bare, non-empty lines; tables, score tags and a closing sentence get their own."""
+    if (whole := re.fullmatch(r"\s*```\w*\n(.*?)\n?```\s*", text, re.S)) and "```" not in whole[1]:
+        text = whole[1]
+    text = re.sub(r"(?:^|(?<=[\n>]))[ \t]*" + _TAG.pattern + r"(?=\s*(?:\n|<|$))", r"\nScore: \2\n", text, flags=re.I)
+    text = _BLOCK_TAGS.sub("\n", _INLINE_TAGS.sub("", text))
+    lines = [line for raw in text.split("\n") if (line := _bare(raw).strip())]
+    return lines[:-1] + _last_sentence(lines[-1]) if lines else []
+
+
+def _bare(raw: str) -> str:
+    """Take the markdown off a line; a blockquote keeps its mark."""
+    if "```" in raw:
+        return raw.strip()
+    cells = [cell.strip() for cell in raw.strip().strip("|").split("|")]
+    if raw.strip().startswith("|") and len(cells) == 2:
+        raw = f"{cells[0]}: {cells[1]}"
+    return re.sub(r"\*\*|__|\*|`", "", re.sub(r"^\s*(?:[-*•+]\s+|#+\s*)", "", raw))
+
+
+def _last_sentence(line: str) -> list[str]:
+    if re.search(r"[\"'“”‘’«»`>]", line) or _QUOTING.search(line):
+        return [line]
+    before, mark, last = re.match(r"(?s)(?:(.*[.!。！;])(\s+|(?<=[。！])))?(.*)", line).groups()  # type: ignore[union-attr]
+    return [before, last] if mark is not None and last and _LABEL.match(last) else [line]
