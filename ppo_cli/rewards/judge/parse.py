@@ -31,7 +31,9 @@ _CLOSE = rf"(?:</{_THINK}\s*>|◁/think▷|\[/THINK\])"
 _BLOCK = re.compile(rf"{_OPEN}(?:(?!{_OPEN}|{_CLOSE}).)*{_CLOSE}", re.I | re.S)
 _OPEN_RE, _CLOSE_RE = re.compile(_OPEN, re.I), re.compile(_CLOSE, re.I)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)[^<]*<\|message\|>")
-_DATA = re.compile(r"<((?:response|prompt|ground_truth|extra_info[^<>]*)-[0-9a-f]{16})>.*?(?:</\1>|\Z)", re.S)
+_DATA = re.compile(
+    r"<((?:response|prompt|ground_truth|extra_info[^<>]*)-[0-9a-f]{16})>.*?(?:</\1>|\Z)", re.S
+)
 _ENDING = re.compile(r"(?:\s*(?:<\|[\w-]{1,30}\|>|</s>|<eos>|<end_of_turn>))+\s*$")
 _FENCE = re.compile(r"```\w*")
 

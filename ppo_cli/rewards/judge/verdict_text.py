@@ -128,14 +128,18 @@ def _labelled(lines: list[str], scale: Scale) -> list[Line]:
         label = _LABEL.match(line)
         if fenced or not label or line.startswith(">"):
             continue
-        if quotes_something("".join(f"{earlier}\n" for earlier in lines[max(0, place - 1) : place])):
+        if quotes_something(
+            "".join(f"{earlier}\n" for earlier in lines[max(0, place - 1) : place])
+        ):
             raise Unreadable("unparsed", "the score seems to be quoted from the response")
         found.append(_read_line(line, label, place, scale))
     return found
 
 
 def _read_line(line: str, label: re.Match[str], place: int, scale: Scale) -> Line:
-    value_text = re.sub(r"^(?:\[\[|\\boxed\{|\$)+\s*|\s*(?:\]\]|\}|\$)+(?=\.?$)", "", line[label.end() :])
+    value_text = re.sub(
+        r"^(?:\[\[|\\boxed\{|\$)+\s*|\s*(?:\]\]|\}|\$)+(?=\.?$)", "", line[label.end() :]
+    )
     value, rest, named = read_written_value(value_text, scale)
     stated = label["scale"]
     if stated is not None:
@@ -184,7 +188,9 @@ def _lone(line: str, scale: Scale) -> float | None:
 
 def _with_named_scale(line: str, scale: Scale) -> float | None:
     """Read "8分(满分10分)" on a line of its own."""
-    found = re.fullmatch(rf"({NUMBER})\s*分\s*\(\s*(?:满分|滿分|总分)\s*({NUMBER})\s*分?\s*\)[.。]?", line)
+    found = re.fullmatch(
+        rf"({NUMBER})\s*分\s*\(\s*(?:满分|滿分|总分)\s*({NUMBER})\s*分?\s*\)[.。]?", line
+    )
     if not found:
         return None
     return read_written_value(f"{found[1]}/{found[2]}", scale)[0]
@@ -194,7 +200,12 @@ def _lines(text: str) -> list[str]:
     """Split into bare, non-empty lines; tables, score tags and a closing sentence get their own."""
     if (whole := re.fullmatch(r"\s*```\w*\n(.*?)\n?```\s*", text, re.S)) and "```" not in whole[1]:
         text = whole[1]
-    text = re.sub(r"(?:^|(?<=[\n>]))[ \t]*" + _TAG.pattern + r"(?=\s*(?:\n|<|$))", r"\nScore: \2\n", text, flags=re.I)
+    text = re.sub(
+        r"(?:^|(?<=[\n>]))[ \t]*" + _TAG.pattern + r"(?=\s*(?:\n|<|$))",
+        r"\nScore: \2\n",
+        text,
+        flags=re.I,
+    )
     text = _BLOCK_TAGS.sub("\n", _INLINE_TAGS.sub("", text))
     lines = [line for raw in text.split("\n") if (line := _bare(raw).strip())]
     return lines[:-1] + _last_sentence(lines[-1]) if lines else []

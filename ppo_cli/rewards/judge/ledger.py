@@ -1,0 +1,314 @@
+"""What a judge has cost, and what its calls under way may still cost at most.
+
+The worst case of a call is set aside before it is sent and settled by its true usage after, so
+that settled and set aside together stay within the budget. Reservations live on one event loop;
+totals may be read, and the file attached, from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.rewards.judge.exchange import Question, Usage
+from ppo_cli.rewards.judge.prices import Price
+
+logger = logging.getLogger(__name__)
+
+# Roles, separators and the schema of the answer, whatever the provider makes of them.
+REQUEST_OVERHEAD = 64
+# Sums of many small floats may be off by this much, in dollars.
+_ROUNDING = 1e-9
+_PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re.S)
+
+
+def estimate_tokens(text: str) -> int:
+    """Return an upper estimate of a text's tokens under any of the usual tokenizers.
+
+    Words count a token for each three letters (two in capitals), digits and signs one each,
+    runs of blanks one for sixteen. Beyond ASCII it goes by what byte-level tokenizers make of
+    characters they know little of: one below U+0800, two for CJK and the rest of the BMP, four
+    above it. English prose comes out at about twice its true length.
+    """
+    return sum(_piece(found.group()) for found in _PIECES.finditer(text))
+
+
+def _piece(piece: str) -> int:
+    first = piece[0]
+    if first.isascii():
+        if piece.isalpha():
+            return math.ceil(len(piece) / (2 if piece.isupper() else 3))
+        if piece.isspace() and piece != "\n":
+            return 0 if piece == " " else math.ceil(len(piece) / 16)
+        return 1
+    return 1 if first < "\u0800" else 2 if first <= "\uffff" else 4
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Calls that were made, the tokens they were billed for, and US dollars."""
+
+    calls: int = 0
+    usage: Usage = Usage()
+    usd: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.calls + other.calls, self.usage + other.usage, self.usd + other.usd)
+
+    def __sub__(self, other: Spent) -> Spent:
+        minus = Usage(-other.usage.input, -other.usage.output, -other.usage.cached_input)
+        return Spent(self.calls - other.calls, self.usage + minus, self.usd - other.usd)
+
+
+@dataclass(frozen=True)
+class _Need:
+    tokens: int
+    usd: float
+
+
+class Reservation:
+    """The worst case of one call, held until the call is settled."""
+
+    def __init__(self, ledger: Ledger, need: _Need) -> None:
+        self._ledger = ledger
+        self._need = need
+        self.tokens = need.tokens
+        self.usd = need.usd
+
+    def settle(self, usage: Usage, outcome: str, latency_s: float = 0.0, note: str = "") -> float:
+        """Book what the call was billed for, free the rest and return the cost; once only."""
+        if not self._ledger._release(self):
+            return 0.0
+        return self._ledger._book(usage, outcome, latency_s, note)
+
+    def cancel(self) -> None:
+        """Free what was held for a call that was never sent."""
+        self._ledger._release(self)
+
+
+class Ledger:
+    """Counts what a judge costs and keeps its calls within the budget."""
+
+    def __init__(
+        self,
+        price: Price | None,
+        *,
+        budget_usd: float | None,
+        budget_tokens: int | None,
+        provider: str = "",
+        model: str = "",
+    ) -> None:
+        if budget_usd is not None and price is None:
+            raise RewardError(
+                f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
+                f"{f' {model}' if model else ''}, which is not known. Give it with "
+                "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
+                "file with --rm_prices, or limit tokens with --rm_budget_tokens."
+            )
+        self.price = price
+        self.budget_usd = budget_usd
+        self.budget_tokens = budget_tokens
+        self._named = {"provider": provider, "model": model}
+        self._total = Spent()
+        self._taken = Spent()
+        self._open: set[Reservation] = set()
+        self._queue: deque[tuple[_Need, asyncio.Future[Reservation | None]]] = deque()
+        self._lock = threading.Lock()
+        self._path: Path | None = None
+        self._file: TextIO | None = None
+        self._unwritten: list[str] = []
+        self._complained = False
+
+    @property
+    def total(self) -> Spent:
+        """Everything booked so far, earlier runs in the same file included."""
+        return self._total
+
+    @property
+    def reserved_usd(self) -> float:
+        """What calls under way may still cost at most."""
+        return math.fsum(held.usd for held in self._open)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """How many tokens calls under way may still use at most."""
+        return sum(held.tokens for held in self._open)
+
+    def take(self) -> Spent:
+        """Return what was booked since the last call of this method."""
+        with self._lock:
+            since, self._taken = self._total - self._taken, self._total
+        return since
+
+    async def reserve(self, question: Question) -> Reservation:
+        """Set aside the worst case of one call, waiting its turn while others may settle lower.
+
+        Raises Interrupted when the call can no longer fit into the budget.
+        """
+        need = self._worst(question)
+        if not self._queue and self._fits(need):
+            return self._hold(need)
+        ticket: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
+        self._queue.append((need, ticket))
+        self._advance()
+        try:
+            held = await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled() and (granted := ticket.result()):
+                granted.cancel()
+            self._advance()
+            raise
+        if held is None:
+            raise self._used_up(need)
+        return held
+
+    def attach(self, path: Path) -> None:
+        """Write each settled call to this file; what it already holds counts as spent."""
+        with self._lock:
+            if self._path == path:
+                return
+            if self._path is not None:
+                raise RewardError(f"The judge's ledger is already kept in {self._path}.")
+            try:
+                self._open_file(path)
+            except OSError as problem:
+                raise RewardError(
+                    f"Cannot keep the judge's ledger in {path}: {problem.strerror}."
+                ) from None
+            self._path = path
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+    def _worst(self, question: Question) -> _Need:
+        read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
+        usd = self.price.cost(Usage(read, question.max_tokens)) if self.price else 0.0
+        return _Need(read + question.max_tokens, usd)
+
+    def _fits(self, need: _Need, *, alone: bool = False) -> bool:
+        usage = self._total.usage
+        tokens = usage.input + usage.output + need.tokens
+        usd = self._total.usd + need.usd
+        if not alone:
+            tokens, usd = tokens + self.reserved_tokens, usd + self.reserved_usd
+        return (self.budget_tokens is None or tokens <= self.budget_tokens) and (
+            self.budget_usd is None or usd <= self.budget_usd + _ROUNDING
+        )
+
+    def _hold(self, need: _Need) -> Reservation:
+        held = Reservation(self, need)
+        self._open.add(held)
+        return held
+
+    def _release(self, held: Reservation) -> bool:
+        """Free a reservation; False when it was free already. Waiting calls move up next."""
+        if held not in self._open:
+            return False
+        self._open.discard(held)
+        # The caller books first, so whoever waits must look at the budget only after that.
+        if self._queue:
+            asyncio.get_running_loop().call_soon(self._advance)
+        return True
+
+    def _advance(self) -> None:
+        while self._queue:
+            need, ticket = self._queue[0]
+            if not ticket.done():
+                if self._fits(need):
+                    ticket.set_result(self._hold(need))
+                elif not self._fits(need, alone=True):
+                    ticket.set_result(None)
+                else:
+                    return
+            self._queue.popleft()
+
+    def _used_up(self, need: _Need) -> Interrupted:
+        usage = self._total.usage
+        if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
+            return Interrupted(
+                f"The judge budget of ${self.budget_usd:.2f} is used up: {self._total.calls} calls "
+                f"cost ${self._total.usd:.4f}, and the next may cost up to ${need.usd:.4f}. "
+                "To go on, raise --rm_budget_usd and resume."
+            )
+        return Interrupted(
+            f"The judge budget of {self.budget_tokens:,} tokens is used up: {self._total.calls} "
+            f"calls used {usage.input + usage.output:,}, and the next may use up to "
+            f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume."
+        )
+
+    def _book(self, usage: Usage, outcome: str, latency_s: float, note: str) -> float:
+        usd = self.price.cost(usage) if self.price else 0.0
+        line = json.dumps(
+            {"time": round(time.time(), 3)}
+            | self._named
+            | {"outcome": _word(outcome), "input": usage.input, "output": usage.output}
+            | {"cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4)}
+            | ({"note": _word(note)} if note else {})
+        )
+        with self._lock:
+            self._total = self._total + Spent(1, usage, usd)
+            self._unwritten.append(line)
+            if self._path is not None:
+                self._write()
+        return usd
+
+    def _open_file(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = Spent()
+        torn = False
+        if path.exists():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            torn = bool(text) and not text.endswith("\n")
+            for spent in _booked(text):
+                earlier = earlier + spent
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+        self._total, self._taken = self._total + earlier, self._taken + earlier
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write("".join(f"{line}\n" for line in self._unwritten))
+            self._file.flush()
+        except OSError as problem:
+            if not self._complained:
+                logger.warning("cannot write the judge's ledger: %s", problem.strerror)
+            self._complained = True
+        self._unwritten.clear()
+
+
+def _word(text: str) -> str:
+    """Keep a short plain word: the ledger holds no text of requests or replies."""
+    return re.sub(r"[^\w .:/-]", "", text)[:40]
+
+
+def _booked(text: str) -> Iterator[Spent]:
+    """Read the calls of an earlier run; a line that was torn by a kill is passed over."""
+    for line in text.splitlines():
+        try:
+            entry: Any = json.loads(line)
+            usage = Usage(*(int(entry[name]) for name in ("input", "output", "cached_input")))
+            usd = float(entry["usd"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        yield Spent(1, usage, usd)
