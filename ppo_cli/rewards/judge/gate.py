@@ -1,0 +1,172 @@
+"""Responses without content: they get the lowest score, and no judge is asked.
+
+Some judges can be talked into a good score by a bare "Solution:" or a lone colon (arXiv
+2507.08794), whatever their prompt says. Short answers are content: "4", "(B)", "no", "∅".
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from ppo_cli.rewards.judge.guard import clean
+
+
+def _phrases(listed: str) -> frozenset[str]:
+    return frozenset(phrase.strip() for phrase in listed.replace("\n", "|").split("|")) - {""}
+
+
+# A response that is one of these, alone, says nothing; the first few with or without a colon.
+LEAD_INS = _phrases(
+    """
+    solution|the solution|solutions|thought process|my thought process|thinking process
+    here is the solution|here's the solution|here is my solution|here's my solution
+    here is the answer|here's the answer|here is my answer|here's my answer|here is my response
+    here is a solution|here's a solution|the solution is|the answer is|the final answer is
+    my answer is|so the answer is|therefore the answer is|the answer is as follows
+    the solution is as follows|the result is|the final result is|final answer|the final answer
+    the correct answer is|to solve this problem|to answer this question|to find the answer
+    to solve this|let's think|let's solve|step by step|think step by step|step by step solution
+    step-by-step solution|reasoning process|chain of thought|let's begin|let's get started
+    let's think step by step|let us think step by step|let me think step by step
+    解|解答|解析|解题过程|解答过程|解题思路|思考过程|思路|答案是|答案如下|最终答案|最终答案是|答案为
+    让我们一步一步思考|让我们一步步思考|让我们逐步思考|让我们一步一步地解决这个问题
+    让我们一步步解决这个问题|我们一步一步来解决这个问题|首先让我们分析这个问题
+    かいせつ|解説|解き方|思考プロセス|答えは|解答は|回答は|ステップバイステップで考えましょう
+    풀이|해설|풀이 과정|사고 과정|정답은|답은|단계별로 생각해 봅시다
+    respuesta|la respuesta es|la solución es|solución|proceso de pensamiento|respuesta final
+    pensemos paso a paso|resolvamos este problema paso a paso
+    réponse|la réponse est|la solution est|processus de réflexion|réponse finale
+    résolvons ce problème étape par étape|raisonnons étape par étape
+    lösung|die antwort ist|die lösung ist|die lösung lautet|gedankengang|lösungsweg
+    lass uns schritt für schritt denken|lösen wir dieses problem schritt für schritt
+    soluzione|la risposta è|la soluzione è|processo di pensiero|risposta finale
+    risolviamo questo problema passo dopo passo
+    resposta|a resposta é|a solução é|solução|processo de pensamento|resposta final
+    vamos resolver este problema passo a passo
+    решение|ответ такой|ход мыслей|ход решения|давайте решим эту задачу шаг за шагом
+    الحل|الجواب هو|عملية التفكير|دعونا نحل هذه المشكلة خطوة بخطوة
+    समाधान|उत्तर है|विचार प्रक्रिया|lời giải|đáp án là|quá trình suy nghĩ
+    """
+)
+# Words that may well be an answer; only a colon behind them makes them a lead-in.
+BEFORE_COLON = _phrases(
+    """
+    answer|the answer|my answer|result|the result|response|my response|reply|output|conclusion
+    explanation|reasoning|analysis|proof|thought|thoughts|thinking|approach|method|process|steps
+    step 1|step one|question|problem|the problem|task|assistant|first|summary|code|note
+    答|答案|回答|问题|题目|分析|证明|结论|步骤|解释|答え|問題|証明|考え|답|정답|문제|설명
+    pregunta|explicación|razonamiento|question|explication|raisonnement|antwort|frage|erklärung
+    risposta|domanda|spiegazione|pergunta|explicação|ответ|вопрос|объяснение|рассуждение|الجواب
+    السؤال|उत्तर|प्रश्न|đáp án|trả lời|câu hỏi
+    """
+)
+STEP_BY_STEP = re.compile(
+    r"(?:(?:okay|ok|sure|alright|all right|first|now|so|well|great)\W{1,3})?"
+    r"(?:let's|lets|let us|let me|i will|i'll|we will|we'll|we need to|i need to)\s"
+    r"(?:now\s|first\s|carefully\s)?"
+    r"(?:solve|think|work|reason|go|break|start|begin|analy[sz]e|tackle|approach|figure|examine)"
+    r"(?:\s[\w']+){0,8}?\s"
+    r"(?:step[ -]by[ -]step|(?:the|this) (?:given )?(?:problem|question|task)"
+    r"(?: (?:down|carefully|together|out|step[ -]by[ -]step"
+    r"|into (?:small |smaller )?(?:steps|parts)))?)"
+)
+WRAPPING = re.compile(
+    r"\\(?:boxed|text|fbox|mathrm|textbf)\s*\{[\s$]*\}|```[\w+-]*|</?(?:answer|solution|think)>"
+)
+EMPTY_VALUES = {"[]", "{}", "()", '""', "''", "``", "<>", "[[]]", "{{}}", "(())", "[()]", "[{}]"}
+LONE_SYMBOLS = set("%&/*@#^<>=+\\|~$§°")
+MARKUP = " \t\n*_`#>~-–—•·\"'“”‘’「」『』【】()[]{}<$\\"
+COLONS = ":：;；…"
+STOPS = ".,。，、!！?？｡"
+EDGE_WORDS = 3
+FEWEST_WORDS = 4
+FEWEST_LETTERS = 12
+MOST_OF_IT = 0.9
+
+
+def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | None:
+    """Return why a response deserves the lowest score without a call, or None.
+
+    Pass the response as the judge would read it, reasoning stripped or not. One that equals
+    the reference, given as text, is never without content.
+    """
+    said = clean(response).strip()
+    if not said:
+        return "empty response"
+    if isinstance(ground_truth, str) and said.casefold() == clean(ground_truth).strip().casefold():
+        return None
+    bare = WRAPPING.sub(" ", said).strip()
+    if not any(c.isalnum() for c in bare):
+        meant = _says_something(bare) or said in EMPTY_VALUES or _is_asked_for(prompt, said)
+        return None if meant else "only punctuation or empty markup"
+    if all(_is_lead_in(line) for line in bare.splitlines() if line.strip()):
+        return "a lead-in without an answer"
+    if _repeats(clean(prompt), said):
+        return "only the prompt repeated"
+    return None
+
+
+def _says_something(text: str) -> bool:
+    """Tell whether there is a letter, a digit, or a symbol that can be an answer."""
+    signs = [c for c in text if not c.isspace()]
+    if len(signs) == 1 and signs[0] in LONE_SYMBOLS:
+        return True
+    return any(_is_content(c) for c in signs) and not _is_rule(signs)
+
+
+def _is_content(char: str) -> bool:
+    kind = unicodedata.category(char)
+    if kind == "So":
+        return not ("\u2500" <= char <= "\u259f" or char == "\ufffd")
+    return kind[0] in "LN" or (kind in {"Sm", "Sc"} and char not in "|~=+<>$")
+
+
+def _is_rule(signs: list[str]) -> bool:
+    """Tell whether one symbol is only drawn again and again; emoji may be meant so."""
+    same = len(signs) > 2 and len(set(signs)) == 1
+    return same and not signs[0].isalnum() and ord(signs[0]) < 0x1F000
+
+
+def _is_asked_for(prompt: str, sign: str) -> bool:
+    """Tell whether a lone sign stands free in the prompt, as in "+ or -?"."""
+    free = rf"(?:^|[\s'\"`(,]){re.escape(sign)}(?:$|[\s'\"`),.:;?])"
+    return len(sign) == 1 and bool(re.search(free, prompt))
+
+
+def _is_lead_in(line: str) -> bool:
+    words = line.casefold().replace("’", "'").strip(MARKUP)
+    colon = words.rstrip(MARKUP + STOPS).endswith(tuple(COLONS))
+    words = " ".join(words.strip(MARKUP + STOPS + COLONS).split())
+    if not words:
+        return not _says_something(line)
+    known = words in LEAD_INS or (colon and words in BEFORE_COLON)
+    plain = words.replace(",", "").replace("，", "")
+    return known or plain in LEAD_INS or bool(STEP_BY_STEP.fullmatch(words))
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a text; each sign of a script without spaces is one."""
+    return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_]+", text.casefold())
+
+
+def _repeats(prompt: str, response: str) -> bool:
+    """Tell whether a response is the prompt again, once or often, wholly or nearly.
+
+    Nearly: it begins and ends like the prompt, adds no word, and leaves out at most a tenth. A
+    task that asks to copy or to mend a text is safe: its answer lacks the request's own words.
+    """
+    asked, said = _words(prompt), _words(response)
+    if len(asked) < FEWEST_WORDS or sum(map(len, asked)) < FEWEST_LETTERS:
+        return False
+    while said[:1] and said[0] in {"question", "problem", "q", "prompt", "user"} - set(asked[:1]):
+        said = said[1:]
+    times, rest = divmod(len(said), len(asked))
+    if times and not rest and said == asked * times:
+        return True
+    if not MOST_OF_IT * len(asked) <= len(said) <= len(asked):
+        return False
+    edges = said[:EDGE_WORDS] == asked[:EDGE_WORDS] and said[-EDGE_WORDS:] == asked[-EDGE_WORDS:]
+    remaining = iter(asked)
+    return edges and all(word in remaining for word in said)
