@@ -1,0 +1,206 @@
+"""What the four providers share: one call with a time limit, negotiation, and clean errors.
+
+A subclass builds the request for a form (which options are in it), sends it through its SDK and
+reads the reply. The client is made on the event loop that asks first, SDK retries off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from ppo_cli.redact import HIDDEN, redact
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
+from ppo_cli.rewards.judge.providers.endpoint import Endpoint
+from ppo_cli.rewards.judge.providers.failures import (
+    Context,
+    about_the_form,
+    diagnose,
+    read_symptoms,
+    shorten,
+)
+from ppo_cli.rewards.judge.providers.keys import NO_KEY, Key
+from ppo_cli.rewards.judge.providers.negotiation import Form, Negotiation, Option
+
+logger = logging.getLogger(__name__)
+
+
+class SdkProvider(ABC):
+    """One judge behind one official SDK."""
+
+    name: str
+    package: str
+
+    def __init__(self, endpoint: Endpoint, key: Key) -> None:
+        self.endpoint = endpoint
+        self.model = endpoint.named_model()
+        self.base_url = str(endpoint.base_url)
+        self._key = key
+        self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,
+                                endpoint.flags)  # fmt: skip
+        options = [] if endpoint.mode == "decision" else self.options()
+        self._negotiation = Negotiation(self._context.label, options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(model={self.model!r}, base_url={self.base_url!r})"
+
+    @abstractmethod
+    def options(self) -> Sequence[Option]:
+        """The optional parameters of a text request, the most exotic first."""
+
+    @abstractmethod
+    def connect(self, key: str) -> Any:
+        """Make the SDK's asynchronous client; imports the SDK."""
+
+    @abstractmethod
+    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+        """Ask for a written verdict."""
+
+    @abstractmethod
+    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+        """Ask a decision endpoint for the probability of each level."""
+
+    @abstractmethod
+    async def disconnect(self, client: Any) -> None:
+        """Close the SDK's client."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """Configured parameters that may change an answer; part of the identity."""
+        return {"temperature": self.endpoint.sampling()}
+
+    @property
+    def identity(self) -> str:
+        """Everything but the question that may change an answer; no key, no negotiated state."""
+        where = urlsplit(self.base_url)
+        known = {
+            "provider": self.name,
+            "model": self.model,
+            "endpoint": f"{where.netloc}{where.path}",
+            "mode": self.endpoint.mode,
+            **(self.settings() if self.endpoint.mode == "text" else {}),
+        }
+        return json.dumps(known, sort_keys=True)
+
+    def dropped(self) -> Mapping[str, str]:
+        """Parameters that the model did not take, each with the provider's words."""
+        return self._negotiation.dropped()
+
+    async def ask(self, question: Question, *, timeout: float) -> Reply:
+        """Make one call (or a few, while parameters are negotiated); raises only JudgeError."""
+        failure: JudgeError | None = None
+        try:
+            # Importing an SDK takes seconds, which no call should pay for.
+            client = self._connected()
+            async with asyncio.timeout(timeout):
+                return await self._negotiate(client, question, timeout)
+        except JudgeError as error:
+            failure = error
+        except TimeoutError:
+            told = f"{self._context.label} did not answer within {timeout:g} s"
+            failure = JudgeError(Failure.RETRYABLE, "timeout", told)
+        except Exception as error:
+            failure = self._explain(error)
+        # Raised here, outside the handlers: an SDK's exception, kept as the context, could
+        # carry the key into a traceback.
+        raise failure
+
+    async def close(self) -> None:
+        """Close connections. Safe to call twice."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            await self.disconnect(client)
+        except Exception as error:
+            logger.warning("closing %s: %s", self._context.label, self._clean(repr(error)))
+
+    def _connected(self) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._client, self._loop = self.connect(self._key.value), loop
+        return self._client
+
+    async def _negotiate(self, client: Any, question: Question, timeout: float) -> Reply:
+        while True:
+            form = self._negotiation.form()
+            try:
+                reply = await self._call(client, question, form, timeout)
+            except JudgeError as error:
+                if error.kind is not Failure.RETRYABLE:
+                    self._negotiation.succeed()  # a refusal, too, is an answer to the form
+                raise
+            except Exception as error:
+                symptoms = read_symptoms(error)
+                told = self._clean(symptoms.message)
+                if about_the_form(symptoms) and self._negotiation.refuse(
+                    form, told, symptoms.param
+                ):
+                    continue
+                raise
+            self._negotiation.succeed()
+            return reply
+
+    async def _call(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+        if self.endpoint.mode == "decision":
+            return await self.decide(client, question, timeout)
+        return await self.judge(client, question, form, timeout)
+
+    def _explain(self, error: Exception) -> JudgeError:
+        symptoms = read_symptoms(error)
+        symptoms = replace(symptoms, message=self._clean(symptoms.message))
+        found = diagnose(symptoms, self._context, proven=self._negotiation.proven)
+        if found.cause == "unknown":
+            logger.warning("%s", found)
+        return found
+
+    def _clean(self, text: str) -> str:
+        if self._key.value != NO_KEY:
+            text = text.replace(self._key.value, HIDDEN)
+        return shorten(redact(text))
+
+
+# --- reading replies ----------------------------------------------------------------------------
+
+
+def bad_body(what: str) -> JudgeError:
+    """A reply with status 200 that is no reply: transport, not verdict."""
+    return JudgeError(Failure.RETRYABLE, "bad_body", f"The reply is not an answer: {what}")
+
+
+def refused(cause: str, told: str, usage: Usage) -> JudgeError:
+    """The judge, or a filter before it, would not judge this text."""
+    return JudgeError(Failure.REFUSED, cause, told, usage=usage, reply=told)
+
+
+def finish(text: str | None, usage: Usage, *, truncated: bool) -> Reply:
+    """The reply, or UNPARSED when it is empty without having been cut."""
+    if not (text or "").strip() and not truncated:
+        raise JudgeError(Failure.UNPARSED, "empty", "The judge's answer is empty.", usage=usage)
+    return Reply(text or "", usage, truncated)
+
+
+def attribute(value: Any, *names: str | int) -> Any:
+    """Follow attributes, keys and indices; None as soon as one is not there."""
+    for name in names:
+        if isinstance(name, int):
+            fits = isinstance(value, list | tuple) and len(value) > name
+            value = value[name] if fits else None
+        elif isinstance(value, Mapping):
+            value = value.get(name)
+        else:
+            value = getattr(value, name, None)
+    return value
+
+
+def count(value: Any, *names: str | int) -> int:
+    """A number of tokens somewhere in a reply; 0 when it is not told."""
+    found = attribute(value, *names)
+    return int(found) if isinstance(found, int | float) and found > 0 else 0

@@ -1,0 +1,91 @@
+"""A judge behind the anthropic SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ppo_cli.rewards.judge.exchange import Question, Reply, Usage
+from ppo_cli.rewards.judge.providers.base import (
+    SdkProvider,
+    attribute,
+    bad_body,
+    count,
+    finish,
+    refused,
+)
+from ppo_cli.rewards.judge.providers.negotiation import Form, Option
+from ppo_cli.rewards.judge.providers.verdict_schema import verdict_schema
+
+_CUT = {"max_tokens", "model_context_window_exceeded"}
+
+
+def read_usage(usage: Any) -> Usage:
+    """Tokens of a Claude reply: `input_tokens` leaves out what was read from or put in a cache."""
+    cached = count(usage, "cache_read_input_tokens")
+    fresh = count(usage, "input_tokens") + count(usage, "cache_creation_input_tokens")
+    return Usage(fresh + cached, count(usage, "output_tokens"), cached)
+
+
+class ClaudeJudge(SdkProvider):
+    """Messages; there is no decision endpoint."""
+
+    name = "claude"
+    package = "anthropic"
+
+    def options(self) -> Sequence[Option]:
+        """Temperature only when it was asked for: current models take none."""
+        options = [
+            Option("thinking", ("disabled",)),
+            Option("output_config", ("json_schema",), ("output_format", "schema")),
+        ]
+        if self.endpoint.sampling() is not None:
+            options.append(Option("temperature"))
+        return options
+
+    def connect(self, key: str) -> Any:
+        """An AsyncAnthropic client without retries."""
+        from anthropic import AsyncAnthropic
+
+        return AsyncAnthropic(api_key=key, base_url=self.base_url, max_retries=0)
+
+    async def disconnect(self, client: Any) -> None:
+        """Close the connection pool."""
+        await client.close()
+
+    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+        """One message."""
+        chosen: dict[str, Any] = {"system": question.system} if question.system else {}
+        if "thinking" in form:
+            chosen["thinking"] = {"type": "disabled"}
+        if "output_config" in form:
+            schema = verdict_schema(question.scale)
+            chosen["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        if "temperature" in form:  # the SDK has no such argument any more; gateways may
+            chosen["extra_body"] = {"temperature": self.endpoint.sampling()}
+        reply = await client.messages.create(
+            model=self.model,
+            max_tokens=question.max_tokens,
+            messages=[{"role": "user", "content": question.user}],
+            timeout=timeout,
+            **chosen,
+        )
+        return read_message(reply)
+
+    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+        """Never reached: the mode is refused when the provider is built."""
+        raise NotImplementedError("Claude has no decision endpoint")
+
+
+def read_message(reply: Any) -> Reply:
+    """Read a message; anything else (a page of HTML comes as a str) is a bad body."""
+    blocks = attribute(reply, "content")
+    if not isinstance(blocks, list):
+        raise bad_body(f"no content in a {type(reply).__name__}")
+    usage = read_usage(attribute(reply, "usage"))
+    ended = attribute(reply, "stop_reason")
+    if ended == "refusal":
+        category = attribute(reply, "stop_details", "category")
+        raise refused("refusal", f"The judge refused (category: {category or 'none'}).", usage)
+    texts = [attribute(block, "text") for block in blocks if attribute(block, "type") == "text"]
+    return finish("".join(t for t in texts if t), usage, truncated=ended in _CUT)

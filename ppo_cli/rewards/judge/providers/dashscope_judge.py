@@ -1,0 +1,116 @@
+"""A judge behind the dashscope SDK, through its native or its compatible protocol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ppo_cli.rewards.judge.exchange import Question, Reply, Usage
+from ppo_cli.rewards.judge.providers.base import (
+    SdkProvider,
+    attribute,
+    bad_body,
+    count,
+    finish,
+    refused,
+)
+from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
+from ppo_cli.rewards.judge.providers.negotiation import Form, Option
+from ppo_cli.rewards.judge.providers.openai_judge import chat_messages
+from ppo_cli.rewards.judge.providers.verdict_schema import response_format
+
+
+def read_usage(usage: Any) -> Usage:
+    """Tokens of a DashScope reply; cached ones are told in an extra field."""
+    return Usage(
+        count(usage, "input_tokens"),
+        count(usage, "output_tokens"),
+        count(usage, "prompt_tokens_details", "cached_tokens"),
+    )
+
+
+class DashScopeJudge(SdkProvider):
+    """Chat completions, and the decision endpoint."""
+
+    name = "dashscope"
+    package = "dashscope"
+
+    def options(self) -> Sequence[Option]:
+        """Qwen thinks by default in many models: a judge's answer is to be short."""
+        return [
+            Option("enable_thinking", words=("thinking",)),
+            Option("seed"),
+            Option("response_format", ("json_schema", "json_object")),
+            Option("temperature"),
+            Option("max_tokens"),
+        ]
+
+    def connect(self, key: str) -> Any:
+        """An AsyncClient without retries; the URL tells the protocol."""
+        from dashscope import AsyncClient
+
+        compatible = "/compatible-mode" in self.base_url
+        base = self.base_url
+        if self.endpoint.mode == "decision":  # it lives under the compatible path only
+            base = re.sub(r"/api/v1$", "/compatible-mode/v1", base)
+        return AsyncClient(
+            api_key=key,
+            base_url=base,
+            protocol="openai" if compatible else "native",
+            max_retries=0,
+        )
+
+    async def disconnect(self, client: Any) -> None:
+        """Close the connection pool."""
+        await client.aclose()
+
+    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+        """One chat completion."""
+        chosen: dict[str, Any] = {}
+        if "enable_thinking" in form:
+            chosen["enable_thinking"] = False
+        if "seed" in form:
+            chosen["seed"] = question.vote
+        if "response_format" in form:
+            chosen["response_format"] = response_format(question.scale, form["response_format"])
+        if "temperature" in form:
+            chosen["temperature"] = self.endpoint.sampling()
+        if "max_tokens" in form:
+            chosen["max_tokens"] = question.max_tokens
+        reply = await client.chat.completions.create(
+            model=self.model, messages=chat_messages(question), timeout=timeout, **chosen
+        )
+        return read_completion(reply)
+
+    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+        """One decision."""
+        reply = await client.decision.create(
+            model=self.model,
+            state=question.user,
+            questions=score_question(question),
+            timeout=timeout,
+        )
+        usage = read_usage(attribute(reply, "usage"))
+        shares = attribute(reply, "answers", QUESTION, "probabilities")
+        if not isinstance(shares, dict):
+            raise bad_body(f"no answers in a {type(reply).__name__}")
+        levels = range(len(question.scale.levels()))
+        return by_level([shares.get(str(i)) for i in levels], question.scale, usage)
+
+
+def read_completion(reply: Any) -> Reply:
+    """Read a chat completion of either protocol."""
+    choice = attribute(reply, "choices", 0)
+    message = attribute(choice, "message")
+    if message is None:
+        raise bad_body(f"no choices in a {type(reply).__name__}")
+    usage = read_usage(attribute(reply, "usage"))
+    ended = attribute(choice, "finish_reason")
+    declined = attribute(message, "refusal")
+    content = attribute(message, "content")
+    if declined or ended == "refusal":
+        raise refused("refusal", str(declined or content), usage)
+    if ended == "content_filter":
+        raise refused("content_filter", "The provider's filter withheld the answer.", usage)
+    return finish(content, usage, truncated=ended == "length")

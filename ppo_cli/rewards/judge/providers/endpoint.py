@@ -1,0 +1,156 @@
+"""Which judge, where: the settings that make a provider, and what people type as its URL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+from urllib.parse import SplitResult, urlsplit
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import RewardError
+
+DEFAULT_BASES = {
+    "dashscope": "https://dashscope.aliyuncs.com/api/v1",
+    "openai": "https://api.openai.com/v1",
+    "gemini": "https://generativelanguage.googleapis.com",
+    "claude": "https://api.anthropic.com",
+}
+# Variables by which each SDK lets its endpoint be changed.
+BASE_VARIABLES = {
+    "dashscope": ("DASHSCOPE_BASE_URL", "DASHSCOPE_HTTP_BASE_URL"),
+    "openai": ("OPENAI_BASE_URL",),
+    "gemini": ("GOOGLE_GEMINI_BASE_URL",),
+    "claude": ("ANTHROPIC_BASE_URL",),
+}
+# Names to show when none was given; never used by themselves, for names go out of use.
+EXAMPLE_MODELS = {
+    "dashscope": "qwen-plus",
+    "openai": "gpt-6-luna",
+    "gemini": "gemini-3.5-flash-lite",
+    "claude": "claude-haiku-5-5",
+}
+EXAMPLE_DECISION_MODELS = {
+    "dashscope": "decision-model-preview",
+    "openai": "gpt-6-luna",
+    "gemini": "gemini-decision-1",
+}
+# The end of a path that people paste along; the SDKs add it themselves.
+_PASTED = {
+    "openai": r"/(chat/completions|completions|responses|decisions|models)$",
+    "claude": r"(/v1)?(/messages)?$",
+    "gemini": r"/(models(/[^/]*)?|decisions)$",
+    "dashscope": r"/(services/aigc/(text|multimodal)-generation/generation|systemone)$",
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Everything that makes one provider; `flags` is how its flags begin."""
+
+    type: Literal["dashscope", "openai", "gemini", "claude"]
+    model: str | None
+    base_url: str | None = None
+    key_env: str | None = None
+    temperature: float | None = None
+    votes: int = 1
+    mode: Literal["text", "decision"] = "text"
+    flags: str = "--rm"
+
+    @classmethod
+    def of(cls, api: ApiReward) -> Endpoint:
+        """The judge that rewards."""
+        return cls(
+            api.type, api.model, api.base_url, api.key_env, api.temperature, api.votes, api.mode
+        )
+
+    @classmethod
+    def of_monitor(cls, api: ApiReward) -> Endpoint:
+        """The judge that is only compared with the first."""
+        told = api.monitor
+        return cls(told.type, told.model, told.base_url, told.key_env, flags="--rm_monitor")
+
+    def sampling(self) -> float | None:
+        """Temperature to ask for: 0, or 0.7 with several votes; Claude takes none by default."""
+        if self.temperature is not None:
+            return self.temperature
+        if self.type == "claude":
+            return None
+        return 0.0 if self.votes == 1 else 0.7
+
+    def named_model(self) -> str:
+        """The model's name, or a RewardError that says how to give one."""
+        if self.model and self.model.strip():
+            return self.model.strip()
+        decides = self.mode == "decision"
+        example = (EXAMPLE_DECISION_MODELS if decides else EXAMPLE_MODELS).get(
+            self.type, EXAMPLE_MODELS[self.type]
+        )
+        raise RewardError(
+            f"Name the judge's model at {self.type} with {self.flags}_model, "
+            f"for example {self.flags}_model {example} (the names that your account may use "
+            "stand on the provider's page)."
+        )
+
+    def located(self, environ: Mapping[str, str]) -> Endpoint:
+        """The same endpoint with a base_url that is set and in the form that the SDK takes."""
+        given, source = self.base_url, f"{self.flags}_base_url"
+        for variable in BASE_VARIABLES[self.type] if not given else ():
+            if environ.get(variable, "").strip():
+                given, source = environ[variable], variable
+                break
+        if not given:
+            return replace(self, base_url=_default_base(self.type, environ))
+        return replace(self, base_url=clean_url(self.type, given, source))
+
+
+def _default_base(kind: str, environ: Mapping[str, str]) -> str:
+    """The provider's own address; DashScope has one for each workspace and region."""
+    workspace = environ.get("DASHSCOPE_WORKSPACE", "").strip()
+    region = environ.get("DASHSCOPE_REGION", "").strip() or "cn-beijing"
+    if kind != "dashscope" or not (workspace or region != "cn-beijing"):
+        return DEFAULT_BASES[kind]
+    if not workspace:
+        return "https://dashscope-intl.aliyuncs.com/api/v1"
+    return f"https://{workspace}.{region}.maas.aliyuncs.com/api/v1"
+
+
+def clean_url(kind: str, url: str, source: str = "--rm_base_url") -> str:
+    """Return a base URL as the SDK takes it, from what people type or paste."""
+    parts = _checked(url.strip(), source)
+    path = re.sub(r"/+", "/", parts.path).rstrip("/")
+    path = re.sub(_PASTED[kind], "", path)
+    if kind == "dashscope" and "/compatible-mode" in path:
+        path = re.sub(_PASTED["openai"], "", path)
+    if not path:
+        path = {"openai": "/v1", "dashscope": "/api/v1"}.get(kind, "")
+    return f"{parts.scheme.lower()}://{parts.netloc}{path}"
+
+
+def _checked(url: str, source: str) -> SplitResult:
+    """Split a URL; one that cannot be used raises RewardError, without repeating its secrets."""
+    if "://" not in url:
+        raise RewardError(
+            f"{source} is '{url.split('@')[-1]}', without http:// or https:// in front. "
+            "Write the whole address, for example http://127.0.0.1:8000/v1."
+        )
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme.lower() in {"http", "https"} and parts.hostname
+        _ = parts.port
+    except ValueError:
+        known = None
+    if not known:
+        raise RewardError(f"{source} is not an address that a judge can have: use http(s)://HOST.")
+    if parts.username is not None or parts.password is not None:
+        raise RewardError(
+            f"{source} holds a user name or password. Leave them out of the address: "
+            "the key is read from the environment (see --rm_key_env)."
+        )
+    if parts.query or parts.fragment:
+        raise RewardError(
+            f"{source} has something after a '?' or '#'. Leave it out: keys come from the "
+            "environment, and the rest is added by the provider's own library."
+        )
+    return parts

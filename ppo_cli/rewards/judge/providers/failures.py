@@ -1,0 +1,253 @@
+"""One taxonomy for everything that goes wrong at a provider: fatal, retryable, refused.
+
+`read_symptoms` takes any SDK's exception apart without knowing the SDK; `diagnose` turns what
+it found into a JudgeError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError
+
+_FILTER_CODES = {
+    "content_filter", "content_policy_violation", "datainspectionfailed",
+    "data_inspection_failed", "contentfilter", "contentfiltererror",
+}  # fmt: skip
+_FATAL_CODES = {
+    "invalidapikey", "invalid_api_key", "api_key_invalid", "arrearage", "modelnotfound",
+    "model_not_found", "model.notexist", "accessdenied", "accessdenied.unpurchased",
+    "insufficient_quota", "billing_hard_limit_reached", "billing_error", "account_deactivated",
+    "authentication_error", "permission_error", "invalid_authentication",
+}  # fmt: skip
+_MONEY = re.compile(r"(?i)credit balance|insufficient[_ ](quota|balance|funds)|arrear|overdue")
+_MODEL = re.compile(r"(?i)\bmodel\b.{0,80}?\b(not (exist|found)|does not exist|unknown)")
+_FILTERED = re.compile(r"(?i)blocked by content filtering|inappropriate content")
+_TOO_LONG = re.compile(
+    r"(?i)context[_ ](length|window|size)|prompt is too long|input is too long"
+    r"|(range|length) of input|input token count"
+)
+_RETRYABLE = {408, 409, 425, 429, 529}
+_LONGEST = 600
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What an exception says: `what` is status, timeout, connection, body, request or unknown."""
+
+    what: str
+    message: str
+    status: int | None = None
+    codes: frozenset[str] = frozenset()
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    wait: float | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a message may name: the provider, its model, the variable of the key, its flags."""
+
+    label: str
+    model: str
+    key_variable: str
+    flags: str
+
+
+def read_symptoms(error: BaseException) -> Symptoms:
+    """Take an exception apart, whichever SDK raised it."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = str(getattr(error, "message", None) or error) or type(error).__name__
+    status = read_status(error)
+    if "APIResponseValidationError" in kinds:
+        return Symptoms("body", text)
+    if status is not None:
+        return _from_status(error, status, text)
+    if kinds & {"APITimeoutError", "TimeoutException", "TimeoutError"}:
+        return Symptoms("timeout", text)
+    root = type(error).__module__.split(".")[0]
+    if "APIConnectionError" in kinds or isinstance(error, OSError):
+        return Symptoms("connection", f"{text} ({_root_cause(error)})")
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return Symptoms("body", f"the reply is not JSON: {text}")
+    if root in {"aiohttp", "httpx", "httpx2", "httpcore"}:
+        return Symptoms("connection", f"{type(error).__name__}: {text}")
+    if isinstance(error, TypeError) and "unexpected keyword" in text:
+        return Symptoms("request", text)
+    if "ValidationError" in kinds:
+        return Symptoms("body", text)
+    return Symptoms("unknown", f"{type(error).__name__}: {text}")
+
+
+def read_status(error: BaseException) -> int | None:
+    """The HTTP status that an SDK's exception carries, under whichever name."""
+    for name in ("status_code", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return value
+    return None
+
+
+def _root_cause(error: BaseException) -> str:
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return type(error).__name__
+
+
+def _from_status(error: BaseException, status: int, text: str) -> Symptoms:
+    body = _body(error)
+    response = getattr(error, "response", None)
+    headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
+    codes = {body.get("code"), body.get("type"), body.get("status"), getattr(error, "code", None)}
+    details = [item for item in body.get("details") or () if isinstance(item, dict)]
+    codes |= {item.get("reason") for item in details}
+    told = str(body.get("message") or text)
+    param = body.get("param") or getattr(error, "param", None)
+    delays = [read_seconds(str(item.get("retryDelay", "")).removesuffix("s")) for item in details]
+    return Symptoms(
+        "status", told, status, frozenset(c.lower() for c in codes if isinstance(c, str)),
+        param if isinstance(param, str) else None, {k.lower(): v for k, v in headers.items()},
+        next((delay for delay in delays if delay is not None), None),
+    )  # fmt: skip
+
+
+def _body(error: BaseException) -> dict[str, Any]:
+    """The error object of a reply: some SDKs hand over its inside, some the whole."""
+    for name in ("body", "details"):
+        found = getattr(error, name, None)
+        if isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        if isinstance(found, dict):
+            inner = found.get("error")
+            return inner if isinstance(inner, dict) else found
+    return {}
+
+
+def read_seconds(text: str) -> float | None:
+    """Seconds in a header value: a number that is not negative, else None."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+def read_retry_after(headers: Mapping[str, str], *, now: float | None = None) -> float | None:
+    """Seconds that a reply asks to wait: retry-after-ms, or Retry-After as seconds or a date."""
+    milliseconds = read_seconds(headers.get("retry-after-ms", ""))
+    if milliseconds is not None:
+        return milliseconds / 1000.0
+    told = headers.get("retry-after", "")
+    seconds = read_seconds(told)
+    if seconds is not None or not told:
+        return seconds
+    try:
+        moment = parsedate_to_datetime(told).timestamp()
+    except (TypeError, ValueError):
+        return None
+    return max(0.0, moment - (time.time() if now is None else now))
+
+
+def about_the_form(symptoms: Symptoms) -> bool:
+    """Whether a refusal may be about a parameter, so that another form is worth a try."""
+    if symptoms.what == "request":
+        return True
+    if symptoms.what != "status" or symptoms.status not in {400, 422}:
+        return False
+    return not (_filtered(symptoms) or _hopeless(symptoms) or _too_long(symptoms))
+
+
+def _filtered(symptoms: Symptoms) -> bool:
+    return bool(symptoms.codes & _FILTER_CODES or _FILTERED.search(symptoms.message))
+
+
+def _hopeless(symptoms: Symptoms) -> bool:
+    text, status = symptoms.message, symptoms.status
+    if symptoms.codes & _FATAL_CODES or status in {401, 402, 403, 404}:
+        return True
+    return status == 400 and bool(_MONEY.search(text) or _MODEL.search(text))
+
+
+def _too_long(symptoms: Symptoms) -> bool:
+    if symptoms.status == 413 or "context_length_exceeded" in symptoms.codes:
+        return True
+    return symptoms.status in {400, 422} and bool(_TOO_LONG.search(symptoms.message))
+
+
+def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeError:
+    """Say of which kind a failure is; `proven`: a call in this form has succeeded before."""
+    if symptoms.what != "status":
+        return _without_status(symptoms, context)
+    status = symptoms.status or 0
+    told = f"{context.label} answered {status}: {symptoms.message}"
+    cause = f"http_{status}"
+    if _filtered(symptoms):
+        return _error(Failure.REFUSED, "content_filter", told, symptoms)
+    if _hopeless(symptoms):
+        return _error(Failure.FATAL, cause, f"{told}\n{_hint(symptoms, context)}", symptoms)
+    if status in _RETRYABLE or status >= 500:
+        return _error(Failure.RETRYABLE, cause, told, symptoms)
+    if status < 300:
+        throttled = any("throttling" in code for code in symptoms.codes)
+        return _error(
+            Failure.RETRYABLE, "http_429" if throttled else "business_error", told, symptoms
+        )
+    if _too_long(symptoms) or proven:
+        return _error(Failure.REFUSED, "bad_request", told, symptoms)
+    return _error(Failure.FATAL, cause, f"{told}\n{_hint(symptoms, context)}", symptoms)
+
+
+def _without_status(symptoms: Symptoms, context: Context) -> JudgeError:
+    causes = {"body": "bad_body", "request": "unknown"}
+    words = {
+        "timeout": "did not answer in time",
+        "connection": "could not be reached",
+        "body": "sent something that is not an answer",
+    }
+    what = words.get(symptoms.what, "failed in an unknown way")
+    return _error(
+        Failure.RETRYABLE, causes.get(symptoms.what, symptoms.what),
+        f"{context.label} {what}: {symptoms.message}", symptoms,
+    )  # fmt: skip
+
+
+def _error(kind: Failure, cause: str, message: str, symptoms: Symptoms) -> JudgeError:
+    wait = read_retry_after(symptoms.headers)
+    retryable = kind is Failure.RETRYABLE
+    return JudgeError(
+        kind, cause, message, status=symptoms.status,
+        retry_after=(symptoms.wait if wait is None else wait) if retryable else None,
+    )  # fmt: skip
+
+
+def _hint(symptoms: Symptoms, context: Context) -> str:
+    """What to look at when no later call will do better."""
+    status, codes = symptoms.status, symptoms.codes
+    if status == 402 or _MONEY.search(f"{symptoms.message} {' '.join(codes)}"):
+        return "Check the balance and the limits of the account."
+    if status == 404 or _MODEL.search(symptoms.message) or any("model" in c for c in codes):
+        return (
+            f"The model may be retired or misspelt: check {context.flags}_model "
+            f"(now '{context.model}'), and {context.flags}_base_url if you set it."
+        )
+    if status == 403:
+        return (
+            "The key may not use this model or this region: check the account, "
+            f"{context.flags}_model (now '{context.model}') and {context.flags}_base_url."
+        )
+    if status == 401 or any("key" in code for code in codes):
+        where = f"the key in {context.key_variable}" if context.key_variable else "the key"
+        return f"Check {where}; keys belong to one provider, and often to one region."
+    return f"Check {context.flags}_model (now '{context.model}') and {context.flags}_base_url."
+
+
+def shorten(text: str) -> str:
+    """At most a few lines of a provider's words."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -1,0 +1,172 @@
+"""A judge behind the google-genai SDK."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ppo_cli.rewards.judge.exchange import Question, Reply, Usage
+from ppo_cli.rewards.judge.providers.base import (
+    SdkProvider,
+    attribute,
+    bad_body,
+    count,
+    finish,
+    refused,
+)
+from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
+from ppo_cli.rewards.judge.providers.negotiation import Form, Option
+from ppo_cli.rewards.judge.providers.verdict_schema import verdict_schema
+
+_HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
+_BLOCKED = {
+    "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR",
+    "ESCALATION",
+}  # fmt: skip
+_VERSION = re.compile(r"^(.*)/(v\d\w*)$")
+
+
+def read_usage(usage: Any) -> Usage:
+    """Tokens of a Gemini reply; thinking is billed as output."""
+    thought = count(usage, "thoughts_token_count")
+    return Usage(
+        count(usage, "prompt_token_count"),
+        count(usage, "candidates_token_count") + thought,
+        count(usage, "cached_content_token_count"),
+    )
+
+
+class GeminiJudge(SdkProvider):
+    """Generated content, and the decision endpoint."""
+
+    name = "gemini"
+    package = "google-genai"
+    _session: Any = None
+
+    def options(self) -> Sequence[Option]:
+        """Thinking off if the model can, else as little as it can; filters off, for judging."""
+        return [
+            Option(
+                "thinking", ("budget 0", "level MINIMAL", "level LOW"),
+                ("thinking_config", "thinking_budget", "thinking_level", "budget"),
+            ),
+            Option("safety_settings", ("OFF", "BLOCK_NONE"), ("threshold",)),
+            Option("seed"),
+            Option(
+                "response_schema", ("json_schema", "json"),
+                ("response_json_schema", "response_mime_type", "schema"),
+            ),
+            Option("temperature"),
+            Option("max_output_tokens"),
+        ]  # fmt: skip
+
+    def connect(self, key: str) -> Any:
+        """A genai client; one attempt, which also ends the SDK's own second try."""
+        from google import genai
+        from google.genai import types
+
+        found = _VERSION.match(self.base_url)
+        base, version = found.groups() if found else (self.base_url, None)
+        if version is None and self.endpoint.mode == "decision":
+            version = "v1beta"  # where the decision endpoint is documented
+        self._session = open_session()
+        http = types.HttpOptions(
+            base_url=base,
+            api_version=version,
+            retry_options=types.HttpRetryOptions(attempts=1),
+            aiohttp_client=self._session,
+        )
+        return genai.Client(api_key=key, vertexai=False, http_options=http)
+
+    async def disconnect(self, client: Any) -> None:
+        """Close both halves of the client, and the session that was lent to it."""
+        session, self._session = self._session, None
+        await client.aio.aclose()
+        client.close()
+        if session is not None:
+            await session.close()
+
+    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+        """One generated content."""
+        reply = await client.aio.models.generate_content(
+            model=self.model, contents=question.user, config=self._config(question, form)
+        )
+        return read_content(reply)
+
+    def _config(self, question: Question, form: Form) -> dict[str, Any]:
+        config: dict[str, Any] = {"automatic_function_calling": {"disable": True}}
+        if question.system:
+            config["system_instruction"] = question.system
+        if "thinking" in form:
+            way, _, amount = form["thinking"].partition(" ")
+            config["thinking_config"] = (
+                {"thinking_budget": 0} if way == "budget" else {"thinking_level": amount}
+            )
+        if "safety_settings" in form:
+            config["safety_settings"] = [
+                {"category": f"HARM_CATEGORY_{harm}", "threshold": form["safety_settings"]}
+                for harm in _HARMS
+            ]
+        if "seed" in form:
+            config["seed"] = question.vote
+        if "response_schema" in form:
+            config["response_mime_type"] = "application/json"
+        if form.get("response_schema") == "json_schema":
+            schema = verdict_schema(question.scale)
+            order = list(schema["properties"])
+            config["response_json_schema"] = {**schema, "propertyOrdering": order}
+        if "temperature" in form:
+            config["temperature"] = self.endpoint.sampling()
+        if "max_output_tokens" in form:
+            config["max_output_tokens"] = question.max_tokens
+        return config
+
+    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+        """One decision."""
+        reply = await client.aio.decisions.create(
+            model=self.model, input=question.user, questions=score_question(question)
+        )
+        used = attribute(reply, "usage")
+        usage = Usage(
+            count(used, "total_input_tokens"),
+            count(used, "total_output_tokens"),
+            count(used, "total_cached_tokens"),
+        )
+        if blocked := attribute(reply, "prompt_feedback", "block_reason"):
+            raise refused("content_filter", f"The prompt was blocked: {blocked}", usage)
+        shares = attribute(reply, "answers", QUESTION, "probabilities")
+        if not isinstance(shares, dict):
+            raise bad_body(f"no answers in a {type(reply).__name__}")
+        levels = range(len(question.scale.levels()))
+        return by_level([shares.get(str(i)) for i in levels], question.scale, usage)
+
+
+def open_session() -> Any:
+    """An aiohttp session for the SDK, whose own one warns; None where aiohttp is missing."""
+    try:
+        import aiohttp
+    except ImportError:
+        return None
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=True)
+
+
+def read_content(reply: Any) -> Reply:
+    """Read generated content; a blocked prompt or answer comes with status 200."""
+    usage = read_usage(attribute(reply, "usage_metadata"))
+    blocked = attribute(reply, "prompt_feedback", "block_reason")
+    if blocked is not None:
+        raise refused("content_filter", f"The prompt was blocked: {_word(blocked)}", usage)
+    candidate = attribute(reply, "candidates", 0)
+    if candidate is None:
+        raise bad_body("no candidates")
+    ended = _word(attribute(candidate, "finish_reason"))
+    if ended in _BLOCKED:
+        raise refused("content_filter", f"The answer was blocked: {ended}", usage)
+    parts = attribute(candidate, "content", "parts") or []
+    texts = [attribute(part, "text") for part in parts if not attribute(part, "thought")]
+    return finish("".join(t for t in texts if t), usage, truncated=ended == "MAX_TOKENS")
+
+
+def _word(value: Any) -> str:
+    return str(getattr(value, "value", value) or "")

@@ -1,0 +1,146 @@
+"""A judge behind the openai SDK: OpenAI itself, or any server that speaks its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from ppo_cli.rewards.judge.exchange import Question, Reply, Usage
+from ppo_cli.rewards.judge.providers.base import (
+    SdkProvider,
+    attribute,
+    bad_body,
+    count,
+    finish,
+    refused,
+)
+from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, criteria
+from ppo_cli.rewards.judge.providers.negotiation import Form, Option
+from ppo_cli.rewards.judge.providers.verdict_schema import response_format
+
+_OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
+
+
+def read_usage(usage: Any) -> Usage:
+    """Tokens of an OpenAI reply; cached ones are part of the prompt's."""
+    return Usage(
+        count(usage, "prompt_tokens"),
+        count(usage, "completion_tokens"),
+        count(usage, "prompt_tokens_details", "cached_tokens"),
+    )
+
+
+class OpenAIJudge(SdkProvider):
+    """Chat completions, and the decision endpoint."""
+
+    name = "openai"
+    package = "openai"
+
+    def options(self) -> Sequence[Option]:
+        """Thinking is switched off for Qwen models only, which say how."""
+        host = urlsplit(self.base_url).netloc
+        own = host.endswith(_OWN_HOSTS)
+        lengths = ("max_completion_tokens", "max_tokens")
+        options = [
+            Option("seed"),
+            Option(
+                "response_format", ("json_schema", "json_object"),
+                ("text.format", "schema", "structured output", "structured_outputs", "grammar"),
+            ),
+            Option("temperature"),
+            Option("max_tokens", lengths if own else lengths[::-1]),
+        ]  # fmt: skip
+        if "qwen" in self.model.lower() and not own:
+            way = "enable_thinking" if "aliyuncs" in host else "chat_template_kwargs"
+            options.insert(0, Option("thinking", (way,), ("enable_thinking",)))
+        if self.endpoint.sampling() is None:
+            options = [option for option in options if option.name != "temperature"]
+        return options
+
+    def connect(self, key: str) -> Any:
+        """An AsyncOpenAI client without retries."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(api_key=key, base_url=self.base_url, max_retries=0)
+
+    async def disconnect(self, client: Any) -> None:
+        """Close the connection pool."""
+        await client.close()
+
+    async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
+        """One chat completion."""
+        reply = await client.chat.completions.create(
+            model=self.model,
+            messages=chat_messages(question),
+            timeout=timeout,
+            **self._parameters(question, form),
+        )
+        return read_completion(reply)
+
+    def _parameters(self, question: Question, form: Form) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        if "seed" in form:
+            chosen["seed"] = question.vote
+        if "temperature" in form:
+            chosen["temperature"] = self.endpoint.sampling()
+        if "max_tokens" in form:
+            chosen[form["max_tokens"]] = question.max_tokens
+        if "response_format" in form:
+            chosen["response_format"] = response_format(question.scale, form["response_format"])
+        if form.get("thinking") == "enable_thinking":
+            chosen["extra_body"] = {"enable_thinking": False}
+        elif "thinking" in form:
+            chosen["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+        return chosen
+
+    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
+        """One decision."""
+        labels = criteria(question.scale)
+        asked = {
+            "type": "score",
+            "name": QUESTION,
+            "instructions": question.system or "Score the response.",
+            "levels": [{"label": label} for label in labels],
+        }
+        reply = await client.decisions.create(
+            model=self.model, input=question.user, questions=[asked], timeout=timeout
+        )
+        used = attribute(reply, "usage")
+        usage = Usage(
+            count(used, "input_tokens"),
+            count(used, "output_tokens"),
+            count(used, "input_tokens_details", "cached_tokens"),
+        )
+        answer = attribute(reply, "answers", 0)
+        if answer is None:
+            raise bad_body(f"no answers in {type(reply).__name__}")
+        if attribute(answer, "type") == "refusal":
+            raise refused("refusal", "The judge declined to decide.", usage)
+        rows = attribute(answer, "probabilities") or []
+        shares = {attribute(row, "label"): attribute(row, "probability") for row in rows}
+        return by_level([shares.get(label) for label in labels], question.scale, usage)
+
+
+def chat_messages(question: Question) -> list[Mapping[str, str]]:
+    """System and user message; no empty system message."""
+    system = [{"role": "system", "content": question.system}] if question.system else []
+    return [*system, {"role": "user", "content": question.user}]
+
+
+def read_completion(reply: Any) -> Reply:
+    """Read a chat completion; anything else (a page of HTML comes as a str) is a bad body."""
+    choice = attribute(reply, "choices", 0)
+    message = attribute(choice, "message")
+    if message is None:
+        told = attribute(reply, "error", "message")
+        raise bad_body(str(told) if told else f"no choices in a {type(reply).__name__}")
+    usage = read_usage(attribute(reply, "usage"))
+    ended = attribute(choice, "finish_reason")
+    declined = attribute(message, "refusal")
+    if declined:
+        raise refused("refusal", str(declined), usage)
+    if ended == "content_filter":
+        raise refused("content_filter", "The provider's filter withheld the answer.", usage)
+    content = attribute(message, "content")
+    return finish(content if isinstance(content, str) else None, usage, truncated=ended == "length")
