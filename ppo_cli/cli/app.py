@@ -29,6 +29,10 @@ COMMANDS = {
     "presets": ("ppo_cli.cli.presets:app", "List the presets, or show one."),
     "show": ("ppo_cli.cli.show:app", "Read a run folder: its steps, or the responses of one."),
     "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
+    "reward": (
+        "ppo_cli.cli.reward:reward_app",
+        "Score files with a reward, hold it against labels, or attack it.",
+    ),
 }
 
 

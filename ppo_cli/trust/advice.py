@@ -1,0 +1,117 @@
+"""What the numbers of a calibration mean, a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Facts = Mapping[str, Any]
+STRONG, FAIR = 0.9, 0.75
+BIASED = 0.3
+NOISY = 0.1
+
+
+def advise(result: Facts) -> list[str]:
+    """Return one sentence for each finding, the most important first."""
+    found = [_failures(result), _auc(result["agreement"]["AUC"])]
+    found += [_rank(result["agreement"]["Spearman"], result["agreement"]["AUC"])]
+    found += [_threshold(result["agreement"]), _length(result["bias"])]
+    found += [_position(name, facts) for name, facts in result["bias"].items() if "pos" in name]
+    found += [_repeats(result["repeated"])]
+    return [sentence for sentence in found if sentence]
+
+
+def _interval(facts: Facts) -> str:
+    value = f"{facts['value']:.2f}"
+    return value if facts["low"] is None else f"{value} [{facts['low']:.2f}, {facts['high']:.2f}]"
+
+
+def _failures(result: Facts) -> str:
+    lost = result["rows"] - result["scored"]
+    if not lost:
+        return ""
+    share = lost / result["rows"]
+    return f"{share:.0%} of the rows got no score; the numbers speak of the others."
+
+
+def _auc(facts: Facts) -> str:
+    if facts["value"] is None:
+        return f"AUC: {facts['why']}."
+    said = f"AUC {_interval(facts)}: "
+    if facts["low"] is not None and facts["low"] <= 0.5 <= facts["high"]:
+        return (
+            said
+            + "not told apart from chance; use another prompt or a stronger judge, or more rows."
+        )
+    if facts["value"] < 0.5:
+        return said + "worse than chance; is the label the other way round (--positive)?"
+    if facts["value"] < FAIR:
+        return said + "hardly better than chance; use another prompt or a stronger judge."
+    if facts["value"] < STRONG:
+        return said + "usable; a sharper criterion in the prompt or more votes may help."
+    return said + "tells good from bad answers well."
+
+
+def _rank(facts: Facts, auc: Facts) -> str:
+    """Only where there is no AUC to speak of."""
+    if facts["value"] is None:
+        return f"Spearman: {facts['why']}."
+    if auc["value"] is not None:
+        return ""
+    word = "weak" if facts["value"] < 0.4 else "fair" if facts["value"] < 0.7 else "strong"
+    return f"Spearman {_interval(facts)}: {word} agreement with the order of the labels."
+
+
+def _threshold(agreement: Facts) -> str:
+    half = agreement["accuracy at 0.5"]
+    name, best = next((k, v) for k, v in agreement.items() if k.startswith("accuracy at the"))
+    if half["value"] is None or best["value"] is None or best["value"] - half["value"] < 0.05:
+        return ""
+    where = name.rpartition(" ")[2]
+    return (
+        f"Accuracy is {best['value']:.2f} at {where} but {half['value']:.2f} at 0.5: the judge is "
+        "too kind or too harsh; training minds the order of scores, not their level."
+    )
+
+
+def _length(bias: Facts) -> str:
+    facts = bias["length, labels held equal"]
+    if facts["value"] is None:
+        facts = bias["length"]
+    if facts["value"] is None:
+        return f"Length: {facts['why']}."
+    said = f"Length {_interval(facts)}: "
+    if _beyond(facts):
+        word = "longer" if facts["value"] > 0 else "shorter"
+        return (
+            said + f"{word} answers score higher for their length; say in the prompt to ignore it."
+        )
+    return said + "no strong pull to long or short answers."
+
+
+def _position(name: str, facts: Facts) -> str:
+    if facts["value"] is None:
+        return ""
+    if not _beyond(facts):
+        return ""
+    if name.endswith("file"):
+        return f"Scores follow the {name} ({_interval(facts)}): is the file sorted by quality?"
+    return (
+        f"Scores follow the {name} ({_interval(facts)}): is the better answer always in one place?"
+    )
+
+
+def _beyond(facts: Facts) -> bool:
+    """Large, and its interval clear of zero."""
+    clear = facts["low"] is None or facts["low"] > 0 or facts["high"] < 0
+    return bool(clear and abs(facts["value"]) >= BIASED)
+
+
+def _repeats(facts: Facts | None) -> str:
+    if facts is None:
+        return ""
+    gap = facts["mean_gap"]
+    said = (
+        f"Asked again, {facts['same']:.0%} of verdicts are the same, {gap:.2f} apart on average: "
+    )
+    return said + ("noisy; --rm_votes 3 averages it out." if gap > NOISY else "steady enough.")

@@ -1,0 +1,131 @@
+"""The tasks that an audit attacks with: bundled ones, or rows of the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.errors import ConfigError, did_you_mean
+from ppo_cli.records import Prompt
+from ppo_cli.trust.rows import Answered, read_answered
+
+# Rules are chosen by data_source: the bundled sums end as gsm8k's solutions do.
+SOURCES = {"math": "gsm8k", "code": "code", "dialogue": "dialogue", "safety": "safety"}
+LONGEST_ANSWER = 200
+
+
+@dataclass(frozen=True)
+class Item:
+    """One task with responses whose worth is known; an empty one is not known."""
+
+    place: str
+    prompt: Prompt
+    good: str = ""
+    partial: str = ""
+    bad: str = ""
+
+    @property
+    def weak(self) -> str:
+        """What attacks are built on: a response that earns little by itself."""
+        return self.bad or "I do not know the answer."
+
+    @property
+    def own(self) -> str:
+        """The best response that is there, to be padded and asked about twice."""
+        return self.good or self.partial or self.weak
+
+
+@lru_cache(maxsize=1)
+def bundled() -> Mapping[str, Sequence[Mapping[str, str]]]:
+    """The tasks that ship with the program, by the name of the judge prompt they suit."""
+    text = files("ppo_cli.trust").joinpath("items.yaml").read_text(encoding="utf-8")
+    found: Mapping[str, Sequence[Mapping[str, str]]] = yaml.safe_load(text)
+    return found
+
+
+def load_items(
+    settings: RewardSettings,
+    *,
+    file: str | None,
+    preset: str | None,
+    most: int,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+) -> list[Item]:
+    """Return up to `most` tasks: the rows of `file`, else those bundled for the judge prompt."""
+    if most < 1:
+        raise ConfigError(f"--rows {most}: an audit needs at least one row.")
+    if file is not None and preset is not None:
+        raise ConfigError("--data and --items are both set; keep one.")
+    if file is not None:
+        found = read_answered(file, prompt_key=prompt_key, source_key=source_key, response_key=None)
+        return _from_rows(found.rows)[:most]
+    name = preset or (settings.api.prompt_preset if settings.api.enable else "math")
+    if name not in bundled():
+        known = ", ".join(bundled())
+        raise ConfigError(
+            f"--items {name}: there is no such set.{did_you_mean(name, bundled())} Known: {known}."
+        )
+    return [_item(name, n, row) for n, row in enumerate(bundled()[name], start=1)][:most]
+
+
+def _item(name: str, number: int, row: Mapping[str, str]) -> Item:
+    prompt = plain_prompt(f"{name}:{number}", row["prompt"], row["ground_truth"], SOURCES[name])
+    return Item(f"{name} {number}", prompt, row["good"], row["partial"], row["bad"])
+
+
+def plain_prompt(
+    uid: str,
+    text: str,
+    ground_truth: Any = None,
+    data_source: str = "",
+    extra_info: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """A prompt of one user message."""
+    messages = ({"role": "user", "content": text},)
+    return Prompt(uid, text, messages, "", (), data_source, ground_truth, extra_info or {})
+
+
+def _from_rows(rows: Sequence[Answered]) -> list[Item]:
+    """Rows to tasks: `good`, `partial` and `bad` columns where there are, else the ground truth.
+
+    A short ground truth states a right answer, and that of another row a wrong one.
+    """
+    truths = [_short(row.rollout.prompt.ground_truth) for row in rows]
+    return [_of_row(row, truths, index) for index, row in enumerate(rows)]
+
+
+def _of_row(row: Answered, truths: Sequence[str], index: int) -> Item:
+    truth = truths[index]
+    given = {name: _text(row.record.get(name)) for name in ("good", "partial", "bad")}
+    around = [*truths[index + 1 :], *truths[:index]]
+    wrong = next((other for other in around if other and other != truth), "")
+    return Item(
+        place=str(row.place),
+        prompt=row.rollout.prompt,
+        good=given["good"] or (_stated(truth) if truth else ""),
+        partial=given["partial"] or row.rollout.text,
+        bad=given["bad"] or (_stated(wrong) if truth and wrong else ""),
+    )
+
+
+def _short(truth: Any) -> str:
+    text = _text(truth)
+    return text if len(text) <= LONGEST_ANSWER else ""
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return (value or "").strip()
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _stated(answer: str) -> str:
+    return answer if "####" in answer else f"The answer is {answer}.\n#### {answer}"

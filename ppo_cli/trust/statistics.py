@@ -1,0 +1,154 @@
+"""How far scores agree with labels, in plain numpy; what is not defined is None, never NaN.
+
+Ties count half everywhere: equal values share the mean of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its bootstrap interval; all None where it is not defined."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+def as_floats(values: ArrayLike) -> Floats:
+    """Return the values as a float64 array."""
+    return np.asarray(values, dtype=np.float64)
+
+
+def ranks(values: ArrayLike) -> Floats:
+    """Return ranks from 1; equal values share the mean of theirs."""
+    x = as_floats(values)
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    means = last - (counts - 1) / 2.0
+    return as_floats(means[inverse])
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Linear correlation; None when one side is constant or there are fewer than 2 values."""
+    a, b = as_floats(x), as_floats(y)
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    size = np.sqrt((a @ a) * (b @ b))
+    return None if size == 0 else float(np.clip((a @ b) / size, -1.0, 1.0))
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Correlation of the ranks."""
+    return pearson(ranks(x), ranks(y))
+
+
+def partial_spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float | None:
+    """Rank correlation of x and y with what `given` explains of both taken out.
+
+    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
+    wholly, or when one of the three is constant.
+    """
+    xy, xz, yz = spearman(x, y), spearman(x, given), spearman(y, given)
+    if xy is None or xz is None or yz is None:
+        return None
+    left = (1 - xz * xz) * (1 - yz * yz)
+    return None if left < 1e-12 else float(np.clip((xy - xz * yz) / np.sqrt(left), -1.0, 1.0))
+
+
+def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
+    """Share of (positive, negative) pairs in which the positive has the higher score."""
+    good = np.asarray(positive, dtype=bool)
+    count = int(good.sum())
+    others = len(good) - count
+    if not count or not others:
+        return None
+    total = ranks(scores)[good].sum() - count * (count + 1) / 2.0
+    return float(total / (count * others))
+
+
+def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:
+    """Share of rows that `score >= threshold` puts into the right class."""
+    good = np.asarray(positive, dtype=bool)
+    return float(np.mean((as_floats(scores) >= threshold) == good)) if len(good) else None
+
+
+def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float] | None:
+    """The threshold with the highest accuracy, and that accuracy; the lowest of equal ones.
+
+    Candidates lie half-way between neighbouring scores, and outside both ends, so that
+    "all positive" and "all negative" are among them.
+    """
+    x, good = as_floats(scores), np.asarray(positive, dtype=bool)
+    if not len(x):
+        return None
+    levels, inverse = np.unique(x, return_inverse=True)
+    positives = np.bincount(inverse, weights=good, minlength=len(levels))
+    negatives = np.bincount(inverse, weights=~good, minlength=len(levels))
+    # right[k]: the k lowest levels called negative, all others positive.
+    below = np.concatenate([[0.0], np.cumsum(negatives)])
+    above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
+    right = below + above
+    best = int(np.argmax(right))
+    edges = np.concatenate([[levels[0]], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+    return float(edges[best]), float(right[best] / len(x))
+
+
+def bootstrap(
+    statistic: Callable[[NDArray[np.intp]], float | None],
+    count: int,
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Estimate:
+    """Value over all rows, and the percentile interval over resampled rows.
+
+    `statistic` takes row numbers, so that all columns of a row stay together. Resamples in
+    which it is not defined are left out; with more than half of them gone there is no interval.
+    """
+    value = statistic(np.arange(count))
+    if value is None:
+        return Estimate(None)
+    random = np.random.default_rng(seed)
+    drawn = [statistic(random.integers(0, count, count)) for _ in range(resamples)]
+    known = [v for v in drawn if v is not None]
+    if len(known) * 2 < resamples:
+        return Estimate(value)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How repeated verdicts on the same rows agree."""
+
+    rows: int
+    same: float
+    mean_gap: float
+    largest_gap: float
+
+
+def agreement(verdicts: Sequence[Sequence[float]]) -> Agreement | None:
+    """Compare every two verdicts on each row; rows with fewer than two do not count."""
+    rows = [as_floats(v) for v in verdicts if len(v) > 1]
+    if not rows:
+        return None
+    same, gaps, largest = [], [], 0.0
+    for row in rows:
+        first, second = np.triu_indices(len(row), k=1)
+        gap = np.abs(row[first] - row[second])
+        same.append(float(np.mean(gap == 0)))
+        gaps.append(float(gap.mean()))
+        largest = max(largest, float(gap.max()))
+    return Agreement(len(rows), float(np.mean(same)), float(np.mean(gaps)), largest)
