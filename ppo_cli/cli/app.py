@@ -27,6 +27,10 @@ COMMANDS = {
         "Show every setting with its origin, and the batch arithmetic.",
     ),
     "presets": ("ppo_cli.cli.presets:app", "List the presets, or show one."),
+    "prompts": (
+        "ppo_cli.cli.prompts:app",
+        "List and show judge prompts, or render the request for a data row.",
+    ),
     "show": ("ppo_cli.cli.show:app", "Read a run folder: its steps, or the responses of one."),
     "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
     "reward": (

@@ -75,6 +75,7 @@ STEP_BY_STEP = re.compile(
 WRAPPING = re.compile(
     r"\\(?:boxed|text|fbox|mathrm|textbf)\s*\{[\s$]*\}|```[\w+-]*|</?(?:answer|solution|think)>"
 )
+SENTENCES = re.compile(r"\n|(?<=[.!?。！？])\s+|(?<=[。！？])")
 EMPTY_VALUES = {"[]", "{}", "()", '""', "''", "``", "<>", "[[]]", "{{}}", "(())", "[()]", "[{}]"}
 LONE_SYMBOLS = set("%&/*@#^<>=+\\|~$§°")
 MARKUP = " \t\n*_`#>~-–—•·\"'“”‘’「」『』【】()[]{}<$\\"
@@ -101,7 +102,7 @@ def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | 
     if not any(c.isalnum() for c in bare):
         meant = _says_something(bare) or said in EMPTY_VALUES or _is_asked_for(prompt, said)
         return None if meant else "only punctuation or empty markup"
-    if all(_is_lead_in(line) for line in bare.splitlines() if line.strip()):
+    if all(_is_lead_in(part) for part in SENTENCES.split(bare) if part.strip()):
         return "a lead-in without an answer"
     if _repeats(clean(prompt), said):
         return "only the prompt repeated"
@@ -135,12 +136,12 @@ def _is_asked_for(prompt: str, sign: str) -> bool:
     return len(sign) == 1 and bool(re.search(free, prompt))
 
 
-def _is_lead_in(line: str) -> bool:
-    words = line.casefold().replace("’", "'").strip(MARKUP)
+def _is_lead_in(part: str) -> bool:
+    words = part.casefold().replace("’", "'").strip(MARKUP)
     colon = words.rstrip(MARKUP + STOPS).endswith(tuple(COLONS))
     words = " ".join(words.strip(MARKUP + STOPS + COLONS).split())
     if not words:
-        return not _says_something(line)
+        return not _says_something(part)
     known = words in LEAD_INS or (colon and words in BEFORE_COLON)
     plain = words.replace(",", "").replace("，", "")
     return known or plain in LEAD_INS or bool(STEP_BY_STEP.fullmatch(words))

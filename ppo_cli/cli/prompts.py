@@ -1,0 +1,147 @@
+"""`ppo prompts list|show|render`: judge prompts, and what a judge is really asked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import typer
+
+from ppo_cli.cli.flags import Given, SettingsCommand, flag_keys, switch, takes_settings
+from ppo_cli.config.bundled import prompt_files
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="List the judge prompts, show one, or render the request for a data row.",
+    epilog="Example: ppo prompts show math",
+)
+SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.reward_fn_key")
+RULE = "─" * 30
+
+
+@app.command("list", epilog="Example: ppo prompts list")
+def list_prompts(
+    as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
+) -> None:
+    """List the bundled judge prompts with their version and scale."""
+    from ppo_cli.trust.render import bundled_prompts
+
+    found = bundled_prompts()
+    if as_json:
+        rows = [
+            {
+                "name": t.name,
+                "version": t.version,
+                "scale": str(t.scale),
+                "variables": list(t.variables),
+                "cases": len(t.cases),
+                "description": t.description,
+            }
+            for t in found
+        ]
+        print(json.dumps(rows, ensure_ascii=False, indent=2))
+        return
+    width = max(len(t.name) for t in found)
+    for t in found:
+        print(f"{t.name:<{width}}  v{t.version}  {t.scale!s:<5}  {t.description}")
+
+
+@app.command(epilog="Example: ppo prompts show math > mine.yaml")
+def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
+    """Print a judge prompt's file, comments and all; a start for one of your own."""
+    from ppo_cli.trust.render import prompt_text
+
+    print(prompt_text(name), end="")
+
+
+def render(given: Given) -> None:
+    """Show the exact request that a judge gets for one data row."""
+    resolved = given.resolve()
+    from ppo_cli.trust.render import show_row
+
+    config = resolved.config
+    file = prompt_files([str(given.extras["file"])], "train")[0]
+    shown = show_row(
+        config.reward.api,
+        file,
+        int(given.extras["row"]),
+        response=given.extras["response"],
+        prompt_key=config.data.prompt_key,
+        source_key=config.data.reward_fn_key,
+    )
+    facts: dict[str, Any] = {
+        "prompt": shown.template.name,
+        "version": shown.template.version,
+        "scale": str(shown.template.scale),
+        "type": config.reward.api.type,
+        "model": config.reward.api.model,
+        "max_tokens": shown.question.max_tokens,
+        "answered_without_a_call": shown.gated,
+        "system": shown.question.system,
+        "user": shown.question.user,
+    }
+    print(json.dumps(facts, ensure_ascii=False, indent=2) if given.extras["json"] else _told(facts))
+
+
+def _told(facts: dict[str, Any]) -> str:
+    model = facts["model"] or "no model chosen"
+    lines = [
+        f"Judge prompt {facts['prompt']} v{facts['version']}, scale {facts['scale']}, for "
+        f"{facts['type']} ({model})"
+    ]
+    if facts["answered_without_a_call"]:
+        lines.append(
+            f"The gate answers this one with the lowest score, without a call: "
+            f"{facts['answered_without_a_call']}."
+        )
+    system = facts["system"] or "(none)"
+    return "\n".join([*lines, f"{RULE} system", system, f"{RULE} user", facts["user"]])
+
+
+def _extra(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _register() -> None:
+    """Give `render` its own flags, then every flag of the schema; foreign ones stay hidden."""
+    command = takes_settings(
+        render,
+        [
+            _extra(
+                "file",
+                str,
+                typer.Argument(..., metavar="FILE", help="Data rows, or `embedded`."),
+            ),
+            _extra("row", int, typer.Option(1, "--row", min=1, help="Line or row of the file.")),
+            _extra(
+                "response",
+                str | None,
+                typer.Option(
+                    None, "--response", metavar="TEXT", help="Response, if the row has no column."
+                ),
+            ),
+            switch("json", "Machine-readable, to stdout."),
+        ],
+    )
+    keys = flag_keys()
+    signature = inspect.signature(command)
+    for name, parameter in signature.parameters.items():
+        if name in keys and not keys[name].name.startswith(SHOWN_FLAGS):
+            parameter.default.hidden = True  # accepted, so that a training line can be reused
+    # The file comes before the overrides, which take every word that is left.
+    given = signature.parameters
+    first = given["file"].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = [parameter for name, parameter in given.items() if name != "file"]
+    command.__signature__ = signature.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
+    app.command(
+        "render",
+        cls=SettingsCommand,
+        epilog="Example: ppo prompts render rows.jsonl --row 3 --response 'x = 4' "
+        "--rm_prompt_preset math",
+    )(command)
+
+
+_register()

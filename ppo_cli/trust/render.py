@@ -1,0 +1,118 @@
+"""What a judge is really asked: the request for one data row, and the bundled prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.data_sets.files import name_type
+from ppo_cli.data_sets.messages import question_of
+from ppo_cli.data_sets.problems import RowError, RowProblem, raise_problems
+from ppo_cli.data_sets.rows import Row, find_columns, read_row, read_source
+from ppo_cli.errors import DataError
+from ppo_cli.rewards.judge.exchange import Question
+from ppo_cli.rewards.judge.gate import content_free
+from ppo_cli.rewards.judge.template import (
+    Material,
+    Template,
+    load_preset,
+    load_template,
+    preset_names,
+    preset_path,
+    readable,
+)
+
+RESPONSE = "response"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row's request, its template, and why the gate would answer in the judge's place."""
+
+    template: Template
+    question: Question
+    gated: str | None
+
+
+def bundled_prompts() -> tuple[Template, ...]:
+    """Return the bundled judge prompts, read and checked."""
+    return tuple(load_preset(name) for name in preset_names())
+
+
+def prompt_text(name: str) -> str:
+    """Return the file of a bundled judge prompt, comments and all."""
+    return preset_path(name).read_text(encoding="utf-8")
+
+
+def render_row(
+    api: ApiReward,
+    source_file: str,
+    row_number: int,
+    *,
+    response: str | None = None,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+) -> Question:
+    """Return the request that a judge would get for one row of a file."""
+    keys = {"prompt_key": prompt_key, "source_key": source_key}
+    return show_row(api, source_file, row_number, response=response, **keys).question
+
+
+def show_row(
+    api: ApiReward,
+    source_file: str,
+    row_number: int,
+    *,
+    response: str | None = None,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+) -> Shown:
+    """Render one row; `response` stands in for the row's own, or for one that is not there."""
+    template = load_template(api)
+    row, own = find_row(source_file, row_number, prompt_key, source_key)
+    chosen = own if response is None else response
+    if chosen is None:
+        raise DataError(
+            f"{row.place} has no column '{RESPONSE}': give a placeholder with --response TEXT."
+        )
+    material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
+    question = template.question(
+        material,
+        max_tokens=api.max_tokens,
+        reasoning=api.reasoning,
+        max_response_chars=api.max_response_chars,
+    )
+    seen = readable(chosen, api.reasoning)
+    gated = content_free(material.prompt, seen, row.ground_truth) if api.gate else None
+    return Shown(template, question, gated)
+
+
+def find_row(
+    source_file: str, number: int, prompt_key: str, source_key: str
+) -> tuple[Row, str | None]:
+    """Read one row by the number that messages use: a line of JSONL, a row of other files."""
+    raw = read_source(source_file)
+    records = {place.number: (place, record) for place, record in raw.records}
+    raise_problems([problem for problem in raw.problems if problem.place.number == number])
+    if number not in records:
+        some = f"{min(records)} to {max(records)}" if records else "none"
+        raise DataError(f"{raw.source} has no row {number}; it has {some}.")
+    place, record = records[number]
+    columns = find_columns(raw, prompt_key, source_key)
+    try:
+        row = read_row(place, record, columns)
+        own = read_response(record)
+    except RowError as error:
+        raise_problems([RowProblem(place, error.column, str(error))])
+        raise AssertionError("a bad row is always told") from error
+    return row, own
+
+
+def read_response(record: Mapping[str, Any]) -> str | None:
+    """Return a row's own response, None when it has none."""
+    value = record.get(RESPONSE)
+    if value is not None and not isinstance(value, str):
+        raise RowError(RESPONSE, f"is {name_type(value)}, not text")
+    return value
