@@ -1,14 +1,19 @@
-"""`ppo plan`: every setting with its origin, the batch arithmetic, the reward calls."""
+"""`ppo plan`: every setting with its origin, batch arithmetic, reward calls, a judge's cost."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import typer
 
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import UserError
+from ppo_cli.redact import redact
 
 EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
 
@@ -17,17 +22,38 @@ def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
     resolved = given.resolve()
     if given.extras["json"]:
-        print(json.dumps(make_plan(resolved).as_dict(), indent=2))
+        print(json.dumps(plan_dict(resolved), indent=2))
     else:
         print_plan(resolved, every=bool(given.extras["all"]))
 
 
 def print_plan(resolved: Resolved, *, every: bool = False) -> None:
     """Print the plan for people: what was set first, then what it comes to."""
-    print("\n".join(plan_lines(make_plan(resolved), every=every)))
+    said, _ = _judge(resolved.config)
+    print("\n".join(plan_lines(make_plan(resolved), every=every, judge=said)))
 
 
-def plan_lines(made: Plan, *, every: bool = False) -> list[str]:
+def plan_dict(resolved: Resolved) -> dict[str, Any]:
+    """Return the plan for programs; with a judge, its forecast under `judge`."""
+    _, told = _judge(resolved.config)
+    return make_plan(resolved).as_dict() | ({"judge": told} if told else {})
+
+
+def _judge(config: Config) -> tuple[list[str], dict[str, Any]]:
+    """Forecast what a judge takes, as lines and for JSON, or say why not; empty without one."""
+    if not config.reward.api.enable:
+        return [], {}
+    from ppo_cli.trust.forecast import forecast
+
+    try:
+        found = forecast(config)
+    except UserError as error:
+        problem = redact(str(error))
+        return [f"no forecast: {problem}"], {"problem": problem}
+    return found.lines(), found.as_dict()
+
+
+def plan_lines(made: Plan, *, every: bool = False, judge: Sequence[str] = ()) -> list[str]:
     """Return the lines of a plan; without `every`, settings at their default are counted."""
     rows = [(k, _shown(v), o) for k, (v, o) in made.values.items() if every or o != "default"]
     rows.sort(key=lambda row: row[2] == "default")
@@ -36,6 +62,8 @@ def plan_lines(made: Plan, *, every: bool = False) -> list[str]:
     if hidden:
         lines.append(f"  and {hidden} at their default (--all shows them)")
     lines += ["", "Arithmetic", *(f"  {line}" for line in made.sentences)]
+    if judge:
+        lines += ["", "Judge", *(f"  {line}" for line in judge)]
     if made.notes:
         lines += ["", "Notes", *(f"  {note}" for note in made.notes)]
     return lines

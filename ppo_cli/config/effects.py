@@ -87,6 +87,10 @@ _RULES = Idle(
     "rules and functions use it, and an LLM judge scores this run; the judge has its own "
     "settings under reward.api, or leave it out",
 )
+_DECISION = Idle(
+    lambda c: c.reward.api.enable and c.reward.api.mode == "decision",
+    "a decision endpoint writes no text (reward.api.mode decision); leave it out",
+)
 _NODES = Idle(_one_node, "with one node it changes nothing; leave it out", absent=True)
 _GAE = Idle(
     lambda c: not uses_critic(c),
@@ -122,6 +126,8 @@ EFFECTS: dict[str, Idle] = {
     "model.target_modules": _LORA,
     "reward.api.*": _JUDGE,
     "reward.api.monitor.*": _MONITOR,
+    "reward.api.temperature": _DECISION,
+    "reward.api.max_tokens": _DECISION,
     "reward.api.prompt_preset": Idle(
         lambda c: _own_prompt(c.reward.api),
         "the judge has a prompt of your own (reward.api.prompt_file or scoring_prompt); leave "

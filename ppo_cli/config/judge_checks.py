@@ -14,7 +14,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.redact import redact
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")  # noqa: RUF001
+_SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")
 _MOST_LEVELS = 1001
 
 

@@ -142,7 +142,6 @@ MISTAKES = {
     "sglang": Mistake("train --rollout_name sglang", "sglang", "use vllm"),
     "a verl key": Mistake("train actor_rollout_ref.actor.megatron.x=1", "megatron", "leave it out"),
     "ray": Mistake(f"{TRAIN} --engine ray", "'ray'", "--engine local"),
-    "judge": Mistake(f"{TRAIN} --use_api_reward", "judge", "--use_api_reward"),
     "reward model": Mistake(f"{TRAIN} --reward_model a/b", "[Rr]eward model", "--reward_model"),
     "LoRA": Mistake(f"{TRAIN} --lora_rank 8", "LoRA", "--lora_rank"),
     "wandb": Mistake(f"{TRAIN} --logger wandb", "wandb", "pip install"),

@@ -22,6 +22,8 @@ BESIDE = {
     "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
     "reward.api.prices": f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
     "reward.api.hedge_after": f"{JUDGE} reward.api.timeout=32",
+    "reward.api.temperature": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
+    "reward.api.max_tokens": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
     "reward.timeout": JUDGE,
     "reward.num_workers": JUDGE,
     "reward.function_kwargs": JUDGE,
@@ -30,7 +32,8 @@ OTHER = {
     "actor.strategy": "fsdp", "critic.strategy": "fsdp", "trainer.node_rank": "0",
     "trainer.master_addr": "host", "ref.path": "a/b", "model.target_modules": "q_proj",
     "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1", "reward.api.monitor.type": "gemini",
-    "reward.api.prompt_preset": "math", "reward.function_kwargs": "{a: 1}",
+    "reward.api.prompt_preset": "math", "reward.api.temperature": "1",
+    "reward.function_kwargs": "{a: 1}",
 }  # fmt: skip
 
 

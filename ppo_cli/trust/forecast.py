@@ -1,0 +1,313 @@
+"""What a judge will cost: calls, tokens and money of a run, from its own prompts.
+
+Requests are rendered from real rows as training renders them. What nobody can know beforehand
+is how long responses and verdicts will be, nor how a judge cuts text into tokens: there is a
+low and a high figure of everything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.hub import is_hub_name
+from ppo_cli.data_sets.rows import load_rows
+from ppo_cli.errors import DataError
+from ppo_cli.prompts import keep_first, tell_nothing
+from ppo_cli.records import Prompt
+from ppo_cli.rewards.judge.exchange import Question, Usage
+from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, estimate_tokens
+from ppo_cli.rewards.judge.prices import Price, find_price
+from ppo_cli.rewards.judge.scoring import material_of
+from ppo_cli.rewards.judge.template import Template, load_template
+from ppo_cli.trust.rows import prompt_of
+
+SAMPLE = 200
+FILLER = "and "  # a token is taken to have this many characters
+VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Tokens of some calls."""
+
+    input: float
+    output: float
+
+    def times(self, calls: int) -> Amount:
+        """Return the tokens of so many times as many calls."""
+        return Amount(self.input * calls, self.output * calls)
+
+    def __add__(self, other: Amount) -> Amount:
+        """Return the tokens of both."""
+        return Amount(self.input + other.input, self.output + other.output)
+
+    @property
+    def total(self) -> float:
+        """Input and output together."""
+        return self.input + self.output
+
+    def cost(self, price: Price) -> float:
+        """Return what they cost in US dollars."""
+        return price.cost(Usage(input=round(self.input), output=round(self.output)))
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Calls with the fewest and the most tokens that they are expected to take."""
+
+    calls: int
+    low: Amount
+    high: Amount
+
+    def __add__(self, other: Bill) -> Bill:
+        """Return both on one bill."""
+        return Bill(self.calls + other.calls, self.low + other.low, self.high + other.high)
+
+    def costs(self, price: Price | None) -> tuple[float, float] | None:
+        """Return the lowest and the highest cost; None without a price."""
+        return None if price is None else (self.low.cost(price), self.high.cost(price))
+
+    def as_dict(self, price: Price | None) -> dict[str, Any]:
+        """Return the bill as JSON takes it; pairs are low and high."""
+        return {
+            "calls": self.calls,
+            "input_tokens": [round(self.low.input), round(self.high.input)],
+            "output_tokens": [round(self.low.output), round(self.high.output)],
+            "cost_usd": self.costs(price),
+        }
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step and a run will take; the run is None while its steps are not known."""
+
+    config: Config
+    price: Price | None
+    a_step: Bill
+    run: Bill | None
+    steps: int | None
+    rows: int
+    sampled: int
+
+    def stops_at(self) -> tuple[int, int] | None:
+        """Return the earliest and the latest step at which a budget ends the run."""
+        if self.run is None or self.steps is None:
+            return None
+        ratios = [(most / high, most / low) for most, low, high in self._budgets() if low and high]
+        if not ratios or min(first for first, _ in ratios) >= 1:
+            return None
+        early, late = (min(one) for one in zip(*ratios, strict=True))
+        return max(1, int(self.steps * early)), min(self.steps, max(1, int(self.steps * late)))
+
+    def _budgets(self) -> Iterator[tuple[float, float, float]]:
+        """Give each budget with what the run takes of it, low and high."""
+        api, run = self.config.reward.api, self.run
+        assert run is not None
+        costs = run.costs(self.price)
+        if api.budget_usd is not None and costs is not None:
+            yield api.budget_usd, *costs
+        if api.budget_tokens is not None:
+            yield api.budget_tokens, run.low.total, run.high.total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the forecast as JSON takes it; pairs are low and high."""
+        api = self.config.reward.api
+        return {
+            "provider": api.type,
+            "model": api.model,
+            "a_step": self.a_step.as_dict(self.price),
+            "run": None if self.run is None else self.run.as_dict(self.price),
+            "price_per_million": self.price and [self.price.input, self.price.output],
+            "budget_usd": api.budget_usd,
+            "budget_tokens": api.budget_tokens,
+            "stops_at_step": self.stops_at(),
+            "assumed": self.assumed(),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the forecast as people read it."""
+        name = self.config.reward.api.model
+        if self.run is None:
+            said = [f"judge: {_told(self.a_step, self.price)} a step{_priced(name, self.price)}"]
+        else:
+            said = [
+                f"judge: {_told(self.run, self.price)}{_priced(name, self.price)}",
+                f"a step: {_told(self.a_step, self.price)}",
+            ]
+        said += [*self._on_budget(), *self._monitored()]
+        return [*said, f"assumed: {self.assumed()}"]
+
+    def _on_budget(self) -> Iterator[str]:
+        """Say whether the money is enough."""
+        api = self.config.reward.api
+        if self.price is None:
+            yield (
+                f"no price of {api.model} is known: give --rm_price_input and --rm_price_output "
+                "(US dollars for a million tokens), or a file with --rm_prices"
+            )
+        set_ = {"--rm_budget_usd": api.budget_usd, "--rm_budget_tokens": api.budget_tokens}
+        named = " and ".join(f"{flag} {most:,.12g}" for flag, most in set_.items() if most)
+        if not named or self.run is None or not list(self._budgets()):
+            return
+        stops = self.stops_at()
+        if stops is None:
+            yield f"with {named} it is enough"
+            return
+        first, last = stops
+        when = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        if last == self.steps:
+            yield f"with {named} it may not be enough: the run may stop from step {first:,} on"
+        else:
+            yield f"with {named} the run would stop at about step {when} of {self.steps:,}"
+
+    def _monitored(self) -> Iterator[str]:
+        monitor = self.config.reward.api.monitor
+        if monitor.model is not None:
+            whole = self.a_step if self.run is None else self.run
+            calls = round(whole.calls / self.config.reward.api.votes * monitor.share)
+            where = " a step" if self.run is None else ""
+            yield f"about {calls:,} calls{where} to the monitor {monitor.model} come on top"
+
+    def assumed(self) -> str:
+        """Say what the figures rest on."""
+        short, full = _response_tokens(self.config)
+        brief, long = _verdict_tokens(self.config)
+        rows = f"{self.sampled:,} of {self.rows:,} rows" if self.sampled < self.rows else "all rows"
+        return (
+            f"requests rendered from {rows}; low: {len(FILLER)} characters a token, responses of "
+            f"{short:,} tokens, verdicts of {brief}; high: the upper estimate that budgets go by, "
+            f"responses of {full:,} tokens, verdicts of {long} (a model that reasons writes "
+            "more); nothing from the cache, no call twice"
+        )
+
+
+def forecast(config: Config) -> Forecast:
+    """Return what the judge of a run will take; UserError where it cannot be told."""
+    template = load_template(config.reward.api)
+    sums, votes = arithmetic(config), config.reward.api.votes
+    train = _prompts(config, "train")
+    val = _prompts(config, "val") if config.data.val_files else []
+    chosen = _sample(train, config.trainer.seed)
+    chosen_val = _sample(val, config.trainer.seed)
+    a_call = _a_call(template, chosen, config)
+    calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
+    run = None
+    if calls is not None and validation is not None:
+        run = _bill(a_call, (calls - validation) * votes)
+        if validation:
+            run += _bill(_a_call(template, chosen_val, config), validation * votes)
+    return Forecast(
+        config=config,
+        price=find_price(config.reward.api),
+        a_step=_bill(a_call, (sums["reward_calls_per_step"] or 0) * votes),
+        run=run,
+        steps=sums["total_steps"],
+        rows=len(train) + len(val),
+        sampled=len(chosen) + len(chosen_val),
+    )
+
+
+def _prompts(config: Config, split: str) -> list[Prompt]:
+    """Read the rows of a split; what is not on this disk is not fetched for a forecast."""
+    data = config.data
+    if split == "train":
+        files, most = prompt_files(data.train_files, "train"), data.train_max_samples
+    else:
+        files, most = prompt_files(data.val_files, "val"), data.val_max_samples
+    far = [name for name in files if is_hub_name(name)]
+    if far:
+        raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
+    sets = [
+        load_rows(name, prompt_key=data.prompt_key, source_key=data.reward_fn_key) for name in files
+    ]
+    kept = sets if most < 0 else keep_first(sets, most)
+    found = [prompt_of(rows.label, row) for rows in kept for row in rows.rows]
+    if not found:
+        raise DataError(tell_nothing(files, most))
+    return found
+
+
+def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
+    return prompts if len(prompts) <= SAMPLE else random.Random(seed).sample(prompts, SAMPLE)
+
+
+def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> tuple[Amount, Amount]:
+    """Return the mean tokens of a call, with responses of half and of full length."""
+    template.check([material_of(prompt, "") for prompt in prompts])
+    short, full = _response_tokens(config)
+    brief, long = _verdict_tokens(config)
+    low = fmean(_fewest(_question(template, p, short, config)) for p in prompts)
+    high = fmean(_most(_question(template, p, full, config)) for p in prompts)
+    return Amount(low, brief), Amount(high, long)
+
+
+def _question(template: Template, prompt: Prompt, length: int, config: Config) -> Question:
+    api = config.reward.api
+    return template.question(
+        material_of(prompt, FILLER * length),
+        nonce="0" * 16,
+        max_tokens=api.max_tokens,
+        reasoning=api.reasoning,
+        max_response_chars=api.max_response_chars,
+    )
+
+
+def _fewest(question: Question) -> float:
+    """Count four plain characters, or one of any other kind, as a token."""
+    text = question.system + question.user
+    plain = len(text.encode("ascii", "ignore"))
+    return plain / len(FILLER) + len(text) - plain
+
+
+def _most(question: Question) -> int:
+    return estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
+
+
+def _response_tokens(config: Config) -> tuple[int, int]:
+    """Return how long responses are taken to be: half of what they may be, and all of it."""
+    most = config.data.max_response_length
+    return max(1, most // 2), most
+
+
+def _verdict_tokens(config: Config) -> tuple[int, int]:
+    """Return how long verdicts are taken to be; a decision endpoint writes none."""
+    if config.reward.api.mode == "decision":
+        return 0, 0
+    most = config.reward.api.max_tokens
+    return min(most, VERDICT_TOKENS[0]), min(most, VERDICT_TOKENS[1])
+
+
+def _bill(a_call: tuple[Amount, Amount], calls: int) -> Bill:
+    low, high = a_call
+    return Bill(calls, low.times(calls), high.times(calls))
+
+
+def _told(bill: Bill, price: Price | None) -> str:
+    """Say a bill in one line: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
+    said = f"{bill.calls:,} calls, {_tokens(bill.low.total, bill.high.total)} tokens"
+    costs = bill.costs(price)
+    return said if costs is None else f"{said}, {_dollars(*costs)}"
+
+
+def _tokens(low: float, high: float) -> str:
+    size, unit = (1e6, " M") if high >= 1e6 else (1e3, " k") if high >= 1e4 else (1, "")
+    digits = 0 if size == 1 else 1
+    ends = [f"{n / size:,.{digits}f}" for n in (low, high)]
+    return f"about {ends[0]}{unit}" if ends[0] == ends[1] else f"{' to '.join(ends)}{unit}"
+
+
+def _dollars(low: float, high: float) -> str:
+    digits = 2 if high >= 0.1 else 4
+    ends = [f"${n:,.{digits}f}" for n in (low, high)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def _priced(name: str | None, price: Price | None) -> str:
+    return "" if price is None else f" ({name}: ${price.input:g} in, ${price.output:g} out per M)"

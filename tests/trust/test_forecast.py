@@ -1,0 +1,234 @@
+"""What a judge will take is counted from the run's own rows, and told before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.judge_models import KEY_VARIABLES
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import DataError, RewardError
+from ppo_cli.trust.forecast import SAMPLE, VERDICT_TOKENS, Forecast, forecast
+
+ENV = {"MODEL_PATH": "some/model", "CUDA_VISIBLE_DEVICES": ""}
+PROMPT = "reward.api.scoring_prompt=Q: {prompt} A: {response} 1-10"
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in sum(KEY_VARIABLES.values(), ()):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(name: str, rows: int, prompt: str = "What is 1 + 1?") -> str:
+    row = {"prompt": prompt, "ground_truth": "2", "extra_info": {"rubric": "be brief"}}
+    Path(name).write_text("".join(f"{json.dumps(row)}\n" for _ in range(rows)))
+    return name
+
+
+def config(*overrides: str) -> Config:
+    base = [
+        "reward.api.enable=true", "reward.api.type=openai", "reward.api.model=gpt-4o-mini",
+        "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=2", PROMPT,
+        "data.max_response_length=100", "data.train_files=t.jsonl",
+    ]  # fmt: skip
+    given = [*base, *overrides]
+    return resolve(flags={}, preset=None, config_files=(), overrides=given, environ=ENV).config
+
+
+def foretell(*overrides: str) -> Forecast:
+    return forecast(config(*overrides))
+
+
+def test_calls_are_the_plans_times_the_votes() -> None:
+    write("t.jsonl", 12)
+    write("v.jsonl", 5)
+    found = foretell("data.val_files=v.jsonl", "reward.api.votes=3", "trainer.test_freq=1")
+    assert found.steps == 3
+    assert found.a_step.calls == 4 * 2 * 3
+    assert found.run is not None
+    assert found.run.calls == (3 * 8 + 4 * 5) * 3  # before, at each of three steps
+    assert (found.rows, found.sampled) == (17, 17)
+
+
+def test_tokens_grow_with_prompts_and_responses() -> None:
+    write("t.jsonl", 12)
+    short, twice = foretell(), foretell("data.max_response_length=200")
+    assert short.a_step.low.output == 8 * VERDICT_TOKENS[0]
+    assert short.a_step.high.output == 8 * VERDICT_TOKENS[1]
+    assert twice.a_step.low.input - short.a_step.low.input == pytest.approx(8 * 50)
+    assert twice.a_step.high.input - short.a_step.high.input == pytest.approx(8 * 100)
+    write("t.jsonl", 12, prompt="word " * 400)
+    long = foretell()
+    assert long.a_step.low.input - short.a_step.low.input == pytest.approx(8 * 500, rel=0.02)
+    write("t.jsonl", 12, prompt="值" * 400)
+    assert foretell().a_step.low.input > 8 * 400
+
+
+def test_a_call_is_what_training_would_send() -> None:
+    """The longest response is cut like any other, and no verdict is longer than it may be."""
+    write("t.jsonl", 4)
+    cut = foretell("data.max_response_length=4000", "reward.api.max_response_chars=400")
+    assert cut.a_step.high.input / cut.a_step.calls < 600
+    brief = foretell("reward.api.max_tokens=10")
+    assert brief.a_step.low.output == brief.a_step.high.output == 8 * 10
+    assert foretell("reward.api.mode=decision").a_step.high.output == 0
+
+
+def test_validation_rows_have_their_own_length() -> None:
+    write("t.jsonl", 4)
+    write("v.jsonl", 4, prompt="word " * 400)
+    plain = foretell().run
+    both = foretell("data.val_files=v.jsonl", "trainer.val_before_train=false").run
+    assert plain is not None and both is not None
+    more = both.low.input - plain.low.input
+    assert more / (both.calls - plain.calls) > 500
+
+
+def test_many_rows_are_sampled_the_same_each_time() -> None:
+    rows = [json.dumps({"prompt": "why " * (1 + n % 50)}) for n in range(1000)]
+    Path("t.jsonl").write_text("\n".join(rows))
+    found = foretell()
+    assert (found.rows, found.sampled) == (1000, SAMPLE)
+    assert found.a_step == foretell().a_step != foretell("trainer.seed=7").a_step
+    assert f"{SAMPLE} of 1,000 rows" in found.assumed()
+    assert foretell("data.train_max_samples=10").rows == 10
+
+
+def test_cost_is_tokens_times_price() -> None:
+    write("t.jsonl", 4)
+    found = foretell("reward.api.price_input=2", "reward.api.price_output=10")
+    low, high = found.a_step.costs(found.price) or (0.0, 0.0)
+    bill = found.a_step
+    assert low == pytest.approx((bill.low.input * 2 + bill.low.output * 10) / 1e6, rel=1e-3)
+    assert high == pytest.approx((bill.high.input * 2 + bill.high.output * 10) / 1e6, rel=1e-3)
+    assert "(gpt-4o-mini: $2 in, $10 out per M)" in found.lines()[0]
+
+
+def test_the_bundled_price_of_a_model_is_found() -> None:
+    write("t.jsonl", 4)
+    assert "(gpt-4o-mini: $0.15 in, $0.6 out per M)" in foretell().lines()[0]
+
+
+def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
+    write("t.jsonl", 4)
+    long = ["trainer.total_training_steps=1000", "reward.api.price_input=1"]
+    long += ["reward.api.price_output=1"]
+    bill = foretell(*long).run
+    assert bill is not None
+    low, high = bill.low.total / 1e6, bill.high.total / 1e6
+    assert foretell(*long, f"reward.api.budget_usd={high * 1.01}").stops_at() is None
+    half = foretell(*long, f"reward.api.budget_usd={high / 2}")
+    first, last = half.stops_at() or (0, 0)
+    assert first == pytest.approx(500, abs=1)
+    assert last == min(1000, pytest.approx(500 * high / low, abs=1))
+    tight = foretell(*long, f"reward.api.budget_tokens={int(bill.low.total / 10)}")
+    assert (tight.stops_at() or (0, 0))[1] == pytest.approx(100, abs=1)
+    said = "\n".join(tight.lines())
+    assert "the run would stop at about step" in said and "of 1,000" in said
+    between = foretell(*long, f"reward.api.budget_usd={(low + high) / 2}")
+    assert "it may not be enough" in "\n".join(between.lines())
+    fine = foretell(*long, f"reward.api.budget_usd={high * 2}")
+    assert "it is enough" in "\n".join(fine.lines())
+
+
+def test_the_tightest_budget_counts() -> None:
+    write("t.jsonl", 4)
+    both = foretell(
+        "trainer.total_training_steps=100", "reward.api.budget_usd=1000",
+        "reward.api.budget_tokens=9000",
+    )  # fmt: skip
+    assert both.stops_at() is not None
+    assert "--rm_budget_usd 1,000 and --rm_budget_tokens 9,000" in "\n".join(both.lines())
+
+
+def test_without_a_price_it_says_how_to_give_one() -> None:
+    write("t.jsonl", 4)
+    found = foretell("reward.api.model=of-nobody")
+    said = "\n".join(found.lines())
+    assert "no price of of-nobody is known" in said
+    assert "--rm_price_input" in said and "--rm_prices" in said
+    assert "$" not in said.replace("US $", "")
+    assert found.as_dict()["run"]["cost_usd"] is None
+
+
+def test_a_judge_on_this_machine_costs_nothing() -> None:
+    write("t.jsonl", 4)
+    found = foretell(
+        "reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1",
+        "reward.api.budget_usd=1",
+    )  # fmt: skip
+    assert "it is enough" in "\n".join(found.lines())
+
+
+def test_a_monitor_is_mentioned() -> None:
+    write("t.jsonl", 40)
+    found = foretell("reward.api.monitor.model=m", "reward.api.monitor.share=0.25")
+    assert "about 20 calls to the monitor m come on top" in "\n".join(found.lines())
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ("data.train_files=none.jsonl", "none.jsonl"),
+        ("data.train_files=openai/gsm8k", "not on this disk"),
+        ("data.train_files=[]", "No prompt files"),
+    ],
+)
+def test_without_rows_there_is_no_forecast(files: str, said: str) -> None:
+    write("t.jsonl", 4)
+    with pytest.raises(DataError, match=said):
+        foretell(files)
+
+
+def test_a_prompt_that_asks_for_what_rows_lack_is_told() -> None:
+    write("t.jsonl", 4)
+    assert foretell("reward.api.scoring_prompt={response} {extra_info.rubric} 1-10")
+    with pytest.raises(RewardError, match="rubrik"):
+        foretell("reward.api.scoring_prompt={response} {extra_info.rubrik} 1-10")
+
+
+TYPED = (
+    "plan --train_files t.jsonl --model m --batch_size 4 --mini_batch_size 4 --use_api_reward "
+    "--rm_model qwen-plus --rm_prompt_preset math"
+).split()
+
+
+def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    write("t.jsonl", 8)
+    assert main([*TYPED, "--rm_budget_usd", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "\nJudge\n  judge: 8 calls, " in out
+    assert "with --rm_budget_usd 20 it is enough" in out
+    assert "DASHSCOPE_API_KEY" in out  # the missing key is a note here
+    assert main([*TYPED, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["judge"]
+    assert told["model"] == "qwen-plus"
+    assert told["run"]["calls"] == 8
+    assert told["run"]["cost_usd"][0] < told["run"]["cost_usd"][1]
+
+
+def test_a_plan_that_cannot_tell_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TYPED, "--json"]) == 0
+    assert "t.jsonl" in json.loads(capsys.readouterr().out)["judge"]["problem"]
+    assert main(TYPED) == 0
+    assert "no forecast: t.jsonl: no such file" in capsys.readouterr().out
+
+
+def test_without_a_judge_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "embedded", "--json"]) == 0
+    assert "judge" not in json.loads(capsys.readouterr().out)
+
+
+def test_an_address_with_secrets_is_shown_without(capsys: pytest.CaptureFixture[str]) -> None:
+    write("t.jsonl", 8)
+    url = "https://me:hush@host/v1?key=hush"
+    for form in ([], ["--json"], ["--all"]):
+        assert main([*TYPED, "--rm_base_url", url, *form]) == 0
+        out = capsys.readouterr().out
+        assert "hush" not in out and "https://***@host/v1?key=***" in out
