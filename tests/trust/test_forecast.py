@@ -74,7 +74,7 @@ def test_a_call_is_what_training_would_send() -> None:
     """The longest response is cut like any other, and no verdict is longer than it may be."""
     write("t.jsonl", 4)
     cut = foretell("data.max_response_length=4000", "reward.api.max_response_chars=400")
-    assert cut.a_step.high.input / cut.a_step.calls < 600
+    assert cut.a_step.high.input / cut.a_step.calls < 1000
     brief = foretell("reward.api.max_tokens=10")
     assert brief.a_step.low.output == brief.a_step.high.output == 8 * 10
     assert foretell("reward.api.mode=decision").a_step.high.output == 0
@@ -126,7 +126,7 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     half = foretell(*long, f"reward.api.budget_usd={high / 2}")
     first, last = half.stops_at() or (0, 0)
     assert first == pytest.approx(500, abs=1)
-    assert last == min(1000, pytest.approx(500 * high / low, abs=1))
+    assert last == pytest.approx(min(1000, 500 * high / low), abs=1)
     tight = foretell(*long, f"reward.api.budget_tokens={int(bill.low.total / 10)}")
     assert (tight.stops_at() or (0, 0))[1] == pytest.approx(100, abs=1)
     said = "\n".join(tight.lines())
@@ -193,10 +193,10 @@ def test_a_prompt_that_asks_for_what_rows_lack_is_told() -> None:
         foretell("reward.api.scoring_prompt={response} {extra_info.rubrik} 1-10")
 
 
-TYPED = (
-    "plan --train_files t.jsonl --model m --batch_size 4 --mini_batch_size 4 --use_api_reward "
-    "--rm_model qwen-plus --rm_prompt_preset math"
-).split()
+TYPED = [
+    "plan", "--train_files", "t.jsonl", "--model", "m", "--batch_size", "4", "--mini_batch_size",
+    "4", "--use_api_reward", "--rm_model", "qwen-plus", "--rm_prompt_preset", "math",
+]  # fmt: skip
 
 
 def test_the_plan_tells_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
