@@ -8,7 +8,6 @@ totals may be read, and the file attached, from any thread.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -17,9 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.rewards.judge.exchange import Question, Usage
@@ -61,7 +60,7 @@ class Spent:
     """Calls that were made, the tokens they were billed for, and US dollars."""
 
     calls: int = 0
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     usd: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
@@ -127,7 +126,6 @@ class Ledger:
         self._queue: deque[tuple[_Need, asyncio.Future[Reservation | None]]] = deque()
         self._lock = threading.Lock()
         self._path: Path | None = None
-        self._file: TextIO | None = None
         self._unwritten: list[str] = []
         self._complained = False
 
@@ -187,15 +185,6 @@ class Ledger:
                 raise RewardError(
                     f"Cannot keep the judge's ledger in {path}: {problem.strerror}."
                 ) from None
-            self._path = path
-
-    def close(self) -> None:
-        """Close the file. Safe to call twice."""
-        with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
 
     def _worst(self, question: Question) -> _Need:
         read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
@@ -265,8 +254,7 @@ class Ledger:
         with self._lock:
             self._total = self._total + Spent(1, usage, usd)
             self._unwritten.append(line)
-            if self._path is not None:
-                self._write()
+            self._write()
         return usd
 
     def _open_file(self, path: Path) -> None:
@@ -278,18 +266,18 @@ class Ledger:
             torn = bool(text) and not text.endswith("\n")
             for spent in _booked(text):
                 earlier = earlier + spent
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" if torn else "")
+        self._path = path
         self._total, self._taken = self._total + earlier, self._taken + earlier
         self._write()
 
     def _write(self) -> None:
-        if self._file is None:
+        if self._path is None:
             return
         try:
-            self._file.write("".join(f"{line}\n" for line in self._unwritten))
-            self._file.flush()
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in self._unwritten))
         except OSError as problem:
             if not self._complained:
                 logger.warning("cannot write the judge's ledger: %s", problem.strerror)

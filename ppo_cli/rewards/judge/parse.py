@@ -30,11 +30,12 @@ _OPEN = rf"(?:<{_THINK}(?:\s[^<>]*)?>|◁think▷|\[THINK\])"
 _CLOSE = rf"(?:</{_THINK}\s*>|◁/think▷|\[/THINK\])"
 _BLOCK = re.compile(rf"{_OPEN}(?:(?!{_OPEN}|{_CLOSE}).)*{_CLOSE}", re.I | re.S)
 _OPEN_RE, _CLOSE_RE = re.compile(_OPEN, re.I), re.compile(_CLOSE, re.I)
+_DEEPEST_THOUGHT = 4
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)[^<]*<\|message\|>")
 _DATA = re.compile(
     r"<((?:response|prompt|ground_truth|extra_info[^<>]*)-[0-9a-f]{16})>.*?(?:</\1>|\Z)", re.S
 )
-_ENDING = re.compile(r"(?:\s*(?:<\|[\w-]{1,30}\|>|</s>|<eos>|<end_of_turn>))+\s*$")
+_ENDING = re.compile(r"(?:\s{0,9}(?:<\|[\w-]{1,30}\|>|</s>|<eos>|<end_of_turn>))+$")
 _FENCE = re.compile(r"```\w*")
 
 
@@ -68,7 +69,7 @@ def _read(text: str, scale: Scale, truncated: bool) -> tuple[float, str]:
         raise Unreadable("empty", "the judge's reply is empty")
     if (whole := _whole_object(text, scale)) is not None:
         return whole
-    text = _ENDING.sub("", _without_thinking(_DATA.sub("\n", text))).strip()
+    text = _without_ending(_without_thinking(_DATA.sub("\n", text)))
     objects = find_objects(text)
     read = [(found, read_entries(found.entries, scale)) for found in objects]
     verdicts = [(found, verdict) for found, verdict in read if verdict is not None]
@@ -81,7 +82,7 @@ def _read(text: str, scale: Scale, truncated: bool) -> tuple[float, str]:
 
 def _whole_object(text: str, scale: Scale) -> tuple[float, str] | None:
     # A reply that is one object is read first: its strings may hold tags and quotes at will.
-    inner = re.sub(r"^```\w*\s*|\s*```$", "", _ENDING.sub("", text)).strip()
+    inner = re.sub(r"^```\w*\n|\n```$", "", _without_ending(text)).strip()
     if not inner.startswith("{") or not inner.endswith("}"):
         return None
     try:
@@ -132,7 +133,7 @@ def _without(text: str, objects: list[Found]) -> str:
 
 def _normalised(text: str) -> str:
     """Fold full-width forms and foreign digits; keep a raised or broken digit apart from others."""
-    plain = "".join(_one(char) for char in text)
+    plain = text if text.isascii() else "".join(_one(char) for char in text)
     return unicodedata.normalize("NFKC", plain).replace("\u2212", "-").strip()
 
 
@@ -148,6 +149,11 @@ def _one(char: str) -> str:
     return f"^{char}" if kind in ("<super>", "<sub>", "<fraction>", "<circle>") else char
 
 
+def _without_ending(text: str) -> str:
+    text = text.rstrip()
+    return text[:-200] + _ENDING.sub("", text[-200:])
+
+
 def _without_thinking(text: str) -> str:
     """Drop what the judge thought aloud; a thought that never ends leaves nothing to read."""
     channels = list(_CHANNEL.finditer(text))
@@ -155,8 +161,8 @@ def _without_thinking(text: str) -> str:
         if channels[-1][1] != "final":
             raise Unreadable("unparsed", "the judge was still thinking when its reply ended")
         text = text[channels[-1].end() :]
-    while (shorter := _BLOCK.sub("\n", text)) != text:
-        text = shorter
+    for _ in range(_DEEPEST_THOUGHT):
+        text = _BLOCK.sub("\n", text)
     for close in list(_CLOSE_RE.finditer(text))[-1:]:
         text = text[close.end() :]
     if _OPEN_RE.search(text):

@@ -16,22 +16,33 @@ from typing import Any
 from ppo_cli.rewards.judge.exchange import Scale
 from ppo_cli.rewards.judge.verdict_value import Unreadable, is_range, read_json_value
 
+# Keys are compared in small letters, without blanks, dashes and underscores.
 SCORE_KEYS = frozenset(
-    ["score", "finalscore", "overallscore", "rating", "finalrating", "overallrating"]
-    + ["评分", "分数", "得分", "最终评分", "最终得分", "スコア", "점수"]
+    (
+        *("score", "finalscore", "overallscore", "rating", "finalrating", "overallrating"),
+        # A score that was put right: beside another one, neither counts.
+        *("correctedscore", "newscore", "revisedscore", "adjustedscore", "updatedscore"),
+        *("评分", "分数", "得分", "最终评分", "最终得分", "スコア", "점수"),
+    )
 )
-REASON_KEYS = ("reason", "reasoning", "explanation", "rationale", "justification")
-REASON_KEYS += ("comment", "feedback", "analysis", "理由", "原因", "说明")
+REASON_KEYS = (
+    *("reason", "reasoning", "explanation", "rationale", "justification"),
+    *("comment", "feedback", "analysis", "理由", "原因", "说明"),
+)
+# These may hold the verdict under another name: a number here must be the same one.
+_RIVAL_KEYS = frozenset(("final", "overall", "finalverdict", "total", "verdict"))
 _WRAPPERS = frozenset(
-    ["result", "evaluation", "verdict", "judgment", "judgement", "output", "final", "data"]
-    + ["arguments", "parameters", "input"]
+    (
+        *("result", "evaluation", "verdict", "judgment", "judgement", "output", "final", "data"),
+        *("arguments", "parameters", "input"),
+    )
 )
 _SCALE_KEYS = frozenset(["max", "maxscore", "scoremax", "maximum", "maximumscore", "outof"])
 _PART_KEYS = frozenset(["criterion", "criteria", "aspect", "dimension", "metric"])
 _MOST_OPENINGS = 500
 _LONGEST_LITERAL = 20_000
 # What a `{` must be followed by to be taken for the start of an object, not for prose or LaTeX.
-_OBJECT_LIKE = re.compile(r"""\{\s*(?:["'“”‘’/#]|[\w-]+\s*:|$)""")
+_OBJECT_LIKE = re.compile(r"""\{\s*(?:["'“”‘’/#]|[\w-]{1,60}\s*:|$)|\[\s*\{""")
 _MENTIONS = re.compile(r"score|rating|评分|分数|得分|スコア|점수", re.I)
 _PLACEHOLDER = re.compile(r"""(?:score|rating)["']?\s*:\s*["']?\s*(?:<[a-z]+>|\.\.\.|…)""", re.I)
 
@@ -71,7 +82,8 @@ def read_entries(entries: Entries, scale: Scale, depth: int = 0) -> tuple[float,
     if any(isinstance(v, str) and is_range(v.strip()) for v in values):
         raise Unreadable("ambiguous", f"{values[0]!r} is a range, not a score")
     scores = {read_json_value(value, scale) for value in values}
-    if len(scores) > 1:
+    rivals = [v for v in entries.under(_RIVAL_KEYS) if isinstance(v, (int, float))]
+    if len(scores) > 1 or any(rival not in scores for rival in rivals):
         raise Unreadable("ambiguous", "one object holds several different scores")
     return scores.pop(), _reason(entries)
 
@@ -92,7 +104,7 @@ def _check_company(entries: Entries, scale: Scale) -> None:
     for end in entries.under(_SCALE_KEYS):
         if isinstance(end, bool) or end not in (scale.high, str(scale.high)):
             raise Unreadable("unparsed", f"the object gives another scale than {scale}")
-    for stated in entries.under(frozenset(["scale"])):
+    for stated in entries.under(frozenset(["scale", "range", "scorescale", "scorerange"])):
         numbers = re.findall(r"[0-9]+", str(stated))
         if not numbers or int(numbers[-1][:9]) != scale.high:
             raise Unreadable("unparsed", f"the object gives another scale than {scale}")
@@ -108,7 +120,7 @@ def _objects(text: str) -> Iterator[Found]:
         if openings > _MOST_OPENINGS:
             raise Unreadable("unparsed", "too many brackets to be a verdict")
         place = found.start()
-        if text[place] == "[" and not re.match(r"\[\s*\{", text[place : place + 200]):
+        if not _OBJECT_LIKE.match(text, place):
             place += 1
             continue
         value, end = _decode(text, place)
@@ -143,8 +155,6 @@ def _flat(value: Any) -> Iterator[Entries]:
 
 def _past_broken(text: str, start: int) -> int:
     """Step over a fragment that is no object; Unreadable when it may have been the verdict."""
-    if text[start] == "{" and not _OBJECT_LIKE.match(text, start):
-        return start + 1
     end = _closing(text, start)
     if end is None:
         raise Unreadable("unparsed", "the JSON is not closed")

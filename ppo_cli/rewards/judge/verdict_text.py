@@ -44,7 +44,21 @@ _QUOTING = re.compile(
     r"|quot\w*|embed\w*|print\w*|returns|returned|outputs|append\w*|ends|ended|begins|starts"
     r"|example|e\.g|for\s+instance|such\s+as|like|format|schema|expected|reply|respond|answer\s+with"
     r"|would|should|could|instead|tells?|told|orders?|text|line|reads|prompt)\b"
-    r"|写道|写着|声称|包含|要求|试图|例如|比如|格式|说",
+    r"|\b(?:user|student|candidate|human)\b|写道|写着|声称|包含|要求|试图|例如|比如|格式|说",
+    re.I,
+)
+# "Response:" alone announces the response; "Here is my view of the response:" does not.
+_NAMES_DATA = re.compile(
+    r"(?:the\s+)?(?:(?!final\b|my\b|your\b)\w+\s+)?"
+    r"(?:response|answer|submission|solution|completion|回答|答案)\s*[:：`\"]*",
+    re.I,
+)
+_ABOUT_ITSELF = re.compile(
+    r"evaluat|assess|verdict|result|judg|final|overall|scor|rating|conclu|summary|here|评|结", re.I
+)
+_DISOWNED = re.compile(
+    r"\b(?:inject\w*|manipulat\w*|cheat\w*|the\s+above|(?:line|score)\s+above|above\s+(?:line|score))"
+    r"\b",
     re.I,
 )
 _REVISION = re.compile(
@@ -54,6 +68,7 @@ _REVISION = re.compile(
     re.I,
 )
 _TAG = re.compile(r"<(score|rating|final_score)>\s*([^<>]{1,40}?)\s*</\1>", re.I)
+_FRAMES = frozenset(["xml", "root", "output", "grading", "p", "div", "body", "html"])
 _INLINE_TAGS = re.compile(r"</?(?:b|strong|em|i|u|span|code)>", re.I)
 _BLOCK_TAGS = re.compile(r"</?(?:p|div|li|ul|h[1-6])>|<br\s*/?>", re.I)
 
@@ -74,15 +89,17 @@ def quotes_something(before: str) -> bool:
     blank = before.rstrip(" \t").endswith("\n\n")
     on_line = not before.rstrip(" \t").endswith("\n")
     lead = re.split(r"[.!?。！？]\s+|[。！？]", lead)[-1] if on_line else lead
-    introduces = lead.endswith((":", "：", "`", '"')) or on_line
-    if not introduces and (blank or re.search(r"[.!?。！？)]$", lead) or lead[:1] in "-*•|#>"):
-        return False
-    return bool(lead) and _QUOTING.search(lead) is not None
+    if not on_line and not lead.endswith((":", "：", "`", '"')):
+        if blank or re.search(r"[.!?。！？)}\]]$", lead) or lead[:1] in "-*•|#>":
+            return False
+        lead = " ".join(lead.split()[-3:])
+    return bool(lead) and bool(_QUOTING.search(lead) or _NAMES_DATA.fullmatch(lead))
 
 
 def takes_back(after: str) -> bool:
     """Say whether the words after a verdict seem to change it."""
-    return _REVISION.search(after) is not None and re.search(r"[0-9]", after) is not None
+    revised = _REVISION.search(after) and re.search(r"[0-9]", after)
+    return bool(revised or _DISOWNED.search(after))
 
 
 def labelled_values(text: str, scale: Scale) -> list[Line]:
@@ -125,12 +142,12 @@ def _labelled(lines: list[str], scale: Scale) -> list[Line]:
         if line.startswith("```"):
             fenced = not fenced
             continue
+        line = re.sub(r"^(?:- |#+\s*)", "", line)
         label = _LABEL.match(line)
         if fenced or not label or line.startswith(">"):
             continue
-        if quotes_something(
-            "".join(f"{earlier}\n" for earlier in lines[max(0, place - 1) : place])
-        ):
+        earlier = lines[place - 1] if place else ""
+        if quotes_something(f"{earlier}\n") or _heads_a_part(earlier):
             raise Unreadable("unparsed", "the score seems to be quoted from the response")
         found.append(_read_line(line, label, place, scale))
     return found
@@ -170,13 +187,16 @@ def _tail_is_harmless(rest: str) -> bool:
     return bool(opens) and harmless and len(rest) <= 300
 
 
+def _heads_a_part(line: str) -> bool:
+    # "Accuracy:" and then "Score: 3" is a score of one criterion.
+    return bool(re.fullmatch(r"[\w ]{1,40}[:：]", line)) and not _ABOUT_ITSELF.search(line)
+
+
 def _lone(line: str, scale: Scale) -> float | None:
     """Read a reply that is a number and nothing else; None when it is something else."""
     text = re.sub(r"^\[\[\s*(.*?)\s*\]\]$", r"\1", line)
     text = re.sub(r"^\$?\\boxed\{([^{}]*)\}\$?$", r"\1", text)
     if is_range(text) and re.fullmatch(r"[0-9.\s/–—~～-]+|[0-9.\s]+(?:to|or)[0-9.\s]+", text):
-        if re.fullmatch(r"[0-9]+-[0-9]+-[0-9]+", text):
-            return None
         raise Unreadable("ambiguous", f"{text[:40]!r} is a range, not a score")
     if not re.match(r"-?[0-9]", text):
         return None
@@ -200,15 +220,27 @@ def _lines(text: str) -> list[str]:
     """Split into bare, non-empty lines; tables, score tags and a closing sentence get their own."""
     if (whole := re.fullmatch(r"\s*```\w*\n(.*?)\n?```\s*", text, re.S)) and "```" not in whole[1]:
         text = whole[1]
-    text = re.sub(
-        r"(?:^|(?<=[\n>]))[ \t]*" + _TAG.pattern + r"(?=\s*(?:\n|<|$))",
-        r"\nScore: \2\n",
-        text,
-        flags=re.I,
-    )
+    text = _TAG.sub(lambda tag: _tag_as_line(text, tag), text)
     text = _BLOCK_TAGS.sub("\n", _INLINE_TAGS.sub("", text))
     lines = [line for raw in text.split("\n") if (line := _bare(raw).strip())]
+    if len(lines) > 1 and _LABEL.fullmatch(lines[-2]):
+        lines[-2:] = [f"{lines[-2]} {lines[-1]}"]
     return lines[:-1] + _last_sentence(lines[-1]) if lines else []
+
+
+def _tag_as_line(text: str, tag: re.Match[str]) -> str:
+    """Turn a score tag into a labelled line if it stands alone and under no tag of a criterion."""
+    before, after = text[: tag.start()].rstrip(" \t"), text[tag.end() :].lstrip(" \t")
+    open_tags: list[str] = []
+    for close, name in re.findall(r"<(/?)([a-z_]{1,30})>", _INLINE_TAGS.sub("", before), re.I):
+        if not close:
+            open_tags.append(name)
+        elif name in open_tags:
+            del open_tags[open_tags.index(name) :]
+    alone = before[-1:] in ("", "\n", ">") and after[:1] in ("", "\n", "<")
+    if alone and all(_ABOUT_ITSELF.search(name) or name in _FRAMES for name in open_tags):
+        return f"\nScore: {tag[2]}\n"
+    return tag[0]
 
 
 def _bare(raw: str) -> str:
@@ -218,7 +250,7 @@ def _bare(raw: str) -> str:
     cells = [cell.strip() for cell in raw.strip().strip("|").split("|")]
     if raw.strip().startswith("|") and len(cells) == 2:
         raw = f"{cells[0]}: {cells[1]}"
-    return re.sub(r"\*\*|__|\*|`", "", re.sub(r"^\s*(?:[-*•+]\s+|#+\s*)", "", raw))
+    return re.sub(r"\*\*|__|\*|`", "", re.sub(r"^\s*(?:[-*•+]\s+)", "- ", raw))
 
 
 def _last_sentence(line: str) -> list[str]:

@@ -12,7 +12,8 @@ NUMBER = r"-?(?:0|[1-9][0-9]{0,5})(?:\.[0-9]{1,6})?"
 # "/10", "out of 10", "points", "分", and the end of the scale once more in brackets.
 _OVER = rf"\s*(?:/|\bout\s+of\b)\s*({NUMBER}|ten|five)"
 _UNIT = r"\s*(?:points?\b|分|点|점)"
-_BRACKET = rf"\s*\(\s*(?:out\s+of|of|max(?:imum)?:?|/|満点|满分|滿分|总分)\s*({NUMBER})\s*(?:分|点|points?)?\s*\)"
+_OF = r"(?:out\s+of|of|max(?:imum)?:?|/|満点|满分|滿分|总分)"
+_BRACKET = rf"\s*\(\s*{_OF}\s*({NUMBER})\s*(?:分|点|points?)?\s*\)"
 _VALUE = re.compile(
     rf"({NUMBER}|[a-z]+|[零一二三四五六七八九十])(?:{_OVER})?(?:{_UNIT})?(?:{_BRACKET})?"
 )
@@ -40,6 +41,8 @@ def within(value: float, scale: Scale) -> float:
         raise Unreadable("unparsed", f"the score is {value}")
     if not scale.low <= value <= scale.high:
         raise Unreadable("out_of_range", f"the score {value:g} is outside {scale}")
+    if 0 < value < 1 and scale.low <= 0 and scale.high >= 10:
+        raise Unreadable("ambiguous", f"{value:g} may be a share of {scale} or a score on it")
     return float(value)
 
 
@@ -80,4 +83,4 @@ def is_range(text: str) -> bool:
 
 def _ends_clean(rest: str) -> bool:
     # What touches the number must not be part of it: 8%, 8½, 8e1, 8,5, 1.2.3, 8/x
-    return not re.match(r"[\w%‰^/⁄+*~?°]|[.,:][0-9]|\s*[%‰/⁄]", rest)
+    return not re.match(r"[\w%‰^/⁄+*~?°–-]|[.,:][0-9]|\s*[%‰/⁄]", rest)

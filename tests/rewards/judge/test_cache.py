@@ -1,0 +1,207 @@
+"""A verdict is paid for once, whoever asks, and a broken cache is told in one sentence."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import RewardError
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, default_cache_path, key_of
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale, Usage, Verdict
+
+QUESTION = Question("sys", "user NONCE", "sys\nuser", Scale(1, 10))
+VERDICT = Verdict(
+    8.0, "good", '{"score": 8}', Usage(10, 2), 0.01, 1.5, calls=2, info={"votes": [8, 8]}
+)
+
+
+def test_what_is_put_comes_back_free_of_charge(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "new" / "judge.sqlite")
+    assert cache.get("k") is None
+    cache.put("k", VERDICT)
+    expected = replace(VERDICT, usage=Usage(), cost_usd=0.0, latency_s=0.0, calls=0, cached=True)
+    assert cache.get("k") == expected
+    cache.close()
+    cache.close()
+    assert cache.get("k") is None
+    again = VerdictCache(tmp_path / "new" / "judge.sqlite")
+    assert again.get("k") == expected
+    again.close()
+
+
+def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    cache.put_refusal("k", "content_filter", "the judge will not judge this")
+    with pytest.raises(JudgeError, match="will not judge") as caught:
+        cache.get("k")
+    assert caught.value.kind is Failure.REFUSED
+    assert caught.value.cause == "content_filter"
+    assert caught.value.usage == Usage()
+    cache.put("k", VERDICT)
+    assert cache.get("k") is not None
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"user": "user OTHER NONCE"}, True),
+        ({"attempt": 2}, True),
+        ({"max_tokens": 5}, True),
+        ({"identity": "else"}, False),
+        ({"scale": Scale(1, 5)}, False),
+        ({"vote": 1}, False),
+    ],
+)
+def test_the_key_goes_by_what_changes_the_answer(changed: dict[str, object], same: bool) -> None:
+    other = replace(QUESTION, **changed)  # type: ignore[arg-type]
+    assert (key_of("openai m", QUESTION) == key_of("openai m", other)) is same
+
+
+@given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
+def test_keys_do_not_run_into_each_other(one: tuple[str, str], other: tuple[str, str]) -> None:
+    keys = [key_of(who, replace(QUESTION, identity=text)) for who, text in (one, other)]
+    assert (keys[0] == keys[1]) == (one == other)
+
+
+@given(st.text(st.characters(), max_size=50))
+def test_any_text_survives(text: str) -> None:
+    cache = VerdictCache(Path("file::memory:").with_name(":memory:"))
+    cache.put("k", replace(VERDICT, text=text, reason=text))
+    kept = cache.get("k")
+    cache.close()
+    assert kept is not None
+    assert (kept.text, kept.reason) == (text, text)
+
+
+def test_any_thread_may_use_it(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+
+    def work(n: int) -> None:
+        for i in range(20):
+            cache.put(f"{n}-{i}", VERDICT)
+            assert cache.get(f"{n}-{i}") is not None
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(cache.get(f"{n}-19") for n in range(4))
+    cache.close()
+
+
+def fill(path: Path, name: str) -> None:
+    cache = VerdictCache(path)
+    for i in range(100):
+        cache.put(f"{name}-{i}", VERDICT)
+    cache.close()
+
+
+def test_several_processes_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "judge.sqlite"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=fill, args=(path, str(n))) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    cache = VerdictCache(path)
+    assert all(cache.get(f"{n}-{i}") for n in range(4) for i in range(100))
+    cache.close()
+
+
+def test_an_older_layout_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "judge.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE verdicts (key TEXT, old TEXT)")
+    db.close()
+    cache = VerdictCache(path)
+    cache.put("k", VERDICT)
+    assert cache.get("k") is not None
+    cache.close()
+
+
+def corrupt(path: Path) -> None:
+    path.write_bytes(b"this is no database at all" * 100)
+
+
+def newer(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version=99")
+    db.close()
+
+
+def foreign(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE customers (name TEXT)")
+    db.close()
+
+
+@pytest.mark.parametrize("spoil", [corrupt, newer, foreign, Path.mkdir])
+def test_an_unusable_file_is_named_with_the_way_out(tmp_path: Path, spoil: object) -> None:
+    path = tmp_path / "judge.sqlite"
+    assert callable(spoil)
+    spoil(path)
+    with pytest.raises(RewardError) as caught:
+        VerdictCache(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "--rm_cache" in message
+    assert "\n" not in message
+
+
+def test_a_foreign_database_is_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "judge.sqlite"
+    foreign(path)
+    with pytest.raises(RewardError, match="something else"):
+        VerdictCache(path)
+    db = sqlite3.connect(path)
+    tables = db.execute("SELECT name FROM sqlite_master").fetchall()
+    db.close()
+    assert tables == [("customers",)]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(RewardError, match="--rm_cache off"):
+        VerdictCache(tmp_path / "file" / "judge.sqlite")
+
+
+def test_a_full_disk_is_told_once_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    cache.put("kept", VERDICT)
+    assert cache._db is not None
+    pages = cache._db.execute("PRAGMA page_count").fetchone()[0]
+    cache._db.execute(f"PRAGMA max_page_count={pages}")
+    with caplog.at_level(logging.WARNING):
+        for i in range(3):
+            cache.put(f"k{i}", replace(VERDICT, text="x" * 100_000))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "full" in caplog.text
+    assert cache.get("k0") is None
+    assert cache.get("kept") is not None
+    cache.close()
+
+
+def test_where_the_cache_lies(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    assert default_cache_path(home) == tmp_path / ".cache" / "ppo-cli" / "judge.sqlite"
+    there = default_cache_path(home | {"XDG_CACHE_HOME": str(tmp_path / "c")})
+    assert there == tmp_path / "c" / "ppo-cli" / "judge.sqlite"
+    assert default_cache_path(home | {"XDG_CACHE_HOME": "relative"}).parent.parent.name == ".cache"
+    assert cache_path(ApiReward(), home) == default_cache_path(home)
+    assert cache_path(ApiReward(cache="off"), home) is None
+    assert cache_path(ApiReward(cache=str(tmp_path / "x.sqlite")), home) == tmp_path / "x.sqlite"

@@ -1,0 +1,310 @@
+"""What was spent is known to the token, and the budget is never passed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError
+from ppo_cli.rewards.judge.exchange import Question, Scale, Usage
+from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Ledger, Spent, estimate_tokens
+from ppo_cli.rewards.judge.prices import Price
+
+PRICE = Price(1.0, 10.0, 0.1, "test")
+
+
+def question(user: str = "x", max_tokens: int = 100) -> Question:
+    return Question("", user, user, Scale(1, 10), max_tokens=max_tokens)
+
+
+def ledger(usd: float | None = None, tokens: int | None = None) -> Ledger:
+    return Ledger(PRICE, budget_usd=usd, budget_tokens=tokens, provider="openai", model="m")
+
+
+async def call(book: Ledger, usage: Usage, outcome: str = "ok") -> float:
+    return (await book.reserve(question())).settle(usage, outcome, 0.5)
+
+
+def test_calls_add_up() -> None:
+    book = ledger()
+
+    async def two() -> None:
+        await call(book, Usage(1000, 100, 400))
+        await call(book, Usage(), "timeout")
+
+    asyncio.run(two())
+    assert book.total == Spent(2, Usage(1000, 100, 400), pytest.approx(0.00164))
+    assert book.reserved_usd == 0
+    assert book.reserved_tokens == 0
+
+
+def test_take_returns_what_is_new() -> None:
+    book = ledger()
+    asyncio.run(call(book, Usage(10, 1)))
+    assert book.take().usage == Usage(10, 1)
+    assert book.take() == Spent()
+    asyncio.run(call(book, Usage(20, 2)))
+    assert book.take() == Spent(1, Usage(20, 2), pytest.approx(40e-6))
+    assert book.total.calls == 2
+
+
+def test_a_price_is_needed_for_a_budget_in_dollars() -> None:
+    with pytest.raises(RewardError, match="--rm_price_input and --rm_price_output.*--rm_prices"):
+        Ledger(None, budget_usd=5.0, budget_tokens=None)
+    assert Ledger(None, budget_usd=None, budget_tokens=100).price is None
+
+
+def test_without_a_price_tokens_are_counted_and_dollars_are_not() -> None:
+    book = Ledger(None, budget_usd=None, budget_tokens=10_000)
+    asyncio.run(call(book, Usage(500, 50)))
+    assert book.total == Spent(1, Usage(500, 50), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("usd", "tokens", "flag"), [(0.005, None, "--rm_budget_usd"), (None, 900, "--rm_budget_tokens")]
+)
+def test_a_used_up_budget_stops_the_run_and_names_the_flag(
+    usd: float | None, tokens: int | None, flag: str
+) -> None:
+    book = ledger(usd, tokens)
+
+    async def spend() -> None:
+        for _ in range(100):
+            await call(book, Usage(100, 100))
+
+    with pytest.raises(Interrupted, match=f"is used up.*raise {flag} and resume") as caught:
+        asyncio.run(spend())
+    assert caught.value.exit_code == EXIT_RESUMABLE
+    assert book.total.calls >= 3
+
+
+def test_who_waits_goes_on_when_another_settles_lower() -> None:
+    need = REQUEST_OVERHEAD + estimate_tokens("x") + 100
+    book = ledger(tokens=need + 50)
+    order: list[str] = []
+
+    async def second() -> None:
+        held = await book.reserve(question())
+        order.append("second has it")
+        held.settle(Usage(10, 5), "ok")
+
+    async def both() -> None:
+        first = await book.reserve(question())
+        task = asyncio.create_task(second())
+        await asyncio.sleep(0.01)
+        order.append("first settles")
+        first.settle(Usage(10, 5), "ok")
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(both())
+    assert order == ["first settles", "second has it"]
+
+
+def test_who_waits_is_told_when_it_can_never_fit() -> None:
+    need = REQUEST_OVERHEAD + estimate_tokens("x") + 100
+    book = ledger(tokens=need + 10)
+
+    async def both() -> None:
+        first = await book.reserve(question())
+        task = asyncio.create_task(book.reserve(question()))
+        await asyncio.sleep(0)
+        first.settle(Usage(100, 50), "ok")
+        with pytest.raises(Interrupted):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(both())
+
+
+def test_a_cancelled_wait_leaves_nothing_held() -> None:
+    need = REQUEST_OVERHEAD + estimate_tokens("x") + 100
+    book = ledger(tokens=need + 50)
+
+    async def story() -> None:
+        first = await book.reserve(question())
+        waiting = [asyncio.create_task(book.reserve(question())) for _ in range(2)]
+        await asyncio.sleep(0)
+        first.cancel()
+        waiting[0].cancel()  # granted or not, it may not keep what it was given
+        held = await asyncio.wait_for(waiting[1], 5)
+        held.settle(Usage(1, 1), "ok")
+
+    asyncio.run(story())
+    assert book.reserved_tokens == 0
+    assert book.total.calls == 1
+
+
+def test_settling_twice_counts_once() -> None:
+    book = ledger()
+
+    async def twice() -> None:
+        held = await book.reserve(question())
+        held.settle(Usage(10, 1), "ok")
+        assert held.settle(Usage(10, 1), "ok") == 0
+        held.cancel()
+
+    asyncio.run(twice())
+    assert book.total.calls == 1
+
+
+def test_two_hundred_tasks_at_once_never_pass_the_budget() -> None:
+    book = ledger(usd=0.05)
+    rng = random.Random(1)
+    done, stopped, most = 0, 0, 0.0
+
+    async def one() -> None:
+        nonlocal done, stopped, most
+        try:
+            held = await book.reserve(question("word " * rng.randrange(200), rng.randrange(1, 99)))
+        except Interrupted:
+            stopped += 1
+            return
+        most = max(most, book.total.usd + book.reserved_usd)
+        await asyncio.sleep(rng.random() * 0.01)
+        read = rng.randrange(held.tokens // 2)
+        held.settle(Usage(read, rng.randrange(1, held.tokens - read) % 2), "ok")
+        done += 1
+
+    async def all_of_them() -> None:
+        await asyncio.wait_for(asyncio.gather(*(one() for _ in range(200))), 30)
+
+    asyncio.run(all_of_them())
+    assert done + stopped == 200
+    assert done > 30
+    assert most <= 0.05 + 1e-9
+    assert book.total.usd <= 0.05
+    assert book.reserved_usd == 0
+
+
+ACTIONS = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(1, 200), st.floats(0, 1), st.floats(0, 1)),
+    min_size=1, max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions=ACTIONS, budget=st.integers(100, 5000), width=st.integers(1, 8))
+def test_settled_and_held_stay_within_any_budget(
+    actions: list[tuple[int, int, float, float]], budget: int, width: int
+) -> None:
+    book = ledger(tokens=budget, usd=budget * 3e-6)
+    gate = asyncio.Semaphore(width)
+
+    async def one(words: int, most: int, read: float, written: float) -> None:
+        async with gate:
+            try:
+                held = await book.reserve(question("ab " * words, most))
+            except Interrupted:
+                return
+            check()
+            await asyncio.sleep(0)
+            held.settle(Usage(int((held.tokens - most) * read), int(most * written)), "ok")
+            check()
+
+    def check() -> None:
+        usage = book.total.usage
+        assert usage.input + usage.output + book.reserved_tokens <= budget
+        assert book.total.usd + book.reserved_usd <= budget * 3e-6 + 1e-8
+
+    async def run() -> None:
+        await asyncio.wait_for(asyncio.gather(*(one(*action) for action in actions)), 20)
+
+    asyncio.run(run())
+    assert book.reserved_tokens == 0
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_call_is_a_line_of_the_file_and_earlier_ones_follow(tmp_path: Path) -> None:
+    book, path = ledger(), tmp_path / "run" / "judge_ledger.jsonl"
+    asyncio.run(call(book, Usage(10, 1)))
+    book.attach(path)
+    asyncio.run(call(book, Usage(20, 2, 5), "http_429"))
+    first, second = lines(path)
+    assert (first["input"], second["input"]) == (10, 20)
+    assert second.items() >= {"provider": "openai", "model": "m", "outcome": "http_429"}.items()
+    assert set(second) == {
+        "time", "provider", "model", "outcome", "input", "output", "cached_input", "usd",
+        "latency_s",
+    }  # fmt: skip
+
+
+def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    before = ledger(tokens=2000)
+    before.attach(path)
+    asyncio.run(call(before, Usage(1000, 700)))
+    after = ledger(tokens=2000)
+    after.attach(path)
+    after.attach(path)
+    assert after.total == before.total
+    assert after.take() == Spent()
+    asyncio.run(call(after, Usage(200, 1)))
+    with pytest.raises(Interrupted):
+        asyncio.run(call(after, Usage(10, 1)))
+    assert len(lines(path)) == 2
+
+
+def test_a_torn_last_line_is_passed_over_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    before = ledger()
+    before.attach(path)
+    for _ in range(2):
+        asyncio.run(call(before, Usage(10, 1)))
+    path.write_bytes(path.read_bytes()[:-20])
+    for calls in (1, 2):
+        after = ledger()
+        after.attach(path)
+        assert after.total.calls == calls
+        asyncio.run(call(after, Usage(10, 1)))
+
+
+def test_no_text_of_a_request_or_a_reply_reaches_the_file(tmp_path: Path) -> None:
+    book, path = ledger(), tmp_path / "ledger.jsonl"
+    book.attach(path)
+
+    async def one() -> None:
+        held = await book.reserve(question("my private question"))
+        held.settle(Usage(1, 1), "ok", 0.1, "vote 2 " + "long reply " * 50)
+
+    asyncio.run(one())
+    assert "private" not in path.read_text(encoding="utf-8")
+    assert len(str(lines(path)[0]["note"])) <= 40
+
+
+def test_a_file_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(RewardError, match=r"ledger in .*file"):
+        ledger().attach(tmp_path / "file" / "ledger.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "true_tokens"),
+    [
+        # Counts of GPT-like byte-level vocabularies, at the higher end.
+        ("The quick brown fox jumps over the lazy dog.", 10),
+        ("def f(x):\n    return x ** 2\n", 14),
+        ("3.14159265358979", 16),
+        ("今天天气很好，我们去公园吧。", 20),
+        ("Привет, как дела?", 10),
+        ("🙂🙂🙂", 9),
+        ("\\frac{1}{2} + \\sqrt{3}", 16),
+        ("antidisestablishmentarianism", 7),
+        ("", 0),
+    ],
+)
+def test_the_estimate_is_an_upper_one_and_no_fantasy(text: str, true_tokens: int) -> None:
+    assert true_tokens <= estimate_tokens(text) <= 3 * true_tokens
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_estimates_hardly_depend_on_where_a_text_is_cut(first: str, second: str) -> None:
+    apart = estimate_tokens(first) + estimate_tokens(second)
+    assert abs(estimate_tokens(first + second) - apart) <= 2

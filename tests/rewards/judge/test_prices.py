@@ -1,0 +1,166 @@
+"""Prices come from the settings, the user's file or the bundled list, and say from where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import RewardError
+from ppo_cli.rewards.judge.exchange import Usage
+from ppo_cli.rewards.judge.prices import (
+    BUNDLED,
+    PROVIDERS,
+    Price,
+    find_price,
+    is_local,
+    load_prices,
+)
+
+
+def api(model: str | None = "gpt-4o-mini", kind: str = "openai", **settings: object) -> ApiReward:
+    return ApiReward.model_validate({"type": kind, "model": model, **settings})
+
+
+def test_the_cost_of_a_call_counts_cached_input_at_its_own_price() -> None:
+    price = Price(1.0, 10.0, 0.1, "test")
+    usage = Usage(input=1_000_000, output=100_000, cached_input=400_000)
+    assert price.cost(usage) == pytest.approx(0.6 + 0.04 + 1.0)
+
+
+def test_cached_input_without_a_price_costs_as_much_as_any() -> None:
+    assert Price(1.0, 0.0, None, "test").cost(Usage(1_000_000, 0, 900_000)) == pytest.approx(1.0)
+
+
+def test_more_cached_than_read_is_not_a_discount() -> None:
+    assert Price(1.0, 0.0, 0.5, "test").cost(Usage(100, 0, 10_000)) == pytest.approx(50e-6)
+
+
+def test_the_bundled_list_is_well_formed_and_dated() -> None:
+    table = load_prices(BUNDLED)
+    assert set(table) == set(PROVIDERS)
+    prices = [price for models in table.values() for price in models.values()]
+    assert len(prices) > 40
+    for price in prices:
+        assert 0 <= (price.cached_input or 0) <= price.input <= 50
+        assert "2026-" in price.source
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "expected"),
+    [
+        ("openai", "gpt-4o-mini", (0.15, 0.6)),
+        ("openai", "gpt-4o-mini-2024-07-18", (0.15, 0.6)),
+        ("openai", "gpt-4o-2024-05-13", (5.0, 15.0)),
+        ("openai", "openai/gpt-4o-mini", (0.15, 0.6)),
+        ("openai", "ft:gpt-4o-mini-2024-07-18:mine::x", (0.3, 1.2)),
+        ("claude", "claude-haiku-4-5-20251001", (1.0, 5.0)),
+        ("claude", "claude-opus-4-8", (5.0, 25.0)),
+        ("gemini", "models/gemini-2.5-flash-lite", (0.1, 0.4)),
+        ("dashscope", "qwen-plus", (0.4, 1.2)),
+        ("dashscope", "qwen-plus-latest", (0.4, 1.2)),
+    ],
+)
+def test_a_model_is_found_under_its_usual_spellings(
+    kind: str, model: str, expected: tuple[float, float]
+) -> None:
+    price = find_price(api(model, kind))
+    assert price is not None
+    assert (price.input, price.output) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        ("openai", "gpt-4o-audio-preview"), ("openai", "gpt-5.9"), ("openai", "llama-3"),
+        ("claude", "gpt-4o-mini"), ("dashscope", "qwen-max"), ("openai", None),
+    ],
+)  # fmt: skip
+def test_an_unknown_model_has_no_price(kind: str, model: str | None) -> None:
+    assert find_price(api(model, kind)) is None
+
+
+def test_the_settings_win() -> None:
+    price = find_price(api(price_input=1.0, price_output=2.0))
+    assert price == Price(1.0, 2.0, None, "the settings")
+
+
+@pytest.mark.parametrize(("given", "missing"), [("input", "output"), ("output", "input")])
+def test_half_a_price_is_refused(given: str, missing: str) -> None:
+    with pytest.raises(RewardError, match=f"--rm_price_{given} .* --rm_price_{missing}"):
+        find_price(api(**{f"price_{given}": 1.0}))
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "prices.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_a_file_of_the_users_wins_over_the_bundled_list(tmp_path: Path) -> None:
+    own = write(tmp_path, "prices:\n  openai:\n    gpt-4o-mini: {input: 9, output: 9}\n")
+    price = find_price(api(prices=own))
+    assert price is not None
+    assert (price.input, price.source) == (9.0, own)
+    other = find_price(api("gpt-4o", prices=own))
+    assert other is not None
+    assert other.input == 2.5
+
+
+def test_the_most_specific_pattern_wins(tmp_path: Path) -> None:
+    own = write(
+        tmp_path,
+        "prices:\n  openai:\n    '*': {input: 1, output: 1}\n    my-*: {input: 2, output: 2}\n"
+        "    my-judge-?: {input: 3, output: 3}\n    my-judge-7: {input: 4, output: 4}\n",
+    )
+    found = [
+        find_price(api(name, prices=own)) for name in ("x", "my-x", "my-judge-8", "my-judge-7")
+    ]
+    assert [price.input for price in found if price] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prices: {opnai: {}}", "unknown key 'opnai'. Did you mean 'openai'"),
+        ("price: {}", "unknown key 'price'. Did you mean 'prices'"),
+        ("checked: 2026-01-01", "no `prices:`"),
+        ("[]", "no `prices:`"),
+        ("prices: {openai: 3}", "prices.openai must map"),
+        ("prices: {openai: {m: 3}}", "prices.openai.m must look like"),
+        ("prices: {openai: {m: {inputs: 1, output: 2}}}", "Did you mean 'input'"),
+        ("prices: {openai: {m: {input: 1}}}", "needs both"),
+        ("prices: {openai: {m: {input: -1, output: 2}}}", "prices.openai.m.input is -1"),
+        ("prices: {openai: {m: {input: free, output: 2}}}", "is 'free'"),
+        ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
+        ("prices: {openai: {m: {input: true, output: 2}}}", "is True"),
+        ("prices: {openai: [", "is not YAML at line 1"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, text: str, message: str) -> None:
+    own = write(tmp_path, text)
+    with pytest.raises(RewardError) as caught:
+        find_price(api("m", prices=own))
+    assert message in str(caught.value)
+    assert own in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"nowhere\.yaml \(--rm_prices\): No such file"):
+        find_price(api(prices=str(tmp_path / "nowhere.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://localhost:8000/v1", True), ("http://127.0.0.1:8000", True),
+        ("http://127.8.9.1/v1", True), ("http://[::1]:8000/v1", True), ("localhost:8000", True),
+        ("https://api.example.org/v1", False), ("http://10.0.0.1", False),
+        ("http://localhost.example.org", False), ("http://127.0.0.1.example.org", False),
+    ],
+)  # fmt: skip
+def test_local_endpoints(url: str, local: bool) -> None:
+    assert is_local(url) is local
+    price = find_price(api("my-llama", base_url=url))
+    assert (price is not None and price.cost(Usage(10**6, 10**6)) == 0) is local
