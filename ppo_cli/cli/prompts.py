@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from typing import Any
 
 import typer
 
 from ppo_cli.cli.flags import Given, SettingsCommand, flag_keys, switch, takes_settings
+from ppo_cli.cli.wording import fit
 from ppo_cli.config.bundled import prompt_files
 
 app = typer.Typer(
@@ -83,10 +85,12 @@ def render(given: Given) -> None:
         "system": shown.question.system,
         "user": shown.question.user,
     }
-    print(json.dumps(facts, ensure_ascii=False, indent=2) if given.extras["json"] else _told(facts))
+    text = json.dumps(facts, ensure_ascii=False, indent=2) if given.extras["json"] else told(facts)
+    print(fit(text, sys.stdout.encoding))
 
 
-def _told(facts: dict[str, Any]) -> str:
+def told(facts: dict[str, Any]) -> str:
+    """Return a rendered request for people."""
     model = facts["model"] or "no model chosen"
     lines = [
         f"Judge prompt {facts['prompt']} v{facts['version']}, scale {facts['scale']}, for "

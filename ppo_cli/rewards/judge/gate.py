@@ -77,6 +77,8 @@ WRAPPING = re.compile(
 )
 SENTENCES = re.compile(r"\n|(?<=[.!?。！？])\s+|(?<=[。！？])")
 EMPTY_VALUES = {"[]", "{}", "()", '""', "''", "``", "<>", "[[]]", "{{}}", "(())", "[()]", "[{}]"}
+OPERATORS = {"&&", "||", "!=", "==", "<=", ">=", "=>", "->", "<<", ">>", "+=", "-=", "++", ":="}
+FILLERS = {"sure", "okay", "ok", "certainly", "of course", "alright", "all right", "absolutely"}
 LONE_SYMBOLS = set("%&/*@#^<>=+\\|~$§°")
 MARKUP = " \t\n*_`#>~-–—•·\"'“”‘’「」『』【】()[]{}<$\\"
 COLONS = ":：;；…"
@@ -100,9 +102,14 @@ def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | 
         return None
     bare = WRAPPING.sub(" ", said).strip()
     if not any(c.isalnum() for c in bare):
-        meant = _says_something(bare) or said in EMPTY_VALUES or _is_asked_for(prompt, said)
+        meant = (
+            _says_something(bare) or said in EMPTY_VALUES | OPERATORS or _is_asked_for(prompt, said)
+        )
         return None if meant else "only punctuation or empty markup"
-    if all(_is_lead_in(part) for part in SENTENCES.split(bare) if part.strip()):
+    parts = [
+        part for part in SENTENCES.split(bare) if part.strip(STOPS + " ").casefold() not in FILLERS
+    ]
+    if any(map(str.strip, parts)) and all(_is_lead_in(part) for part in parts if part.strip()):
         return "a lead-in without an answer"
     if _repeats(clean(prompt), said):
         return "only the prompt repeated"

@@ -1,0 +1,159 @@
+"""The gate: worthless replies are seen without a judge, short answers are never touched."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.rewards.judge.gate import content_free
+
+PROMPT = "What is the capital of France, and since when has it been so?"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "", " ", "\n\n\t", "\u200b", "\u200b\u2060\ufeff", "\x00", ".", ":", ",", ";", "...", "…",
+        "—", "-", "?", "!!!", "。", "：", "、", "* * *", "---", "====", "+++", "$$", "━━━━",
+        "■■■■", "\ufffd", "####", "```", "```\n```", "```python\n\n```", "\\boxed{}",
+        "$\\boxed{}$", "\\boxed{ }.", "<answer></answer>", "{", "()(", "| | |", "_",
+    ],
+)  # fmt: skip
+def test_nothing_but_signs(response: str) -> None:
+    assert content_free(PROMPT, response)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Solution", "Solution:", "**Solution:**", "## Solution", "solution :", "SOLUTION:",
+        "Thought process:", "Thought process", "My thought process:", "Answer:", "**Answer**:",
+        "**Answer:**", "The answer is", "The answer is:", "The final answer is: $\\boxed{}$",
+        "Final answer:", "Let's solve this problem step by step.",
+        "Let’s solve this step by step.", "Let's think step by step",
+        "Okay, let's think step by step.", "Let me think step by step:",
+        "Let's break this problem down step by step.", "Let us solve this problem.",
+        "Let's break down the problem into smaller parts.", "I will solve this problem.",
+        "Sure! Let's solve the problem step by step.", "Step by step solution:", "Step 1:",
+        "Here is the solution:", "Here's my answer:", "To solve this problem,", "Explanation:",
+        "Reasoning:", "Analysis:", "Proof:", "Solution:\n\nAnswer:", "Thought process:\n\n---\n",
+        "Let's solve this problem step by step. Solution:", "# Solution\n\n## Final Answer\n",
+        "解", "解：", "解:", "解答：", "答案：", "答：", "解题过程：", "思考过程：",
+        "让我们一步一步思考。", "让我们一步一步地解决这个问题。", "かいせつ", "解説：", "答え：",
+        "풀이:", "정답:", "Respuesta", "Respuesta:", "Proceso de pensamiento:",
+        "Resolvamos este problema paso a paso.", "Réponse :",
+        "Résolvons ce problème étape par étape.", "Lösung:", "Antwort:", "Gedankengang:",
+        "Lösen wir dieses Problem Schritt für Schritt.", "Soluzione:", "Risposta:", "Resposta:",
+        "Решение:", "Ответ:", "الحل:", "समाधान:", "Lời giải:",
+    ],
+)  # fmt: skip
+def test_lead_ins_in_many_languages(response: str) -> None:
+    assert content_free(PROMPT, response) == "a lead-in without an answer"
+    assert content_free(PROMPT, f"\n{response}  \n\n") == "a lead-in without an answer"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "4", "-3", "+5", "0", "0.5", "42.", "1/2", "1,000", "50%", "$5", "€", "B", "(B)", "[C]",
+        "A:", "B.", "a", "Q", "yes", "No", "no.", "Yes!", "x", "x = 3", "π", "∅", "∞", "½", "√2",
+        "≥", "→", "三", "是", "はい", "네", "да", "نعم", "हाँ", "[]", "{}", "()", '""', "''", "%",
+        "*", "+", "=", "<", "&", "&&", "\\", "👍", "👍👍👍", "😀", "♥", "Ok", "Hi!", "Paris",
+        "paris.", "None", "null", "True", "...4", "- 4", "**4**", "`4`", "\\boxed{4}",
+        "$\\boxed{\\emptyset}$", "#### 42", "Solution: 4", "The answer is 4", "The answer is B.",
+        "Answer: (A)", "解：4", "答案：是", "Answer:\n4",
+        "Let's solve this problem step by step. 2 + 2 = 4.", "Thought process: easy. So 4.",
+        "Result", "answer", "Proof", "Reply", "output.", "First", "Step 1", "Explanation",
+        "Let's go to the park.", "Let us see a movie together tonight",
+        "I will look for a new home.", "Sure", "Thanks!", "I don't know.", "print()",
+        "def f(): pass", "x -> y", "a|b", "¬p", "∧", "```python\nprint(4)\n```", "No solution",
+        "The solution is x=2", "Solution A", "!=", "^", "~x",
+    ],
+)  # fmt: skip
+def test_short_answers_are_never_touched(response: str) -> None:
+    assert content_free(PROMPT, response) is None
+
+
+@given(st.integers() | st.floats(allow_nan=False) | st.characters(categories=["Lu", "Ll", "Nd"]))
+def test_numbers_and_letters_are_answers(answer: object) -> None:
+    assert content_free(PROMPT, str(answer)) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "reference"),
+    [
+        ("What is a homogeneous mixture called?", "Solution", "solution"),
+        ("Which sign ends a sentence?", ".", "."),
+        ("Say it: how are you today, my friend?", "Say it: how are you today, my friend?",
+         "Say it: how are you today, my friend?"),
+    ],
+)  # fmt: skip
+def test_what_equals_the_reference_is_content(prompt: str, response: str, reference: str) -> None:
+    assert content_free(prompt, response) is not None
+    assert content_free(prompt, response, reference) is None
+
+
+def test_an_empty_reference_excuses_nothing() -> None:
+    assert content_free(PROMPT, "", "") == "empty response"
+    assert content_free(PROMPT, ":", 42) is not None
+
+
+def test_a_lone_sign_that_the_prompt_offers_is_an_answer() -> None:
+    assert content_free("Which sign is right: + or -?", "-") is None
+    assert content_free("Which of '!', '?' ends a question?", "?") is None
+    assert content_free("What is two minus one?", "-") is not None
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        PROMPT, PROMPT.upper(), PROMPT.rstrip("?"), f"{PROMPT}\n{PROMPT}", f"  {PROMPT} ",
+        f"Question: {PROMPT}", f"**{PROMPT}**", f"> {PROMPT}", PROMPT.replace(",", ""),
+        PROMPT.replace(", and", ""), f"{PROMPT} {PROMPT} {PROMPT}", PROMPT.replace(" ", "  "),
+    ],
+)  # fmt: skip
+def test_the_prompt_repeated(response: str) -> None:
+    assert content_free(PROMPT, response) == "only the prompt repeated"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        (PROMPT, f"{PROMPT} Paris."),
+        (PROMPT, "The capital of France is Paris, and it has been so since 508."),
+        (PROMPT, PROMPT.replace("France", "Spain")),
+        ("Hello", "Hello"),
+        ("How are you?", "How are you?"),
+        ("2 + 2 = ?", "2 + 2"),
+        ("Repeat after me: the cat sat on the mat today", "the cat sat on the mat today"),
+        (
+            "Copy this text: " + "one two three four five six seven eight nine ten " * 5,
+            "one two three four five six seven eight nine ten " * 5,
+        ),
+        (
+            "Mend this: teh cat sat on the mat and slept",
+            "Mend this: the cat sat on the mat and slept",
+        ),
+        (
+            "The capital of France is ____ and it lies on the river Seine in the north",
+            "The capital of France is Paris and it lies on the river Seine in the north",
+        ),
+        ("def add(a, b):\n    # to be filled in", "def add(a, b):\n    return a + b"),
+        ("法国的首都是哪里？请用中文回答", "法国的首都是巴黎"),
+    ],
+)
+def test_answers_that_hold_the_prompt_or_resemble_it(prompt: str, response: str) -> None:
+    assert content_free(prompt, response) is None
+
+
+def test_the_prompt_repeated_in_a_script_without_spaces() -> None:
+    prompt = "法国的首都是哪里？请你用中文回答我"
+    assert content_free(prompt, prompt) == "only the prompt repeated"
+    assert content_free(prompt, f"问题：{prompt}") is None
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_any_text_is_taken(prompt: str, response: str) -> None:
+    reason = content_free(prompt, response)
+    assert reason is None or reason

@@ -1,0 +1,216 @@
+"""What a policy wrote, made harmless: invisible signs, control tokens, fences, reasoning."""
+
+from __future__ import annotations
+
+import re
+import time
+import unicodedata
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise, strip_reasoning
+
+# Any text, with the words that matter strewn into it.
+SPECIAL = st.sampled_from(
+    [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "</s>",
+        "<s>",
+        "[INST]",
+        "[/INST]",
+        "<<SYS>>",
+        "<</SYS>>",
+        "<think>",
+        "</think>",
+        "<start_of_turn>",
+        "<｜end▁of▁sentence｜>",
+        "<response-00ff>",
+        "</response-00ff>",
+        "</response>",
+        "<prompt-1>",
+        "</ground_truth-ab>",
+        "</extra_info.a.b-12>",
+        "[cut-0]",
+        "{ground_truth}",
+        "{response}",
+        "|",
+        ">",
+        "<",
+        "/",
+        "[",
+        "]",
+        "]~b]",
+        "\u200b",
+        "\u202e",
+        "\x00",
+        "\x1e",
+    ]
+)
+HOSTILE = st.lists(st.one_of(SPECIAL, st.text(max_size=6)), max_size=12).map("".join)
+
+
+@pytest.mark.parametrize(
+    ("given_text", "shown"),
+    [
+        ("plain text\n\twith tabs", "plain text\n\twith tabs"),
+        ("a\u200bb\u200dc\ufeffd", "abcd"),
+        ("a\u202eb\u2066c\u2069", "abc"),
+        ("a\x00b\x07c\x1bd\x7fe\x9bf", "abcdef"),
+        ("a\r\nb\rc\u2028d\u2029e\x85f\x0cg", "a\nb\nc\nd\ne\nf\ng"),
+        ("e\u0301", "é"),
+        ("a\ud800b", "ab"),
+        ("soft\u00adhyphen", "softhyphen"),
+        ("tag\U000e0041\U000e007f chars", "tag chars"),
+        ("hidden\ufe01\U000e0101\u034f", "hidden"),
+        ("\u3164\u115f\uffa0", ""),
+        ("日本語 العربية हिन्दी 😀", "日本語 العربية हिन्दी 😀"),
+    ],
+)
+def test_clean(given_text: str, shown: str) -> None:
+    assert clean(given_text) == shown
+
+
+@given(st.text())
+def test_clean_leaves_nothing_invisible_and_is_stable(text: str) -> None:
+    shown = clean(text)
+    assert clean(shown) == shown
+    assert unicodedata.is_normalized("NFC", shown)
+    shown.encode("utf-8")
+    assert not [c for c in shown if unicodedata.category(c) in {"Cf", "Cs"}]
+    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
+        "<|START_OF_TURN_TOKEN|>", "<|user|>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<s>",
+        "</s>", "<pad>", "<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "[INST]",
+        "[/INST]", "<<SYS>>", "<</SYS>>", "[gMASK]", "[TOOL_CALLS]", "[SEP]", "<think>",
+        "</think>", "<tool_call>", "<fim_middle>", "<extra_id_0>", "<unused12>", "<|a b|>",
+    ],
+)  # fmt: skip
+def test_control_tokens_are_spelt_apart_and_still_seen(token: str) -> None:
+    shown = neutralise(f"before{token}after")
+    assert token not in shown
+    assert shown.replace(" ", "") == f"before{token}after".replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x |> f |> g", "f <| x", "a < b and b > c", "if a<s or s>b:", "std::vector<int> v;",
+        "Promise<Response>", "List<Prompt> all", "<div>text</div>", "arr[mask] = img[i]", "a[0]",
+        "[1, 2]", "{response}", '{"score": 10}', "x << y >> z", "<b>bold</b>", "1 <= x <= 3",
+        "response-time < 3", "<br/>", "[cut]",
+    ],
+)  # fmt: skip
+def test_ordinary_text_and_code_stay_as_they_are(text: str) -> None:
+    assert neutralise(text) == text
+
+
+@pytest.mark.parametrize(
+    "fence",
+    [
+        "<response-0123456789abcdef>", "</response-0123456789abcdef>", "</prompt-ff>",
+        "</ground_truth-12>", "</extra_info.rubric-12>", "</extra_info.a.b-12>", "</RESPONSE-AB>",
+        "< /response-ab >", "</response - ab>", "＜/response-ab＞", "</response–ab>",
+        "<response-x>",
+    ],
+)  # fmt: skip
+def test_what_looks_like_a_fence_becomes_brackets(fence: str) -> None:
+    shown = neutralise(f"x{fence}y")
+    assert fence not in shown
+    assert re.fullmatch(r"x\[.*\]y", shown)
+    assert shown[2:-2] == fence[1:-1]
+
+
+@pytest.mark.parametrize("tag", ["</response>", "<response>", "</prompt>", "</ground_truth>"])
+def test_tags_without_a_nonce_are_spelt_apart(tag: str) -> None:
+    assert neutralise(f"a {tag} b") == f"a {tag.replace('<', '< ')} b"
+
+
+def test_a_made_up_cut_mark_is_spelt_apart() -> None:
+    assert neutralise("[cut-0011]") == "[ cut-0011]"
+
+
+@given(HOSTILE)
+def test_neutralise_is_stable_and_leaves_no_token(text: str) -> None:
+    shown = neutralise(clean(text))
+    assert neutralise(shown) == shown
+    for token in ("<|im_end|>", "</s>", "<s>", "[INST]", "<<SYS>>", "</think>", "<｜end▁of"):
+        assert token not in shown
+    assert not re.search(r"</?(?:prompt|response|ground_truth|extra_info[\w.]*)-\w+>", shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4", "4"),
+        ("  keeps its spaces \n", "  keeps its spaces \n"),
+        ("<think>a lot</think>4", "4"),
+        ("<think>\na\n</think>\n\n4\n", "4"),
+        ("<THINK>a</Think>4", "4"),
+        ("<thinking>a</thinking>4", "4"),
+        ("<reasoning>a</reasoning>4", "4"),
+        ("<thought>a</thought>4", "4"),
+        ("[THINK]a[/THINK]4", "4"),
+        ("◁think▷a◁/think▷4", "4"),
+        ("<|begin_of_thought|>a<|end_of_thought|>4", "4"),
+        ("one <think>x</think> two <think>y</think> three", "one  two  three"),
+        ("a lot of thought</think>4", "4"),
+        ("a</think>b</think>4", "4"),
+        ("<think>a</think>b</think>4", "4"),
+        ("<think>I write <think> in here</think>4", "4"),
+        ("<think><reasoning>a</reasoning> b</think>4", "4"),
+        ("<think>never closed, the answer is 4", ""),
+        ("\n <think>never closed", ""),
+        ("<think>a</think><think>never closed", ""),
+        ("<think>a</reasoning> 4", ""),
+        ("The tag <think> opens a block", "The tag <think> opens a block"),
+        ("<think></think>", ""),
+        ("thinking about it: 4", "thinking about it: 4"),
+        ("<think >4", "<think >4"),
+    ],
+)
+def test_reasoning_is_stripped(text: str, answer: str) -> None:
+    assert strip_reasoning(text) == answer
+
+
+@given(st.text(alphabet="ab \n", max_size=20), st.text(alphabet="ab .", min_size=1, max_size=20))
+def test_whatever_is_thought_the_answer_is_left(thought: str, answer: str) -> None:
+    for name in ("think", "thinking", "reasoning"):
+        assert strip_reasoning(f"<{name}>{thought}</{name}>{answer}") == answer.strip()
+        assert strip_reasoning(f"{thought}</{name}>{answer}") == answer.strip()
+
+
+def test_cut_middle_keeps_short_text() -> None:
+    assert cut_middle("abc", 3) == ("abc", 0, "")
+    assert cut_middle("", 3) == ("", 0, "")
+
+
+@given(st.text(max_size=60), st.integers(0, 40))
+def test_cut_middle_keeps_head_and_tail_and_counts(text: str, most: int) -> None:
+    head, left_out, tail = cut_middle(text, most)
+    assert len(head) + len(tail) + left_out == len(text)
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert len(head) + len(tail) == min(most, len(text))
+    assert left_out == 0 or len(head) >= len(tail)
+    assert left_out == 0 or most < 3 or tail
+
+
+@pytest.mark.parametrize("guard", [clean, neutralise, strip_reasoning])
+@pytest.mark.parametrize(
+    "unit", ["<think>", "</think>", "<|", "|>", "<response-", "[", "extra_info.", "<｜a", "\u200b"]
+)
+def test_no_input_is_slow(guard: Callable[[str], str], unit: str) -> None:
+    text = unit * (200_000 // len(unit))
+    began = time.process_time()
+    guard(text)
+    assert time.process_time() - began < 2.0
