@@ -111,10 +111,10 @@ MISTAKES = {
     ),
     "one price": Mistake(f"{JUDGE} --rm_price_input 1", "--rm_price_input", "--rm_price_output"),
     "budget without price": Mistake(
-        f"{JUDGE} --rm_model of-nobody --rm_budget_usd 3", "of-nobody", "--rm_price_input", KEY
+        f"{JUDGE} --rm_model of-nobody --rm_budget_usd 3", "budget of .3", "--rm_price_input", KEY
     ),
     "file of prices": Mistake(
-        f"{JUDGE} --rm_prices no.yaml --rm_budget_usd 3", "no.yaml", "no such|there is no", KEY
+        f"{JUDGE} --rm_prices no.yaml", "price file no.yaml", "--rm_prices.*No such file", KEY
     ),
     "failure rate": Mistake(f"{JUDGE} --rm_max_failure_rate 20", "20", "at most 1", KEY),
     "judge's variable": Mistake(
