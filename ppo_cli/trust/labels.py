@@ -55,13 +55,21 @@ def read_labels(found: AnsweredSet, column: str, positive: str | None = None) ->
 
 
 def _check_kind(rows: Sequence[Answered], values: Sequence[Any], column: str) -> None:
-    problems = [
-        RowProblem(row.place, column, f"is {name_type(value)}, not a number, true, false or a word")
-        for row, value in zip(rows, values, strict=True)
-        if not isinstance(value, bool | int | float | str)
-        or (isinstance(value, float) and not math.isfinite(value))
-    ]
-    raise_problems(problems)
+    raise_problems(
+        [
+            RowProblem(row.place, column, said)
+            for row, value in zip(rows, values, strict=True)
+            if (said := _unfit(value))
+        ]
+    )
+
+
+def _unfit(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "is NaN or infinite"
+    if isinstance(value, bool | int | float | str):
+        return ""
+    return f"is {name_type(value)}, not a number, true, false or a word"
 
 
 def _numbers(rows: tuple[Answered, ...], values: Sequence[Any], notes: tuple[str, ...]) -> Labelled:

@@ -185,5 +185,6 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             os.fsync(file.fileno())
         os.replace(fresh, path)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""Rewards with behaviour to order, and rows to score."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.base import Reward
+
+
+class Scripted(Reward):
+    """Answers each rollout by a function; what that raises, the future raises."""
+
+    name = "scripted"
+
+    def __init__(self, score: Callable[[Rollout], Score | None]) -> None:
+        self.asked: list[str] = []
+        self.settled = 0
+        self._score = score
+
+    def submit(self, rollout: Rollout) -> Future[Score]:
+        """Answer at once; None leaves the future open."""
+        self.asked.append(rollout.text)
+        future: Future[Score] = Future()
+        try:
+            answer = self._score(rollout)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            if answer is not None:
+                future.set_result(answer)
+        return future
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to try out."""
+
+    def begin_step(self, step: int) -> None:
+        """Nothing to begin."""
+
+    def settle(self) -> None:
+        """Count."""
+        self.settled += 1
+
+    def attach(self, folder: Path) -> None:
+        """Nothing to keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to remember."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing was kept."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def write_rows(path: Path, *rows: Mapping[str, Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return str(path)

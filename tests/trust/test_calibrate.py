@@ -1,0 +1,192 @@
+"""Calibration: known agreement comes out as known, and what is not defined says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.errors import Interrupted
+from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.base import Reward
+from ppo_cli.tracker import SilentScreen
+from ppo_cli.trust.calibrate import calibrate, per_thousand
+from ppo_cli.trust.labels import Labelled, read_labels
+from ppo_cli.trust.rows import read_answered
+from ppo_cli.trust.score import Scoring
+from tests.trust.scripted import Scripted, write_rows
+
+Row = dict[str, Any]
+
+
+def labelled(tmp_path: Path, rows: list[Row]) -> Labelled:
+    whole = [{"prompt": f"question {i}"} | row for i, row in enumerate(rows)]
+    return read_labels(read_answered(write_rows(tmp_path / "a.jsonl", *whole)), "label")
+
+
+def run(reward: Reward, found: Labelled, repeat: int = 0) -> dict[str, Any]:
+    result = calibrate(reward, found, repeat=repeat, votes=1, screen=SilentScreen())
+    json.dumps(result, allow_nan=False)
+    return result
+
+
+def said(rollout: Rollout) -> Score:
+    return Score(float(rollout.text.split()[0]))
+
+
+def values(result: dict[str, Any], group: str) -> dict[str, Any]:
+    return {name: facts["value"] for name, facts in result[group].items()}
+
+
+def test_a_perfect_judge(tmp_path: Path) -> None:
+    rows = [{"response": f"{i % 2} {'x' * (i // 2)}", "label": bool(i % 2)} for i in range(20)]
+    result = run(Scripted(said), labelled(tmp_path, rows))
+    assert values(result, "agreement") == pytest.approx(
+        {
+            "accuracy at the best threshold, 0.5": 1.0, "accuracy at 0.5": 1.0, "AUC": 1.0,
+            "Spearman": 1.0, "Pearson": 1.0,
+        }
+    )  # fmt: skip
+    assert result["agreement"]["AUC"]["low"] == pytest.approx(1.0)
+    assert result["bias"]["length"]["value"] == pytest.approx(0.0, abs=1e-9)
+    assert "AUC 1.00 [1.00, 1.00]: tells good from bad answers well." in result["advice"]
+
+
+def test_a_judge_that_throws_dice(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = [{"response": f"{random.random():.6f}", "label": i % 2} for i in range(200)]
+    result = run(Scripted(said), labelled(tmp_path, rows))
+    auc = result["agreement"]["AUC"]
+    assert auc["low"] < 0.5 < auc["high"]
+    assert any("not told apart from chance" in line for line in result["advice"])
+
+
+def test_a_judge_that_pays_for_length(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = [
+        {"response": "x" * int(random.integers(1, 80)), "label": int(random.integers(2))}
+        for _ in range(100)
+    ]
+    result = run(Scripted(lambda r: Score(len(r.text) / 80)), labelled(tmp_path, rows))
+    assert result["bias"]["length, labels held equal"]["value"] > 0.95
+    assert any("longer answers score higher for their length" in x for x in result["advice"])
+
+
+def test_a_judge_that_likes_what_comes_first(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"p{i // 2}", "response": f"{(1 - i % 2) * 0.5 + i / 1000}", "label": i // 2 % 2}
+        for i in range(40)
+    ]
+    result = run(Scripted(said), labelled(tmp_path, rows))
+    assert result["bias"]["position among answers to one prompt"]["value"] < -0.8
+    assert "position in the file" not in result["bias"]
+    assert any("always in one place" in line for line in result["advice"])
+
+
+def test_a_file_sorted_by_quality(tmp_path: Path) -> None:
+    rows = [{"response": str(i / 20), "label": int(i > 9)} for i in range(20)]
+    result = run(Scripted(said), labelled(tmp_path, rows))
+    assert result["bias"]["position in the file"]["value"] == pytest.approx(1.0)
+    assert any("sorted by quality" in line for line in result["advice"])
+
+
+def test_a_judge_of_another_scale(tmp_path: Path) -> None:
+    rows = [{"response": f"{0.7 + 0.2 * (i % 2)}", "label": i % 2} for i in range(20)]
+    result = run(Scripted(said), labelled(tmp_path, rows))
+    assert result["agreement"]["accuracy at 0.5"]["value"] == 0.5
+    assert result["agreement"]["accuracy at the best threshold, 0.8"]["value"] == 1.0
+    assert any("too kind or too harsh" in line for line in result["advice"])
+
+
+@pytest.mark.parametrize(
+    ("score", "label", "group", "name", "why"),
+    [
+        (lambda i: i / 20, lambda i: 1, "agreement", "AUC", "labels of two classes are needed"),
+        (lambda i: 0.5, lambda i: i % 2, "agreement", "Spearman", "every score is the same"),
+        (lambda i: 0.5, lambda i: i % 2, "bias", "length", "every score is the same"),
+        (lambda i: i % 2, lambda i: i, "agreement", "accuracy at 0.5", "two classes are needed"),
+        (lambda i: i / 100 + 1, lambda i: i % 2, "bias", "length", ""),
+    ],
+)
+def test_what_is_not_defined_says_why(
+    tmp_path: Path,
+    score: Callable[[int], float],
+    label: Callable[[int], Any],
+    group: str,
+    name: str,
+    why: str,
+) -> None:
+    rows = [{"response": f"{score(i)} {'x' * (i % 7)}", "label": label(i)} for i in range(20)]
+    facts = run(Scripted(said), labelled(tmp_path, rows))[group][name]
+    assert (facts["value"] is None) == bool(why)
+    assert why in facts["why"]
+
+
+def test_few_rows(tmp_path: Path) -> None:
+    rows = [{"response": str(i), "label": i % 2} for i in range(9)]
+    result = run(Scripted(said), labelled(tmp_path, rows))
+    assert result["agreement"]["AUC"]["why"] == "9 rows with a score; at least 10 are needed"
+
+
+def test_failed_rows_are_left_out(tmp_path: Path) -> None:
+    def some(rollout: Rollout) -> Score:
+        return Score.failed("timeout: slow") if rollout.text.endswith("!") else said(rollout)
+
+    rows = [{"response": f"{i % 2}{' !' if i > 14 else ''}", "label": i % 2} for i in range(20)]
+    result = run(Scripted(some), labelled(tmp_path, rows))
+    assert (result["scored"], result["failed"]) == (15, {"timeout": 5})
+    assert result["agreement"]["AUC"]["value"] == 1.0
+    assert result["advice"][0].startswith("25% of the rows got no score")
+
+
+class Fickle(Scripted):
+    """Says one thing once, and two things when asked again past the cache."""
+
+    def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        future.set_result([Score(0.2), Score(0.6), Score.failed("timeout")][:votes])
+        return future
+
+
+def test_repeated_verdicts_go_past_the_cache(tmp_path: Path) -> None:
+    rows = [{"response": str(i % 2), "label": i % 2} for i in range(60)]
+    result = run(Fickle(said), labelled(tmp_path, rows), repeat=3)
+    repeated = result["repeated"]
+    assert (repeated["rows"], repeated["verdicts"], repeated["same"]) == (50, 3, 0.0)
+    assert repeated["mean_gap"] == pytest.approx(0.4)
+    assert any("--rm_votes 3" in line for line in result["advice"])
+
+
+def test_rules_are_asked_again(tmp_path: Path) -> None:
+    rows = [{"response": str(i % 2), "label": i % 2} for i in range(12)]
+    reward = Scripted(said)
+    result = run(reward, labelled(tmp_path, rows), repeat=3)
+    assert result["repeated"]["same"] == 1.0
+    assert len(reward.asked) == 12 + 36
+    assert reward.settled == 2
+
+
+def test_a_stop_is_reported(tmp_path: Path) -> None:
+    def broke(rollout: Rollout) -> Score:
+        if rollout.text.startswith("1"):
+            raise Interrupted("The budget is used up.")
+        return said(rollout)
+
+    rows = [{"response": str(i % 2), "label": i % 2} for i in range(20)]
+    result = run(Scripted(broke), labelled(tmp_path, rows), repeat=3)
+    assert result["stopped"] == "The budget is used up."
+    assert result["repeated"] is None
+    assert result["failed"] == {"not asked": 10}
+
+
+def test_cost_of_a_thousand_leaves_the_cache_out() -> None:
+    fresh, cached = Score(1.0), Score(1.0, info={"cached": True})
+    metrics = {"judge/cost_usd": 0.5, "judge/tokens_in": 100.0}
+    told = per_thousand(Scoring((fresh, fresh, cached, Score.failed("x")), 4.0, metrics))
+    assert told == {"seconds": 2000.0, "cost_usd": 250.0, "tokens_in": 50_000.0}
+    assert per_thousand(Scoring((cached,), 1.0)) == {}

@@ -1,0 +1,199 @@
+"""Scoring outside training: order, failures, early stops, and what is told of it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.errors import Interrupted
+from ppo_cli.records import Part, Rollout, Score
+from ppo_cli.rewards.function import FunctionReward
+from ppo_cli.trust.rows import AnsweredSet, read_answered
+from ppo_cli.trust.score import (
+    NOT_ASKED,
+    Scoring,
+    Watch,
+    cut,
+    histogram,
+    score_all,
+    scored_row,
+    summarise,
+    to_go_on,
+)
+from tests.trust.scripted import Scripted, write_rows
+
+
+def rows_of(tmp_path: Path, *responses: str) -> AnsweredSet:
+    rows = [{"prompt": "x", "response": text, "mine": [1]} for text in responses]
+    return read_answered(write_rows(tmp_path / "a.jsonl", *rows))
+
+
+def by_length(rollout: Rollout) -> Score:
+    return Score(float(len(rollout.text)))
+
+
+def test_scores_come_in_the_order_of_the_rows(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, "ccc", "a", "bb")
+    reward, seen = Scripted(by_length), list[int]()
+    scoring = score_all(reward, found.rollouts, Watch(seen.append))
+    assert [s.value for s in scoring.scores] == [3.0, 1.0, 2.0]
+    assert sum(seen) == 3
+    assert reward.settled == 1
+    assert scoring.stopped == ""
+
+
+def test_interrupted_keeps_what_is_there(tmp_path: Path) -> None:
+    def up_to_the_budget(rollout: Rollout) -> Score:
+        if rollout.text == "bb":
+            raise Interrupted("The budget of $1 is used up.")
+        return by_length(rollout)
+
+    found = rows_of(tmp_path, "ccc", "bb", "a")
+    scoring = score_all(Scripted(up_to_the_budget), found.rollouts, Watch())
+    assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
+    assert scoring.scores[1].failure == NOT_ASKED
+    assert scoring.stopped == "The budget of $1 is used up."
+
+
+def test_ctrl_c_keeps_what_is_there(tmp_path: Path) -> None:
+    class Stopping(Scripted):
+        def waiting_for(self) -> str | None:
+            raise KeyboardInterrupt
+
+    found = rows_of(tmp_path, "ccc", "never", "a")
+    reward = Stopping(lambda r: None if r.text == "never" else by_length(r))
+    scoring = score_all(reward, found.rollouts, Watch())
+    assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
+    assert scoring.stopped == "Stopped by Ctrl-C."
+
+
+def test_stopped_while_submitting(tmp_path: Path) -> None:
+    class Closing(Scripted):
+        def submit(self, rollout: Rollout) -> Future[Score]:
+            if rollout.text == "bb":
+                raise Interrupted("No more.")
+            return super().submit(rollout)
+
+    found = rows_of(tmp_path, "a", "bb", "ccc")
+    scoring = score_all(Closing(by_length), found.rollouts, Watch())
+    assert [s.failure for s in scoring.scores] == ["", NOT_ASKED, NOT_ASKED]
+
+
+def test_a_standstill_is_told_once(tmp_path: Path) -> None:
+    class Slow(Scripted):
+        def __init__(self) -> None:
+            super().__init__(by_length)
+            self.told = 0
+
+        def submit(self, rollout: Rollout) -> Future[Score]:
+            future: Future[Score] = Future()
+            threading.Timer(0.9, future.set_result, [Score(1.0)]).start()
+            return future
+
+        def waiting_for(self) -> str | None:
+            self.told += 1
+            return "The judge is down."
+
+    notes: list[str] = []
+    reward = Slow()
+    scoring = score_all(reward, rows_of(tmp_path, "a").rollouts, Watch(note=notes.append))
+    assert scoring.scores[0].value == 1.0
+    assert reward.told > 1
+    assert notes == ["The judge is down."]
+
+
+def test_row_keeps_its_columns_and_gains_the_score(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, "a").rows
+    score = Score(0.5, reason="fine", parts={"judge": Part(5.0, 0.5)}, info={"cached": True})
+    assert scored_row(row, score) == {
+        "prompt": "x", "response": "a", "mine": [1], "score": 0.5, "failure": None,
+        "reason": "fine", "parts": {"judge": {"raw": 5.0, "scaled": 0.5}},
+        "info": {"cached": True},
+    }  # fmt: skip
+    failed = scored_row(row, Score.failed("timeout: after 60 s"))
+    assert failed["score"] is None
+    assert failed["failure"] == "timeout: after 60 s"
+
+
+def test_no_secret_of_a_scorer_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sekret-123456")
+    (row,) = rows_of(tmp_path, "a").rows
+    score = Score.failed("http_401: key sekret-123456", judge_reply="sekret-123456")
+    assert "sekret" not in str(scored_row(row, score))
+    told = summarise((row,), Scoring((score,), 1.0, stopped="sekret-123456 is bad"))
+    assert "sekret" not in str(told)
+
+
+def test_summary(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, "aaaa", "b", "cc", "dd", "e", "f")
+    scores = (
+        Score(1.0), Score(0.0, reason="bad"), Score(0.5), Score.failed("timeout: slow"),
+        Score.failed("timeout: slower"), Score(0.4, info={"imputed": "unparsed: what?"}),
+    )  # fmt: skip
+    metrics = {"judge/calls": 7.0, "judge/cost_usd": 0.25, "judge/error_rate": 0.5, "x": 1.0}
+    told = summarise(found.rows, Scoring(scores, 2.0, metrics))
+    assert (told["rows"], told["scored"]) == (6, 3)
+    assert told["failed"] == {"timeout": 2, "unparsed": 1}
+    assert (told["mean"], told["min"], told["max"]) == (0.5, 0.0, 1.0)
+    assert told["std"] == pytest.approx((1 / 6) ** 0.5)
+    assert (told["calls"], told["cost_usd"], told["seconds"]) == (7.0, 0.25, 2.0)
+    assert "error_rate" not in told
+    assert [e["score"] for e in told["best"]] == [1.0, 0.5]
+    assert [(e["score"], e["reason"]) for e in told["worst"]] == [(0.0, "bad")]
+
+
+def test_summary_of_nothing_scored(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, "a")
+    told = summarise(found.rows, Scoring((Score.failed(NOT_ASKED),), 0.0))
+    assert told["failed"] == {NOT_ASKED: 1}
+    assert (told["mean"], told["histogram"], told["best"]) == (None, [], [])
+
+
+def test_histogram_by_level_and_by_bins() -> None:
+    assert histogram([1.0, 0.0, 0.1 + 0.2, 0.3]) == [
+        {"from": 1.0, "to": 1.0, "count": 1},
+        {"from": 0.3, "to": 0.3, "count": 2},
+        {"from": 0.0, "to": 0.0, "count": 1},
+    ]
+    bins = histogram([i / 100 for i in range(101)])
+    assert len(bins) == 10
+    assert sum(b["count"] for b in bins) == 101
+    assert bins[0]["to"] == 1.0
+
+
+def test_cut_keeps_both_ends() -> None:
+    assert cut("a\n b") == "a b"
+    text = cut("start" + "x" * 300 + "end")
+    assert len(text) <= 100
+    assert text.startswith("start") and text.endswith("end")
+
+
+def test_how_to_go_on() -> None:
+    judge = RewardSettings(api=ApiReward(enable=True))
+    assert "cache" in to_go_on(judge)
+    assert "cache" not in to_go_on(RewardSettings())
+    assert "cache" not in to_go_on(RewardSettings(api=ApiReward(enable=True, cache="off")))
+
+
+def test_a_users_function_scores_by_the_same_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'oops':\n        raise ValueError('no')\n"
+        "    return {'score': len(solution_str), 'reason': 'by length'}\n"
+    )
+    reward: Any = FunctionReward(str(file))
+    try:
+        found = rows_of(tmp_path, "abc", "oops")
+        scoring = score_all(reward, found.rollouts, Watch())
+    finally:
+        reward.close()
+    assert [s.value for s in scoring.scores] == [3.0, None]
+    assert "ValueError: no" in scoring.scores[1].failure
+    assert scoring.scores[0].reason == "by length"

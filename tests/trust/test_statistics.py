@@ -1,0 +1,156 @@
+"""Agreement measures against hand-worked numbers and against slow but obvious versions."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ppo_cli.trust import statistics as ours
+
+SCORES = st.lists(st.integers(0, 5), min_size=2, max_size=12)
+
+
+def test_ranks_share_ties() -> None:
+    assert ours.ranks([10, 30, 20, 20]).tolist() == [1.0, 4.0, 2.5, 2.5]
+    assert ours.ranks([5, 5, 5]).tolist() == [2.0, 2.0, 2.0]
+    assert ours.ranks([]).tolist() == []
+
+
+@given(SCORES)
+def test_ranks_as_by_counting(values: list[int]) -> None:
+    slow = [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+    assert ours.ranks(values).tolist() == slow
+
+
+def test_pearson_by_hand() -> None:
+    # Deviations (-1, 0, 1) and (-2, -1, 3): 5 / sqrt(2 * 14).
+    assert ours.pearson([1, 2, 3], [2, 3, 7]) == pytest.approx(5 / 28**0.5)
+    assert ours.pearson([1, 2, 3], [6, 4, 2]) == pytest.approx(-1.0)
+
+
+def test_spearman_by_hand() -> None:
+    # Ranks differ by 0, 1, -1, 0: 1 - 6 * 2 / (4 * 15).
+    assert ours.spearman([1, 2, 3, 4], [10, 300, 20, 4000]) == pytest.approx(0.8)
+    assert ours.spearman([1, 2, 3], [1, 8, 27]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("measure", [ours.pearson, ours.spearman])
+def test_correlation_of_what_does_not_vary(measure: object) -> None:
+    assert callable(measure)
+    assert measure([1, 1, 1], [1, 2, 3]) is None
+    assert measure([1, 2, 3], [2, 2, 2]) is None
+    assert measure([1], [2]) is None
+    assert measure([], []) is None
+
+
+def test_partial_spearman_by_hand() -> None:
+    x, y, z = [1, 2, 3, 4], [2, 1, 4, 3], [1, 3, 2, 4]
+    xy, xz, yz = 0.6, 0.8, 0.0
+    assert ours.spearman(x, y) == pytest.approx(xy)
+    assert ours.spearman(x, z) == pytest.approx(xz)
+    assert ours.spearman(y, z) == pytest.approx(yz)
+    wanted = (xy - xz * yz) / ((1 - xz**2) * (1 - yz**2)) ** 0.5
+    assert ours.partial_spearman(x, y, z) == pytest.approx(wanted)
+
+
+def test_partial_spearman_takes_out_a_common_cause() -> None:
+    random = np.random.default_rng(0)
+    cause = random.normal(size=4000)
+    x, y = cause + random.normal(size=4000), cause + random.normal(size=4000)
+    assert (ours.spearman(x, y) or 0) > 0.4
+    assert abs(ours.partial_spearman(x, y, cause) or 1) < 0.06
+    assert ours.partial_spearman(cause, y, cause) is None
+
+
+def test_auc_by_hand() -> None:
+    # Pairs: 3>1, 3>2, 2>1, 2=2: 3.5 of 4.
+    assert ours.auc([1, 2, 2, 3], [False, False, True, True]) == 0.875
+    assert ours.auc([1, 2], [True, True]) is None
+    assert ours.auc([1, 1, 1], [True, False, True]) == 0.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=2, max_size=14))
+def test_auc_as_by_counting_pairs(rows: list[tuple[int, bool]]) -> None:
+    good = [s for s, y in rows if y]
+    bad = [s for s, y in rows if not y]
+    pairs = [(g > b) + 0.5 * (g == b) for g in good for b in bad]
+    found = ours.auc([s for s, _ in rows], [y for _, y in rows])
+    assert found is None if not pairs else found == pytest.approx(sum(pairs) / len(pairs))
+
+
+def test_accuracy_counts_the_threshold_as_positive() -> None:
+    assert ours.accuracy_at([0.2, 0.5, 0.9], [False, True, True], 0.5) == 1.0
+    assert ours.accuracy_at([0.2, 0.5, 0.9], [True, True, False], 0.6) == 0.0
+    assert ours.accuracy_at([], [], 0.5) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=14))
+def test_best_threshold_as_by_trying_all(rows: list[tuple[int, bool]]) -> None:
+    scores, labels = [s for s, _ in rows], [y for _, y in rows]
+    tried = [k / 2 for k in range(-1, 13)]
+    best = max(ours.accuracy_at(scores, labels, t) or 0.0 for t in tried)
+    found = ours.best_threshold(scores, labels)
+    assert found is not None
+    threshold, accuracy = found
+    assert accuracy == pytest.approx(best)
+    assert ours.accuracy_at(scores, labels, threshold) == pytest.approx(accuracy)
+
+
+def test_best_threshold_of_nothing() -> None:
+    assert ours.best_threshold([], []) is None
+
+
+def mean_of(values: NDArray[np.float64]) -> ours.Estimate:
+    return ours.bootstrap(lambda rows: float(values[rows].mean()), len(values))
+
+
+def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    found = mean_of(values)
+    half = 1.96 * values.std() / 20
+    assert found.value == pytest.approx(values.mean())
+    assert found.low == pytest.approx(values.mean() - half, abs=0.03)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.03)
+    assert mean_of(values) == found, "the same seed gives the same interval"
+
+
+def test_bootstrap_keeps_rows_together() -> None:
+    x = np.arange(30.0)
+    found = ours.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
+    assert found.low == pytest.approx(1.0)
+    assert found.high == pytest.approx(1.0)
+
+
+def test_bootstrap_of_what_is_not_defined() -> None:
+    assert ours.bootstrap(lambda rows: None, 5) == ours.Estimate(None)
+    calls = itertools.count()
+    rarely = ours.bootstrap(lambda rows: 1.0 if next(calls) == 0 else None, 5, resamples=20)
+    assert rarely == ours.Estimate(1.0, None, None)
+
+
+def test_bootstrap_covers_the_truth() -> None:
+    inside = 0
+    for seed in range(60):
+        values = np.random.default_rng(seed).normal(0.0, 1.0, 60)
+        made = ours.bootstrap(
+            lambda rows, v=values: float(v[rows].mean()), 60, seed=seed, resamples=200
+        )
+        assert made.low is not None and made.high is not None
+        inside += made.low <= 0.0 <= made.high
+    assert 50 <= inside <= 60
+
+
+def test_agreement_by_hand() -> None:
+    # Row 1: gaps 0, 0.5, 0.5. Row 2: gap 0. Row 3 has one verdict and does not count.
+    found = ours.agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
+    assert found is not None
+    assert found.rows == 2
+    assert found.same == pytest.approx((1 / 3 + 1) / 2)
+    assert found.mean_gap == pytest.approx((1 / 3 + 0) / 2)
+    assert found.largest_gap == 0.5
+    assert ours.agreement([[0.3], []]) is None
