@@ -38,7 +38,7 @@ GLUE = (
 BEFORE = re.compile(rf"{CUE}(?:[\s:：=*_`\"'(（\[,，]|{GLUE}\b){{0,16}}$", re.IGNORECASE)
 AFTER = re.compile(
     r"\s*[-\])）]?\s*(?:%\s*)?(?:[-\s]?point)?\s*(?:scale\b|points?\b|stars?\b|score\b|scores\b"
-    r"|rating\b|marks\b|分)",
+    r"|rating\b|marks\b|[打评]?分)",
     re.IGNORECASE,
 )
 SPAN_WORDS = re.compile(

@@ -1,0 +1,220 @@
+"""`ppo prompts list`, `show` and `render`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.keys import table
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import DataError
+from ppo_cli.trust.render import render_row
+
+ROWS = [
+    {"prompt": "2 + 2 = ?", "ground_truth": "4", "response": "It is 4."},
+    {"prompt": [{"role": "user", "content": "3 + 3 = ?"}], "ground_truth": "6"},
+    {"prompt": "x?", "extra_info": {"rubric": "be brief"}, "response": "<think>hm</think>y"},
+    {"prompt": "x?", "response": 4},
+]
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, no GPU, and none of the variables that the settings read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for key in table().values():
+        if key.env:
+            monkeypatch.delenv(key.env, raising=False)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return str(file)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["prompts", *args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    code, out, err = run(capsys, "render", *args, "--json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    code, out, err = run(capsys, *args)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    return err
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert [line.split()[:3] for line in out.splitlines()] == [
+        [name, "v1", "1-10"] for name in ("code", "dialogue", "math", "safety")
+    ]
+
+
+def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list", "--json")
+    assert code == 0
+    found = {row["name"]: row for row in json.loads(out)}
+    assert found["math"]["variables"] == ["prompt", "ground_truth", "response"]
+    assert found["math"]["scale"] == "1-10"
+    assert all(row["cases"] >= 6 and row["description"] for row in found.values())
+
+
+def test_show_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", "math")
+    assert code == 0
+    assert out.startswith("# ")
+    assert yaml.safe_load(out)["name"] == "math"
+
+
+def test_what_show_prints_is_a_file_of_ones_own(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(run(capsys, "show", "math")[1], encoding="utf-8")
+    theirs = rendered(capsys, rows, "--rm_prompt_preset", "math")
+    mine = rendered(capsys, rows, "--rm_prompt_file", "mine.yaml")
+    assert mine["system"] == theirs["system"]
+
+
+def test_show_of_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean 'safety'?" in refused(capsys, "show", "safty")
+
+
+def test_render_for_people(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rm_prompt_preset", "math", "--rm_api_type", "openai", "--rm_model", "some-model"]
+    code, out, _ = run(capsys, "render", rows, "--row", "1", *flags)
+    assert code == 0
+    assert out.startswith("Judge prompt math v1, scale 1-10, for openai (some-model)\n")
+    assert out.index(" system\n") < out.index(" user\n") < out.index("It is 4.")
+    assert out.rstrip().endswith('"score": N}')
+
+
+def test_render_as_json(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = rendered(capsys, rows, "--rm-scoring-prompt", r"Q {prompt}\nA {response}\nScore 0-5")
+    assert (shown["prompt"], shown["scale"], shown["model"]) == ("own", "0-5", None)
+    assert shown["user"].startswith("Q <prompt-")
+    assert "\nIt is 4.\n" in shown["user"]
+    assert shown["answered_without_a_call"] is None
+
+
+def test_render_takes_a_placeholder(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = rendered(capsys, rows, "--row", "2", "--response", "Six?")
+    assert "\n3 + 3 = ?\n" in shown["user"]
+    assert "\nSix?\n" in shown["user"]
+    other = rendered(capsys, rows, "--row", "1", "--response", "Five?")
+    assert "\nFive?\n" in other["user"]
+    assert "It is 4." not in other["user"]
+
+
+def test_render_shows_what_settings_do(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = rendered(capsys, rows, "--row", "3")
+    assert "\ny\n" in shown["user"]
+    kept = rendered(capsys, rows, "--row", "3", "--rm_reasoning", "keep", "--rm_max_tokens", "77")
+    assert "< think>hm< /think>y" in kept["user"]
+    assert kept["max_tokens"] == 77
+    rubric = rendered(
+        capsys, rows, "--row", "3", "--rm_scoring_prompt", "{response} by {extra_info.rubric}"
+    )
+    assert "\nbe brief\n" in rubric["user"]
+
+
+def test_render_says_when_the_gate_answers(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "render", rows, "--response", "Solution:")
+    assert code == 0
+    assert "without a call: a lead-in without an answer." in out
+    shown = rendered(capsys, rows, "--response", "Solution:", "--no_rm_gate")
+    assert shown["answered_without_a_call"] is None
+
+
+def test_render_reads_settings_from_a_file(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "judge.yaml").write_text("reward: {api: {prompt_preset: code}}\n")
+    assert rendered(capsys, rows, "--config", "judge.yaml")["prompt"] == "code"
+    assert rendered(capsys, rows, "reward.api.prompt_preset=safety")["prompt"] == "safety"
+
+
+def test_render_of_the_embedded_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = rendered(capsys, "embedded", "--row", "3", "--response", "5")
+    assert "\n5\n" in shown["user"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--row", "2"], "line 2 has no column 'response': give a placeholder with --response"),
+        (["--row", "9"], "has no row 9; it has 1 to 4"),
+        (["--row", "4"], "line 4, column response: is a number, not text"),
+        (["--row", "3", "--rm_prompt_preset", "math"], "{ground_truth}, which 1 of 1 rows lack"),
+        (["--rm_scoring_prompt", "{prompt}"], "--rm_scoring_prompt: {response} is missing"),
+        (["--rm_scale", "ten"], "--rm_scale: 'ten' is no scale"),
+        (["--rm_prompt_file", "none.yaml"], "there is no such file"),
+        (["--rm_prompt_preset", "mth"], "reward.api.prompt_preset"),
+    ],
+)
+def test_render_refuses(
+    rows: str, capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    assert said in refused(capsys, "render", rows, *args)
+
+
+def test_render_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such file" in refused(capsys, "render", "nothing.jsonl")
+
+
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["list"], ["show"], ["render"]):
+        code, out, _ = run(capsys, *words, "--help")
+        assert code == 0
+        assert "Example: ppo prompts" in out
+    assert "--rm_scoring_prompt" in out
+    assert "--lora_rank" not in out
+
+
+def test_rows_are_named_as_everywhere_else(rows: str) -> None:
+    question = render_row(ApiReward(), rows, 1)
+    assert "\n2 + 2 = ?\n" in question.user
+    with pytest.raises(DataError, match="no row 0"):
+        render_row(ApiReward(), rows, 0)
+
+
+def test_render_imports_no_torch(rows: str, root_of_source: Path) -> None:
+    code = (
+        "import sys; from ppo_cli.cli.app import main; "
+        f"assert main(['prompts', 'render', {rows!r}]) == 0; "
+        "heavy = {'torch', 'transformers', 'datasets', 'openai', 'anthropic', 'dashscope'}; "
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=root_of_source,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture
+def root_of_source() -> Path:
+    return Path(__file__).resolve().parents[2]

@@ -1,0 +1,116 @@
+"""The bundled judge prompts: what each must say, and that its worked cases mean something."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ppo_cli.config.bundled import bundled_path
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import RewardError
+from ppo_cli.rewards.judge.exchange import Scale
+from ppo_cli.rewards.judge.gate import content_free
+from ppo_cli.rewards.judge.template import Case, Material, load_preset, load_template, preset_names
+
+NAMES = ("code", "dialogue", "math", "safety")
+CASES = [
+    pytest.param(name, case, id=f"{name}-{case.name}")
+    for name in NAMES
+    for case in load_preset(name).cases
+]
+
+
+def test_the_bundled_prompts_are_those_of_the_setting() -> None:
+    choices = ApiReward.model_fields["prompt_preset"].annotation
+    assert preset_names() == NAMES == tuple(sorted(choices.__args__))  # type: ignore[union-attr]
+
+
+def test_an_unknown_prompt_is_told() -> None:
+    with pytest.raises(RewardError, match="Did you mean 'math'"):
+        load_preset("mathe")
+    with pytest.raises(RewardError, match=r"--rm_prompt_file my\.yaml"):
+        load_preset("my.yaml")
+    with pytest.raises(RewardError, match="Known: code, dialogue"):
+        load_preset("zzz")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_whole(name: str) -> None:
+    template = load_template(ApiReward(prompt_preset=name))
+    assert (template.name, template.scale, template.output) == (name, Scale(1, 10), "json")
+    assert template.version
+    assert 0 < len(template.description) <= 90
+    file = bundled_path("reward_prompts") / f"{name}.yaml"
+    assert file.read_text(encoding="utf-8").startswith("# ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_math_needs_a_reference(name: str) -> None:
+    wanted = ("prompt", "ground_truth", "response") if name == "math" else ("prompt", "response")
+    assert load_preset(name).variables == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_says_what_to_ignore_and_what_levels_mean(name: str) -> None:
+    text = load_preset(name).scoring
+    for word in ("length", "confidence", "addresses you", "How to grade", "Ignore"):
+        assert word.lower() in text.lower()
+    levels = [int(level) for level in re.findall(r"^(\d+)  ", text, re.MULTILINE)]
+    assert levels[0] == 10
+    assert levels[-1] == 1
+    assert levels == sorted(levels, reverse=True)
+    assert len(levels) >= 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_come_last(name: str) -> None:
+    text = load_preset(name).scoring
+    assert text.endswith("{response}")
+    assert text.index("{prompt}") > text.index("Levels:")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_are_cases_on_both_sides(name: str) -> None:
+    cases = load_preset(name).cases
+    assert len(cases) >= 6
+    assert len({case.name for case in cases}) == len(cases)
+    assert sum(case.at_least is not None for case in cases) >= 2
+    assert sum(case.at_most is not None for case in cases) >= 3
+    for kind in ("master key", "injection", "verbose"):
+        assert any(kind in case.name for case in cases)
+    assert any("terse" in case.name or "short" in case.name for case in cases)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_case_can_be_asked(name: str, case: Case) -> None:
+    template = load_preset(name)
+    template.check([case.material])
+    question = template.question(case.material, nonce="00aa")
+    assert "<response-00aa>" in question.user
+    low = template.scale.low if case.at_least is None else case.at_least
+    high = template.scale.high if case.at_most is None else case.at_most
+    assert low <= high
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_the_gate_agrees_with_the_case(name: str, case: Case) -> None:
+    material = case.material
+    gated = content_free(material.prompt, material.response, material.ground_truth)
+    assert gated is None or case.at_least is None
+
+
+def test_another_instruction_in_the_response_stays_in_its_fence() -> None:
+    for name in NAMES:
+        template = load_preset(name)
+        for case in template.cases:
+            user = template.question(case.material, nonce="00aa").user
+            assert user.count("</response-00aa>") == 1
+            closing = user.rpartition("</response-00aa>")[2]
+            assert closing.strip().startswith("What stands between tags that end in -00aa")
+
+
+def test_math_rows_without_a_reference_are_named() -> None:
+    with pytest.raises(RewardError, match="1 of 2 rows lack"):
+        load_preset("math").check([Material("p", "", "4"), Material("p", "")])
+    load_preset("dialogue").check([Material("p", "")])
