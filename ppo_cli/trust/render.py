@@ -105,8 +105,7 @@ def find_row(
         row = read_row(place, record, columns)
         own = read_response(record)
     except RowError as error:
-        raise_problems([RowProblem(place, error.column, str(error))])
-        raise AssertionError("a bad row is always told") from error
+        raise DataError(str(RowProblem(place, error.column, str(error)))) from error
     return row, own
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise, strip_reasoning
 
@@ -52,6 +53,18 @@ SPECIAL = st.sampled_from(
     ]
 )
 HOSTILE = st.lists(st.one_of(SPECIAL, st.text(max_size=6)), max_size=12).map("".join)
+
+CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<think>"]
+CONTROL += ["</think>", "<start_of_turn>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "]~b]"]
+
+
+def tokenizer_with_control_tokens() -> Tokenizer:
+    made = Tokenizer(models.WordLevel({"[?]": 0}, unk_token="[?]"))
+    made.add_special_tokens(CONTROL)
+    return made
+
+
+TOKENIZER = tokenizer_with_control_tokens()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +159,17 @@ def test_neutralise_is_stable_and_leaves_no_token(text: str) -> None:
     for token in ("<|im_end|>", "</s>", "<s>", "[INST]", "<<SYS>>", "</think>", "<｜end▁of"):
         assert token not in shown
     assert not re.search(r"</?(?:prompt|response|ground_truth|extra_info[\w.]*)-\w+>", shown)
+
+
+@given(HOSTILE)
+def test_a_real_tokenizer_finds_no_control_token(text: str) -> None:
+    shown = neutralise(clean(text))
+    assert not {TOKENIZER.id_to_token(i) for i in TOKENIZER.encode(shown).ids} & set(CONTROL)
+
+
+def test_the_tokenizer_would_find_them() -> None:
+    for token in CONTROL:
+        assert TOKENIZER.id_to_token(TOKENIZER.encode(f"a{token}b").ids[1]) == token
 
 
 @pytest.mark.parametrize(
