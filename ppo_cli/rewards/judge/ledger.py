@@ -36,10 +36,11 @@ _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re
 def estimate_tokens(text: str) -> int:
     """Return an upper estimate of a text's tokens under any of the usual tokenizers.
 
-    Words count a token for each three letters (two in capitals), digits and signs one each,
-    runs of blanks one for sixteen. Beyond ASCII it goes by what byte-level tokenizers make of
-    characters they know little of: one below U+0800, two for CJK and the rest of the BMP, four
-    above it. English prose comes out at about twice its true length.
+    A short word counts a token for each two letters, a long one (it may be gibberish) and
+    capitals more, digits and signs one each, runs of blanks one for sixteen. Beyond ASCII it goes
+    by what byte-level tokenizers make of letters they know little of: one up to Cyrillic, two for
+    the rest of the BMP, CJK included, four above it. English prose comes out at about twice its
+    true length.
     """
     return sum(_piece(found.group()) for found in _PIECES.finditer(text))
 
@@ -48,11 +49,12 @@ def _piece(piece: str) -> int:
     first = piece[0]
     if first.isascii():
         if piece.isalpha():
-            return math.ceil(len(piece) / (2 if piece.isupper() else 3))
+            a_token = 1.3 if piece.isupper() else 2 if len(piece) <= 12 else 1.5
+            return math.ceil(len(piece) / a_token)
         if piece.isspace() and piece != "\n":
             return 0 if piece == " " else math.ceil(len(piece) / 16)
         return 1
-    return 1 if first < "\u0800" else 2 if first <= "\uffff" else 4
+    return 1 if first < "\u0590" else 2 if first <= "\uffff" else 4
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ppo_cli.rewards.judge.verdict_text import (
     labelled_values,
     quotes_something,
     read_text,
+    stated_values,
     takes_back,
 )
 from ppo_cli.rewards.judge.verdict_value import Unreadable
@@ -99,7 +100,7 @@ def _from_objects(
 ) -> tuple[float, str]:
     values = {value for _, (value, _) in verdicts}
     outside = _without(text, [found for found, _ in verdicts])
-    values |= {line.value for line in labelled_values(outside, scale)}
+    values |= {line.value for line in labelled_values(outside, scale)} | stated_values(outside)
     if len(values) > 1:
         raise Unreadable("ambiguous", "the reply gives several different scores")
     if not any(_stands_as_verdict(text, found) for found, _ in verdicts):

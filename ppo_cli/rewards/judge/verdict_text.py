@@ -31,7 +31,8 @@ _LABEL = re.compile(
     re.I | re.X,
 )
 _LOOSE = re.compile(
-    rf"(?:{_NOUN})[\"'\s]*(?:\([^()]*\)\s*)?(?:[:=]|\bis\b|为|是|は)[\"'\s\[(]*({NUMBER})", re.I
+    rf"(?:{_NOUN})(?:>|[\"'\s]*(?:\([^()]*\)\s*)?(?:[:=|]|\bis\b|为|是|は))[\"'\s\[(]*({NUMBER})",
+    re.I,
 )
 _HEDGES = re.compile(
     r"\b(?:would|too|maybe|perhaps|or|but|not|no|however|wait|actually|minus|plus|half|above"
@@ -60,6 +61,9 @@ _DISOWNED = re.compile(
     r"\b(?:inject\w*|manipulat\w*|cheat\w*|the\s+above|(?:line|score)\s+above|above\s+(?:line|score))"
     r"\b",
     re.I,
+)
+_OWN_WORDS = re.compile(
+    r"\b(?:but|and|so|final|overall|the|my|our|thus|therefore|hence|i\s+give)\b|最终|综合|但", re.I
 )
 _REVISION = re.compile(
     r"\b(?:wait|actually|correct(?:ed|ion)|revis\w*|on\s+(?:second\s+thought|reflection)|should\s+be"
@@ -119,8 +123,8 @@ def read_text(text: str, scale: Scale) -> tuple[float, str]:
             raise Unreadable("unparsed", "no labelled score")
         found = [Line(len(lines) - 1, named, False)]
     last = found[-1]
-    _check_agreement(last, found, text)
     before, after = lines[: last.place], lines[last.place + 1 :]
+    _check_agreement(last, found, "\n".join(after) if last.final else _bare(text))
     if len(after) > 2 and len(before) > 1:
         raise Unreadable("unparsed", "the score is neither at the start nor at the end")
     if takes_back("\n".join(after)):
@@ -129,10 +133,22 @@ def read_text(text: str, scale: Scale) -> tuple[float, str]:
     return last.value, re.sub(r"^(?:reason|explanation|理由)\s*[:：]\s*", "", reason, flags=re.I)
 
 
+def stated_values(text: str) -> set[float]:
+    """Return the values that a text names as its own score, wherever on a line that is."""
+    found = set()
+    for label in _LOOSE.finditer(text):
+        lead = re.split(r"[.!?。！？\n]", text[: label.start()])[-1].strip()
+        named = re.search(r"[^\W\d_]", _OWN_WORDS.sub("", lead))
+        if not named and lead[:1] != ">" and lead[-1:] not in ('"', "'", "“", "‘", "«", "`"):
+            found.add(float(label[1]))
+    return found
+
+
 def _check_agreement(last: Line, found: list[Line], text: str) -> None:
     finals = {line.value for line in found if line.final}
-    others = {line.value for line in found} | {float(v) for v in _LOOSE.findall(_bare(text))}
-    if len(finals) > 1 or (not last.final and others - {last.value}):
+    others = {float(value) for value in _LOOSE.findall(text)}
+    others |= set() if last.final else {line.value for line in found}
+    if len(finals) > 1 or others - {last.value}:
         raise Unreadable("ambiguous", "the reply names several different scores")
 
 
