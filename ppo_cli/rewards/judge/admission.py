@@ -1,0 +1,220 @@
+"""The one door through which calls leave: first come, first served, unless something is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError
+from ppo_cli.rewards.judge.limits import Clock, LearnedPace, Limits, Spacing, Window
+from ppo_cli.rewards.judge.outage import Breaker
+
+_TOO_MANY = {429, 529}
+_OVERLOADED = {408, 503, 504}
+_CALM_S = 30.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One verdict at the door; `tokens` is what its next call may use of a tokens-a-minute cap."""
+
+    tokens: int = 0
+    sent: int = 0
+    sent_at: float = 0.0
+    probing: bool = False
+    failed_probes: int = 0
+
+
+class Admission:
+    """Queues calls and lets them go: window, pace, caps a minute, pauses and the breaker.
+
+    A call that is tried again goes before fresh ones: its verdict was begun. While the breaker
+    is open the queue turns round instead, so that no single text decides about the judge.
+    """
+
+    def __init__(self, limits: Limits, breaker: Breaker, clock: Clock = time.monotonic) -> None:
+        self.in_flight = 0
+        self.breaker = breaker
+        self.window = Window(limits.concurrency, clock)
+        self.pace = LearnedPace(clock)
+        self.known_good: Callable[[], bool] = lambda: False
+        self._clock = clock
+        self._rpm = Spacing(limits.max_rpm / 60.0, clock) if limits.max_rpm else None
+        self._tpm = Spacing(limits.max_tpm / 60.0, clock) if limits.max_tpm else None
+        self._again: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
+        self._fresh: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
+        self._paused_until = -math.inf
+        self._pushed_at = -math.inf
+        self._probing = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+    async def enter(self, ticket: Ticket) -> None:
+        """Wait until this call may leave; raises Interrupted when the judge was given up."""
+        if self.breaker.lapsed():
+            raise self.breaker.stop()
+        if not self._waiting() and not self.breaker.open and self._delay() <= 0.0:
+            self._admit(ticket)
+            return
+        if not ticket.sent and not self._waiting() and not self._probing:
+            self.breaker.fresh_start()
+        place = asyncio.get_running_loop().create_future()
+        again = ticket.sent and not self.breaker.open
+        (self._again if again else self._fresh).append((ticket, place))
+        self.pump()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._leave(ticket)  # let in and cancelled in the same moment
+            raise
+
+    def room(self) -> bool:
+        """Whether a second call for the same verdict may leave at once, past the queue."""
+        now = self._clock()
+        calm = now - self._pushed_at > _CALM_S
+        return calm and not self.breaker.open and not self._waiting() and self._delay() <= 0.0
+
+    def enter_now(self, ticket: Ticket) -> None:
+        """Let a call leave without queueing."""
+        self._admit(ticket)
+
+    def succeeded(self, ticket: Ticket, *, used: int | None = None) -> None:
+        """Take back a call that the judge answered, whatever it said; `used` tokens it took."""
+        full = self.in_flight >= self.window.size() or self._waiting()
+        self.window.succeeded(full=full)
+        if self.breaker.success():
+            self.window.restart()
+        self._leave(ticket, used)
+
+    def failed(self, ticket: Ticket, error: JudgeError) -> None:
+        """Take back a call that failed, and learn from how."""
+        now = self._clock()
+        ticket.failed_probes += ticket.probing
+        if error.status in _TOO_MANY:
+            self._pushed_at = now
+            self.pace.refused()
+            if not self.pace.deaf:
+                self.window.too_many(ticket.sent_at)
+        elif error.status in _OVERLOADED or error.cause == "timeout":
+            self._pushed_at = now if error.status == 503 else self._pushed_at
+            self.window.overloaded(ticket.sent_at)
+        if error.kind is Failure.RETRYABLE and error.retry_after:
+            self._paused_until = max(self._paused_until, now + error.retry_after)
+        self.breaker.failure(error, window=self.window.size(), probe=ticket.probing)
+        self._leave(ticket)
+
+    def dropped(self, ticket: Ticket) -> None:
+        """Take back a call that was cancelled: it says nothing about the judge."""
+        self._leave(ticket)
+
+    def pump(self) -> None:
+        """Let out whoever may go now, and look again when the next one may."""
+        if self.breaker.lapsed():
+            self._turn_away()
+        while self._waiting():
+            delay = self._delay()
+            if delay > 0.0:
+                self._look_again(delay)
+                return
+            ticket, place = self._pop()
+            if place.done():
+                continue
+            if self._rather_known_good(ticket):
+                self._fresh.appendleft((ticket, place))
+                continue
+            self._admit(ticket)
+            place.set_result(None)
+
+    def pause_sentence(self) -> str | None:
+        """Say that the judge asked for a pause, when it is long enough to be noticed."""
+        left = self._paused_until - self._clock()
+        if left < 2.0:
+            return None
+        return f"The judge asked for a pause; going on in {left:.0f} s."
+
+    def close(self, why: str) -> None:
+        """Turn away whoever waits, and whoever comes; calls under way go on."""
+        self.breaker.gave_up = self.breaker.gave_up or why
+        self._turn_away()
+        self._silence()
+
+    def _silence(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _rather_known_good(self, ticket: Ticket) -> bool:
+        """Whether a text that was judged before is tried instead of one that keeps failing."""
+        patience = 1 if self.breaker.suspects_fatal else 2
+        turn = ticket.failed_probes >= patience and (ticket.failed_probes - patience) % 2 == 0
+        if not (self.breaker.open and turn and self.known_good()):
+            return False
+        ticket.failed_probes += 1
+        return True
+
+    def _delay(self) -> float:
+        """Seconds until somebody may leave; infinite when only an answer can change that."""
+        now = self._clock()
+        if self.breaker.open:
+            until = max(self.breaker.next_probe, self._paused_until)
+            return math.inf if self._probing else max(0.0, until - now)
+        if self.in_flight >= self.window.size():
+            return 0.02 if self.window.ramping else math.inf
+        waits = [self._paused_until - now, self.pace.wait()]
+        waits += [spacing.wait() for spacing in (self._rpm, self._tpm) if spacing]
+        return max(0.0, *waits)
+
+    def _admit(self, ticket: Ticket) -> None:
+        ticket.probing = self.breaker.open
+        self._probing += ticket.probing
+        ticket.sent += 1
+        ticket.sent_at = self._clock()
+        self.in_flight += 1
+        self.breaker.sent()
+        self.window.sent()
+        self.pace.sent()
+        if self._rpm:
+            self._rpm.take()
+        if self._tpm:
+            self._tpm.take(ticket.tokens)
+
+    def _leave(self, ticket: Ticket, used: int | None = None) -> None:
+        self.in_flight -= 1
+        self._probing -= ticket.probing
+        ticket.probing = False
+        if self._tpm and used is not None:
+            self._tpm.correct(used - ticket.tokens)
+        if not self.in_flight and not self._waiting():
+            self.pace.idle()
+        self.pump()
+
+    def _waiting(self) -> bool:
+        return bool(self._again or self._fresh)
+
+    def _pop(self) -> tuple[Ticket, asyncio.Future[None]]:
+        return (self._again or self._fresh).popleft()
+
+    def _turn_away(self) -> None:
+        while self._waiting():
+            _, place = self._pop()
+            if not place.done():
+                place.set_exception(self.breaker.stop())
+
+    def _look_again(self, delay: float) -> None:
+        now = self._clock()
+        at = now + delay
+        if self.breaker.open and not self.breaker.suspects_fatal:
+            at = min(at, self.breaker.gives_up_at)
+        if at == math.inf or (self._timer is not None and now < self._timer_at <= at):
+            return
+        self._silence()
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, at - now), self._ring)
+
+    def _ring(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self.pump()

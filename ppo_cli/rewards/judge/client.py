@@ -1,0 +1,368 @@
+"""Between the reward and a provider: a question in, a verdict out, whatever happens on the way.
+
+Equal questions share one call; calls pass the admission and the ledger; what failed for a moment
+is tried again, what cannot be read is asked again. Everything here runs on one event loop,
+except `waiting_for()` and `counters`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+from ppo_cli.errors import Interrupted
+from ppo_cli.rewards.judge.admission import Admission, Ticket
+from ppo_cli.rewards.judge.cache import VerdictCache, key_of
+from ppo_cli.rewards.judge.counters import Tally
+from ppo_cli.rewards.judge.exchange import (
+    Failure,
+    JudgeError,
+    Provider,
+    Question,
+    Reply,
+    Usage,
+    Verdict,
+)
+from ppo_cli.rewards.judge.ledger import Ledger, Reservation
+from ppo_cli.rewards.judge.limits import Limits
+from ppo_cli.rewards.judge.outage import Breaker
+from ppo_cli.rewards.judge.parse import read_verdict
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 8.0
+MOST_FATALS = 3
+MOST_TOKENS = 8  # times what was asked for at first, when answers keep being cut
+_REMINDER = (
+    "Your last answer to this could not be read as a score. Give nothing but the answer in the "
+    "form asked for above, with one whole number from {low} to {high} as the score."
+)
+_CLOSED = "The run ended before the judge had answered."
+
+Read = tuple[float, str, Reply]
+
+
+@dataclass(eq=False)
+class _Job:
+    """One verdict on its way. `spent` is its own time: calls and backoff, but no queueing."""
+
+    asked: Question
+    question: Question
+    ticket: Ticket = field(default_factory=Ticket)
+    first_sent: float | None = None
+    spent: float = 0.0
+    last_s: float = 0.0
+    retries: int = 0
+    reasks: int = 0
+    fatals: int = 0
+    calls: int = 0
+    usage: Usage = Usage()
+    cost_usd: float = 0.0
+
+
+@dataclass(eq=False)
+class _Flight:
+    task: asyncio.Task[Verdict]
+    askers: int = 0
+
+
+class JudgeClient:
+    """Asks one judge, as fast as it allows and as long as it takes."""
+
+    def __init__(
+        self, provider: Provider, *, limits: Limits, ledger: Ledger, cache: VerdictCache | None
+    ) -> None:
+        self._provider = provider
+        self._limits = limits
+        self._ledger = ledger
+        self._cache = cache
+        self._clock = time.monotonic
+        self._breaker = Breaker(f"{provider.name} ({provider.model})", limits.outage_wait)
+        self._admission = Admission(limits, self._breaker)
+        self._admission.known_good = self._probe_known_good
+        self.counters = Tally(lambda: (self._admission.window.size(), self._breaker.open_seconds()))
+        self._flights: dict[Hashable, _Flight] = {}
+        self._spares: set[asyncio.Task[None]] = set()
+        self._known_good: Question | None = None
+        self._mean_output = 0.0
+        self._closed = False
+
+    async def ask(self, question: Question, *, fresh: bool = False) -> Verdict:
+        """Return a verdict; raises the JudgeError that ended it, or Interrupted for everybody.
+
+        A `fresh` verdict is a call of its own: neither read from the cache nor kept there.
+        """
+        if self._closed:
+            raise Interrupted(_CLOSED)
+        key = key_of(self._provider.identity, question)
+        if fresh:
+            return await self._join(self._take_off(object(), question, None))
+        kept = self._look_up(key)
+        if kept is not None:
+            return kept
+        flight = self._flights.get(key)
+        if flight is None:
+            return await self._join(self._take_off(key, question, key))
+        verdict = await self._join(flight)
+        self.counters.add("shared")
+        info = {**verdict.info, "shared": True}
+        return replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
+
+    async def probe(self, question: Question) -> Verdict:
+        """Make one call, past cache, queue and breaker; raises its JudgeError as it is."""
+        job = _Job(question, question)
+        value, reason, reply = await self._call(job)
+        self._known_good = question
+        return self._verdict(job, value, reason, reply, job.last_s)
+
+    def waiting_for(self) -> str | None:
+        """Say in one sentence what the judge is waited for, or None; from any thread."""
+        return self._breaker.sentence() or self._admission.pause_sentence()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Let calls under way finish for at most `drain_s` seconds, then cancel. Twice is fine."""
+        self._closed = True
+        self._admission.close(_CLOSED)
+        tasks = {*self._spares, *(flight.task for flight in self._flights.values())}
+        if tasks and drain_s > 0:
+            await asyncio.wait(tasks, timeout=drain_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._provider.close()
+
+    # --- sharing ------------------------------------------------------------------------------
+
+    def _look_up(self, key: str) -> Verdict | None:
+        if self._cache is None:
+            return None
+        try:
+            kept = self._cache.get(key)
+        except JudgeError:
+            self.counters.add("cached")
+            raise
+        if kept is not None:
+            self.counters.add("cached")
+        return kept
+
+    def _take_off(self, name: Hashable, question: Question, key: str | None) -> _Flight:
+        work = asyncio.get_running_loop().create_task(self._bring_home(question, key))
+        flight = self._flights[name] = _Flight(work)
+        work.add_done_callback(lambda _: self._land(name, flight))
+        return flight
+
+    def _land(self, name: Hashable, flight: _Flight) -> None:
+        if self._flights.get(name) is flight:
+            del self._flights[name]
+
+    async def _join(self, flight: _Flight) -> Verdict:
+        """Wait for a verdict; it is given up only when the last who asked for it goes away."""
+        flight.askers += 1
+        try:
+            return await asyncio.shield(flight.task)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if self._closed and flight.task.cancelled() and me is not None and not me.cancelling():
+                raise Interrupted(_CLOSED) from None
+            raise
+        finally:
+            flight.askers -= 1
+            if not flight.askers and not flight.task.done():
+                for name in [n for n, f in self._flights.items() if f is flight]:
+                    del self._flights[name]
+                flight.task.cancel()
+
+    # --- one verdict --------------------------------------------------------------------------
+
+    async def _bring_home(self, question: Question, key: str | None) -> Verdict:
+        job = _Job(question, question)
+        while True:
+            try:
+                value, reason, reply = await self._try(job)
+            except JudgeError as error:
+                pause = self._after(job, error, key)
+            else:
+                took = self._clock() - (job.first_sent or 0.0)
+                verdict = self._verdict(job, value, reason, reply, took)
+                self._known_good = question
+                self.counters.add("verdicts")
+                if self._cache is not None and key is not None:
+                    self._cache.put(key, verdict)
+                return verdict
+            if pause > 0.0:
+                await asyncio.sleep(pause)
+
+    def _verdict(self, job: _Job, value: float, reason: str, reply: Reply, took: float) -> Verdict:
+        return Verdict(
+            value, reason, reply.text, usage=job.usage, cost_usd=job.cost_usd,
+            latency_s=took, calls=job.calls,
+        )  # fmt: skip
+
+    def _after(self, job: _Job, error: JudgeError, key: str | None) -> float:
+        """Seconds to wait before the next try; raises the final error when there is none."""
+        if error.kind is Failure.REFUSED:
+            self.counters.add("refused")
+            if self._cache is not None and key is not None:
+                self._cache.put_refusal(key, error.cause, str(error))
+            raise self._final(job, error)
+        if error.kind is Failure.UNPARSED:
+            self._ask_again(job, error)
+            return 0.0
+        if error.kind is Failure.FATAL:
+            job.fatals += 1
+            if job.fatals >= MOST_FATALS and self._answered_others(job):
+                raise self._final(job, error)
+        # An outage is nobody's own time: the breaker decides how long it may last.
+        if self._breaker.open or self._breaker.gave_up:
+            return 0.0
+        pause = random.uniform(0.0, min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0**job.retries))
+        pause = max(pause, error.retry_after or 0.0)
+        job.retries += 1
+        # One long Retry-After alone must not use a verdict's whole time up.
+        job.spent += job.last_s + min(pause, self._limits.deadline / 4.0)
+        if job.spent >= self._limits.deadline and self._answered_others(job):
+            raise self._final(job, error)
+        return pause
+
+    def _ask_again(self, job: _Job, error: JudgeError) -> None:
+        self.counters.add("unparsed")
+        if job.reasks >= self._limits.reasks:
+            raise self._final(job, error)
+        self.counters.add("reasks")
+        job.reasks += 1
+        tokens = job.question.max_tokens
+        if error.cause == "truncated":
+            tokens = min(2 * tokens, MOST_TOKENS * job.asked.max_tokens)
+        scale = job.asked.scale
+        reminder = _REMINDER.format(low=scale.low, high=scale.high)
+        again = job.asked.again(reminder=reminder, max_tokens=tokens)
+        job.question = replace(again, attempt=job.asked.attempt + job.reasks)
+
+    def _answered_others(self, job: _Job) -> bool:
+        """Whether the judge answered anything since this verdict was begun: then it is not down."""
+        last = self._breaker.last_success
+        return last is not None and job.first_sent is not None and last >= job.first_sent
+
+    def _final(self, job: _Job, error: JudgeError) -> JudgeError:
+        self.counters.add_lost(error.cause)
+        over = self._clock() - (job.first_sent or self._clock())
+        calls = "1 call" if job.calls == 1 else f"{job.calls} calls"
+        return JudgeError(
+            error.kind, error.cause, f"{error} ({calls} in {over:.1f} s)", status=error.status,
+            retry_after=error.retry_after, usage=job.usage, reply=error.reply,
+        )  # fmt: skip
+
+    # --- one call -----------------------------------------------------------------------------
+
+    async def _try(self, job: _Job) -> Read:
+        job.ticket.tokens = self._expected_tokens(job.question)
+        await self._admission.enter(job.ticket)
+        if job.first_sent is None:
+            job.first_sent = job.ticket.sent_at
+        if self._limits.hedge_after is None:
+            return await self._send(job, job.ticket)
+        return await self._send_hedged(job, self._limits.hedge_after)
+
+    async def _send_hedged(self, job: _Job, hedge_after: float) -> Read:
+        """Send a call, and a second one when it is slow; the first good answer is taken."""
+        first = asyncio.create_task(self._send(job, job.ticket))
+        both = {first}
+        try:
+            await asyncio.wait(both, timeout=hedge_after)
+            if not first.done() and self._admission.room():
+                self.counters.add("hedged")
+                spare = Ticket(job.ticket.tokens)
+                self._admission.enter_now(spare)
+                both.add(asyncio.create_task(self._send(job, spare)))
+            pending = set(both)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                good = [task for task in done if task.exception() is None]
+                if good:
+                    return good[0].result()
+            return first.result()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    async def _send(self, job: _Job, ticket: Ticket) -> Read:
+        """Make a call that was let in, and tell the admission what came of it."""
+        before = job.usage
+        try:
+            read = await self._call(job)
+        except JudgeError as error:
+            if error.kind in (Failure.REFUSED, Failure.UNPARSED):
+                self._admission.succeeded(ticket, used=_tokens(job.usage) - _tokens(before))
+            else:
+                self._admission.failed(ticket, error)
+            raise
+        except BaseException:
+            self._admission.dropped(ticket)
+            raise
+        self._admission.succeeded(ticket, used=_tokens(read[2].usage))
+        return read
+
+    async def _call(self, job: _Job) -> Read:
+        """Reserve, call, read, settle."""
+        held = await self._ledger.reserve(job.question)
+        job.calls += 1
+        self.counters.add("calls")
+        began, outcome, usage = self._clock(), "cancelled", None
+        try:
+            reply = await self._provider.ask(job.question, timeout=self._limits.timeout)
+            outcome, usage = "ok", reply.usage
+            value, reason = read_verdict(reply, job.question.scale)
+        except JudgeError as error:
+            outcome = error.cause
+            usage = usage or (None if error.cause == "timeout" else error.usage)
+            if error.kind is not Failure.UNPARSED:
+                self.counters.add_error(error.cause)
+            raise
+        finally:
+            job.last_s = self._clock() - began
+            self._settle(job, held, usage, outcome)
+        self.counters.add_latency(job.last_s)
+        self._mean_output += 0.1 * (reply.usage.output - self._mean_output)
+        return value, reason, reply
+
+    def _settle(self, job: _Job, held: Reservation, usage: Usage | None, outcome: str) -> None:
+        """Book a call. What one that was not waited for will cost is unknown: the worst case."""
+        note = ""
+        if usage is None:
+            output = job.question.max_tokens
+            usage, note = Usage(max(0, held.tokens - output), output), "upper bound"
+        job.usage += usage
+        job.cost_usd += held.settle(usage, outcome, job.last_s, note)
+
+    def _expected_tokens(self, question: Question) -> int:
+        if self._limits.max_tpm is None:
+            return 0
+        output = self._mean_output or question.max_tokens
+        return (len(question.system) + len(question.user)) // 3 + int(output)
+
+    # --- is it the judge, or only this text? --------------------------------------------------
+
+    def _probe_known_good(self) -> bool:
+        """Try a question that was answered before; for the case that only bad ones are left."""
+        if self._known_good is None or self._closed:
+            return False
+        ticket = Ticket()
+        self._admission.enter_now(ticket)
+        job = _Job(self._known_good, self._known_good, ticket)
+        task = asyncio.get_running_loop().create_task(self._send_spare(job))
+        self._spares.add(task)
+        task.add_done_callback(self._spares.discard)
+        return True
+
+    async def _send_spare(self, job: _Job) -> None:
+        try:
+            await self._send(job, job.ticket)
+        except (JudgeError, Interrupted):
+            return  # the admission has heard of it
+
+
+def _tokens(usage: Usage) -> int:
+    return usage.input + usage.output
