@@ -36,7 +36,7 @@ class ApiReward(Section):
         "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE"
     )
     model: str | None = setting(
-        None, "Model name at the provider.", flag="--rm_model", env="RM_MODEL"
+        None, "Model name at the provider, such as qwen-plus.", flag="--rm_model", env="RM_MODEL"
     )
     base_url: str | None = setting(
         None, "Endpoint to use instead of the provider's own.", flag="--rm_base_url",
@@ -162,7 +162,7 @@ class Reward(Section):
         (), "Mixture KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).", flag="--reward"
     )
     config_file: str | None = setting(
-        None, "YAML file with the reward's settings.", flag="--reward_config"
+        None, "YAML file that sets up the judge, or another reward.", flag="--reward_config"
     )
     api: ApiReward = section(ApiReward)
     model: ModelReward = section(ModelReward)

@@ -21,15 +21,17 @@ from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
 from ppo_cli.prompts import keep_first, tell_nothing
 from ppo_cli.records import Prompt
-from ppo_cli.rewards.judge.exchange import Question, Usage
-from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, estimate_tokens
+from ppo_cli.rewards.judge.exchange import Usage
+from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD
 from ppo_cli.rewards.judge.prices import Price, find_price
 from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.rewards.judge.template import Template, load_template
 from ppo_cli.trust.rows import prompt_of
 
 SAMPLE = 200
-FILLER = "and "  # a token is taken to have this many characters
+# Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
+# call may pass, about twice what prose really takes: right for a budget, too much for a guess.
+TOKEN_BYTES = (4, 3)
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
@@ -181,8 +183,8 @@ class Forecast:
         brief, long = _verdict_tokens(self.config)
         rows = f"{self.sampled:,} of {self.rows:,} rows" if self.sampled < self.rows else "all rows"
         return (
-            f"requests rendered from {rows}; low: {len(FILLER)} characters a token, responses of "
-            f"{short:,} tokens, verdicts of {brief}; high: the upper estimate that budgets go by, "
+            f"requests rendered from {rows}; low: {TOKEN_BYTES[0]} characters a token, responses "
+            f"of {short:,} tokens, verdicts of {brief}; high: {TOKEN_BYTES[1]} characters, "
             f"responses of {full:,} tokens, verdicts of {long} (a model that reasons writes "
             "more); nothing from the cache, no call twice"
         )
@@ -243,31 +245,23 @@ def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> tu
     template.check([material_of(prompt, "") for prompt in prompts])
     short, full = _response_tokens(config)
     brief, long = _verdict_tokens(config)
-    low = fmean(_fewest(_question(template, p, short, config)) for p in prompts)
-    high = fmean(_most(_question(template, p, full, config)) for p in prompts)
-    return Amount(low, brief), Amount(high, long)
+    coarse, fine = TOKEN_BYTES
+    low = fmean(_input_bytes(template, p, short * coarse, config) for p in prompts) / coarse
+    high = fmean(_input_bytes(template, p, full * fine, config) for p in prompts) / fine
+    return Amount(low, brief), Amount(high + REQUEST_OVERHEAD, long)
 
 
-def _question(template: Template, prompt: Prompt, length: int, config: Config) -> Question:
+def _input_bytes(template: Template, prompt: Prompt, length: int, config: Config) -> int:
+    """Measure a request about a response of so many characters."""
     api = config.reward.api
-    return template.question(
-        material_of(prompt, FILLER * length),
+    question = template.question(
+        material_of(prompt, ("and so on " * (length // 10 + 1))[:length]),
         nonce="0" * 16,
         max_tokens=api.max_tokens,
         reasoning=api.reasoning,
         max_response_chars=api.max_response_chars,
     )
-
-
-def _fewest(question: Question) -> float:
-    """Count four plain characters, or one of any other kind, as a token."""
-    text = question.system + question.user
-    plain = len(text.encode("ascii", "ignore"))
-    return plain / len(FILLER) + len(text) - plain
-
-
-def _most(question: Question) -> int:
-    return estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
+    return len((question.system + question.user).encode("utf-8", "replace"))
 
 
 def _response_tokens(config: Config) -> tuple[int, int]:

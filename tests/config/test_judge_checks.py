@@ -175,6 +175,26 @@ def test_what_is_fine_is_not(given: str) -> None:
     assert judge_remarks(config(*given.split()), TODAY) == []
 
 
+@pytest.mark.parametrize(
+    ("provider", "model", "day"),
+    [
+        ("openai", "gpt-4o-mini-2024-07-18", "2027-01-14"),
+        ("openai", "gpt-4o-2024-05-13", "2026-10-23"),
+        ("openai", "gpt-5-mini", "2026-12-11"),
+        ("openai", "gpt-5.6-luna", None),
+        ("openai", "gpt-5.4-mini", None),
+        ("gemini", "gemini-2.5-flash-preview", "2026-12-01"),
+        ("gemini", "gemini-2.5-flash-lite-001", None),
+        ("claude", "claude-opus-4-20250514", "2026-06-15"),
+        ("claude", "claude-opus-4-8", None),
+        ("dashscope", "gpt-4o", None),
+    ],
+)
+def test_a_name_is_found_with_its_versions(provider: str, model: str, day: str | None) -> None:
+    found = retirement(provider, model)
+    assert (found and found.isoformat()) == day
+
+
 def test_remarks_reach_the_screen() -> None:
     (said,) = remarks(settle("type=gemini", "model=gemini-1.5-pro"), gpus=0)
     assert "gemini-1.5-pro" in said
