@@ -62,15 +62,21 @@ BEFORE_COLON = _phrases(
     السؤال|उत्तर|प्रश्न|đáp án|trả lời|câu hỏi
     """
 )
+TASK = r"(?:the|this|your) (?:given )?(?:problem|question|task)"
 STEP_BY_STEP = re.compile(
     r"(?:(?:okay|ok|sure|alright|all right|first|now|so|well|great)\W{1,3})?"
+    rf"(?:to (?:solve|answer) {TASK},? )?"
     r"(?:let's|lets|let us|let me|i will|i'll|we will|we'll|we need to|i need to)\s"
     r"(?:now\s|first\s|carefully\s)?"
     r"(?:solve|think|work|reason|go|break|start|begin|analy[sz]e|tackle|approach|figure|examine)"
     r"(?:\s[\w']+){0,8}?\s"
-    r"(?:step[ -]by[ -]step|(?:the|this) (?:given )?(?:problem|question|task)"
-    r"(?: (?:down|carefully|together|out|step[ -]by[ -]step"
+    r"(?:step[ -]by[ -]step(?: as follows)?|(?:this|it) (?:carefully|thoroughly|through)"
+    rf"|{TASK}(?: (?:down|carefully|together|out|step[ -]by[ -]step(?: as follows)?"
     r"|into (?:small |smaller )?(?:steps|parts)))?)"
+    r"|here(?:'s| is) (?:a|the|my) (?:detailed |complete |full )?(?:step[ -]by[ -]step )?"
+    rf"(?:solution|answer|explanation|reasoning|response|proof)(?: (?:to|for|of) {TASK})?"
+    r"|(?:首先)?[，,]?(?:让|请)?我们?来?(?:一步一步|一步步|逐步|仔细)[地来]*"
+    r"(?:思考|分析|解决|解答|求解|推理|解)(?:一下)?(?:这个|这道|该|此)?(?:问题|题目|题)?"
 )
 WRAPPING = re.compile(
     r"\\(?:boxed|text|fbox|mathrm|textbf)\s*\{[\s$]*\}|```[\w+-]*|</?(?:answer|solution|think)>"
