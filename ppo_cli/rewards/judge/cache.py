@@ -60,7 +60,7 @@ class VerdictCache:
         self._complained = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._db: sqlite3.Connection | None = _connect(path)
+            self._db: sqlite3.Connection | None = _connect_when_free(path)
         except (OSError, sqlite3.Error) as problem:
             raise self._unusable(problem) from None
 
@@ -142,6 +142,18 @@ class VerdictCache:
             f"Cannot use the verdict cache {self.path}: {why}. Name another file with --rm_cache, "
             "delete this one, or go without it: --rm_cache off."
         )
+
+
+def _connect_when_free(path: Path) -> sqlite3.Connection:
+    # Of several processes that make the file at once, SQLite sends some away without waiting.
+    until = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            return _connect(path)
+        except sqlite3.OperationalError as problem:
+            if "locked" not in str(problem) or time.monotonic() > until:
+                raise
+        time.sleep(0.02)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -7,6 +7,7 @@ import multiprocessing
 import sqlite3
 import threading
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,8 @@ def test_any_thread_may_use_it(tmp_path: Path) -> None:
     cache.close()
 
 
-def fill(path: Path, name: str) -> None:
+def fill(path: Path, name: str, together: Barrier) -> None:
+    together.wait(30)
     cache = VerdictCache(path)
     for i in range(100):
         cache.put(f"{name}-{i}", VERDICT)
@@ -110,7 +112,8 @@ def fill(path: Path, name: str) -> None:
 def test_several_processes_write_at_once(tmp_path: Path) -> None:
     path = tmp_path / "judge.sqlite"
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=fill, args=(path, str(n))) for n in range(4)]
+    together = context.Barrier(4)
+    workers = [context.Process(target=fill, args=(path, str(n), together)) for n in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
