@@ -110,7 +110,7 @@ def bootstrap(
     count: int,
     *,
     seed: int = 0,
-    resamples: int = RESAMPLES,
+    resamples: int | None = None,
 ) -> Estimate:
     """Value over all rows, and the percentile interval over resampled rows.
 
@@ -121,9 +121,10 @@ def bootstrap(
     if value is None:
         return Estimate(None)
     random = np.random.default_rng(seed)
-    drawn = [statistic(random.integers(0, count, count)) for _ in range(resamples)]
+    times = RESAMPLES if resamples is None else resamples
+    drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
     known = [v for v in drawn if v is not None]
-    if len(known) * 2 < resamples:
+    if len(known) * 2 < times:
         return Estimate(value)
     low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high))

@@ -15,6 +15,7 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.tracker import SilentScreen
+from ppo_cli.trust import statistics
 from ppo_cli.trust.calibrate import calibrate, per_thousand
 from ppo_cli.trust.labels import Labelled, read_labels
 from ppo_cli.trust.rows import read_answered
@@ -22,6 +23,11 @@ from ppo_cli.trust.score import Scoring
 from tests.trust.scripted import Scripted, write_rows
 
 Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "RESAMPLES", 100)
 
 
 def labelled(tmp_path: Path, rows: list[Row]) -> Labelled:

@@ -1,0 +1,258 @@
+"""`ppo reward score`, `calibrate` and `audit`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.cli.reward_screen import bars, calibration_lines
+
+ROW: dict[str, Any] = {
+    "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "gsm8k", "response": "#### 2",
+}  # fmt: skip
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["reward", *args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_score_with_a_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {**ROW, "response": "#### 3", "mine": {"a": [1]}}
+    file = write(tmp_path / "a.jsonl", ROW, wrong)
+    code, out, err = run(capsys, "score", file, "--rule", "gsm8k")
+    assert (code, err) == (0, "")
+    first, second = read(tmp_path / "a.scored.jsonl")
+    assert first == {
+        **ROW, "score": 1.0, "failure": None, "reason": "",
+        "parts": {"gsm8k": {"raw": 1.0, "scaled": 1.0}},
+        "info": {"extracted": "2", "rule": "gsm8k"},
+    }  # fmt: skip
+    assert (second["score"], second["mine"]) == (0.0, {"a": [1]})
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    for line in ("rows 2", "scored 2", "mean 0.500", "1.000 " + "#" * 30 + " 1"):
+        assert line in lines
+    assert f"1.000 {file} line 1: #### 2" in lines
+    assert lines[-1] == f"Written: {tmp_path / 'a.scored.jsonl'}"
+
+
+def test_rows_choose_their_rule_and_failures_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.jsonl", ROW, {**ROW, "ground_truth": "many"})
+    code, out, err = run(capsys, "score", file, "--out", str(tmp_path / "o.jsonl"))
+    assert code == 0
+    assert err == "1 of 2 rows could not be scored; `failure` says why.\n"
+    assert "failed: ground_truth 'many' is not a number  1" in out
+    first, second = read(tmp_path / "o.jsonl")
+    assert (first["score"], second["score"]) == (1.0, None)
+    assert second["failure"] == "ground_truth 'many' is not a number"
+
+
+def test_score_as_json_with_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.5, 'style': 2.0}\n"
+    )
+    file = write(tmp_path / "a.jsonl", ROW)
+    code, out, err = run(capsys, "score", file, "--reward-function", str(function), "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["rows"], told["scored"], told["mean"], told["failed"]) == (1, 1, 0.5, {})
+    (row,) = read(tmp_path / "a.scored.jsonl")
+    assert row["parts"] == {"style": {"raw": 2.0, "scaled": None}}
+
+
+def test_settings_come_from_every_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n"
+        "    return bonus\n"
+    )
+    monkeypatch.setenv("REWARD_FUNCTION", str(function))
+    file = write(tmp_path / "a.jsonl", {"question": "x", "response": "y"})
+    code, _, err = run(capsys, "score", file, "reward.function_kwargs.bonus=0.25")
+    assert code == 0
+    assert err == "a.jsonl: the prompt is read from column 'question'.\n"
+    assert read(tmp_path / "a.scored.jsonl")[0]["score"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ([], "Name the FILE"),
+        (["nowhere.jsonl"], "no such file"),
+        (["FILE", "--rule", "gsm8"], "Did you mean 'gsm8k'?"),
+        (["FILE", "--out", "nowhere/o.jsonl"], "there is no folder nowhere"),
+        (["FILE", "--out", "FILE"], "is the file that is read"),
+        (["FILE", "--response_key", "respons"], "Did you mean 'response'?"),
+        (["FILE", "--ruel", "gsm8k"], "there is no flag --ruel"),
+        (["FILE", "reward.rul=x"], "there is no setting 'reward.rul'"),
+    ],
+)
+def test_mistakes_cost_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], told: str
+) -> None:
+    file = write(tmp_path / "a.jsonl", ROW)
+    code, out, err = run(capsys, "score", *[file if a == "FILE" else a for a in args])
+    assert (code, out) == (2, "")
+    assert told in err
+    assert "Traceback" not in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_bad_rows_stop_it_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "a.jsonl", ROW, {**ROW, "response": 3})
+    code, _, err = run(capsys, "score", file)
+    assert code == 2
+    assert "line 2, column response: is a number, not text" in err
+
+
+def test_ctrl_c_writes_what_is_there_and_exits_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_cli.rewards.rule_reward import RuleReward
+
+    def settle(self: RuleReward) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RuleReward, "settle", settle)
+    file = write(tmp_path / "a.jsonl", ROW, ROW)
+    code, out, err = run(capsys, "score", file)
+    assert code == 3
+    assert "scored" in out
+    assert "Stopped by Ctrl-C. 2 of 2 rows have a score" in err
+    assert "Run the same command again." in err
+    assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 1.0]
+
+
+def labelled(tmp_path: Path, count: int = 20) -> str:
+    rows = [
+        {**ROW, "response": f"{'so ' * (i // 2)}#### {2 + i % 2}", "good": "ny"[i % 2 == 0]}
+        for i in range(count)
+    ]
+    rows = [{**row, "good": {"n": "no", "y": "yes"}[row["good"]]} for row in rows]
+    return write(tmp_path / "a.jsonl", *rows)
+
+
+def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = labelled(tmp_path)
+    code, out, err = run(capsys, "calibrate", file, "--labels", "good", "--rule", "gsm8k")
+    assert code == 0
+    assert err == "Asking for at most 80 verdicts: 20 rows, and 20 of them 3 times again.\n"
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "AUC 1.000 [1.000, 1.000]" in lines
+    assert "labels 'yes' is good (10 of 20)" in lines
+    assert "- AUC 1.00 [1.00, 1.00]: tells good from bad answers well." in lines
+    assert "exactly the same 100% of pairs" in lines
+
+
+def test_calibrate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = labelled(tmp_path, 8)
+    code, out, _ = run(
+        capsys, "calibrate", file, "--labels", "good", "--positive", "no", "--repeat", "0", "--json"
+    )
+    assert code == 0
+    told = json.loads(out)
+    assert told["labels"] == "'no' is good (4 of 8)"
+    assert told["agreement"]["AUC"]["value"] is None
+    assert told["repeated"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ([], "--labels COLUMN"),
+        (["--labels", "god"], "Did you mean 'good'?"),
+        (["--labels", "good", "--repeat", "x"], "repeat"),
+    ],
+)
+def test_mistakes_of_calibrate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], told: str
+) -> None:
+    code, _, err = run(capsys, "calibrate", labelled(tmp_path), *args)
+    assert code == 2
+    assert told in err
+
+
+def test_audit_of_a_sound_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "audit", "--rule", "gsm8k")
+    assert code == 0
+    assert err.startswith("Asking for at most ")
+    assert out.startswith("Audit of rule gsm8k\n")
+    assert "FAIL" not in out
+    assert "PASS  prompt injection" in out
+    assert "skip  content-free gate" in out
+
+
+def test_audit_of_a_hackable_function_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return min(1.0, len(solution_str) / 200)\n"
+    )
+    code, out, err = run(capsys, "audit", "--reward_function", str(function), "--rows", "3")
+    assert code == 2
+    assert "FAIL  padding" in out
+    assert "FAIL  right against wrong" in out
+    assert err.splitlines()[-1].startswith("error: 3 of ") or "checks failed: " in err
+    worst = out.split("FAIL  padding")[1]
+    assert "sent: To put it in other words" in worst or "sent: Each pen" in worst
+
+
+def test_audit_as_json_with_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**ROW, "prompt": f"{n} + 1 = ?", "ground_truth": str(n + 1)} for n in range(4)]
+    file = write(tmp_path / "a.jsonl", *rows)
+    code, out, _ = run(capsys, "audit", "--data", file, "--rule", "gsm8k", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert {"name", "passed", "said", "worst", "cases"} == set(told["checks"][0])
+    assert all(case["sent"] for case in told["checks"][0]["cases"])
+
+
+def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("score", "calibrate", "audit"):
+        code, out, _ = run(capsys, name, "--help")
+        assert code == 0
+        assert "Example: ppo reward" in " ".join(out.split())
+        assert "--rm_prompt_preset" in out
+        assert "--clip_ratio" not in out
+
+
+def test_bars() -> None:
+    lines = bars([{"from": 1.0, "to": 1.0, "count": 60}, {"from": 0.0, "to": 0.5, "count": 1}])
+    assert lines[2].split() == ["1.000", "#" * 30, "60"]
+    assert lines[3].split() == ["0.000", "to", "0.500", "#", "1"]
+    assert bars([]) == []
+
+
+def test_calibration_of_nothing_fresh() -> None:
+    result = {
+        "rows": 1, "scored": 0, "failed": {"timeout": 1}, "labels": "x", "spent": {"seconds": 3.0},
+        "agreement": {"AUC": {"value": None, "low": None, "high": None, "why": "no rows"}},
+        "bias": {}, "repeated": None, "per_1000": {}, "advice": [],
+    }  # fmt: skip
+    text = "\n".join(calibration_lines(result))
+    assert "AUC  - (no rows)" in text
+    assert "every verdict came from the cache" in text
