@@ -18,6 +18,7 @@ from typing import Any
 
 from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.errors import RewardError
+from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdict
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class VerdictCache:
 
     def put_refusal(self, key: str, cause: str, message: str) -> None:
         """Keep that the judge will not judge this."""
-        self._write(key, "refusal", {"cause": cause, "message": message})
+        self._write(key, "refusal", {"cause": cause, "message": redact(message)})
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

@@ -52,6 +52,18 @@ def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
     cache.close()
 
 
+def test_a_refusal_that_quotes_a_key_is_kept_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-verysecret0123456789")
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    cache.put_refusal("k", "refusal", "key sk-verysecret0123456789 may not ask this")
+    with pytest.raises(JudgeError, match="may not ask this") as caught:
+        cache.get("k")
+    cache.close()
+    assert "verysecret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("changed", "same"),
     [
