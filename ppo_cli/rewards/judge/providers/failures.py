@@ -69,7 +69,9 @@ def read_symptoms(error: BaseException) -> Symptoms:
     if "APIResponseValidationError" in kinds:
         return Symptoms("body", text)
     if status is not None:
-        return _from_status(error, status, text)
+        found = _from_status(error, status, text)
+        wordless = status < 300 and not found.codes
+        return Symptoms("body", text) if wordless else found
     if kinds & {"APITimeoutError", "TimeoutException", "TimeoutError"}:
         return Symptoms("timeout", text)
     root = type(error).__module__.split(".")[0]

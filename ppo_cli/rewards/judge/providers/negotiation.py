@@ -24,16 +24,23 @@ class Option:
 
     def named_in(self, text: str) -> bool:
         """Whether an error message (or its `param`) speaks of this option."""
-        found = (rf"(?<![A-Za-z]){re.escape(word)}(?![A-Za-z])" for word in self._all_words())
-        return any(re.search(pattern, text, re.IGNORECASE) for pattern in found)
+        # A form such as `json` or `OFF` is an everyday word; one with an underscore is a name.
+        forms = {form for form in self.forms if "_" in form}
+        return any(speaks_of(text, word) for word in {self.name, *self.words, *forms})
 
-    def _all_words(self) -> set[str]:
-        snake = {self.name, *self.forms, *self.words} - {"on"}
-        camel = {re.sub(r"_(\w)", lambda m: m.group(1).upper(), word) for word in snake}
-        return snake | camel
+    def form_named_in(self, form: str, text: str) -> bool:
+        """Whether a message speaks of this very form."""
+        return "_" in form and speaks_of(text, form)
 
 
 Form = Mapping[str, str]
+
+
+def speaks_of(text: str, name: str) -> bool:
+    """Whether a text has a parameter's name as a word of its own, in snake or camel case."""
+    camel = re.sub(r"_(\w)", lambda match: match.group(1).upper(), name)
+    either = "|".join(re.escape(word) for word in {name, camel})
+    return bool(re.search(rf"(?<![A-Za-z])(?:{either})(?![A-Za-z])", text, re.IGNORECASE))
 
 
 class Negotiation:
@@ -90,7 +97,7 @@ class Negotiation:
         if self._proven == self._positions:
             return None  # this very form has worked: the refusal is about the text
         # The form in use is a better clue than the option's other names.
-        exact = [o for o in here if sent[o.name] != "on" and sent[o.name] in message]
+        exact = [option for option in here if option.form_named_in(sent[option.name], message)]
         named = exact or [option for option in here if option.named_in(message)]
         if named:
             return named[0]

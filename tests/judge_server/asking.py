@@ -1,0 +1,69 @@
+"""Ask the loopback judge one thing through a real provider, as the tests of several rooms do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from ppo_cli.rewards.judge.exchange import JudgeError, Question, Reply, Scale
+from ppo_cli.rewards.judge.providers import Endpoint, build_provider
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from tests.judge_server.server import JudgeServer
+
+T = TypeVar("T")
+SECRET = "sk-loopback-0123456789abcdef"
+KEYS = dict.fromkeys(
+    ("OPENAI_API_KEY", "DASHSCOPE_API_KEY", "GEMINI_API_KEY", "ANTHROPIC_API_KEY"), SECRET
+)
+# The wires of the server, each with the provider that speaks it.
+WIRES = {
+    "openai": "openai",
+    "claude": "claude",
+    "gemini": "gemini",
+    "dashscope": "dashscope",
+    "dashscope-compatible": "dashscope",
+}
+_NONCE = "0123456789abcdef"
+
+
+def make_question(response: str = "The answer is 42.", truth: str = "42", **more: Any) -> Question:
+    """A question in the form of the templates, the data fenced with a nonce."""
+    blocks = {"response": response, "ground_truth": truth}
+    user = "\n".join(f"<{k}-{_NONCE}>\n{v}\n</{k}-{_NONCE}>" for k, v in blocks.items())
+    return Question("You are a careful judge. Answer in JSON.", user, "id", Scale(1, 10), **more)
+
+
+def judge_at(server: JudgeServer, wire: str, **more: Any) -> SdkProvider:
+    """A provider that asks the loopback server over one wire."""
+    environ = more.pop("environ", KEYS)
+    model = more.pop("model", "judge-model")
+    endpoint = Endpoint(WIRES[wire], model, server.url(wire), **more)  # type: ignore[arg-type]
+    return build_provider(endpoint, environ=environ)
+
+
+def on_a_loop(provider: SdkProvider, work: Callable[[SdkProvider], Awaitable[T]]) -> T:
+    """Do something with a provider on an event loop of its own, and close it there."""
+
+    async def run() -> T:
+        try:
+            return await work(provider)
+        finally:
+            await provider.close()
+            await provider.close()
+
+    return asyncio.run(run())
+
+
+def ask_once(
+    provider: SdkProvider, question: Question | None = None, *, timeout: float = 10.0
+) -> Reply | JudgeError:
+    """The reply to one question, or the error that came instead."""
+
+    async def work(judge: SdkProvider) -> Reply | JudgeError:
+        try:
+            return await judge.ask(question or make_question(), timeout=timeout)
+        except JudgeError as error:
+            return error
+
+    return on_a_loop(provider, work)

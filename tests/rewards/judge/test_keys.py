@@ -1,0 +1,62 @@
+"""Keys are found, cleaned, and never shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.errors import RewardError
+from ppo_cli.rewards.judge.providers import Endpoint, api_key, build_provider
+from ppo_cli.rewards.judge.providers.keys import KEY_VARIABLES, NO_KEY
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"),
+    [(kind, variable) for kind, names in KEY_VARIABLES.items() for variable in names],
+)
+def test_every_variable_is_read(kind: str, variable: str) -> None:
+    found = api_key(kind, {variable: "secret-key"})
+    assert (found.value, found.variable) == ("secret-key", variable)
+    assert "secret-key" not in repr(found)
+
+
+@pytest.mark.parametrize("kind", ["gemini", "claude"])
+def test_the_first_variable_wins_and_a_blank_one_is_missing(kind: str) -> None:
+    first, second = KEY_VARIABLES[kind]
+    assert api_key(kind, {second: "b", first: "a"}).value == "a"
+    assert api_key(kind, {second: "b", first: " \n"}).value == "b"
+
+
+@pytest.mark.parametrize("kind", KEY_VARIABLES)
+def test_a_missing_key_is_asked_for_by_name(kind: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        api_key(kind, {})
+    for variable in KEY_VARIABLES[kind]:
+        assert variable in str(caught.value)
+    assert f"export {KEY_VARIABLES[kind][0]}=" in str(caught.value)
+
+
+def test_another_variable_takes_the_place_of_the_usual_ones() -> None:
+    environ = {"OPENAI_API_KEY": "usual", "MY_KEY": "mine"}
+    assert api_key("openai", environ, key_env="MY_KEY").value == "mine"
+    with pytest.raises(RewardError, match="OTHER_KEY is not set"):
+        api_key("openai", environ, key_env="OTHER_KEY", optional=True)
+
+
+def test_blanks_around_a_key_are_dropped() -> None:
+    assert api_key("openai", {"OPENAI_API_KEY": "  sk-abc\r\n"}).value == "sk-abc"
+
+
+@pytest.mark.parametrize("mangled", ["sk-“abc”", "sk-äbc", "sk-abc def", "sk-abc\ndef", "a\x00b"])
+def test_a_mangled_key_is_told_without_showing_it(mangled: str) -> None:
+    with pytest.raises(RewardError, match="OPENAI_API_KEY") as caught:
+        api_key("openai", {"OPENAI_API_KEY": mangled})
+    assert "abc" not in str(caught.value)
+
+
+def test_a_server_of_ones_own_needs_no_key() -> None:
+    own = build_provider(Endpoint("openai", "m", "http://localhost:8000"), environ={})
+    assert own._key.value == NO_KEY
+    with pytest.raises(RewardError, match="OPENAI_API_KEY"):
+        build_provider(Endpoint("openai", "m"), environ={})
+    with pytest.raises(RewardError, match="ANTHROPIC_API_KEY or CLAUDE_API_KEY"):
+        build_provider(Endpoint("claude", "m", "http://localhost:8000"), environ={})

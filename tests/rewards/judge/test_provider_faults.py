@@ -1,0 +1,298 @@
+"""The table of outcomes: what each kind of failure becomes, at each provider, in one call.
+
+The real SDKs against the loopback server. A call that fails is made once: no SDK retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply
+from ppo_cli.rewards.judge.providers import failures
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import KEYS, SECRET, WIRES, ask_once, judge_at, make_question
+
+FATAL, RETRYABLE, REFUSED, UNPARSED = (
+    Failure.FATAL, Failure.RETRYABLE, Failure.REFUSED, Failure.UNPARSED,
+)  # fmt: skip
+# What a judge that has answered before does next -> kind and cause.
+OUTCOMES: dict[Any, tuple[Failure, str]] = {
+    400: (REFUSED, "bad_request"),
+    401: (FATAL, "http_401"),
+    402: (FATAL, "http_402"),
+    403: (FATAL, "http_403"),
+    404: (FATAL, "http_404"),
+    408: (RETRYABLE, "http_408"),
+    409: (RETRYABLE, "http_409"),
+    413: (REFUSED, "bad_request"),
+    425: (RETRYABLE, "http_425"),
+    429: (RETRYABLE, "http_429"),
+    500: (RETRYABLE, "http_500"),
+    502: (RETRYABLE, "http_502"),
+    503: (RETRYABLE, "http_503"),
+    504: (RETRYABLE, "http_504"),
+    529: (RETRYABLE, "http_529"),
+    "hang": (RETRYABLE, "timeout"),
+    "cut": (RETRYABLE, "connection"),
+    "html": (RETRYABLE, "bad_body"),
+    "empty": (RETRYABLE, "bad_body"),
+    "not_json": (RETRYABLE, "bad_body"),
+    "no_content": (UNPARSED, "empty"),
+    "refusal": (REFUSED, "refusal"),
+    "content_filter": (REFUSED, "content_filter"),
+}
+# Gemini has one word for both.
+SPECIAL = {("gemini", "refusal"): (REFUSED, "content_filter")}
+
+Ask = Callable[..., Reply | JudgeError]
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[JudgeServer]:
+    with JudgeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: JudgeServer) -> JudgeServer:
+    shared_server.reset()
+    return shared_server
+
+
+@pytest.fixture(scope="module")
+def ask(shared_server: JudgeServer) -> Iterator[Ask]:
+    """Ask judges that live on one event loop, each of which has answered once."""
+    loop = asyncio.new_event_loop()
+    judges: dict[str, SdkProvider] = {}
+
+    async def attempt(wire: str, question: Question, timeout: float) -> Reply | JudgeError:
+        try:
+            return await judges[wire].ask(question, timeout=timeout)
+        except JudgeError as error:
+            return error
+
+    def run(wire: str, question: Question | None = None, timeout: float = 10.0) -> Any:
+        return loop.run_until_complete(attempt(wire, question or make_question(), timeout))
+
+    for wire in WIRES:
+        judges[wire] = judge_at(shared_server, wire)
+        assert isinstance(run(wire), Reply)
+    yield run
+    for judge in judges.values():
+        loop.run_until_complete(judge.close())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@pytest.mark.parametrize("fault", OUTCOMES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_table_of_outcomes(server: JudgeServer, ask: Ask, wire: str, fault: Any) -> None:
+    server.fail(fault)
+    error = ask(wire, timeout=0.3 if fault == "hang" else 10.0)
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == SPECIAL.get((wire, fault), OUTCOMES[fault])
+    assert server.count == 1
+    assert error.status == (fault if isinstance(fault, int) else error.status)
+    server.heal()
+    assert isinstance(ask(wire), Reply)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_server_that_is_down(server: JudgeServer, ask: Ask, wire: str) -> None:
+    server.pause()
+    try:
+        error = ask(wire)
+    finally:
+        server.resume()
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (RETRYABLE, "connection")
+    assert isinstance(ask(wire), Reply)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_cut_answer_says_so_and_odd_ones_are_for_the_parser(
+    server: JudgeServer, ask: Ask, wire: str
+) -> None:
+    server.fail("truncated", times=1)
+    cut = ask(wire)
+    assert isinstance(cut, Reply)
+    assert cut.truncated
+    assert cut.usage.output > 0
+    server.fail("prose", times=1)
+    prose = ask(wire)
+    assert isinstance(prose, Reply)
+    assert "eight" in prose.text
+    server.fail("out_of_range", times=1)
+    far = ask(wire)
+    assert isinstance(far, Reply)
+    assert "97" in far.text
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_tokens_of_a_failed_answer_are_counted(server: JudgeServer, ask: Ask, wire: str) -> None:
+    for fault in ("no_content", "refusal"):
+        server.fail(fault, times=1)
+        error = ask(wire)
+        assert isinstance(error, JudgeError)
+        assert error.usage.input > 0
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_wait_that_was_asked_for(server: JudgeServer, ask: Ask, wire: str) -> None:
+    server.fail(429, times=1, retry_after=7)
+    assert ask(wire).retry_after == 7.0  # type: ignore[union-attr]
+    server.fail(503, times=1, retry_after=email.utils.formatdate(2_000_000_000, usegmt=True))
+    assert ask(wire).retry_after > 1000  # type: ignore[union-attr, operator]
+    server.fail(429, times=1, retry_after=9, headers={"Retry-After-Ms": "250"})
+    assert ask(wire).retry_after == 0.25  # type: ignore[union-attr]
+    server.fail(500, times=1, retry_after="soon")
+    assert ask(wire).retry_after is None  # type: ignore[union-attr]
+    server.fail(401, times=1, retry_after=7)
+    assert ask(wire).retry_after is None  # type: ignore[union-attr]
+
+
+def test_seconds_are_never_nonsense() -> None:
+    for told in ("-3", "nan", "inf", "", "tomorrow"):
+        assert failures.read_retry_after({"retry-after": told}) is None
+    past = email.utils.formatdate(1_000_000_000, usegmt=True)
+    assert failures.read_retry_after({"retry-after": past}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("wire", "status", "code", "message", "kind", "cause"),
+    [
+        ("openai", 429, "insufficient_quota", "You exceeded your quota", FATAL, "http_429"),
+        ("openai", 400, "context_length_exceeded", "Too many tokens", REFUSED, "bad_request"),
+        ("openai", 400, "content_filter", "The response was filtered", REFUSED, "content_filter"),
+        ("openai", 400, None, "The model `x` does not exist", FATAL, "http_400"),
+        ("claude", 400, None, "Your credit balance is too low", FATAL, "http_400"),
+        ("claude", 400, None, "prompt is too long: 9 tokens", REFUSED, "bad_request"),
+        ("gemini", 400, "API_KEY_INVALID", "API key not valid", FATAL, "http_400"),
+        ("dashscope", 400, "Arrearage", "Access denied", FATAL, "http_400"),
+        ("dashscope", 400, "ModelNotFound", "Model can not be found", FATAL, "http_400"),
+        ("dashscope", 400, "DataInspectionFailed", "Improper", REFUSED, "content_filter"),
+        ("dashscope-compatible", 400, "Arrearage", "Access denied", FATAL, "http_400"),
+        (
+            "dashscope-compatible", 400, "data_inspection_failed", "Improper",
+            REFUSED, "content_filter",
+        ),
+    ],
+)  # fmt: skip
+def test_providers_own_words(
+    server: JudgeServer, ask: Ask, wire: str, status: int, code: str | None, message: str,
+    kind: Failure, cause: str,
+) -> None:  # fmt: skip
+    server.fail(status, code=code, message=message)
+    error = ask(wire)
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (kind, cause)
+    assert message in str(error)
+    assert server.count == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "cause"),
+    [
+        ("InternalError", RETRYABLE, "business_error"),
+        ("Throttling.RateQuota", RETRYABLE, "http_429"),
+        ("DataInspectionFailed", REFUSED, "content_filter"),
+        ("InvalidApiKey", FATAL, "http_200"),
+        ("Arrearage", FATAL, "http_200"),
+    ],
+)
+@pytest.mark.parametrize("wire", ["dashscope", "dashscope-compatible"])
+def test_business_errors_with_status_200(
+    server: JudgeServer, ask: Ask, wire: str, code: str, kind: Failure, cause: str
+) -> None:
+    server.fail("business", code=code)
+    error = ask(wire)
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (kind, cause)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_400_at_the_first_call_ends_the_matter(server: JudgeServer, wire: str) -> None:
+    server.fail(400, message="This gateway wants something else.")
+    error = ask_once(judge_at(server, wire))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (FATAL, "http_400")
+    assert "This gateway wants something else." in str(error)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_hints_tell_what_to_look_at(server: JudgeServer, ask: Ask, wire: str) -> None:
+    server.fail(404, message="No such model.", times=1)
+    told = str(ask(wire))
+    assert "retired or misspelt: check --rm_model (now 'judge-model')" in told
+    assert "No such model." in told
+    server.fail(401, times=1)
+    variable = next(name for name in KEYS if name.startswith(provider_word(wire)))
+    assert f"Check the key in {variable}" in str(ask(wire))
+    server.fail(402, times=1)
+    assert "balance" in str(ask(wire))
+
+
+def provider_word(wire: str) -> str:
+    return {"claude": "ANTHROPIC"}.get(wire, wire.split("-")[0].upper())
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_secret_in_what_is_said(server: JudgeServer, ask: Ask, wire: str) -> None:
+    for status in (400, 401, 500):
+        server.fail(status, times=1, message=f"The key {SECRET} (Bearer {SECRET}) is wrong.")
+        error = ask(wire)
+        assert isinstance(error, JudgeError)
+        shown = "".join(traceback.format_exception(error)) + repr(vars(error))
+        assert SECRET not in shown
+        assert "***" in str(error)
+        assert error.__cause__ is None
+        assert error.__context__ is None
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_long_page_of_error_is_shortened(server: JudgeServer, ask: Ask, wire: str) -> None:
+    server.fail(404, message="x" * 5000)
+    told = str(ask(wire))
+    assert len(told) < 1200
+    assert "--rm_model" in told
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_cancelling_goes_through(server: JudgeServer, wire: str) -> None:
+    server.fail("hang")
+
+    async def cancel() -> None:
+        judge = judge_at(server, wire)
+        task = asyncio.create_task(judge.ask(make_question(), timeout=30))
+        while server.count == 0:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await judge.close()
+
+    asyncio.run(asyncio.wait_for(cancel(), 20))
+
+
+def test_what_nobody_foresaw_is_retryable_and_named(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = judge_at(server, "openai")
+
+    async def break_down(*args: Any) -> Reply:
+        raise KeyError(f"odd {SECRET}")
+
+    monkeypatch.setattr(judge, "judge", break_down)
+    error = ask_once(judge)
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (RETRYABLE, "unknown")
+    assert "KeyError" in str(error)
+    assert "KeyError" in caplog.text
+    assert SECRET not in f"{error} {caplog.text}"

@@ -1,0 +1,401 @@
+"""The four judges through their real SDKs: what goes on the wire and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import MissingPart, RewardError
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.providers import Endpoint, build, build_provider
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.endpoint import clean_url
+from tests.judge_server import Call, JudgeServer
+from tests.judge_server.asking import (
+    KEYS,
+    SECRET,
+    WIRES,
+    ask_once,
+    judge_at,
+    make_question,
+    on_a_loop,
+)
+from tests.judge_server.server import digest
+
+DECIDING = [wire for wire in WIRES if wire != "claude"]
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[JudgeServer]:
+    with JudgeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: JudgeServer) -> JudgeServer:
+    shared_server.reset()
+    return shared_server
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_verdict_comes_back_with_its_tokens(server: JudgeServer, wire: str) -> None:
+    right = ask_once(judge_at(server, wire))
+    wrong = ask_once(judge_at(server, wire), make_question("The answer is 7."))
+    assert isinstance(right, Reply) and isinstance(wrong, Reply)
+    assert json.loads(right.text)["score"] == 10
+    assert json.loads(wrong.text)["score"] == 1
+    assert right.usage.output > 0
+    assert 0 < right.usage.cached_input < right.usage.input
+    assert not right.truncated
+    assert right.probabilities is None
+    assert server.count == 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_key_goes_with_the_call(server: JudgeServer, wire: str) -> None:
+    server.keys = {SECRET}
+    assert isinstance(ask_once(judge_at(server, wire)), Reply)
+    assert server.calls[0].key_digest == digest(SECRET)
+    assert SECRET not in str(server.calls[0])
+
+
+@pytest.mark.parametrize(
+    ("wire", "first", "second"),
+    [
+        ("gemini", "GEMINI_API_KEY", "GOOGLE_API_KEY"),
+        ("claude", "ANTHROPIC_API_KEY", "CLAUDE_API_KEY"),
+    ],
+)
+def test_both_key_variables_are_sent(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str, first: str, second: str
+) -> None:
+    both = {first: "key-of-the-first", second: "key-of-the-second"}
+    for name, value in both.items():
+        monkeypatch.setenv(name, value)  # what the SDK would take by itself must not matter
+    ask_once(judge_at(server, wire, environ={second: both[second]}))
+    ask_once(judge_at(server, wire, environ=both))
+    digests = [call.key_digest for call in server.calls]
+    assert digests == [digest("key-of-the-second"), digest("key-of-the-first")]
+
+
+def parameters(call: Call) -> dict[str, Any]:
+    """What a request asks for beside its texts, whatever the wire."""
+    body = call.body
+    return {**body.get("generationConfig", {}), **body.get("parameters", {}), **body}
+
+
+def schema_of(call: Call) -> dict[str, Any]:
+    told = parameters(call)
+    if "response_format" in told:
+        assert told["response_format"]["json_schema"]["strict"] is True
+        return dict(told["response_format"]["json_schema"]["schema"])
+    if "output_config" in told:
+        return dict(told["output_config"]["format"]["schema"])
+    assert told["responseJsonSchema"]["propertyOrdering"] == ["reason", "score"]
+    return dict(told["responseJsonSchema"])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_form_of_the_verdict_is_on_the_wire(server: JudgeServer, wire: str) -> None:
+    ask_once(judge_at(server, wire))
+    schema = schema_of(server.calls[0])
+    assert list(schema["properties"]) == ["reason", "score"]
+    assert schema["properties"]["score"] == {"type": "integer", "enum": list(range(1, 11))}
+    assert schema["required"] == ["reason", "score"]
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_both_texts_arrive_as_they_are(wire: str) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def score(system: str, user: str) -> int:
+        seen.append((system, user))
+        return 5
+
+    question = make_question('A "quoted" {brace} \\ 答案 🙂')
+    with JudgeServer(score) as server:
+        reply = ask_once(judge_at(server, wire), question)
+    assert isinstance(reply, Reply)
+    assert seen == [(question.system, question.user)]
+
+
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "claude"])
+def test_sampling_parameters(server: JudgeServer, wire: str) -> None:
+    ask_once(judge_at(server, wire), make_question(max_tokens=77))
+    ask_once(judge_at(server, wire, votes=3), make_question(vote=2))
+    ask_once(judge_at(server, wire, temperature=0.3))
+    told = [parameters(call) for call in server.calls]
+    assert [t["temperature"] for t in told] == [0.0, 0.7, 0.3]
+    assert [t["seed"] for t in told] == [0, 2, 0]
+    assert told[0]["maxOutputTokens" if wire == "gemini" else "max_tokens"] == 77
+
+
+def test_claude_is_asked_without_temperature_unless_told(server: JudgeServer) -> None:
+    ask_once(judge_at(server, "claude", votes=3), make_question(max_tokens=77))
+    ask_once(judge_at(server, "claude", temperature=0.0))
+    first, second = (call.body for call in server.calls)
+    assert first.keys() & {"temperature", "seed"} == set()
+    assert first["max_tokens"] == 77
+    assert second["temperature"] == 0.0
+
+
+def test_thinking_is_off_and_filters_are_off(server: JudgeServer) -> None:
+    for wire in WIRES:
+        ask_once(judge_at(server, wire))
+    ask_once(judge_at(server, "openai", model="Qwen/Qwen3-8B"))
+    by_wire = dict(zip([*WIRES, "vllm"], server.calls, strict=True))
+    gemini = by_wire["gemini"].body
+    assert gemini["generationConfig"]["thinkingConfig"] == {"thinking_budget": 0}
+    assert {s["threshold"] for s in gemini["safetySettings"]} == {"OFF"}
+    assert by_wire["claude"].body["thinking"] == {"type": "disabled"}
+    assert by_wire["dashscope"].body["parameters"]["enable_thinking"] is False
+    assert by_wire["dashscope-compatible"].body["enable_thinking"] is False
+    assert by_wire["vllm"].body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_openai_itself_gets_the_new_name_of_the_limit() -> None:
+    own = build_provider(Endpoint("openai", "m"), environ=KEYS)
+    other = build_provider(Endpoint("openai", "m", "http://localhost:8000"), environ=KEYS)
+    limits = [next(o for o in p.options() if o.name == "max_tokens").forms for p in (own, other)]
+    assert limits[0] == ("max_completion_tokens", "max_tokens")
+    assert limits[1] == ("max_tokens", "max_completion_tokens")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_many_calls_share_one_client(server: JudgeServer, wire: str) -> None:
+    clients = []
+
+    async def many(judge: SdkProvider) -> list[Reply]:
+        asked = [judge.ask(make_question(), timeout=10) for _ in range(20)]
+        replies = await asyncio.gather(*asked)
+        clients.append(judge._client)
+        await judge.ask(make_question(), timeout=10)
+        clients.append(judge._client)
+        return replies
+
+    assert len(on_a_loop(judge_at(server, wire), many)) == 20
+    assert clients[0] is clients[1] is not None
+    assert server.count == 21
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_closing_says_nothing(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
+) -> None:
+    provider = judge_at(server, wire)
+    asyncio.run(provider.close())
+    with caplog.at_level(logging.WARNING):
+        ask_once(provider)  # closes it twice
+        ask_once(provider)  # and a closed one opens again, on another loop
+    assert not caplog.records
+
+
+# --- decision endpoints -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", DECIDING)
+def test_a_decision_gives_a_probability_for_each_level(server: JudgeServer, wire: str) -> None:
+    reply = ask_once(judge_at(server, wire, mode="decision"))
+    assert isinstance(reply, Reply)
+    shares = reply.probabilities
+    assert shares is not None
+    assert list(shares) == list(range(1, 11))
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares[10] == pytest.approx(0.8)
+    assert reply.text == ""
+    assert reply.usage.input > 0
+    assert server.calls[0].path.endswith(("/decisions", "/systemone"))
+    assert server.count == 1
+
+
+def test_each_decision_endpoint_has_its_path(server: JudgeServer) -> None:
+    for wire in DECIDING:
+        ask_once(judge_at(server, wire, mode="decision"))
+    assert [call.path for call in server.calls] == [
+        "/v1/decisions",
+        "/v1beta/decisions",
+        "/compatible-mode/v1/systemone",
+        "/compatible-mode/v1/systemone",
+    ]
+
+
+@pytest.mark.parametrize("wire", DECIDING)
+@pytest.mark.parametrize(
+    ("fault", "kind", "cause"),
+    [
+        (404, Failure.FATAL, "http_404"),
+        (401, Failure.FATAL, "http_401"),
+        (429, Failure.RETRYABLE, "http_429"),
+        (503, Failure.RETRYABLE, "http_503"),
+        ("cut", Failure.RETRYABLE, "connection"),
+        ("html", Failure.RETRYABLE, "bad_body"),
+    ],
+)
+def test_decisions_fail_in_the_same_words(
+    server: JudgeServer, wire: str, fault: Any, kind: Failure, cause: str
+) -> None:
+    server.fail(fault)
+    error = ask_once(judge_at(server, wire, mode="decision"))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (kind, cause)
+    assert server.count == 1
+
+
+@pytest.mark.parametrize(("wire", "cause"), [("openai", "refusal"), ("gemini", "content_filter")])
+def test_a_decision_can_be_refused(server: JudgeServer, wire: str, cause: str) -> None:
+    server.fail("refusal")
+    error = ask_once(judge_at(server, wire, mode="decision"))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (Failure.REFUSED, cause)
+    assert error.usage.input > 0
+
+
+def test_claude_has_no_decision_endpoint() -> None:
+    with pytest.raises(RewardError, match="no decision endpoint"):
+        build_provider(Endpoint("claude", "m", mode="decision"), environ=KEYS)
+
+
+# --- building -----------------------------------------------------------------------------------
+
+
+def test_a_missing_model_is_asked_for_with_an_example() -> None:
+    with pytest.raises(RewardError, match=r"--rm_model, for example --rm_model qwen-plus"):
+        build_provider(ApiReward(type="dashscope"), environ=KEYS)
+    api = ApiReward.model_validate({"monitor": {"type": "gemini"}})
+    with pytest.raises(RewardError, match=r"--rm_monitor_model"):
+        build_provider(Endpoint.of_monitor(api), environ=KEYS)
+
+
+def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "installed", lambda module: False)
+    with pytest.raises(MissingPart, match="pip install google-genai"):
+        build_provider(Endpoint("gemini", "m"), environ=KEYS)
+    monkeypatch.setattr(build, "installed", lambda module: "decision" not in module)
+    with pytest.raises(MissingPart, match="pip install --upgrade openai"):
+        build_provider(Endpoint("openai", "m", mode="decision"), environ=KEYS)
+
+
+def test_installed_looks_without_importing() -> None:
+    assert build.installed("openai")
+    assert not build.installed("no_such_sdk")
+    assert not build.installed("no_such_sdk.deeper")
+
+
+def test_identity_holds_what_matters_and_no_key() -> None:
+    def identity(**changes: Any) -> str:
+        told = {"type": "openai", "model": "m", "base_url": "http://h:1/v1", **changes}
+        return build_provider(Endpoint(**told), environ=KEYS).identity
+
+    base = identity()
+    assert base == identity()
+    changes: list[dict[str, Any]] = [
+        {"model": "n"}, {"base_url": "http://h:2/v1"}, {"base_url": "http://h:1/v2"},
+        {"temperature": 0.5}, {"votes": 3}, {"mode": "decision"}, {"type": "dashscope"},
+    ]  # fmt: skip
+    assert len({base, *(identity(**change) for change in changes)}) == 1 + len(changes)
+    assert SECRET not in base
+    provider = build_provider(Endpoint("openai", "m"), environ=KEYS)
+    assert SECRET not in f"{provider!r} {provider._key!r}"
+
+
+def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
+    environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
+    assert build_provider(Endpoint("openai", "m"), environ=environ).base_url == "http://gateway/v1"
+    given = Endpoint("openai", "m", "http://mine/v1")
+    assert build_provider(given, environ=environ).base_url == "http://mine/v1"
+    work = {**KEYS, "DASHSCOPE_WORKSPACE": "ws", "DASHSCOPE_REGION": "ap-southeast-1"}
+    assert build_provider(Endpoint("dashscope", "m"), environ=work).base_url == (
+        "https://ws.ap-southeast-1.maas.aliyuncs.com/api/v1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed", "taken"),
+    [
+        ("openai", "http://localhost:8000", "http://localhost:8000/v1"),
+        ("openai", " http://localhost:8000/ ", "http://localhost:8000/v1"),
+        ("openai", "HTTP://h/v1/chat/completions", "http://h/v1"),
+        ("openai", "https://h/gateway/openai", "https://h/gateway/openai"),
+        ("claude", "https://h/v1", "https://h"),
+        ("claude", "https://h/v1/messages/", "https://h"),
+        ("claude", "https://h/anthropic", "https://h/anthropic"),
+        ("gemini", "https://h/v1beta", "https://h/v1beta"),
+        ("gemini", "https://h/v1beta/models/g:generateContent", "https://h/v1beta"),
+        ("gemini", "https://h/", "https://h"),
+        ("dashscope", "https://h", "https://h/api/v1"),
+        (
+            "dashscope",
+            "https://h/api/v1/services/aigc/text-generation/generation",
+            "https://h/api/v1",
+        ),
+        ("dashscope", "https://h/compatible-mode/v1/", "https://h/compatible-mode/v1"),
+        (
+            "dashscope",
+            "https://h/compatible-mode/v1/chat/completions",
+            "https://h/compatible-mode/v1",
+        ),
+    ],
+)
+def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
+    assert clean_url(kind, typed) == taken
+    assert clean_url(kind, taken) == taken
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("localhost:8000/v1", "without http"),
+        ("user:hunter2@host/v1", "without http"),
+        ("https://user:hunter2@host/v1", "user name or password"),
+        ("https://host/v1?key=hunter2", "after a"),
+        ("ftp://host/v1", "not an address"),
+        ("http://", "not an address"),
+        ("http://host:port/v1", "not an address"),
+    ],
+)
+def test_addresses_that_cannot_be(typed: str, told: str) -> None:
+    with pytest.raises(RewardError, match=told) as caught:
+        clean_url("openai", typed)
+    assert "hunter2" not in str(caught.value)
+    assert "--rm_base_url" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wire", "tail"),
+    [
+        ("openai", "/chat/completions"),
+        ("claude", "/v1/messages"),
+        ("gemini", "/v1beta/models/judge-model:generateContent"),
+        ("dashscope", "/services/aigc/text-generation/generation"),
+        ("dashscope-compatible", "/chat/completions"),
+    ],
+)
+def test_a_pasted_endpoint_works(server: JudgeServer, wire: str, tail: str) -> None:
+    endpoint = Endpoint(WIRES[wire], "judge-model", server.url(wire) + tail)  # type: ignore[arg-type]
+    assert isinstance(ask_once(build_provider(endpoint, environ=KEYS)), Reply)
+    assert server.calls[0].path.endswith(tail)
+
+
+def test_importing_the_providers_imports_no_sdk() -> None:
+    code = (
+        "import sys, ppo_cli.rewards.judge.providers as p\n"
+        "p.build_provider(p.Endpoint('gemini', 'm'), environ={'GEMINI_API_KEY': 'k'})\n"
+        "heavy = {'openai', 'anthropic', 'google.genai', 'dashscope', 'aiohttp', 'httpx'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_usage_adds_up() -> None:
+    assert Usage(1, 2, 0) + Usage(10, 20, 5) == Usage(11, 22, 5)
