@@ -20,6 +20,8 @@ EXAMPLES = {
     "gemini": "gemini-3.5-flash-lite",
     "claude": "claude-haiku-5-5",
 }
+# Only a name that stays while the weights behind it change can be a default.
+DEFAULT_MODELS = {"dashscope": "qwen-plus"}
 # Names (and what follows them after a dash) by the day of their shutdown, as the providers
 # announced it until November 2026; no day: it stays, although a shorter name of its line goes.
 SHUTDOWNS: dict[str, dict[str, str]] = {

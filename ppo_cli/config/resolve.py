@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ppo_cli.config.checks import cross_checks
+from ppo_cli.config.judge_models import DEFAULT_MODELS
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
 from ppo_cli.config.layers import Gathered, Reset, gather
 from ppo_cli.config.schema import Config
@@ -113,7 +114,20 @@ def _build(draft: _Draft) -> Config:
             _read(draft, entry, entry.raw.compute(lambda name: _value(draft, name)))
         except ValueError as error:
             _break(draft, entry.name, f"{entry.origin}: {error}")
+    _name_judge(draft)
     return _validated(draft)
+
+
+def _name_judge(draft: _Draft) -> None:
+    """Give the default provider's judge a model where none is named."""
+    kind = _value(draft, "reward.api.type")
+    unnamed = _value(draft, "reward.api.enable") and not _value(draft, "reward.api.model")
+    if not unnamed or kind not in DEFAULT_MODELS or "reward.api.model" in draft.broken:
+        return
+    entry = Entry("reward.api.model", DEFAULT_MODELS[kind], f"default of {kind}")
+    draft.entries[entry.name] = entry
+    _read(draft, entry, entry.raw)
+    draft.notes.append(f"The judge is {entry.raw} ({kind}); --rm_model names another.")
 
 
 def _value(draft: _Draft, name: str) -> Any:

@@ -33,6 +33,7 @@ class Reward(Protocol):
         `patient` waits for a judge that is down (a run that goes on) instead of giving up at
         once. Raises RewardError with what is wrong.
         """
+        return
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout; never blocks on the answer."""
@@ -40,6 +41,7 @@ class Reward(Protocol):
 
     def begin_step(self, step: int) -> None:
         """Say that what is submitted from now on belongs to `step`."""
+        return
 
     def settle(self) -> None:
         """Say that all of this step is submitted: now decide what becomes of failed ones.
@@ -47,6 +49,7 @@ class Reward(Protocol):
         Returns at once. A reward may hold back the futures of rollouts that it could not score
         until this is called, to ask again for all of them when too many failed.
         """
+        return
 
     def waiting_for(self) -> str | None:
         """Say in one sentence why nothing moves at the moment, or return None."""
@@ -58,6 +61,7 @@ class Reward(Protocol):
 
     def attach(self, folder: Path) -> None:
         """Take the run's folder, for what must outlive a killed process."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run must remember (JSON-serialisable); {} when nothing."""

@@ -1,6 +1,6 @@
 """From the reward settings to a reward: the one place that knows every kind.
 
-A new kind (judge, reward model, mixture) gets its branch in `build_reward`.
+A new kind (reward model, mixture) gets its branch in `build_reward`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.function import FunctionReward
+from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import check_sources, rule_named
 
@@ -18,6 +19,8 @@ from ppo_cli.rewards.rules import check_sources, rule_named
 def build_reward(settings: RewardSettings, *, sources: Collection[str]) -> Reward:
     """Build the reward, and make sure that it can score rows of these data_sources."""
     _refuse_missing(settings)
+    if settings.api.enable:
+        return JudgeReward(settings.api)
     if settings.function is not None and settings.rule is not None:
         raise RewardError(
             "--reward_function and --rule are both set; keep the one that is to score."
@@ -42,7 +45,6 @@ def build_reward(settings: RewardSettings, *, sources: Collection[str]) -> Rewar
 
 def _refuse_missing(settings: RewardSettings) -> None:
     missing = (
-        (settings.api.enable, "An LLM judge (--use_api_reward)"),
         (settings.model.path is not None, "A reward model (--reward_model)"),
         (bool(settings.parts), "A mixture of rewards (--reward)"),
     )

@@ -26,7 +26,6 @@ def test_unknown_sources_stop_rules_but_not_one_rule_for_all(build: Build) -> No
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"api": {"enable": True}}, "LLM judge"),
         ({"model": {"path": "some/model"}}, "reward model"),
         ({"parts": ("judge:0.5", "rule:0.5")}, "mixture"),
     ],

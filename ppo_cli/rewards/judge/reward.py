@@ -32,7 +32,7 @@ from ppo_cli.rewards.judge.report import StepReport
 from ppo_cli.rewards.judge.rounds import Entry, Round, Rules
 from ppo_cli.rewards.judge.scoring import gated_score, material_of, score_of, worthless
 from ppo_cli.rewards.judge.start import try_out
-from ppo_cli.rewards.judge.template import load_template
+from ppo_cli.rewards.judge.template import load_template, readable
 from ppo_cli.rewards.judge.watch import Canaries, Monitor
 
 SPENT_FILE = "judge_calls.jsonl"  # in the run's folder, a line a paid call
@@ -49,7 +49,11 @@ class JudgeReward(Reward):
         self.template = load_template(api)
         provider = build_provider(Endpoint.of(api), environ=environ)
         self._ledger = Ledger(
-            find_price(api), budget_usd=api.budget_usd, budget_tokens=api.budget_tokens
+            find_price(api),
+            budget_usd=api.budget_usd,
+            budget_tokens=api.budget_tokens,
+            provider=api.type,
+            model=provider.model,
         )
         path = cache_path(api, environ)
         self._cache = None if path is None else VerdictCache(path)
@@ -139,7 +143,8 @@ class JudgeReward(Reward):
 
     async def _first(self, entry: Entry) -> None:
         """Judge a fresh response: by the gate when it has no content, else by the judge."""
-        empty = self._api.gate and content_free(entry.rollout.prompt.text, entry.rollout.text)
+        prompt, text = entry.rollout.prompt, readable(entry.rollout.text, self._api.reasoning)
+        empty = self._api.gate and content_free(prompt.text, text, prompt.ground_truth)
         if empty:
             score = gated_score(empty, self.template.scale)
             self._report.note_gated()

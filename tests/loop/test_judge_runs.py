@@ -1,0 +1,325 @@
+"""Whole PPO runs with a judge as the only reward: real SDKs against a judge on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.judge_server import JudgeServer
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "key-of-the-loopback-judge"
+RUN = (
+    "--preset", "embedded", "--batch_size", "16", "--mini_batch_size", "8", "--rollout_n", "4",
+    "--save_freq", "2", "--test_freq", "-1", "data.val_max_samples=32", "--use_api_reward",
+    "--rm_model", "judge-1", "--rm_prompt_preset", "math", "--rm_canary_every", "0",
+)  # fmt: skip
+PROVIDERS = (
+    ("openai", "OPENAI_API_KEY"),
+    ("claude", "CLAUDE_API_KEY"),
+    ("gemini", "GOOGLE_API_KEY"),
+    ("dashscope", "DASHSCOPE_API_KEY"),
+)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer() as running:
+        running.keys = {KEY}
+        yield running
+
+
+def environment(tmp_path: Path, variable: str = "OPENAI_API_KEY") -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.endswith("_API_KEY")}
+    return env | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        variable: KEY,
+    }
+
+
+def command(server: JudgeServer, out: Path, *args: str, provider: str = "openai") -> list[str]:
+    where = ("--rm_api_type", provider, "--rm_base_url", server.url(provider))
+    return [
+        sys.executable, "-m", "ppo_cli", "train", *RUN, *where, *args, "--output_dir", str(out)
+    ]  # fmt: skip
+
+
+def train(
+    env: dict[str, str], words: list[str], exit_code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts(out: Path) -> list[dict[str, Any]]:
+    files = sorted((out / "rollouts").glob("step_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def judged_right(line: dict[str, Any]) -> float:
+    """What the loopback judge thinks: 10 when the answer stands in the response, else 1."""
+    found = re.search(rf"(?<!\w){re.escape(line['ground_truth'])}(?!\w)", line["response"])
+    return 1.0 if found else 0.0
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    for model in ("actor", "critic"):
+        ours, theirs = (
+            load_file(out / "checkpoints" / "latest" / model / "model.safetensors")
+            for out in (a, b)
+        )
+        assert ours and all(torch.equal(ours[name], theirs[name]) for name in ours), model
+
+
+def assert_nowhere(secret: str, *places: Path) -> None:
+    for place in places:
+        for path in place.rglob("*"):
+            if path.is_file():
+                assert secret.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(("provider", "variable"), PROVIDERS)
+def test_reward_rises_with_each_provider(
+    server: JudgeServer, tmp_path: Path, provider: str, variable: str
+) -> None:
+    out = tmp_path / "run"
+    words = command(
+        server, out, "--max_steps", "14", "--batch_size", "32", "--mini_batch_size", "16",
+        "--logger", "console,tensorboard", provider=provider,
+    )  # fmt: skip
+    told = train(environment(tmp_path, variable), words)
+    lines = metrics(out)
+    assert lines[-1]["step"] == 14
+    assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
+    scored = rollouts(out)
+    assert len(scored) == 14 * 32 * 4
+    assert all(line["score"] == judged_right(line) for line in scored if "gated" not in line)
+    assert all(line["judge_reply"] and line["reason"] for line in scored if "gated" not in line)
+    assert lines[3]["judge/calls"] > 0 and lines[3]["judge/tokens_in"] > 0
+    assert_nowhere(KEY, out, tmp_path / "cache")
+    assert KEY not in told.stdout + told.stderr
+
+
+def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path) -> None:
+    kinds: tuple[str | int, ...] = (
+        500, 503, 502, 529, "cut", "html", "empty", "hang", "truncated", "not_json", "prose",
+        "out_of_range", "no_content", 401, 404,
+    )  # fmt: skip
+    for kind in kinds:
+        server.fail(kind, times=2, after=20)
+    server.fail(429, times=6, retry_after=0.2, after=20)
+    server.fail("refusal", times=3, after=20)
+    server.fail("content_filter", times=3, after=20)
+    out = tmp_path / "run"
+    flags = ("--max_steps", "4", "--rm_timeout", "3", "--rm_deadline", "60")
+    train(environment(tmp_path), command(server, out, *flags))
+    scored = rollouts(out)
+    failed = [line for line in scored if line["score"] is None]
+    assert 1 <= len(failed) <= 6
+    assert {line["failure"].split(":")[0] for line in failed} <= {"refusal", "content_filter"}
+    for line in scored:
+        if line["score"] is not None and "gated" not in line:
+            assert line["score"] == judged_right(line)
+    lines = [line for line in metrics(out) if line["step"] > 0]
+    for step, line in enumerate(lines, start=1):
+        values = [x["score"] for x in scored if x["step"] == step and x["score"] is not None]
+        assert line["reward_mean"] == pytest.approx(sum(values) / len(values))
+    causes = {key for line in lines for key in line if key.startswith("judge/errors/")}
+    assert {"judge/errors/timeout", "judge/errors/http_503"} <= causes
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_will_never_work_is_told_before_any_rollout(
+    server: JudgeServer, tmp_path: Path, status: int
+) -> None:
+    server.fail(status)
+    out = tmp_path / "run"
+    words = command(server, out, "--max_steps", "4", "trainer.val_before_train=false")
+    told = train(environment(tmp_path), words, exit_code=2)
+    assert f"http_{status}" in told.stderr and "Traceback" not in told.stderr
+    assert KEY not in told.stderr + told.stdout
+    assert not (out / "rollouts").exists() and server.count <= 3
+
+
+def test_a_stumbling_judge_and_an_outage_change_nothing(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    calm, rough = tmp_path / "calm", tmp_path / "rough"
+    off = ("--rm_cache", "off", "--max_steps", "6")
+    train(environment(tmp_path), command(server, calm, *off))
+    asked = server.state.answered
+    server.fail(503, share=0.3)
+    process = subprocess.Popen(
+        command(server, rough, *off), env=environment(tmp_path), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        wait_for(rough / "rollouts" / "step_000003.jsonl", process)
+        server.pause()
+        time.sleep(8)
+        assert process.poll() is None
+        server.resume()
+        told, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert "does not answer" in told
+    assert_same_weights(calm, rough)
+    assert all(line["score"] is not None for line in rollouts(rough))
+    # What was cut off in its flight is asked again, and nothing else.
+    assert server.state.answered - asked <= asked + 32
+
+
+def test_killed_in_an_outage_and_resumed_ends_the_same(server: JudgeServer, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    steps = ("--max_steps", "6", "--rm_cache")
+    train(environment(tmp_path), command(server, whole, *steps, str(tmp_path / "a.sqlite")))
+    words = command(server, broken, *steps, str(tmp_path / "b.sqlite"))
+    process = subprocess.Popen(
+        words, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(broken / "rollouts" / "step_000003.jsonl", process)
+        server.pause()
+        time.sleep(3)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    server.resume()
+    train(environment(tmp_path), words)
+    assert_same_weights(whole, broken)
+
+
+def test_an_outage_without_end_saves_and_tells_how_to_go_on(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    steps = ("--max_steps", "4", "--rm_cache")
+    train(environment(tmp_path), command(server, whole, *steps, str(tmp_path / "a.sqlite")))
+    words = command(server, out, *steps, str(tmp_path / "b.sqlite"), "--rm_outage_wait", "3")
+    process = subprocess.Popen(
+        words, env=environment(tmp_path), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        wait_for(out / "rollouts" / "step_000001.jsonl", process)
+        server.pause()
+        told, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 3, told
+    assert "Go on with:" in told and "Traceback" not in told
+    server.resume()
+    train(environment(tmp_path), words)
+    assert_same_weights(whole, out)
+
+
+def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    whole, out, again = tmp_path / "whole", tmp_path / "run", tmp_path / "again"
+    price = ("--rm_price_input", "1", "--rm_price_output", "4", "--max_steps", "4")
+    env = environment(tmp_path)
+    train(env, command(server, whole, *price, "--rm_cache", str(tmp_path / "other.sqlite")))
+    usual = spent(whole) / len((whole / "judge_calls.jsonl").read_text().splitlines())
+    budget = ("--rm_budget_usd", f"{100 * usual:.6f}")
+    told = train(env, command(server, out, *price, *budget), exit_code=3)
+    assert "budget" in told.stderr and "Go on with:" in told.stderr
+    assert 0.5 * 100 * usual < spent(out) <= 100 * usual
+    told = train(env, command(server, out, *price, *budget), exit_code=3)
+    assert spent(out) <= 100 * usual
+    before = server.count
+    train(env, command(server, out, *price, "--rm_budget_usd", "50"))
+    assert_same_weights(whole, out)
+    first = server.count - before
+    train(env, command(server, again, *price))
+    assert server.count - before == first
+    assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in metrics(again))
+    assert_same_weights(whole, again)
+
+
+def spent(out: Path) -> float:
+    lines = (out / "judge_calls.jsonl").read_text().splitlines()
+    return sum(json.loads(line)["usd"] for line in lines)
+
+
+def wait_for(path: Path, process: subprocess.Popen[Any], seconds: float = 150) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def test_no_failed_verdict_enters_a_loss_or_a_mean(
+    server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks at the very tensors that the engine is stepped with."""
+    from ppo_cli.assemble import train as train_here
+    from ppo_cli.config.resolve import resolve
+    from ppo_cli.engine.base import MiniBatch, Sums
+    from ppo_cli.engine.local import LocalEngine
+    from ppo_cli.tracker import SilentScreen
+
+    seen: list[MiniBatch] = []
+    step = LocalEngine.step
+
+    def looked_at(engine: LocalEngine, minibatch: MiniBatch) -> Sums:
+        seen.append(minibatch)
+        return step(engine, minibatch)
+
+    monkeypatch.setattr(LocalEngine, "step", looked_at)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    server.fail("refusal", share=0.1, after=10)
+    out = tmp_path / "run"
+    overrides = (
+        "reward.api.enable=true", "reward.api.type=openai", "reward.api.model=judge-1",
+        f"reward.api.base_url={server.url('openai')}", "reward.api.prompt_preset=math",
+        "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "data.val_files=[]",
+        "trainer.total_training_steps=3", f"trainer.output_dir={out}",
+        "reward.api.max_failure_rate=0.9",
+    )  # fmt: skip
+    resolved = resolve(
+        flags={}, preset="embedded", config_files=(), overrides=overrides, environ=os.environ
+    )
+    train_here(resolved, SilentScreen())
+    lost = 0
+    for minibatch in seen:
+        batch, bad_B = minibatch.batch, ~minibatch.batch.valid_B
+        lost += int(bad_B.sum())
+        assert not batch.loss_mask_BT[bad_B].any()
+        assert batch.loss_mask_BT[~bad_B].any(dim=1).all()
+        for values_BT in (batch.advantages_BT, batch.returns_BT):
+            assert not values_BT[bad_B].any()
+    assert lost > 0
+    by_step: dict[int, list[float | None]] = {}
+    for line in rollouts(out):
+        by_step.setdefault(line["step"], []).append(line["score"])
+    for line in metrics(out):
+        scores = by_step[line["step"]]
+        good = [score for score in scores if score is not None]
+        assert line["reward_mean"] == pytest.approx(sum(good) / len(good))
+        assert line["score/failed"] == len(scores) - len(good)
+    assert sum(scores.count(None) for scores in by_step.values()) * 2 == lost
