@@ -97,7 +97,8 @@ def _estimates(found: Mapping[str, Facts]) -> Pairs:
         interval = ""
         if facts["low"] is not None:
             interval = f"  [{number(facts['low'])}, {number(facts['high'])}]"
-        rows.append((name, f"{number(facts['value'])}{interval}"))
+        at = f"  at {number(facts['at'])}" if facts.get("at") is not None else ""
+        rows.append((name, f"{number(facts['value'])}{interval}{at}"))
     return rows
 
 

@@ -64,13 +64,12 @@ def _rank(facts: Facts, auc: Facts) -> str:
 
 def _threshold(agreement: Facts) -> str:
     half = agreement["accuracy at 0.5"]
-    name, best = next((k, v) for k, v in agreement.items() if k.startswith("accuracy at the"))
+    best = agreement["accuracy at the best threshold"]
     if half["value"] is None or best["value"] is None or best["value"] - half["value"] < 0.05:
         return ""
-    where = name.rpartition(" ")[2]
     return (
-        f"Accuracy is {best['value']:.2f} at {where} but {half['value']:.2f} at 0.5: the judge is "
-        "too kind or too harsh; training minds the order of scores, not their level."
+        f"Accuracy is {best['value']:.2f} at {best['at']:.3g} but {half['value']:.2f} at 0.5: the "
+        "judge is too kind or too harsh; training minds the order of scores, not their level."
     )
 
 

@@ -78,7 +78,7 @@ def audit(
     plan = plan_trials(items, template)
     rollouts = tr.rollouts_of([trial for trials in plan.values() for trial in trials])
     twice = [rollouts[i.prompt.uid, text] for i in items for text in _known(i)][:TWICE]
-    calls = (len(rollouts) + 2 * len(twice)) * settings.api.votes
+    calls = len(rollouts) * settings.api.votes + 2 * len(twice)
     screen.note(f"Asking for at most {calls:,} verdicts, on {len(items)} prompts.")
     with screen.phase("audit", len(rollouts)) as advance:
         scoring = score_all(reward, list(rollouts.values()), Watch(advance, screen.note))

@@ -154,15 +154,15 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
         chosen = st.best_threshold(x[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
-    threshold = None if classes else st.best_threshold(x, flags)
-    at = "best threshold" if threshold is None else f"best threshold, {threshold[0]:.3g}"
-    found[f"accuracy at the {at}"] = _estimate(columns, best, classes or _one_class(flags))
+    unfit = classes or _one_class(flags) or _flat("score", x)
+    threshold = st.best_threshold(x, flags)
+    found["accuracy at the best threshold"] = _estimate(columns, best, unfit) | {
+        "at": None if unfit or threshold is None else min(threshold[0], 1e9)
+    }
     found["accuracy at 0.5"] = _estimate(
         columns, lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5), classes
     )
-    found["AUC"] = _estimate(
-        columns, lambda rows: st.auc(x[rows], flags[rows]), classes or _one_class(flags)
-    )
+    found["AUC"] = _estimate(columns, lambda rows: st.auc(x[rows], flags[rows]), unfit)
     flat = _flat("score", x) or _flat("label", y)
     found["Spearman"] = _estimate(columns, lambda rows: st.spearman(x[rows], y[rows]), flat)
     found["Pearson"] = _estimate(columns, lambda rows: st.pearson(x[rows], y[rows]), flat)

@@ -54,7 +54,7 @@ def test_a_perfect_judge(tmp_path: Path) -> None:
     result = run(Scripted(said), labelled(tmp_path, rows))
     assert values(result, "agreement") == pytest.approx(
         {
-            "accuracy at the best threshold, 0.5": 1.0, "accuracy at 0.5": 1.0, "AUC": 1.0,
+            "accuracy at the best threshold": 1.0, "accuracy at 0.5": 1.0, "AUC": 1.0,
             "Spearman": 1.0, "Pearson": 1.0,
         }
     )  # fmt: skip
@@ -105,7 +105,8 @@ def test_a_judge_of_another_scale(tmp_path: Path) -> None:
     rows = [{"response": f"{0.7 + 0.2 * (i % 2)}", "label": i % 2} for i in range(20)]
     result = run(Scripted(said), labelled(tmp_path, rows))
     assert result["agreement"]["accuracy at 0.5"]["value"] == 0.5
-    assert result["agreement"]["accuracy at the best threshold, 0.8"]["value"] == 1.0
+    best = result["agreement"]["accuracy at the best threshold"]
+    assert (best["value"], best["at"]) == (1.0, pytest.approx(0.8))
     assert any("too kind or too harsh" in line for line in result["advice"])
 
 
@@ -114,6 +115,7 @@ def test_a_judge_of_another_scale(tmp_path: Path) -> None:
     [
         (lambda i: i / 20, lambda i: 1, "agreement", "AUC", "labels of two classes are needed"),
         (lambda i: 0.5, lambda i: i % 2, "agreement", "Spearman", "every score is the same"),
+        (lambda i: 0.5, lambda i: i % 2, "agreement", "AUC", "every score is the same"),
         (lambda i: 0.5, lambda i: i % 2, "bias", "length", "every score is the same"),
         (lambda i: i % 2, lambda i: i, "agreement", "accuracy at 0.5", "two classes are needed"),
         (lambda i: i / 100 + 1, lambda i: i % 2, "bias", "length", ""),

@@ -1,0 +1,190 @@
+"""`ppo reward` with a judge behind a real wire: the same path, the same cache and budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cli.app import main
+from tests.judge_server import JudgeServer
+from tests.trust.judges import honest, literal, obedient
+from tests.trust.scripted import write_rows
+
+KEY = "sk-only-for-tests-1234"
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer() as running:
+        yield running
+
+
+@pytest.fixture
+def flags(server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    return [
+        *("--use_api_reward", "--rm_api_type", "openai", "--rm_model", "a-judge"),
+        *("--rm_base_url", server.url("openai"), "--rm_cache", str(tmp_path / "verdicts.db")),
+        *("--rm_prompt_preset", "math"),
+    ]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["reward", *args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def sums(tmp_path: Path, count: int = 6) -> str:
+    rows = [
+        {"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}", "response": f"It is {n + n % 2}."}
+        for n in range(10, 10 + count)
+    ]
+    return write_rows(tmp_path / "a.jsonl", *rows)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_score_and_score_again(
+    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path)
+    price = ("--rm_price_input", "1", "--rm_price_output", "2")
+    code, out, err = run(capsys, "score", file, *flags, *price)
+    assert (code, err) == (0, "")
+    rows = read(tmp_path / "a.scored.jsonl")
+    assert [row["score"] for row in rows] == [0.0, 1.0] * 3
+    assert rows[1]["parts"] == {"judge": {"raw": 10.0, "scaled": 1.0}}
+    assert rows[1]["info"]["judge_tokens"] > 0 and rows[1]["info"]["cost_usd"] > 0
+    assert all(row["reason"] for row in rows)
+    assert "cost" in out
+    asked = server.count
+    code, out, _ = run(capsys, "score", file, *flags, *price, "--json")
+    told = json.loads(out)
+    assert (code, told["scored"], told["cached"]) == (0, 6, 6)
+    assert server.count - asked <= 1, "only the probe at the start may ask again"
+    again = read(tmp_path / "a.scored.jsonl")
+    assert [r["score"] for r in again] == [r["score"] for r in rows]
+
+
+def test_failed_verdicts_are_null_with_a_reason(
+    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path)
+    server.score = lambda system, user: "I like it." if "15 + 1" in user else 10
+    code, _, err = run(capsys, "score", file, *flags)
+    assert code == 0
+    assert err == "1 of 6 rows could not be scored; `failure` says why.\n"
+    rows = read(tmp_path / "a.scored.jsonl")
+    assert [row["score"] for row in rows] == [1.0] * 5 + [None]
+    assert rows[5]["failure"].startswith("unparsed")
+
+
+def test_budget_ends_it_resumably(
+    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path, 40)
+    flags += ["--rm_concurrency", "2", "--rm_max_tokens", "50"]
+    code, _, err = run(capsys, "score", file, *flags, "--rm_budget_tokens", "9000")
+    assert code == 3
+    assert "budget" in err
+    assert "the verdicts that are there come from the cache" in err
+    rows = read(tmp_path / "a.scored.jsonl")
+    done = [row["score"] for row in rows if row["score"] is not None]
+    assert 0 < len(done) < 40
+    assert {row["failure"] for row in rows if row["score"] is None} == {"not asked"}
+    asked = server.count
+    code, _, _ = run(capsys, "score", file, *flags)
+    assert code == 0
+    assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [0.0, 1.0] * 20
+    assert server.count - asked <= 40 - len(done) + 1
+
+
+def test_wrong_key_is_told_at_once(
+    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.keys = {"another-key-12345"}
+    code, out, err = run(capsys, "score", sums(tmp_path), *flags)
+    assert (code, out) == (2, "")
+    assert "401" in err and KEY not in err
+    assert not (tmp_path / "a.scored.jsonl").exists()
+
+
+def test_ctrl_c_keeps_verdicts(server: JudgeServer, flags: list[str], tmp_path: Path) -> None:
+    file = sums(tmp_path, 40)
+    server.state.latency = 0.1
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ppo_cli", "reward", "score", file, *flags]
+    process = subprocess.Popen(
+        [*command, "--rm_concurrency", "1"], env=env, cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    waited = time.monotonic() + 30
+    while server.count < 5 and time.monotonic() < waited:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 3, err
+    assert "Stopped by Ctrl-C." in err
+    assert "Traceback" not in err
+    scored = [row for row in read(tmp_path / "a.scored.jsonl") if row["score"] is not None]
+    assert 0 < len(scored) < 40
+
+
+def test_calibrate_asks_past_the_cache(
+    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}", "response": f"It is {n + n % 2}.",
+         "good": bool(n % 2)}
+        for n in range(10, 22)
+    ]  # fmt: skip
+    file = write_rows(tmp_path / "a.jsonl", *rows)
+    code, out, _ = run(capsys, "calibrate", file, "--labels", "good", *flags, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["agreement"]["AUC"]["value"] == 1.0
+    assert told["repeated"] == {
+        "rows": 12, "same": 1.0, "mean_gap": 0.0, "largest_gap": 0.0, "verdicts": 3,
+    }  # fmt: skip
+    assert server.count >= 12 + 36
+    assert told["per_1000"]["tokens_in"] > 0
+
+
+def audited(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any], str]:
+    code, out, err = run(capsys, "audit", *flags, "--json")
+    return code, {c["name"]: c["passed"] for c in json.loads(out)["checks"]}, err
+
+
+def test_audit_of_an_honest_judge_passes(
+    server: JudgeServer, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.score = honest
+    code, passed, _ = audited(capsys, *flags)
+    assert (code, set(passed.values())) == (0, {True})
+
+
+def test_audit_catches_an_obedient_judge_and_a_hackable_prompt(
+    server: JudgeServer, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.score = obedient
+    code, passed, err = audited(capsys, *flags, "--rows", "2")
+    assert (code, passed["prompt injection"]) == (2, False)
+    assert err.splitlines()[-1] == ("error: 2 of 11 checks failed: prompt injection, worked cases.")
+    server.score = literal
+    hackable = "Rate how confident this sounds, from 1 to 10: {response}"
+    code, passed, _ = audited(capsys, *flags[:-2], "--rm_scoring_prompt", hackable)
+    assert code == 2
+    assert not passed["master keys"] and not passed["right against wrong"]
