@@ -58,7 +58,7 @@ class _Job:
     reasks: int = 0
     fatals: int = 0
     calls: int = 0
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
 
 

@@ -13,8 +13,9 @@ class Counters:
     """Counts since the last `take()`.
 
     `calls` are requests sent and `verdicts` the scores that they brought; `cached` and `shared`
-    are answers that needed no call of their own. `errors` counts failed calls by cause, retried ones included; `lost` the verdicts that were
-    given up, by cause. `latencies` are the seconds of the calls that a score was read from.
+    are answers that needed no call of their own. `errors` counts failed calls by cause, retried
+    ones included; `lost` the verdicts that were given up, by cause. `latencies` are the seconds
+    of the calls that a score was read from.
     """
 
     calls: int = 0

@@ -17,11 +17,13 @@ from ppo_cli.config.rewarding import ApiReward
 Clock = Callable[[], float]
 
 FIRST_WINDOW = 8
-DOUBLING_S = 0.1
+DOUBLING_S = 0.05
 _CUT = 0.7
-_SPACING_CREDIT_S = 0.25
+_CAP_CREDIT_S = 0.25
+_PACE_CREDIT_S = 0.03
 _LEARN_S = 1.0
 _FIRST_LEARN_S = 0.25
+_SHORT_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,14 @@ class Limits:
 class Spacing:
     """Spreads cost evenly over time: `rate` units a second, and hardly any burst.
 
-    Whoever comes late may catch up a quarter of a second, or the rate would never be reached.
+    Whoever comes late may catch up `credit_s` seconds, or the rate would never be reached.
     """
 
-    def __init__(self, rate: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, rate: float, clock: Clock = time.monotonic, credit_s: float = _CAP_CREDIT_S
+    ) -> None:
         self.rate = rate
+        self._credit_s = credit_s
         self._clock = clock
         self._next = clock()
 
@@ -64,7 +69,7 @@ class Spacing:
 
     def take(self, cost: float = 1.0) -> None:
         """Take `cost` units now, whatever was left."""
-        start = max(self._next, self._clock() - _SPACING_CREDIT_S)
+        start = max(self._next, self._clock() - self._credit_s)
         self._next = start + cost / self.rate
 
     def correct(self, cost: float) -> None:
@@ -75,7 +80,7 @@ class Spacing:
 class Window:
     """Calls that may be in flight at once: additive increase, multiplicative decrease.
 
-    As long as nothing pushed back the window doubles every tenth of a second, up to the cap:
+    As long as nothing pushed back the window doubles every twentieth of a second, up to the cap:
     "too many" is said at once, while a verdict may take seconds, so waiting a whole round trip
     for every doubling would only cost time.
     """
@@ -147,6 +152,7 @@ class LearnedPace:
         self._since: float | None = None
         self._accepted = 0
         self._rejected = 0
+        self._longest_pause = 0.0
         self._lessons = 0
         self._last_share = 1.0
         self._useless = 0
@@ -189,21 +195,23 @@ class LearnedPace:
         a_second = 0.5 if self._lessons < 2 else min(0.5, 0.001 * (now - self._pushed_at))
         spacing.rate *= 1.0 + a_second * step
 
-    def refused(self) -> None:
-        """Learn from a call that was turned away."""
+    def refused(self, pause: float = 0.0) -> None:
+        """Learn from a call that was turned away, and told to wait for `pause` seconds."""
         now = self._clock()
+        self._longest_pause = max(self._longest_pause, pause)
         self._accepted, self._rejected = max(0, self._accepted - 1), self._rejected + 1
         since = self._since if self._since is not None else now
-        known = self._spacing is not None
-        if self.deaf or now - since < (_LEARN_S if known else 0.0):
+        learn_s = _LEARN_S / 2.0 if self._lessons < 2 else _LEARN_S
+        if self.deaf or (self._spacing and now - since < learn_s):
             self._pushed_at = now
             return
         if self._spacing is None:
             first = self._accepted / max(now - since, _FIRST_LEARN_S)
-            self._spacing = Spacing(max(1.0, first), self._clock)
+            self._spacing = Spacing(max(1.0, first), self._clock, _PACE_CREDIT_S)
         else:
             self._learn(self._spacing, now - since)
         self._since, self._accepted, self._rejected = now, 0, 0
+        self._longest_pause = 0.0
         self._lessons += 1
         self._pushed_at = self._grown_at = now
 
@@ -217,4 +225,9 @@ class LearnedPace:
             self._deaf_until = self._clock() + 30.0
             return
         lower = max(self._accepted / seconds, 0.1)
-        spacing.rate = min(math.sqrt(lower * max(spacing.rate, lower)), 2.0 * lower)
+        if self._longest_pause <= _SHORT_PAUSE_S:
+            # Too short for the judge to have saved up calls that were then lost: the bound is
+            # the rate itself, give or take a call.
+            spacing.rate = min(spacing.rate, 1.05 * lower)
+        else:
+            spacing.rate = min(math.sqrt(lower * max(spacing.rate, lower)), 2.0 * lower)

@@ -1,4 +1,4 @@
-"""One background event loop for the whole run: an SDK's connections live and die with their loop."""
+"""One background event loop for the whole run: an SDK's connections die with their loop."""
 
 from __future__ import annotations
 

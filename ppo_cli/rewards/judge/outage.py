@@ -43,7 +43,7 @@ class Breaker:
         self._open_before = 0.0
         self._fatal_probes: int | None = None
         self._backoff = 1.0
-        self._last = ""
+        self._error: JudgeError | None = None
 
     @property
     def suspects_fatal(self) -> bool:
@@ -78,7 +78,7 @@ class Breaker:
         """Take a call that failed; `window` is how many may be in flight at once."""
         if self.gave_up or (self.open and not probe):
             return
-        self._last = f"{error.cause}: {redact(str(error))[:300]}"
+        self._error = error
         if error.kind is Failure.FATAL:
             self._fatal(error, probe=probe)
         elif self.open:
@@ -126,6 +126,11 @@ class Breaker:
             f"The judge does not answer ({self._last}); trying again in {again:.0f} s, "
             f"for up to {more} more."
         )
+
+    @property
+    def _last(self) -> str:
+        error = self._error
+        return f"{error.cause}: {redact(str(error))[:300]}" if error else ""
 
     def _fatal(self, error: JudgeError, *, probe: bool) -> None:
         if not self.open:

@@ -1,0 +1,377 @@
+"""The client end to end: a loopback judge behind the official SDK, on a real event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import Interrupted
+from ppo_cli.rewards.judge.cache import VerdictCache
+from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale, Verdict
+from ppo_cli.rewards.judge.ledger import Ledger
+from ppo_cli.rewards.judge.limits import Limits
+from ppo_cli.rewards.judge.loop_thread import LoopThread
+from ppo_cli.rewards.judge.providers import build_provider
+from tests.judge_server import JudgeServer
+
+T = TypeVar("T")
+POISON = "poison"
+
+
+def ask_for(word: str, **more: Any) -> Question:
+    text = f"Judge this answer: {word}."
+    return Question("You are strict.", text, text, Scale(1, 10), max_tokens=64, **more)
+
+
+def questions(count: int) -> list[Question]:
+    return [ask_for(f"number {n}") for n in range(count)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_sdk() -> None:
+    """Importing it takes a second, which no call should pay for."""
+    import openai  # noqa: F401
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer() as running:
+        yield running
+
+
+def run(
+    server: JudgeServer,
+    work: Callable[[JudgeClient], Awaitable[T]],
+    *,
+    cache: VerdictCache | None = None,
+    ledger: Ledger | None = None,
+    **limits: Any,
+) -> T:
+    """Run `work` with a client of the given limits on a loop of its own."""
+    api = ApiReward(type="openai", model="m", base_url=server.url("openai"))
+    provider = build_provider(api, environ={"OPENAI_API_KEY": "for-the-loopback"})
+    ledger = ledger or Ledger(None, budget_usd=None, budget_tokens=None)
+    client = JudgeClient(provider, limits=Limits(**limits), ledger=ledger, cache=cache)
+
+    async def whole() -> T:
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(whole())
+
+
+async def ask_all(client: JudgeClient, asked: list[Question]) -> list[Any]:
+    return await asyncio.gather(*map(client.ask, asked), return_exceptions=True)
+
+
+def verdicts(answers: list[Any]) -> list[Verdict]:
+    assert [a for a in answers if not isinstance(a, Verdict)] == []
+    return answers
+
+
+def asked_texts(server: JudgeServer) -> Counter[str]:
+    return Counter(call.body["messages"][-1]["content"] for call in server.calls)
+
+
+def test_one_question_one_verdict(server: JudgeServer) -> None:
+    verdict = run(server, lambda client: client.ask(ask_for("well")))
+    assert 1 <= verdict.value <= 10
+    assert (verdict.calls, verdict.cached, verdict.reason) == (1, False, "As told.")
+    assert verdict.usage.input > 0 and verdict.latency_s > 0
+
+
+def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None:
+    for kind, share in ((500, 0.1), (503, 0.1), ("cut", 0.05), ("html", 0.08)):
+        server.fail(kind, share=share)
+    server.state.latency = 0.05
+
+    async def work(client: JudgeClient) -> tuple[list[Any], Any]:
+        answers = await ask_all(client, questions(100))
+        return answers, client.counters.take()
+
+    answers, counters = run(server, work, concurrency=64)
+    assert len(verdicts(answers)) == counters.verdicts == 100
+    assert counters.open_seconds == 0.0
+    assert sum(counters.errors.values()) > 10
+    assert counters.calls == server.count == 100 + sum(counters.errors.values())
+    assert not counters.lost
+
+
+@pytest.mark.parametrize("concurrency", [1, 32])
+def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: int) -> None:
+    server.state.latency = 0.02
+
+    async def work(client: JudgeClient) -> tuple[list[Any], str, Any]:
+        asked = [asyncio.create_task(client.ask(q)) for q in questions(40)]
+        await asyncio.wait(asked[:5])
+        await asyncio.to_thread(server.pause)
+        await asyncio.sleep(3.0)
+        told = client.waiting_for() or ""
+        await asyncio.to_thread(server.resume)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return answers, told, client.counters.take()
+
+    answers, told, counters = run(server, work, concurrency=concurrency, timeout=2, deadline=3)
+    assert len(verdicts(answers)) == 40
+    assert server.state.answered <= 40 + concurrency  # those cut off on their way back
+    if concurrency > 1:  # one at a time, five failures may take longer than this outage
+        assert "The judge does not answer (connection" in told
+        assert counters.open_seconds > 0.3
+
+
+def test_nothing_is_asked_again_once_it_was_answered(server: JudgeServer) -> None:
+    server.state.latency = 0.02
+    fault = server.fail(503, after=10, seconds=1.5)
+
+    def work(client: JudgeClient) -> Awaitable[list[Any]]:
+        return ask_all(client, questions(40))
+
+    verdicts(run(server, work, concurrency=8))
+    assert fault.after == 0
+    assert server.state.answered == 40
+
+
+def test_an_outage_that_does_not_end_interrupts_everybody(server: JudgeServer) -> None:
+    server.fail(503)
+
+    async def work(client: JudgeClient) -> tuple[list[Any], float, BaseException]:
+        began = time.monotonic()
+        answers = await ask_all(client, questions(60))
+        took = time.monotonic() - began
+        (late,) = await ask_all(client, [ask_for("late")])
+        return answers, took, late
+
+    answers, took, late = run(server, work, concurrency=16, outage_wait=1.0)
+    assert {type(answer) for answer in (*answers, late)} == {Interrupted}
+    assert "did not answer for 1 s (last: http_503" in str(late)
+    assert took < 12.0
+    assert server.count < 200
+
+
+def test_a_poisoned_text_ends_alone(server: JudgeServer) -> None:
+    def score(system: str, user: str) -> str | int:
+        return "no number" if POISON in user else 7
+
+    server.score = score
+
+    async def work(client: JudgeClient) -> tuple[list[Any], Any]:
+        answers = await ask_all(client, [ask_for(POISON), *questions(20)])
+        return answers, client.counters.take()
+
+    (bad, *good), counters = run(server, work, concurrency=4)
+    assert isinstance(bad, JudgeError) and bad.kind is Failure.UNPARSED
+    assert "(3 calls in " in str(bad)
+    assert bad.usage.input > 0
+    assert [v.value for v in verdicts(good)] == [7.0] * 20
+    assert (counters.reasks, counters.unparsed, counters.lost) == (2, 3, {bad.cause: 1})
+    again = [t for t in asked_texts(server) if POISON in t]
+    assert len(again) == 2 and any("could not be read" in text for text in again)
+
+
+def test_a_cut_answer_gets_more_room(server: JudgeServer) -> None:
+    server.fail("truncated", times=2)
+    verdict = run(server, lambda client: client.ask(ask_for("long")))
+    rooms = [c.body.get("max_completion_tokens", c.body.get("max_tokens")) for c in server.calls]
+    assert rooms == [64, 128, 256]
+    assert verdict.calls == 3
+
+
+def test_a_refusal_is_final_and_kept(server: JudgeServer, tmp_path: Path) -> None:
+    server.fail("refusal")
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+
+    async def work(client: JudgeClient) -> list[Any]:
+        return [*await ask_all(client, [ask_for("no")]), *await ask_all(client, [ask_for("no")])]
+
+    first, second = run(server, work, cache=cache)
+    cache.close()
+    assert first.kind is second.kind is Failure.REFUSED
+    assert server.count == 1
+
+
+def test_retry_after_holds_everybody_back(server: JudgeServer) -> None:
+    server.fail(429, times=1, retry_after=1.0)
+
+    async def work(client: JudgeClient) -> list[Any]:
+        first = asyncio.create_task(client.ask(ask_for("first")))
+        while not server.count:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.2)
+        return [*await ask_all(client, questions(5)), await first]
+
+    verdicts(run(server, work))
+    first, *others = sorted(call.time for call in server.calls)
+    assert min(others) - first >= 0.95
+
+
+def test_requests_a_minute_are_kept(server: JudgeServer) -> None:
+    verdicts(run(server, lambda client: ask_all(client, questions(50)), max_rpm=1200))
+    times = sorted(call.time for call in server.calls)
+    assert times[-1] - times[0] >= 49 * 0.05 * 0.95
+    assert times[-1] - times[0] <= 2 * 49 * 0.05
+
+
+def test_tokens_a_minute_are_kept(server: JudgeServer) -> None:
+    async def work(client: JudgeClient) -> tuple[list[Verdict], float]:
+        began = time.monotonic()
+        done = verdicts(await ask_all(client, questions(30)))
+        return done, time.monotonic() - began
+
+    done, took = run(server, work, max_tpm=30_000)
+    used = sum(v.usage.input + v.usage.output for v in done)
+    assert used / took <= 1.3 * 500
+
+
+def test_equal_questions_share_one_call(server: JudgeServer, tmp_path: Path) -> None:
+    server.state.latency = 0.1
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+
+    async def work(client: JudgeClient) -> tuple[list[Any], Verdict, Verdict, Any]:
+        many = await ask_all(client, [ask_for("same")] * 50)
+        kept = await client.ask(ask_for("same"))
+        vote = await client.ask(ask_for("same", vote=1))
+        return many, kept, vote, client.counters.take()
+
+    many, kept, vote, counters = run(server, work, cache=cache)
+    cache.close()
+    assert sorted(v.cached for v in verdicts(many)) == [False] + [True] * 49
+    assert sum(v.usage.input for v in many) == vote.usage.input
+    assert kept.cached and not vote.cached
+    assert (counters.calls, counters.shared, counters.cached) == (2, 49, 1)
+    assert server.count == 2
+
+
+def test_fresh_verdicts_are_calls_of_their_own(server: JudgeServer, tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+
+    async def work(client: JudgeClient) -> None:
+        await client.ask(ask_for("same"))
+        await asyncio.gather(*(client.ask(ask_for("same"), fresh=True) for _ in range(3)))
+
+    run(server, work, cache=cache)
+    cache.close()
+    assert server.count == 4
+
+
+def test_one_asker_may_leave_and_the_last_one_ends_the_call(server: JudgeServer) -> None:
+    server.state.latency = 0.3
+
+    async def work(client: JudgeClient) -> Verdict:
+        leaving, staying = (asyncio.create_task(client.ask(ask_for("same"))) for _ in range(2))
+        alone = asyncio.create_task(client.ask(ask_for("alone")))
+        await asyncio.sleep(0.15)
+        for task in (leaving, alone):
+            task.cancel()
+        gone = await asyncio.gather(leaving, alone, return_exceptions=True)
+        assert {type(g) for g in gone} == {asyncio.CancelledError}
+        return await staying
+
+    assert run(server, work, concurrency=2).value >= 1
+
+
+def test_a_slow_call_is_hedged_and_both_are_paid(server: JudgeServer) -> None:
+    server.fail("hang", times=1)
+    ledger = Ledger(None, budget_usd=None, budget_tokens=None)
+
+    async def work(client: JudgeClient) -> tuple[Verdict, Any]:
+        return await client.ask(ask_for("slow")), client.counters.take()
+
+    verdict, counters = run(server, work, ledger=ledger, hedge_after=0.2, timeout=20)
+    assert verdict.latency_s < 5.0
+    assert (counters.hedged, counters.calls, verdict.calls) == (1, 2, 2)
+    assert ledger.total.calls == 2
+    assert ledger.total.usage.output > 64  # the worst case of the one that was cancelled
+    assert ledger.reserved_tokens == 0
+
+
+def test_the_budget_stops_everybody(server: JudgeServer) -> None:
+    ledger = Ledger(None, budget_usd=None, budget_tokens=600)
+    answers = run(server, lambda client: ask_all(client, questions(60)), ledger=ledger)
+    stopped = [a for a in answers if isinstance(a, Interrupted)]
+    assert stopped and len(stopped) + sum(isinstance(a, Verdict) for a in answers) == 60
+    assert ledger.total.usage.input + ledger.total.usage.output <= 600
+    assert ledger.reserved_tokens == 0
+
+
+def test_a_wrong_key_stops_the_run_and_never_masks(server: JudgeServer) -> None:
+    server.keys = {"another"}
+    answers = run(server, lambda client: ask_all(client, questions(10)), concurrency=4)
+    assert {type(answer) for answer in answers} == {Interrupted}
+    assert "turns every call away (http_401" in str(answers[0])
+    assert server.count <= 4 + 3
+
+
+def test_a_single_fatal_answer_costs_nothing(server: JudgeServer) -> None:
+    server.fail(401, times=1, after=5)
+    verdicts(run(server, lambda client: ask_all(client, questions(20)), concurrency=4))
+
+
+def test_a_probe_raises_what_it_met(server: JudgeServer) -> None:
+    server.fail(503, times=1)
+
+    async def work(client: JudgeClient) -> tuple[JudgeError, Verdict]:
+        with pytest.raises(JudgeError) as met:
+            await client.probe(ask_for("probe"))
+        return met.value, await client.probe(ask_for("probe"))
+
+    error, verdict = run(server, work)
+    assert error.cause == "http_503"
+    assert verdict.calls == 1 and server.count == 2
+
+
+def test_closing_waits_for_what_is_paid(server: JudgeServer, tmp_path: Path) -> None:
+    server.state.latency = 0.4
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+
+    async def work(client: JudgeClient) -> list[Any]:
+        asked = [asyncio.create_task(client.ask(q)) for q in questions(20)]
+        await asyncio.sleep(0.2)
+        await client.close(5.0)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = run(server, work, cache=cache, concurrency=3)
+    cache.close()
+    kinds = Counter(type(answer) for answer in answers)
+    assert kinds == {Verdict: 3, Interrupted: 17}
+
+
+def test_loop_thread_runs_cancels_and_ends() -> None:
+    loop = LoopThread("test-judge")
+    ended: list[str] = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def short() -> int:
+        await asyncio.sleep(0.05)
+        return 7
+
+    assert loop.call(short(), timeout=5) == 7
+    with pytest.raises(TimeoutError):
+        loop.call(long(), timeout=0.05)
+    slow, quick = loop.submit(long()), loop.submit(short())
+    loop.close(drain_s=0.5)
+    loop.close()
+    assert quick.result(0) == 7
+    assert slow.cancelled()
+    assert ended == ["cancelled"] * 2
+    assert "test-judge" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.submit(short())
+    gc.collect()

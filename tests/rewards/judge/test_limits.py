@@ -1,0 +1,169 @@
+"""The brakes on calls, on a clock that the tests move."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.rewards.judge.limits import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
+
+
+class Hands:
+    """A clock's hands, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Hands:
+    return Hands()
+
+
+def test_limits_come_from_the_settings() -> None:
+    limits = Limits.of(ApiReward(timeout=7.0, concurrency=5, max_rpm=30, hedge_after=2.0))
+    assert limits == Limits(5, 30, None, 7.0, 21.0, 2.0, 1800.0, 2)
+    assert Limits.of(ApiReward(timeout=7.0, deadline=8.0)).deadline == 8.0
+
+
+def test_spacing_keeps_its_rate_and_has_no_burst(clock: Hands) -> None:
+    spacing, times = Spacing(10.0, clock), []
+    for _ in range(50):
+        clock.now += spacing.wait()
+        spacing.take()
+        times.append(clock.now)
+    assert times[-1] - times[0] == pytest.approx(4.9)
+    clock.now += 1000.0
+    burst = 0
+    while spacing.wait() == 0.0:
+        spacing.take()
+        burst += 1
+    assert burst <= 4
+
+
+def test_spacing_takes_back_what_an_estimate_had_too_much(clock: Hands) -> None:
+    spacing = Spacing(100.0, clock)
+    spacing.take(200.0)
+    before = spacing.wait()
+    spacing.correct(-150.0)
+    assert spacing.wait() == pytest.approx(before - 1.5)
+
+
+def test_window_opens_by_itself_while_nothing_objects(clock: Hands) -> None:
+    window = Window(64, clock)
+    clock.now += 10.0
+    assert window.size() == FIRST_WINDOW
+    window.sent()
+    clock.now += 0.06
+    assert FIRST_WINDOW < window.size() < 64
+    clock.now += 0.5
+    assert window.size() == 64
+    assert not window.ramping
+
+
+def test_window_narrows_once_a_round_and_widens_by_one(clock: Hands) -> None:
+    window = Window(64, clock)
+    window.sent()
+    clock.now += 1.0
+    assert window.size() == 64
+    for _ in range(30):
+        window.too_many(sent_at=clock.now - 0.5)
+    assert window.size() == 44
+    clock.now += 1.0
+    window.too_many(sent_at=clock.now - 0.1)
+    assert window.size() == 31
+    for _ in range(31):
+        window.succeeded(full=True)
+    assert window.size() in (31, 32)
+    for _ in range(1000):
+        window.succeeded(full=False)
+    assert window.size() in (31, 32)
+
+
+def test_some_overloads_are_accidents_and_most_are_not(clock: Hands) -> None:
+    window, dice = Window(64, clock), random.Random(0)
+    window.sent()
+    clock.now += 1.0
+    assert window.size() == 64
+    for _ in range(5000):
+        clock.now += 0.02
+        if dice.random() < 0.3:
+            window.overloaded(clock.now - 0.5)
+        else:
+            window.succeeded(full=True)
+    assert window.size() == 64
+    for _ in range(200):
+        clock.now += 0.02
+        window.overloaded(clock.now - 0.5)
+    assert window.size() < 32
+
+
+def test_window_never_closes_and_restarts_small(clock: Hands) -> None:
+    window = Window(16, clock)
+    for _ in range(100):
+        clock.now += 1.0
+        window.too_many(clock.now)
+    assert window.size() == 1
+    window.restart()
+    assert window.size() == FIRST_WINDOW
+    assert Window(3, clock).size() == 3
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst", "retry_after"),
+    [(50, 20, 1.0), (50, 20, 0.0), (5, 1, 1.0), (400, 100, 1.0)],
+)
+def test_pace_is_learned_from_refusals(
+    clock: Hands, rate: float, burst: float, retry_after: float
+) -> None:
+    """A made-up server with a token bucket: after half a minute most of it is used."""
+    pace, level, accepted, refused = LearnedPace(clock), float(burst), 0, 0
+    began, paused_until = clock.now, 0.0
+    while clock.now < began + 60.0:
+        step = max(pace.wait(), paused_until - clock.now, 0.001)
+        clock.now += step
+        level = min(float(burst), level + step * rate)
+        pace.sent()
+        if clock.now > began + 30.0:
+            accepted += level >= 1.0
+            refused += level < 1.0
+        if level >= 1.0:
+            level -= 1.0
+        else:
+            wait = max(retry_after, (1.0 - level) / rate)
+            pace.refused(wait)
+            paused_until = clock.now + wait
+    assert accepted > 0.65 * 30.0 * rate
+    assert refused < 0.2 * accepted
+
+
+def test_refusals_that_do_not_follow_the_pace_are_noise(clock: Hands) -> None:
+    pace, dice = LearnedPace(clock), random.Random(1)
+    slowest = 1e9
+    for _ in range(4000):
+        clock.now += max(0.01, pace.wait())
+        pace.sent()
+        if dice.random() < 0.4:
+            pace.refused(1.0)
+        slowest = min(slowest, pace.rate or 1e9)
+    assert pace.deaf or slowest > 5.0
+    assert clock.now < 100.0 + 4000 / 5
+
+
+def test_an_idle_minute_teaches_nothing(clock: Hands) -> None:
+    pace = LearnedPace(clock)
+    for _ in range(100):
+        clock.now += 0.01
+        pace.sent()
+    pace.refused()
+    before = pace.rate
+    pace.idle()
+    clock.now += 60.0
+    pace.sent()
+    pace.refused()
+    assert pace.rate == pytest.approx(before, rel=0.5)
