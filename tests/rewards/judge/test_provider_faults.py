@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.providers import failures
-from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.base import SdkProvider, refused
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import KEYS, SECRET, WIRES, ask_once, judge_at, make_question
 
@@ -279,6 +279,47 @@ def test_cancelling_goes_through(server: JudgeServer, wire: str) -> None:
         await judge.close()
 
     asyncio.run(asyncio.wait_for(cancel(), 20))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_sdk_that_does_not_start_is_fatal(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    judge = judge_at(server, wire)
+
+    def connect(key: str) -> None:
+        raise ImportError(f"half installed, with {key}")
+
+    monkeypatch.setattr(judge, "connect", connect)
+    error = ask_once(judge)
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (FATAL, "sdk")
+    assert "half installed" in str(error)
+    assert SECRET not in str(error)
+
+
+def test_the_sdks_say_nothing_by_themselves(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("GOOGLE_API_KEY", "GEMINI_API_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    server.fail("cut")
+    for wire in WIRES:
+        assert isinstance(ask_once(judge_at(server, wire)), JudgeError)
+    assert not caplog.records
+
+
+def test_a_key_in_a_refusal_is_taken_out(server: JudgeServer) -> None:
+    judge = judge_at(server, "openai")
+
+    async def refuse(*args: Any) -> Reply:
+        raise refused("refusal", f"Your key is {SECRET}.", Usage(3, 2))
+
+    judge.judge = refuse  # type: ignore[method-assign]
+    error = ask_once(judge)
+    assert isinstance(error, JudgeError)
+    assert SECRET not in f"{error} {error.reply}"
+    assert error.usage == Usage(3, 2)
 
 
 def test_what_nobody_foresaw_is_retryable_and_named(

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
-from ppo_cli.errors import MissingPart, RewardError
+from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply, Usage
-from ppo_cli.rewards.judge.providers import Endpoint, build, build_provider
+from ppo_cli.rewards.judge.providers import Endpoint, build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.endpoint import clean_url
 from tests.judge_server import Call, JudgeServer
 from tests.judge_server.asking import (
     KEYS,
@@ -264,109 +262,7 @@ def test_claude_has_no_decision_endpoint() -> None:
         build_provider(Endpoint("claude", "m", mode="decision"), environ=KEYS)
 
 
-# --- building -----------------------------------------------------------------------------------
-
-
-def test_a_missing_model_is_asked_for_with_an_example() -> None:
-    with pytest.raises(RewardError, match=r"--rm_model, for example --rm_model qwen-plus"):
-        build_provider(ApiReward(type="dashscope"), environ=KEYS)
-    api = ApiReward.model_validate({"monitor": {"type": "gemini"}})
-    with pytest.raises(RewardError, match=r"--rm_monitor_model"):
-        build_provider(Endpoint.of_monitor(api), environ=KEYS)
-
-
-def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "installed", lambda module: False)
-    with pytest.raises(MissingPart, match="pip install google-genai"):
-        build_provider(Endpoint("gemini", "m"), environ=KEYS)
-    monkeypatch.setattr(build, "installed", lambda module: "decision" not in module)
-    with pytest.raises(MissingPart, match="pip install --upgrade openai"):
-        build_provider(Endpoint("openai", "m", mode="decision"), environ=KEYS)
-
-
-def test_installed_looks_without_importing() -> None:
-    assert build.installed("openai")
-    assert not build.installed("no_such_sdk")
-    assert not build.installed("no_such_sdk.deeper")
-
-
-def test_identity_holds_what_matters_and_no_key() -> None:
-    def identity(**changes: Any) -> str:
-        told = {"type": "openai", "model": "m", "base_url": "http://h:1/v1", **changes}
-        return build_provider(Endpoint(**told), environ=KEYS).identity
-
-    base = identity()
-    assert base == identity()
-    changes: list[dict[str, Any]] = [
-        {"model": "n"}, {"base_url": "http://h:2/v1"}, {"base_url": "http://h:1/v2"},
-        {"temperature": 0.5}, {"votes": 3}, {"mode": "decision"}, {"type": "dashscope"},
-    ]  # fmt: skip
-    assert len({base, *(identity(**change) for change in changes)}) == 1 + len(changes)
-    assert SECRET not in base
-    provider = build_provider(Endpoint("openai", "m"), environ=KEYS)
-    assert SECRET not in f"{provider!r} {provider._key!r}"
-
-
-def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
-    environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
-    assert build_provider(Endpoint("openai", "m"), environ=environ).base_url == "http://gateway/v1"
-    given = Endpoint("openai", "m", "http://mine/v1")
-    assert build_provider(given, environ=environ).base_url == "http://mine/v1"
-    work = {**KEYS, "DASHSCOPE_WORKSPACE": "ws", "DASHSCOPE_REGION": "ap-southeast-1"}
-    assert build_provider(Endpoint("dashscope", "m"), environ=work).base_url == (
-        "https://ws.ap-southeast-1.maas.aliyuncs.com/api/v1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "typed", "taken"),
-    [
-        ("openai", "http://localhost:8000", "http://localhost:8000/v1"),
-        ("openai", " http://localhost:8000/ ", "http://localhost:8000/v1"),
-        ("openai", "HTTP://h/v1/chat/completions", "http://h/v1"),
-        ("openai", "https://h/gateway/openai", "https://h/gateway/openai"),
-        ("claude", "https://h/v1", "https://h"),
-        ("claude", "https://h/v1/messages/", "https://h"),
-        ("claude", "https://h/anthropic", "https://h/anthropic"),
-        ("gemini", "https://h/v1beta", "https://h/v1beta"),
-        ("gemini", "https://h/v1beta/models/g:generateContent", "https://h/v1beta"),
-        ("gemini", "https://h/", "https://h"),
-        ("dashscope", "https://h", "https://h/api/v1"),
-        (
-            "dashscope",
-            "https://h/api/v1/services/aigc/text-generation/generation",
-            "https://h/api/v1",
-        ),
-        ("dashscope", "https://h/compatible-mode/v1/", "https://h/compatible-mode/v1"),
-        (
-            "dashscope",
-            "https://h/compatible-mode/v1/chat/completions",
-            "https://h/compatible-mode/v1",
-        ),
-    ],
-)
-def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
-    assert clean_url(kind, typed) == taken
-    assert clean_url(kind, taken) == taken
-
-
-@pytest.mark.parametrize(
-    ("typed", "told"),
-    [
-        ("localhost:8000/v1", "without http"),
-        ("user:hunter2@host/v1", "without http"),
-        ("https://user:hunter2@host/v1", "user name or password"),
-        ("https://host/v1?key=hunter2", "after a"),
-        ("ftp://host/v1", "not an address"),
-        ("http://", "not an address"),
-        ("http://host:port/v1", "not an address"),
-    ],
-)
-def test_addresses_that_cannot_be(typed: str, told: str) -> None:
-    with pytest.raises(RewardError, match=told) as caught:
-        clean_url("openai", typed)
-    assert "hunter2" not in str(caught.value)
-    assert "--rm_base_url" in str(caught.value)
+# --- odds and ends ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

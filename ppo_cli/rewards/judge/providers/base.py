@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +26,12 @@ from ppo_cli.rewards.judge.providers.failures import (
     read_symptoms,
     shorten,
 )
-from ppo_cli.rewards.judge.providers.keys import NO_KEY, Key
+from ppo_cli.rewards.judge.providers.keys import Key
 from ppo_cli.rewards.judge.providers.negotiation import Form, Negotiation, Option
 
 logger = logging.getLogger(__name__)
+# A shorter one (a server of one's own takes anything) stands in ordinary words too.
+_SHORTEST_KEY = 6
 
 
 class SdkProvider(ABC):
@@ -102,7 +105,7 @@ class SdkProvider(ABC):
             async with asyncio.timeout(timeout):
                 return await self._negotiate(client, question, timeout)
         except JudgeError as error:
-            failure = error
+            failure = self._cleaned(error)
         except TimeoutError:
             told = f"{self._context.label} did not answer within {timeout:g} s"
             failure = JudgeError(Failure.RETRYABLE, "timeout", told)
@@ -125,8 +128,16 @@ class SdkProvider(ABC):
     def _connected(self) -> Any:
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._client, self._loop = self.connect(self._key.value), loop
+            self._client, self._loop = self._connect(), loop
         return self._client
+
+    def _connect(self) -> Any:
+        try:
+            return self.connect(self._key.value)
+        except Exception as error:  # a broken install or proxy setting: no retry mends it
+            told = f"{self._context.label}: the {self.package} package does not start: "
+            said = self._clean(f"{type(error).__name__}: {error}")
+            raise JudgeError(Failure.FATAL, "sdk", told + said) from None
 
     async def _negotiate(self, client: Any, question: Question, timeout: float) -> Reply:
         while True:
@@ -161,8 +172,14 @@ class SdkProvider(ABC):
             logger.warning("%s", found)
         return found
 
+    def _cleaned(self, error: JudgeError) -> JudgeError:
+        return JudgeError(
+            error.kind, error.cause, self._clean(str(error)), status=error.status,
+            retry_after=error.retry_after, usage=error.usage, reply=self._clean(error.reply),
+        )  # fmt: skip
+
     def _clean(self, text: str) -> str:
-        if self._key.value != NO_KEY:
+        if len(self._key.value) >= _SHORTEST_KEY:
             text = text.replace(self._key.value, HIDDEN)
         return shorten(redact(text))
 
@@ -203,4 +220,13 @@ def attribute(value: Any, *names: str | int) -> Any:
 def count(value: Any, *names: str | int) -> int:
     """A number of tokens somewhere in a reply; 0 when it is not told."""
     found = attribute(value, *names)
-    return int(found) if isinstance(found, int | float) and found > 0 else 0
+    if not isinstance(found, int | float) or not math.isfinite(found):
+        return 0
+    return max(0, int(found))
+
+
+def hush(name: str) -> None:
+    """Keep an SDK's own warnings off the screen: what they tell is in our errors."""
+    sdk_logger = logging.getLogger(name)
+    if sdk_logger.level in {logging.NOTSET, logging.WARNING}:
+        sdk_logger.setLevel(logging.ERROR)

@@ -13,6 +13,7 @@ from ppo_cli.rewards.judge.providers.base import (
     bad_body,
     count,
     finish,
+    hush,
     refused,
 )
 from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
@@ -50,6 +51,7 @@ class DashScopeJudge(SdkProvider):
         """An AsyncClient without retries; the URL tells the protocol."""
         from dashscope import AsyncClient
 
+        hush("dashscope.v2")  # it warns of every failed attempt
         compatible = "/compatible-mode" in self.base_url
         base = self.base_url
         if self.endpoint.mode == "decision":  # it lives under the compatible path only

@@ -112,7 +112,8 @@ def _default_base(kind: str, environ: Mapping[str, str]) -> str:
     if kind != "dashscope" or not (workspace or region != "cn-beijing"):
         return DEFAULT_BASES[kind]
     if not workspace:
-        return "https://dashscope-intl.aliyuncs.com/api/v1"
+        host = "cn-hongkong.dashscope" if region == "cn-hongkong" else "dashscope-intl"
+        return f"https://{host}.aliyuncs.com/api/v1"
     return f"https://{workspace}.{region}.maas.aliyuncs.com/api/v1"
 
 

@@ -24,7 +24,8 @@ _FILTER_CODES = {
 _FATAL_CODES = {
     "invalidapikey", "invalid_api_key", "api_key_invalid", "arrearage", "modelnotfound",
     "model_not_found", "model.notexist", "accessdenied", "accessdenied.unpurchased",
-    "insufficient_quota", "billing_hard_limit_reached", "billing_error", "account_deactivated",
+    "insufficient_quota", "exceeded_current_quota_error", "billing_hard_limit_reached",
+    "billing_error", "account_deactivated",
     "authentication_error", "permission_error", "invalid_authentication",
 }  # fmt: skip
 _MONEY = re.compile(r"(?i)credit balance|insufficient[_ ](quota|balance|funds)|arrear|overdue")

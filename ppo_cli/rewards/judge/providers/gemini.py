@@ -13,6 +13,7 @@ from ppo_cli.rewards.judge.providers.base import (
     bad_body,
     count,
     finish,
+    hush,
     refused,
 )
 from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
@@ -66,6 +67,7 @@ class GeminiJudge(SdkProvider):
         from google import genai
         from google.genai import types
 
+        hush("google_genai._api_client")  # it names the wrong variable when both hold a key
         found = _VERSION.match(self.base_url)
         base, version = found.groups() if found else (self.base_url, None)
         if version is None and self.endpoint.mode == "decision":
