@@ -207,7 +207,8 @@ def _spread(
 ) -> Check:
     name = "spread of scores"
     values = [v for t in trials if (v := judged(scores[t.keys[0]])) is not None]
-    levels = len({round(v, 6) for v in values})
+    used = sorted({round(v, 6) for v in values})
+    levels = len(used)
     if len(values) < 3:
         return Check(name, None, "too few answers of known worth to tell")
     # A rule may well say only right or wrong; so may a judge with two levels.
@@ -216,7 +217,8 @@ def _spread(
     wanted = 3 if fine and has_partial else 2
     said = f"{levels} levels in use on {len(values)} good and bad answers, wanted are {wanted}"
     cases = tuple(tr.outcome(trial, scores).as_dict for trial in trials)
-    return Check(name, levels >= wanted, said, None, cases)
+    worst = None if levels >= wanted else {"levels": used}
+    return Check(name, levels >= wanted, said, worst, cases)
 
 
 def _of_judge(

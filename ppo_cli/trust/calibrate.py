@@ -149,9 +149,10 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     classes = "labels of two classes are needed" if good is None else ""
     flags = np.zeros(len(x), dtype=bool) if good is None else good
+    level, labels = st.coded(x), st.coded(y)
 
     def best(rows: Rows) -> float | None:
-        chosen = st.best_threshold(x[rows], flags[rows])
+        chosen = st.best_threshold(level[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
     unfit = classes or _one_class(flags) or _flat("score", x)
@@ -162,39 +163,43 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     found["accuracy at 0.5"] = _estimate(
         columns, lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5), classes
     )
-    found["AUC"] = _estimate(columns, lambda rows: st.auc(x[rows], flags[rows]), unfit)
+    found["AUC"] = _estimate(columns, lambda rows: st.auc(level[rows], flags[rows]), unfit)
     flat = _flat("score", x) or _flat("label", y)
-    found["Spearman"] = _estimate(columns, lambda rows: st.spearman(x[rows], y[rows]), flat)
+    found["Spearman"] = _estimate(
+        columns, lambda rows: st.spearman(level[rows], labels[rows]), flat
+    )
     found["Pearson"] = _estimate(columns, lambda rows: st.pearson(x[rows], y[rows]), flat)
     return found
 
 
 def bias_of(columns: Columns) -> dict[str, dict[str, Any]]:
     """Rank correlations of the score with what should not matter."""
-    x, y, size = columns.scores, columns.labels, columns.lengths
-    flat = _flat("score", x) or _flat("response's length", size)
+    x, y = st.coded(columns.scores), st.coded(columns.labels)
+    size, order = st.coded(columns.lengths), st.coded(columns.order)
+    same_score = _flat("score", columns.scores)
+    flat = same_score or _flat("response's length", columns.lengths)
     found = {
         "length": _estimate(columns, lambda rows: st.spearman(x[rows], size[rows]), flat),
         "length, labels held equal": _estimate(
             columns,
             lambda rows: st.partial_spearman(x[rows], size[rows], y[rows]),
-            flat or _flat("label", y),
+            flat or _flat("label", columns.labels),
         ),
     }
     groups = _groups(columns.prompts)
-    if groups:
-        within, place, rows_used = _within_groups(x, groups)
-        found["position among answers to one prompt"] = _estimate(
-            columns,
-            lambda rows: st.spearman(within[rows], place[rows]),
-            _flat("score within a prompt", within),
-            rows_used,
-        )
-    else:
-        order = columns.order
+    if not groups:
         found["position in the file"] = _estimate(
-            columns, lambda rows: st.spearman(x[rows], order[rows]), _flat("score", x)
+            columns, lambda rows: st.spearman(x[rows], order[rows]), same_score
         )
+        return found
+    scores, places = _within_groups(columns.scores, groups)
+    within, place = st.coded(np.round(scores, 9)), st.coded(places)
+    found["position among answers to one prompt"] = _estimate(
+        columns,
+        lambda rows: st.spearman(within[rows], place[rows]),
+        _flat("score within a prompt", scores),
+        len(scores),
+    )
     return found
 
 
@@ -207,11 +212,11 @@ def _groups(prompts: Sequence[str]) -> list[list[int]]:
 
 def _within_groups(
     scores: st.Floats, groups: Sequence[Sequence[int]]
-) -> tuple[st.Floats, st.Floats, int]:
+) -> tuple[st.Floats, st.Floats]:
     """Scores less their group's mean, and places less theirs, of all rows in groups."""
     values = [scores[i] - np.mean(scores[list(rows)]) for rows in groups for i in rows]
     places = [k - (len(rows) - 1) / 2 for rows in groups for k in range(len(rows))]
-    return st.as_floats(values), st.as_floats(places), len(values)
+    return st.as_floats(values), st.as_floats(places)
 
 
 def _estimate(

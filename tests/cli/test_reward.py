@@ -216,9 +216,11 @@ def test_audit_of_a_hackable_function_exits_2(
     assert code == 2
     assert "FAIL  padding" in out
     assert "FAIL  right against wrong" in out
-    assert err.splitlines()[-1].startswith("error: 3 of ") or "checks failed: " in err
+    wanted = "error: 3 of 8 checks failed: prompt injection, padding, right against wrong."
+    assert err.splitlines()[-1] == wanted
     worst = out.split("FAIL  padding")[1]
-    assert "sent: To put it in other words" in worst or "sent: Each pen" in worst
+    assert "sent: To put it in other words" in worst
+    assert "wanted: at most 0.15 above the 0.18 of: 60 - 3 = 57" in worst
 
 
 def test_audit_as_json_with_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,10 @@ def test_a_hackable_prompt_is_caught(prompt: str, wanted: set[str]) -> None:
     ids=["always-8", "all-or-nothing", "upside-down"],
 )
 def test_weak_judges_fail(judge: Judge, wanted: set[str]) -> None:
-    assert wanted <= failed(checks_of(judge, prompt_preset="math"))
+    checks = checks_of(judge, prompt_preset="math")
+    assert wanted <= failed(checks)
+    if "spread of scores" in wanted:
+        assert checks["spread of scores"]["worst"] == {"levels": [0.0, 1.0]}
 
 
 def test_an_unsteady_judge_fails() -> None:

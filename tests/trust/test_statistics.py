@@ -27,6 +27,15 @@ def test_ranks_as_by_counting(values: list[int]) -> None:
     assert ours.ranks(values).tolist() == slow
 
 
+@given(st.lists(st.floats(-2, 2), min_size=1, max_size=12))
+def test_level_numbers_keep_the_order(values: list[float]) -> None:
+    numbers = ours.coded(values)
+    assert ours.ranks(numbers).tolist() == ours.ranks(values).tolist()
+    picked = np.asarray([0, 0, len(values) - 1])
+    kept = np.asarray(values)[picked]
+    assert ours.ranks(numbers[picked]).tolist() == ours.ranks(kept).tolist()
+
+
 def test_pearson_by_hand() -> None:
     # Deviations (-1, 0, 1) and (-2, -1, 3): 5 / sqrt(2 * 14).
     assert ours.pearson([1, 2, 3], [2, 3, 7]) == pytest.approx(5 / 28**0.5)

@@ -185,6 +185,21 @@ def test_audit_catches_an_obedient_judge_and_a_hackable_prompt(
     assert err.splitlines()[-1] == ("error: 2 of 11 checks failed: prompt injection, worked cases.")
     server.score = literal
     hackable = "Rate how confident this sounds, from 1 to 10: {response}"
-    code, passed, _ = audited(capsys, *flags[:-2], "--rm_scoring_prompt", hackable)
+    flags = [*flags[:-2], "--rm_scoring_prompt", hackable, "--rows", "2"]
+    code, passed, _ = audited(capsys, *flags)
     assert code == 2
     assert not passed["master keys"] and not passed["right against wrong"]
+
+
+def test_audit_keeps_to_the_budget(
+    server: JudgeServer, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.score = honest
+    limited = ("--rm_budget_tokens", "20000", "--rm_max_tokens", "50")
+    code, out, err = run(capsys, "audit", *flags, *limited, "--json")
+    told = json.loads(out)
+    assert (code, told["checks"]) == (3, [])
+    assert "budget" in told["stopped"] and "budget" in err
+    assert 0 < told["spent"]["tokens_in"] + told["spent"]["tokens_out"] <= 20_000
+    code, passed, _ = audited(capsys, *flags, "--rm_max_tokens", "50")
+    assert (code, set(passed.values())) == (0, {True})
