@@ -178,7 +178,7 @@ def hold(
         return Check(name, False, "not one verdict came", found[0].as_dict, cases)
     failed = sum(margin < 0 for margin, _ in known)
     passed = failed <= tolerance * len(known)
-    said = f"{SAID.get(name, name)}: {len(known) - failed} of {len(known)}"
+    said = f"{SAID.get(name, name)}; so it was {len(known) - failed} times of {len(known)}"
     return Check(name, passed, said, found[min(known)[1]].as_dict, cases)
 
 

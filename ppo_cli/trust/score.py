@@ -33,6 +33,7 @@ POLL_S = 0.2
 MOST_LEVELS = 12
 SHOWN = 3
 CUT = 100
+COUNTED = ("calls", "cost_usd", "tokens_in", "tokens_out")
 
 
 @dataclass(frozen=True)
@@ -181,18 +182,20 @@ def spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
     cached = sum(bool(s.info.get("cached")) for s in scores)
     if cached:
         found["cached"] = cached
-    judged = {k: v for k, v in scoring.metrics.items() if k.startswith("judge/")}
-    found |= {k.removeprefix("judge/"): v for k, v in judged.items() if _counts(k)}
+    return found | _counted(scoring.metrics)
+
+
+def _counted(metrics: Mapping[str, float]) -> dict[str, float]:
+    found = {name: metrics[f"judge/{name}"] for name in COUNTED if f"judge/{name}" in metrics}
+    # Tokens that cost nothing have no known price: better no figure than a wrong one.
+    if found.get("tokens_in") and not found.get("cost_usd"):
+        found.pop("cost_usd", None)
     return found
-
-
-def _counts(name: str) -> bool:
-    return name in ("judge/calls", "judge/cost_usd", "judge/tokens_in", "judge/tokens_out")
 
 
 def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
     """Add what was counted since."""
-    more = {k.removeprefix("judge/"): v for k, v in metrics.items() if _counts(k)}
+    more = _counted(metrics)
     return {k: spent.get(k, 0) + more.get(k, 0) for k in dict.fromkeys([*spent, *more])}
 
 

@@ -19,10 +19,12 @@ from ppo_cli.trust.score import (
     NOT_ASKED,
     Scoring,
     Watch,
+    add_spending,
     cut,
     histogram,
     score_all,
     scored_row,
+    spending,
     summarise,
     to_go_on,
 )
@@ -172,6 +174,16 @@ def test_cut_keeps_both_ends() -> None:
     text = cut("start" + "x" * 300 + "end")
     assert len(text) <= 100
     assert text.startswith("start") and text.endswith("end")
+
+
+def test_unknown_prices_give_no_cost() -> None:
+    told = spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 5.0}))
+    assert told == {"seconds": 1.0, "tokens_in": 5.0}
+    free = spending((), Scoring((), 1.0, {"judge/cost_usd": 0.0, "judge/tokens_in": 0.0}))
+    assert free["cost_usd"] == 0.0
+    assert add_spending(told, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
+        "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
+    }  # fmt: skip
 
 
 def test_how_to_go_on() -> None:
