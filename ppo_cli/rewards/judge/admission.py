@@ -97,7 +97,7 @@ class Admission:
         ticket.failed_probes += ticket.probing
         if error.status in _TOO_MANY:
             self._pushed_at = now
-            self.pace.refused(error.retry_after or 0.0)
+            self.pace.refused(ticket.sent_at, error.retry_after or 0.0)
             if not self.pace.deaf:
                 self.window.too_many(ticket.sent_at)
         elif error.status in _OVERLOADED or error.cause == "timeout":

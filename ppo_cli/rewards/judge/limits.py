@@ -67,6 +67,10 @@ class Spacing:
         """Seconds until something may be taken."""
         return max(0.0, self._next - self._clock())
 
+    def slack(self) -> float:
+        """Seconds since something might have been taken."""
+        return max(0.0, self._clock() - self._next)
+
     def take(self, cost: float = 1.0) -> None:
         """Take `cost` units now, whatever was left."""
         start = max(self._next, self._clock() - self._credit_s)
@@ -192,13 +196,20 @@ class LearnedPace:
         """Quickly while little is known, then ever faster the longer nobody objected."""
         now = self._clock()
         step, self._grown_at = min(1.0, now - self._grown_at), now
-        a_second = 0.5 if self._lessons < 2 else min(0.5, 0.001 * (now - self._pushed_at))
+        if spacing.slack() > _PACE_CREDIT_S:
+            return  # something else holds calls back, so nothing is learned about the pace
+        # Overshooting is cheap where refusals come with short pauses.
+        gain = 0.02 if self._short_pauses else 0.001
+        a_second = 0.5 if self._lessons < 2 else min(0.5, gain * (now - self._pushed_at))
         spacing.rate *= 1.0 + a_second * step
 
-    def refused(self, pause: float = 0.0) -> None:
+    def refused(self, sent_at: float, pause: float = 0.0) -> None:
         """Learn from a call that was turned away, and told to wait for `pause` seconds."""
         now = self._clock()
         self._longest_pause = max(self._longest_pause, pause)
+        if self._since is not None and sent_at < self._since:
+            self._pushed_at = now  # it tells of the time before the last lesson
+            return
         self._accepted, self._rejected = max(0, self._accepted - 1), self._rejected + 1
         since = self._since if self._since is not None else now
         learn_s = _LEARN_S / 2.0 if self._lessons < 2 else _LEARN_S
@@ -211,9 +222,12 @@ class LearnedPace:
         else:
             self._learn(self._spacing, now - since)
         self._since, self._accepted, self._rejected = now, 0, 0
-        self._longest_pause = 0.0
         self._lessons += 1
         self._pushed_at = self._grown_at = now
+
+    @property
+    def _short_pauses(self) -> bool:
+        return self._longest_pause <= _SHORT_PAUSE_S
 
     def _learn(self, spacing: Spacing, seconds: float) -> None:
         share = self._rejected / (self._accepted + self._rejected)
@@ -225,9 +239,13 @@ class LearnedPace:
             self._deaf_until = self._clock() + 30.0
             return
         lower = max(self._accepted / seconds, 0.1)
-        if self._longest_pause <= _SHORT_PAUSE_S:
+        least = 0.4 * spacing.rate
+        if self._short_pauses:
             # Too short for the judge to have saved up calls that were then lost: the bound is
             # the rate itself, give or take a call.
-            spacing.rate = min(spacing.rate, 1.05 * lower)
+            rate = min(spacing.rate, 1.05 * lower)
         else:
-            spacing.rate = min(math.sqrt(lower * max(spacing.rate, lower)), 2.0 * lower)
+            rate = min(math.sqrt(lower * max(spacing.rate, lower)), 2.0 * lower)
+        # One lesson may be wrong, as when this process itself stood still for a moment.
+        spacing.rate = max(rate, least)
+        self._longest_pause /= 2.0

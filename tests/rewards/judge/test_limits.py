@@ -136,7 +136,7 @@ def test_pace_is_learned_from_refusals(
             level -= 1.0
         else:
             wait = max(retry_after, (1.0 - level) / rate)
-            pace.refused(wait)
+            pace.refused(clock.now, wait)
             paused_until = clock.now + wait
     assert accepted > 0.65 * 30.0 * rate
     assert refused < 0.2 * accepted
@@ -149,7 +149,7 @@ def test_refusals_that_do_not_follow_the_pace_are_noise(clock: Hands) -> None:
         clock.now += max(0.01, pace.wait())
         pace.sent()
         if dice.random() < 0.4:
-            pace.refused(1.0)
+            pace.refused(clock.now, 1.0)
         slowest = min(slowest, pace.rate or 1e9)
     assert pace.deaf or slowest > 5.0
     assert clock.now < 100.0 + 4000 / 5
@@ -160,10 +160,25 @@ def test_an_idle_minute_teaches_nothing(clock: Hands) -> None:
     for _ in range(100):
         clock.now += 0.01
         pace.sent()
-    pace.refused()
+    pace.refused(clock.now)
     before = pace.rate
     pace.idle()
     clock.now += 60.0
     pace.sent()
-    pace.refused()
+    pace.refused(clock.now)
     assert pace.rate == pytest.approx(before, rel=0.5)
+
+
+def test_late_refusals_do_not_count_twice(clock: Hands) -> None:
+    pace = LearnedPace(clock)
+    for _ in range(100):
+        clock.now += 0.01
+        pace.sent()
+    sent_at = clock.now
+    clock.now += 0.1
+    pace.refused(sent_at)
+    before = pace.rate or 0.0
+    clock.now += 1.0
+    for _ in range(60):
+        pace.refused(sent_at)
+    assert pace.rate == before
