@@ -240,7 +240,9 @@ class LearnedPace:
             return
         lower = max(self._accepted / seconds, 0.1)
         least = 0.4 * spacing.rate
-        if self._short_pauses:
+        if share < 0.05:
+            rate = 0.95 * spacing.rate  # hardly too fast
+        elif self._short_pauses:
             # Too short for the judge to have saved up calls that were then lost: the bound is
             # the rate itself, give or take a call.
             rate = min(spacing.rate, 1.05 * lower)

@@ -121,7 +121,7 @@ def test_window_never_closes_and_restarts_small(clock: Hands) -> None:
 def test_pace_is_learned_from_refusals(
     clock: Hands, rate: float, burst: float, retry_after: float
 ) -> None:
-    """A made-up server with a token bucket: after half a minute most of it is used."""
+    """A made-up server with a token bucket: after half a minute at least half is used."""
     pace, level, accepted, refused = LearnedPace(clock), float(burst), 0, 0
     began, paused_until = clock.now, 0.0
     while clock.now < began + 60.0:
@@ -138,7 +138,7 @@ def test_pace_is_learned_from_refusals(
             wait = max(retry_after, (1.0 - level) / rate)
             pace.refused(clock.now, wait)
             paused_until = clock.now + wait
-    assert accepted > 0.65 * 30.0 * rate
+    assert accepted > 0.5 * 30.0 * rate
     assert refused < 0.2 * accepted
 
 
