@@ -239,7 +239,7 @@ class LearnedPace:
             self._deaf_until = self._clock() + 30.0
             return
         lower = max(self._accepted / seconds, 0.1)
-        least = 0.4 * spacing.rate
+        least = (0.4 if self._lessons < 3 else 0.85) * spacing.rate
         if share < 0.05:
             rate = 0.95 * spacing.rate  # hardly too fast
         elif self._short_pauses:
