@@ -19,7 +19,7 @@ from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.errors import PpoError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge.cache import VerdictCache, cache_path
+from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.exchange import Question
 from ppo_cli.rewards.judge.gate import content_free
@@ -75,12 +75,22 @@ class JudgeReward(Reward):
         patient: bool = False,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Check the template against the rows, and key, model and reply format by one call."""
+        """Check the template against the rows, and key, model and reply format by one call.
+
+        The call is not repeated while its verdict is in the cache: a run whose verdicts are
+        all paid for costs nothing.
+        """
         self.template.check([material_of(prompt, "") for prompt in prompts])
         if not prompts:
             return
         question = self._question(prompts[0], str(prompts[0].ground_truth or "I do not know."))
-        try_out(self._loop, self._client, question, self._api, patient=patient, tell=tell)
+        key = key_of(self._provider.identity, question)
+        if self._cache is None or self._cache.get(key) is None:
+            verdict = try_out(
+                self._loop, self._client, question, self._api, patient=patient, tell=tell
+            )
+            if self._cache is not None:
+                self._cache.put(key, verdict)
         for name, told in self._provider.dropped().items():
             tell(f"{self._api.model} does not take {name} ({told}); the judge runs without it.")
 

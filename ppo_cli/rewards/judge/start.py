@@ -9,7 +9,7 @@ from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdict
 from ppo_cli.rewards.judge.loop_thread import LoopThread
 
 TRIES = 3  # for a reply that cannot be read
@@ -30,13 +30,15 @@ def try_out(
     *,
     patient: bool,
     tell: Callable[[str], None],
-) -> None:
-    """Ask once. Raises RewardError when asking is hopeless, Interrupted when it stays down."""
+) -> Verdict:
+    """Ask once and return the verdict.
+
+    Raises RewardError when asking is hopeless, Interrupted when the judge stays down.
+    """
     began, pause, unread, told = time.monotonic(), 1.0, 0, False
     while True:
         try:
-            loop.call(client.probe(question), timeout=None)
-            return
+            return loop.call(client.probe(question), timeout=None)
         except JudgeError as error:
             if error.kind is Failure.FATAL:
                 raise RewardError(_refused(error, api)) from error
