@@ -48,7 +48,7 @@ has_gpu() {
 }
 
 tell_gpu_way() {
-    say "This machine has a GPU, where plain vLLM judges far faster (--cpu serves on the CPU all the same):"
+    say "This machine has a GPU, where plain vLLM judges far faster (--cpu: on the CPU even so):"
     say ""
     say "    python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm==$vllm"
     say "    .venv-vllm/bin/vllm serve $(printf %q "$folder") --served-model-name $name \\"
@@ -64,11 +64,18 @@ tell_train_line() {
     say ""
 }
 
+suits() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null
+}
+
 find_python() {
-    local candidate
-    for candidate in ${PPO_PYTHON:+"$PPO_PYTHON"} python3 python3.13 python3.12 python3.11; do
-        "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
-            2>/dev/null && python=$candidate && return
+    if [ -n "${PPO_PYTHON:-}" ]; then
+        python=$PPO_PYTHON
+        suits "$python" || die "PPO_PYTHON=$python is not a Python between 3.11 and 3.14."
+        return
+    fi
+    for python in python3 python3.13 python3.12 python3.11 python3.14; do
+        ! suits "$python" || return 0
     done
     die "vLLM needs a Python from 3.11 to 3.14, and none was found; name one in PPO_PYTHON."
 }
@@ -238,7 +245,13 @@ trap 'stop 130' INT TERM
 trap 'stop $?' EXIT
 
 if has_gpu && [ -z "$on_cpu" ]; then tell_gpu_way; fi
-if [ -n "${PPO_VLLM_PYTHON:-}" ]; then python=$PPO_VLLM_PYTHON; else find_python; fi
+if [ -n "${PPO_VLLM_PYTHON:-}" ]; then
+    python=$PPO_VLLM_PYTHON
+    "$python" -c 'import importlib.util as i, sys; sys.exit(not i.find_spec("vllm"))' 2>/dev/null ||
+        die "PPO_VLLM_PYTHON=$python is not a Python that has vLLM."
+else
+    find_python
+fi
 tokens=$(check_model)
 if [ -z "${PPO_VLLM_PYTHON:-}" ]; then
     is_ready || set_up
