@@ -26,7 +26,7 @@ from ppo_cli.rewards.judge.exchange import (
     Usage,
     Verdict,
 )
-from ppo_cli.rewards.judge.ledger import Ledger, Reservation
+from ppo_cli.rewards.judge.ledger import Guest, Ledger, Reservation
 from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.outage import Breaker
 from ppo_cli.rewards.judge.parse import read_verdict
@@ -72,7 +72,12 @@ class JudgeClient:
     """Asks one judge, as fast as it allows and as long as it takes."""
 
     def __init__(
-        self, provider: Provider, *, limits: Limits, ledger: Ledger, cache: VerdictCache | None
+        self,
+        provider: Provider,
+        *,
+        limits: Limits,
+        ledger: Ledger | Guest,
+        cache: VerdictCache | None,
     ) -> None:
         self._provider = provider
         self._limits = limits

@@ -77,6 +77,30 @@ class Spent:
 class _Need:
     tokens: int
     usd: float
+    guest: Guest | None = None
+
+
+@dataclass(eq=False)
+class Guest:
+    """Another model's calls on the same budget, at their own price."""
+
+    ledger: Ledger
+    price: Price | None
+    provider: str
+    model: str
+    spent: Spent = field(default_factory=Spent)
+
+    def __post_init__(self) -> None:
+        _need_price(self.ledger.budget_usd, self.price, self.model)
+
+    async def reserve(self, question: Question) -> Reservation:
+        """Set aside the worst case of one call; see `Ledger.reserve`."""
+        return await self.ledger.reserve(question, guest=self)
+
+    def take(self) -> Spent:
+        """Return what this model was booked for since the last call of this method."""
+        taken, self.spent = self.spent, Spent()
+        return taken
 
 
 class Reservation:
@@ -84,7 +108,7 @@ class Reservation:
 
     def __init__(self, ledger: Ledger, need: _Need) -> None:
         self._ledger = ledger
-        self._need = need
+        self._guest = need.guest
         self.tokens = need.tokens
         self.usd = need.usd
 
@@ -92,7 +116,7 @@ class Reservation:
         """Book what the call was billed for, free the rest and return the cost; once only."""
         if not self._ledger._release(self):
             return 0.0
-        return self._ledger._book(usage, outcome, latency_s, note)
+        return self._ledger._book(usage, outcome, latency_s, note, self._guest)
 
     def cancel(self) -> None:
         """Free what was held for a call that was never sent."""
@@ -111,13 +135,7 @@ class Ledger:
         provider: str = "",
         model: str = "",
     ) -> None:
-        if budget_usd is not None and price is None:
-            raise RewardError(
-                f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
-                f"{f' {model}' if model else ''}, which is not known. Give it with "
-                "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
-                "file with --rm_prices, or limit tokens with --rm_budget_tokens."
-            )
+        _need_price(budget_usd, price, model)
         self.price = price
         self.budget_usd = budget_usd
         self.budget_tokens = budget_tokens
@@ -152,12 +170,12 @@ class Ledger:
             since, self._taken = self._total - self._taken, self._total
         return since
 
-    async def reserve(self, question: Question) -> Reservation:
+    async def reserve(self, question: Question, *, guest: Guest | None = None) -> Reservation:
         """Set aside the worst case of one call, waiting its turn while others may settle lower.
 
         Raises Interrupted when the call can no longer fit into the budget.
         """
-        need = self._worst(question)
+        need = self._worst(question, guest)
         if not self._queue and self._fits(need):
             return self._hold(need)
         ticket: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
@@ -188,10 +206,11 @@ class Ledger:
                     f"Cannot keep the judge's ledger in {path}: {problem.strerror}."
                 ) from None
 
-    def _worst(self, question: Question) -> _Need:
+    def _worst(self, question: Question, guest: Guest | None) -> _Need:
+        price = guest.price if guest else self.price
         read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
-        usd = self.price.cost(Usage(read, question.max_tokens)) if self.price else 0.0
-        return _Need(read + question.max_tokens, usd)
+        usd = price.cost(Usage(read, question.max_tokens)) if price else 0.0
+        return _Need(read + question.max_tokens, usd, guest)
 
     def _fits(self, need: _Need, *, alone: bool = False) -> bool:
         usage = self._total.usage
@@ -244,17 +263,23 @@ class Ledger:
             f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume."
         )
 
-    def _book(self, usage: Usage, outcome: str, latency_s: float, note: str) -> float:
-        usd = self.price.cost(usage) if self.price else 0.0
+    def _book(
+        self, usage: Usage, outcome: str, latency_s: float, note: str, guest: Guest | None
+    ) -> float:
+        price = guest.price if guest else self.price
+        usd = price.cost(usage) if price else 0.0
+        named = {"provider": guest.provider, "model": guest.model} if guest else self._named
         line = json.dumps(
             {"time": round(time.time(), 3)}
-            | self._named
+            | named
             | {"outcome": _word(outcome), "input": usage.input, "output": usage.output}
             | {"cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4)}
             | ({"note": _word(note)} if note else {})
         )
         with self._lock:
             self._total = self._total + Spent(1, usage, usd)
+            if guest:
+                guest.spent = guest.spent + Spent(1, usage, usd)
             self._unwritten.append(line)
             self._write()
         return usd
@@ -285,6 +310,16 @@ class Ledger:
                 logger.warning("cannot write the judge's ledger: %s", problem.strerror)
             self._complained = True
         self._unwritten.clear()
+
+
+def _need_price(budget_usd: float | None, price: Price | None, model: str) -> None:
+    if budget_usd is not None and price is None:
+        raise RewardError(
+            f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
+            f"{f' {model}' if model else ''}, which is not known. Give it with "
+            "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
+            "file with --rm_prices, or limit tokens with --rm_budget_tokens."
+        )
 
 
 def _word(text: str) -> str:

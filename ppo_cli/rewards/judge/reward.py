@@ -62,7 +62,9 @@ class JudgeReward(Reward):
         self._provider = provider
         self._report = StepReport()
         self._canaries = Canaries(self._client, every=api.canary_every)
-        self._monitor = Monitor.of(api, environ=environ, limits=limits, cache=self._cache)
+        self._monitor = Monitor.of(
+            api, environ=environ, limits=limits, ledger=self._ledger, cache=self._cache
+        )
         self._rules = Rules(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._loop = LoopThread()
         self._closed = False

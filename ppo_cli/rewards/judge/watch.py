@@ -17,7 +17,7 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.exchange import JudgeError, Question, Scale
-from ppo_cli.rewards.judge.ledger import Ledger
+from ppo_cli.rewards.judge.ledger import Guest, Ledger
 from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import Endpoint, build_provider
@@ -60,9 +60,9 @@ class Canaries:
 class Monitor:
     """A second judge that reads a share of the responses and rewards none."""
 
-    def __init__(self, client: JudgeClient, ledger: Ledger, share: float) -> None:
+    def __init__(self, client: JudgeClient, guest: Guest, share: float) -> None:
         self._client = client
-        self._ledger = ledger
+        self._guest = guest
         self._share = share
         self._pairs: list[tuple[float, float]] = []
         self._failed = 0
@@ -74,21 +74,23 @@ class Monitor:
         *,
         environ: Mapping[str, str],
         limits: Limits,
+        ledger: Ledger,
         cache: VerdictCache | None,
     ) -> Monitor | None:
         """Build the monitor that the settings ask for; None when they name no model."""
         if api.monitor.model is None:
             return None
-        own = api.model_copy(
-            update={"type": api.monitor.type, "model": api.monitor.model,
-                    "base_url": api.monitor.base_url}
-        )  # fmt: skip
-        ledger = Ledger(find_price(own), budget_usd=None, budget_tokens=None)
+        # Prices given for the judge's model are not those of another one.
+        told = api.monitor
+        update = {"type": told.type, "model": told.model, "base_url": told.base_url}
+        update |= {"price_input": None, "price_output": None}
         provider = build_provider(Endpoint.of_monitor(api), environ=environ)
+        price = find_price(api.model_copy(update=update))
+        guest = Guest(ledger, price, api.monitor.type, provider.model)
         # It must never hold anybody up: no waiting for an outage, few calls at once.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=0.0)
-        return cls(JudgeClient(provider, limits=limits, ledger=ledger, cache=cache), ledger,
-                   api.monitor.share)  # fmt: skip
+        client = JudgeClient(provider, limits=limits, ledger=guest, cache=cache)
+        return cls(client, guest, api.monitor.share)
 
     def wants(self, rollout: Rollout) -> bool:
         """Choose the share by a hash, so that the same responses are read in every run."""
@@ -110,7 +112,7 @@ class Monitor:
         pairs, failed = self._pairs, self._failed
         self._pairs, self._failed = [], 0
         metrics = {"judge/monitor_failed": float(failed)} if failed else {}
-        spent = self._ledger.take()
+        spent = self._guest.take()
         if spent.calls:
             metrics["judge/monitor_cost_usd"] = spent.usd
         if pairs:

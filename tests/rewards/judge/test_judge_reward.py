@@ -1,0 +1,254 @@
+"""The judge as a reward, in one process: the real openai SDK against a judge on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.run_folder import SPENT
+from tests.judge_server import JudgeServer
+
+Make = Callable[..., JudgeReward]
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer() as running:
+        yield running
+
+
+@pytest.fixture
+def make(server: JudgeServer, tmp_path: Path) -> Iterator[Make]:
+    made: list[JudgeReward] = []
+
+    def build(**changes: Any) -> JudgeReward:
+        usual = {
+            "enable": True, "type": "openai", "model": "judge-1", "prompt_preset": "math",
+            "base_url": server.url("openai"), "cache": str(tmp_path / "c.sqlite"),
+        }  # fmt: skip
+        api = ApiReward(**(usual | changes))
+        made.append(JudgeReward(api, environ={"OPENAI_API_KEY": "k", "OTHER_KEY": "k2"}))
+        return made[-1]
+
+    yield build
+    for reward in made:
+        reward.close()
+
+
+def prompt(number: int, **changes: Any) -> Prompt:
+    text = f"What is {number} + 1?"
+    known = {"messages": ({"role": "user", "content": text},), "ground_truth": str(number + 1)}
+    known |= {"text": text, "rendered": text, "token_ids": (1,)}
+    return Prompt(str(number), **(known | changes))
+
+
+def rollout(number: int, response: str, **changes: Any) -> Rollout:
+    logprobs = np.zeros(1, np.float32)
+    return Rollout(prompt(number, **changes), 0, (1,), logprobs, response, "stop")
+
+
+def right(number: int) -> Rollout:
+    return rollout(number, f"It is {number + 1}.")
+
+
+def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[Score]:
+    futures = [reward.submit(r) for r in rollouts]
+    reward.settle()
+    return [future.result(60) for future in futures]
+
+
+def test_scores_are_scaled_and_tell_what_was_said(make: Make) -> None:
+    good, bad = score_all(make(), [right(1), rollout(2, "It is 7.")])
+    assert (good.value, bad.value) == (1.0, 0.0)
+    assert good.parts["judge"].raw == 10 and good.parts["judge"].scaled == 1.0
+    assert good.reason and '"score": 10' in good.info["judge_reply"]
+    assert good.info["judge_tokens"] > 0 and good.info["cached"] is False
+
+
+def test_nothing_is_asked_for_a_response_without_content(make: Make, server: JudgeServer) -> None:
+    scores = score_all(make(), [rollout(n, text) for n, text in enumerate(("", " :", "Solution:"))])
+    assert [s.value for s in scores] == [0.0] * 3 and server.count == 0
+    assert all(s.info["gated"] for s in scores)
+    (score,) = score_all(make(gate=False), [rollout(5, ":")])
+    assert score.value == 0.0 and server.count == 1
+
+
+def test_reasoning_alone_is_no_content(make: Make, server: JudgeServer) -> None:
+    (score,) = score_all(make(), [rollout(1, "<think>it may be 2")])
+    assert score.value == 0.0 and server.count == 0
+
+
+def test_votes_are_averaged_and_their_spread_is_told(server: JudgeServer, make: Make) -> None:
+    answers = iter([4, 7, 10])
+    server.score = lambda system, user: next(answers)
+    (score,) = score_all(make(votes=3), [right(1)])
+    assert score.value == pytest.approx(6 / 9) and sorted(score.info["votes"]) == [4, 7, 10]
+    assert score.info["vote_spread"] == pytest.approx(np.std([3 / 9, 6 / 9, 1.0]))
+
+
+def test_half_of_the_votes_are_not_enough(server: JudgeServer, make: Make) -> None:
+    server.fail("refusal", times=1)
+    (score,) = score_all(make(votes=2, max_failure_rate=1.0), [right(1)])
+    assert score.value is None and score.failure.startswith("refusal")
+
+
+def test_a_cut_character_is_no_trouble(make: Make) -> None:
+    (score,) = score_all(make(), [rollout(1, "It is 2 \ud83d")])
+    assert score.value == 1.0
+
+
+def test_a_conversation_is_shown_whole(make: Make, server: JudgeServer) -> None:
+    turns = (
+        {"role": "user", "content": "Remember the word heron."},
+        {"role": "assistant", "content": "I will."},
+        {"role": "user", "content": "Which word was it?"},
+    )
+    reward = make(prompt_preset="dialogue")
+    score_all(reward, [rollout(1, "It was heron.", messages=turns, text="Which word was it?")])
+    asked = str(server.calls[-1].body)
+    assert all(turn["content"] in asked for turn in turns)
+
+
+def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
+    reward = make(price_input=1.0, price_output=2.0)
+    server.fail(503, times=1)
+    score_all(reward, [right(1), right(2), right(3), rollout(4, "no " * 40), rollout(5, "")])
+    metrics = reward.measure()
+    assert metrics["judge/calls"] == 5 and metrics["judge/error_rate"] == pytest.approx(0.2)
+    assert metrics["judge/errors/http_503"] == 1 and metrics["judge/gated"] == 1
+    assert metrics["judge/cost_usd"] > 0 and metrics["judge/tokens_in"] > 0
+    assert metrics["judge/latency_p95_s"] >= metrics["judge/latency_p50_s"] > 0
+    assert metrics["judge/length_correlation"] < -0.9
+    assert reward.measure() == {}
+    score_all(reward, [right(1), right(1)])
+    again = reward.measure()
+    assert again["judge/cache_hits"] == 1.0 and again["judge/cost_usd"] == 0.0
+    assert again["judge/cost_usd_total"] == metrics["judge/cost_usd_total"]
+
+
+def test_equal_responses_share_one_call(make: Make, server: JudgeServer) -> None:
+    server.state.latency = 0.2
+    scores = score_all(make(cache="off"), [right(1)] * 20)
+    assert {s.value for s in scores} == {1.0} and server.count == 1
+
+
+def test_canaries_go_past_gate_and_cache(make: Make, server: JudgeServer) -> None:
+    server.score = lambda system, user: 9
+    reward = make(canary_every=2)
+    for step in (1, 2, 4):
+        reward.begin_step(step)
+        score_all(reward, [right(1)])
+        deadline = 0
+        while step % 2 == 0 and server.count < (5 if step == 2 else 9) and deadline < 100:
+            deadline += 1
+            score_all(reward, [right(1)])
+    metrics = reward.measure()
+    assert metrics["judge/canary_max"] == pytest.approx(8 / 9)
+    assert server.count == 9  # one verdict, twice four canaries
+
+
+def test_a_monitor_reads_a_share_and_rewards_nothing(make: Make, server: JudgeServer) -> None:
+    def opinion(system: str, user: str) -> int:
+        return 10
+
+    server.score = opinion
+    monitor = {
+        "type": "claude", "model": "judge-2", "base_url": server.url("claude"),
+        "key_env": "OTHER_KEY", "share": 1.0,
+    }  # fmt: skip
+    reward = make(monitor=monitor, price_input=1.0, price_output=1.0)
+    server.fail("refusal", paths=("/v1/messages",), times=1)
+    scores = score_all(reward, [right(n) for n in range(8)])
+    assert [s.value for s in scores] == [1.0] * 8
+    metrics: dict[str, float] = {}
+    for _ in range(200):
+        metrics |= reward.measure()
+        if server.count == 16 and "judge/monitor_mean" in metrics:
+            break
+        score_all(reward, [right(1)])
+    assert metrics["judge/monitor_mean"] == 1.0 and metrics["judge/monitor_failed"] == 1.0
+    assert metrics["judge/monitor_gap"] == 0.0
+    paths = [call.path for call in server.calls]
+    assert sum("messages" in path for path in paths) == 8
+
+
+def test_a_budget_holds_for_the_monitor_too(make: Make, server: JudgeServer) -> None:
+    monitor = {"type": "openai", "model": "nobody-knows", "base_url": "http://example.com/v1",
+               "key_env": "OTHER_KEY"}  # fmt: skip
+    with pytest.raises(RewardError, match="nobody-knows"):
+        make(monitor=monitor, price_input=1.0, price_output=1.0, budget_usd=1.0)
+
+
+def test_what_was_spent_outlives_the_process(make: Make, tmp_path: Path) -> None:
+    prices = {"price_input": 1.0, "price_output": 2.0, "cache": "off"}
+    first = make(**prices)
+    first.attach(tmp_path)
+    score_all(first, [right(1)])
+    cost = first.measure()["judge/cost_usd_total"]
+    first.close()
+    assert (tmp_path / SPENT).exists()
+    second = make(**prices, budget_usd=cost * 1.01)
+    second.attach(tmp_path)
+    with pytest.raises(Interrupted, match="--rm_budget_usd"):
+        score_all(second, [right(2)])
+
+
+def test_the_start_checks_key_model_and_form(make: Make, server: JudgeServer) -> None:
+    told: list[str] = []
+    make().start([prompt(1)], tell=told.append)
+    assert server.count == 1 and told == []
+    make().start([prompt(1)])
+    assert server.count == 1  # paid for, and in the cache
+    server.fail(404)
+    with pytest.raises(RewardError, match=r"judge-1.*--rm_model"):
+        make(cache="off").start([prompt(1)])
+    server.heal()
+    server.fail("prose")
+    with pytest.raises(RewardError, match="no score can be read"):
+        make(cache="off").start([prompt(1)])
+
+
+def test_the_start_tells_which_parameters_a_model_does_not_take(
+    make: Make, server: JudgeServer
+) -> None:
+    told: list[str] = []
+    server.fail("reject_param", param="temperature")
+    make(temperature=0.5).start([prompt(1)], tell=told.append)
+    assert len(told) == 1 and "temperature" in told[0] and "judge-1" in told[0]
+
+
+def test_nobody_there_is_told_at_once(make: Make) -> None:
+    reward = make(base_url="http://127.0.0.1:9/v1")
+    with pytest.raises(RewardError, match="cannot be reached at http://127"):
+        reward.start([prompt(1)])
+
+
+def test_a_run_that_goes_on_waits_for_its_judge(make: Make, server: JudgeServer) -> None:
+    told: list[str] = []
+    server.fail(503, seconds=1.5)
+    make(cache="off").start([prompt(1)], patient=True, tell=told.append)
+    assert "does not answer yet" in told[0] and server.count >= 2
+
+
+def test_missing_ground_truth_is_told_before_the_first_call(
+    make: Make, server: JudgeServer
+) -> None:
+    with pytest.raises(RewardError, match="ground_truth"):
+        make().start([prompt(1), prompt(2, ground_truth=None)])
+    assert server.count == 0
+
+
+def test_closing_twice_is_fine_and_submitting_after_is_not(make: Make) -> None:
+    reward = make()
+    reward.close()
+    reward.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        reward.submit(right(1))
