@@ -266,10 +266,13 @@ export VLLM_CPU_KVCACHE_SPACE=${PPO_JUDGE_KV_GB:-1}
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 log=$(mktemp "${TMPDIR:-/tmp}/ppo-judge-$port.XXXXXX")
 say "Loading $folder with $threads thread(s); this takes a minute. Log: $log"
+# Blanks between the parts of the JSON are where a small model gets lost until it is cut off.
+compact='{"backend": "xgrammar", "disable_any_whitespace": true}'
 # `vllm serve` looks for a package named vllm and does not start with the CPU package.
 "$python" -m vllm.entrypoints.openai.api_server --model "$folder" --served-model-name "$name" \
     --host 127.0.0.1 --port "$port" --max-model-len "$tokens" --dtype "$(best_dtype)" \
-    --enforce-eager --disable-uvicorn-access-log "$@" >"$log" 2>&1 </dev/null &
+    --structured-outputs-config "$compact" --enforce-eager --disable-uvicorn-access-log \
+    "$@" >"$log" 2>&1 </dev/null &
 child=$!
 if ! wait_until_ready; then
     grep -E 'Error|error:|No module' "$log" | tail -n 3 | cut -c1-300 | sed 's/^/    /' >&2 || true
