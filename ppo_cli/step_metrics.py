@@ -60,7 +60,8 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
             f"{prefix}score/min": float(values.min()),
             f"{prefix}score/max": float(values.max()),
         }
-        if prefix and np.isin(values, (0.0, 1.0)).all():
+        judged = any("judge_reply" in s.score.info for s in scored)  # an opinion is no accuracy
+        if prefix and not judged and np.isin(values, (0.0, 1.0)).all():
             metrics[f"{prefix}accuracy"] = float(values.mean())
     metrics |= _part_metrics(scored, prefix)
     return metrics | (_source_metrics(scored, prefix) if prefix else {})

@@ -26,7 +26,7 @@ from ppo_cli.rewards.judge.exchange import (
     Usage,
     Verdict,
 )
-from ppo_cli.rewards.judge.ledger import Guest, Ledger, Reservation
+from ppo_cli.rewards.judge.ledger import Guest, Ledger, Reservation, worst_case
 from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.outage import Breaker
 from ppo_cli.rewards.judge.parse import read_verdict
@@ -337,8 +337,7 @@ class JudgeClient:
         """Book a call. What one that was not waited for will cost is unknown: the worst case."""
         note = ""
         if usage is None:
-            output = job.question.max_tokens
-            usage, note = Usage(max(0, held.tokens - output), output), "upper bound"
+            usage, note = worst_case(job.question), "upper bound"
         job.usage += usage
         job.cost_usd += held.settle(usage, outcome, job.last_s, note)
 

@@ -45,6 +45,12 @@ def estimate_tokens(text: str) -> int:
     return sum(_piece(found.group()) for found in _PIECES.finditer(text))
 
 
+def worst_case(question: Question) -> Usage:
+    """Return the most that one call of this question may be billed for."""
+    read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
+    return Usage(read, question.max_tokens)
+
+
 def _piece(piece: str) -> int:
     first = piece[0]
     if first.isascii():
@@ -207,10 +213,12 @@ class Ledger:
                 ) from None
 
     def _worst(self, question: Question, guest: Guest | None) -> _Need:
+        if self.budget_usd is None and self.budget_tokens is None:
+            return _Need(0, 0.0, guest)  # nothing to keep within: no need to read the text
         price = guest.price if guest else self.price
-        read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
-        usd = price.cost(Usage(read, question.max_tokens)) if price else 0.0
-        return _Need(read + question.max_tokens, usd, guest)
+        usage = worst_case(question)
+        usd = price.cost(usage) if price else 0.0
+        return _Need(usage.input + usage.output, usd, guest)
 
     def _fits(self, need: _Need, *, alone: bool = False) -> bool:
         usage = self._total.usage

@@ -89,7 +89,8 @@ class Breaker:
             quiet = self._clock() - (self._quiet_since or 0.0)
             # One call at a time: five in a row. Many at once: a row that chance does not make,
             # even when a third of all calls fail.
-            if self._streak >= min(MOST, max(FEWEST, window)) and quiet >= QUIET_S:
+            enough = self._streak >= min(MOST, max(FEWEST, window))
+            if enough and (quiet >= QUIET_S or self._streak >= 2 * MOST):
                 self._start()
                 self._wait_longer(error)
 

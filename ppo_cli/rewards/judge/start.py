@@ -69,6 +69,11 @@ def _unreadable(error: JudgeError, api: ApiReward) -> str:
             f"The judge {_who(api)} refused to judge the first prompt {TRIES} times "
             f"({_words(error)}). Try another --rm_model or --rm_scoring_prompt."
         )
+    if error.cause == "truncated":
+        return (
+            f"The judge {_who(api)} does not come to an end: {TRIES} answers were cut at "
+            f"{api.max_tokens} tokens. Raise --rm_max_tokens, or try another --rm_model."
+        )
     return (
         f"The judge {_who(api)} answers, but no score can be read from it ({_words(error)}). It "
         'said: "' + redact(error.reply[:200]) + '". Try a stronger --rm_model, or see the '

@@ -39,9 +39,14 @@ def open_by_failures(breaker: Breaker, clock: Hands) -> None:
     assert breaker.open
 
 
-def test_a_row_of_failures_opens_it_only_after_two_seconds() -> None:
+def test_a_row_of_failures_opens_it_after_two_seconds_or_when_it_is_long() -> None:
     breaker, clock = make()
-    for _ in range(100):
+    for _ in range(40):
+        assert not breaker.open
+        breaker.failure(DOWN, window=64, probe=False)
+    assert breaker.open
+    breaker, clock = make()
+    for _ in range(30):
         breaker.failure(DOWN, window=64, probe=False)
     assert not breaker.open
     clock.now += 2.1
