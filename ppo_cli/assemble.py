@@ -59,14 +59,18 @@ def train(resolved: Resolved, screen: Screen) -> None:
     with ExitStack() as closing:
         reward = build_reward(config.reward, sources=_sources(prompts, val_prompts))
         closing.callback(reward.close)
+        afresh = config.trainer.resume_mode == "never"
+        if not afresh:
+            reward.attach(folder.path)  # what earlier starts spent counts from the first call
         _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
         screen.note(f"Loading {config.model.path}")
         engine = LocalEngine(config, tokenizer, total_steps=total_steps)
         closing.callback(engine.close)
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
-            folder.set_aside(all_of_it=config.trainer.resume_mode == "never")
-        reward.attach(folder.path)
+            folder.set_aside(all_of_it=afresh)
+        if afresh:
+            reward.attach(folder.path)
         folder.write_config(config_yaml(resolved))
         tracker = Tracker(
             folder.path,

@@ -53,11 +53,12 @@ class CheckpointStore:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         final = self.directory / name
-        if final.exists():
-            self._discard(final)
+        doomed = self._set_aside(final) if final.exists() else None
         os.replace(unfinished, final)
         self._point("latest", name)
         _sync(self.directory)
+        if doomed is not None:
+            shutil.rmtree(doomed)
 
     def mark_best(self, step: int) -> None:
         """Let `best` name the checkpoint of `step`, which pruning then spares."""
@@ -95,6 +96,11 @@ class CheckpointStore:
         steps = self.steps()
         return self.directory / f"step_{steps[-1]:06d}" if steps else None
 
+    def newest_step(self) -> int | None:
+        """The step of the newest whole checkpoint, if there is one."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
     def _target(self, link: str) -> str | None:
         path = self.directory / link
         return os.readlink(path) if path.is_symlink() else None
@@ -106,11 +112,14 @@ class CheckpointStore:
         os.replace(fresh, self.directory / link)
 
     def _discard(self, folder: Path) -> None:
-        # Renamed first: a half-deleted folder must not look like a checkpoint.
+        shutil.rmtree(self._set_aside(folder))
+
+    def _set_aside(self, folder: Path) -> Path:
+        """Rename what is to be deleted: half-deleted, it must not look like a checkpoint."""
         doomed = self.directory / f"{UNFINISHED}old-{folder.name}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
-        shutil.rmtree(doomed)
+        return doomed
 
     def _sweep(self) -> None:
         """Remove what killed runs left half-written or half-deleted."""

@@ -266,6 +266,16 @@ def _judge_fooled(steps: History, limits: Limits) -> str:
     )
 
 
+def _monitor_silent(steps: History, limits: Limits) -> str:
+    failed = _last(steps, "judge/monitor_failed", 2)
+    if not failed or steps[-1].get("judge/monitor_mean") is not None:
+        return ""
+    return (
+        f"The monitoring judge gave no verdict ({failed[-1]:g} failed in this step). Training goes "
+        "on without it; check --rm_monitor_model."
+    )
+
+
 def _judge_likes_length(steps: History, limits: Limits) -> str:
     found = _last(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
     if not found or fmean(found) <= 0.6:
@@ -309,4 +319,5 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "failed": _scores_failed,
     "judge_fooled": _judge_fooled,
     "judge_length": _judge_likes_length,
+    "monitor_silent": _monitor_silent,
 }

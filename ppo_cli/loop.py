@@ -84,7 +84,8 @@ def take_step(job: Job, state: RunState) -> None:
     except Interrupted as stop:
         state.step -= 1
         job.order.load_state_dict(order)
-        save(job, state)
+        if job.store.newest_step() != state.step:
+            save(job, state)
         raise _resumable(job, state, str(stop)) from stop
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
@@ -318,12 +319,15 @@ def _mini_batches(
 
 def _explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:
     """Say why, once, when the first steps have brought no reward at all."""
-    if any(s.score.value for s in scored):
+    judged = [s for s in scored if s.score.judged]
+    if not judged:
+        return
+    if any(s.score.value for s in judged):
         state.zero_steps = 0
         return
     state.zero_steps += 1
     if state.zero_steps in (2, 20):
-        text = job.diagnose(scored)
+        text = job.diagnose(judged)
         if text:
             job.tracker.screen.health(text)
 

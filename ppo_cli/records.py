@@ -82,6 +82,11 @@ class Score:
     parts: Mapping[str, Part] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def judged(self) -> bool:
+        """Whether the value was really given: not failed, and not put in for want of one."""
+        return self.value is not None and "imputed" not in self.info
+
     @classmethod
     def failed(cls, failure: str, **info: Any) -> Score:
         """Build the score of a rollout that could not be judged."""

@@ -50,7 +50,8 @@ class RunState:
         value = metrics.get("val/reward_mean")
         if value is None or metrics.get("val/score/failed_share", 0.0) > 0.5:
             return  # too few scores to tell a best one by
-        if self.best is None or value > self.best:
+        again = self.best_step == self.step  # a resumed run may validate its first step twice
+        if self.best is None or value > self.best or again:
             self.best, self.best_step, self.stale = value, self.step, 0
         else:
             self.stale += 1

@@ -102,6 +102,8 @@ def _kl(
     """Penalty per token, its metrics, and the coefficient of the next step."""
     if batch.ref_logprobs_BT is None:
         return None, {}, kl_coef
+    if not bool(mask_BT.any()):  # no row has a score: there is nothing to measure
+        return None, {}, kl_coef
     k3_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, "k3")
     metrics = {"kl_divergence": float(mean_kl(k3_BT, mask_BT))}
     if not algorithm.use_kl_in_reward:

@@ -43,7 +43,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
     With a prefix (validation) the mean of each data_source is given too, and an accuracy when
     every score is 0 or 1.
     """
-    values = np.array([s.score.value for s in scored if s.score.value is not None], dtype=float)
+    values = np.array([s.score.value for s in scored if s.score.judged], dtype=float)
     lengths = np.array([len(s.rollout.token_ids) for s in scored], dtype=float)
     cut = [s.rollout.finish_reason == "length" for s in scored]
     metrics = {
@@ -85,7 +85,7 @@ def _part_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
 def _source_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
     sources: dict[str, list[float]] = defaultdict(list)
     for s in scored:
-        if s.score.value is not None:
+        if s.score.value is not None and s.score.judged:
             sources[s.rollout.prompt.data_source or "unnamed"].append(s.score.value)
     return {
         f"{prefix}reward_mean/{source}": float(np.mean(values))

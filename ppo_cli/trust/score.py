@@ -62,6 +62,7 @@ def started(settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch) -
     """
     api = settings.api
     quiet = {"canary_every": 0, "monitor": api.monitor.model_copy(update={"model": None})}
+    quiet["max_failure_rate"] = 1.0  # a share of a step's responses, and a file is no step
     plain_settings = settings.model_copy(update={"api": api.model_copy(update=quiet)})
     reward = build_reward(plain_settings, sources={prompt.data_source for prompt in prompts})
     try:
@@ -167,7 +168,7 @@ def summarise(rows: Sequence[Answered], scoring: Scoring) -> dict[str, Any]:
 
 def judged(score: Score) -> float | None:
     """A score that was really given; one put in for want of a verdict does not count."""
-    return None if "imputed" in score.info else score.value
+    return score.value if score.judged else None
 
 
 def cause_of(score: Score) -> str:

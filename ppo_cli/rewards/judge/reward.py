@@ -11,7 +11,6 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import Question
+from ppo_cli.rewards.judge.exchange import JudgeError, Question
 from ppo_cli.rewards.judge.gate import content_free
 from ppo_cli.rewards.judge.ledger import Ledger
 from ppo_cli.rewards.judge.limits import Limits
@@ -36,6 +35,7 @@ from ppo_cli.rewards.judge.template import load_template, readable
 from ppo_cli.rewards.judge.watch import Canaries, Monitor
 
 SPENT_FILE = "judge_calls.jsonl"  # in the run's folder, a line a paid call
+REFUSALS = 3  # prompts that may be refused before the start asks no more
 DRAIN_S = 20.0  # what calls under way get to finish when a run ends: they are paid for
 
 
@@ -67,6 +67,7 @@ class JudgeReward(Reward):
         )
         self._rules = Rules(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._loop = LoopThread()
+        self._judged_before: Question | None = None
         self._closed = False
         self._round = self._new_round()
 
@@ -85,16 +86,33 @@ class JudgeReward(Reward):
         self.template.check([material_of(prompt, "") for prompt in prompts])
         if not prompts:
             return
-        question = self._question(prompts[0], str(prompts[0].ground_truth or "I do not know."))
-        key = key_of(self._provider.identity, question)
-        if self._cache is None or self._cache.get(key) is None:
-            verdict = try_out(
-                self._loop, self._client, question, self._api, patient=patient, tell=tell
+        self._try_out(prompts, patient=patient, tell=tell)
+        if self._monitor is not None:
+            self._loop.call(
+                self._monitor.try_out(self._question(prompts[0], "I do not know."), tell)
             )
-            if self._cache is not None:
-                self._cache.put(key, verdict)
         for name, told in self._provider.dropped().items():
             tell(f"{self._api.model} does not take {name} ({told}); the judge runs without it.")
+
+    def _try_out(
+        self, prompts: Sequence[Prompt], *, patient: bool, tell: Callable[[str], None]
+    ) -> None:
+        """Ask about the first prompt; about another one when the judge will not judge it."""
+        error: JudgeError | None = None
+        for prompt in prompts[:REFUSALS]:
+            question = self._question(prompt, str(prompt.ground_truth or "I do not know."))
+            try:
+                if self._cache is None:
+                    try_out(self._loop, self._client, question, self._api, patient, tell)
+                    return
+                key = key_of(self._provider.identity, question)
+                if self._cache.get(key) is None:
+                    probe = try_out(self._loop, self._client, question, self._api, patient, tell)
+                    self._cache.put(key, probe)
+                return
+            except JudgeError as refusal:
+                error = refusal
+        tell(f"The judge answers, but would not judge the first prompts ({error}).")
 
     def begin_step(self, step: int) -> None:
         """Test the judge with worthless replies when that is due."""
@@ -151,7 +169,7 @@ class JudgeReward(Reward):
             self._loop.close()
 
     def _new_round(self) -> Round:
-        return Round(self._rules, self._judge)
+        return Round(self._rules, self._judge, self._answers_at_all)
 
     async def _first(self, entry: Entry) -> None:
         """Judge a fresh response: by the gate when it has no content, else by the judge."""
@@ -182,10 +200,21 @@ class JudgeReward(Reward):
         if score is None:
             return
         self._report.note(entry.rollout, score)
+        self._judged_before = questions[0]
         entry.future.set_result(score)
         if self._monitor is not None and self._monitor.wants(entry.rollout):
-            watched = partial(self._monitor.watch, questions[0], score)
-            asyncio.get_running_loop().create_task(watched())
+            self._monitor.begin(questions[0], score)
+
+    async def _answers_at_all(self) -> bool:
+        """Ask again about something that was judged before: is it the judge, or the texts?"""
+        if self._judged_before is None:
+            return False
+        try:
+            async with asyncio.timeout(self._api.timeout):
+                await self._client.ask(self._judged_before, fresh=True)
+        except (JudgeError, TimeoutError):
+            return False
+        return True
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         scores = []

@@ -2,8 +2,8 @@
 
 They wait until the step is settled. A few are masked (or given the batch mean, or stop the run).
 Too many mean that the judge is in trouble: nothing more is asked, then one of them is tried with
-growing pauses, and when it passes, the rest. What waiting does not cure (refused, unreadable) is
-asked for once more and then let go, with a limit on how many steps in a row that may happen.
+growing pauses, and when it passes, the rest. What waiting does not cure (refused, unreadable, a
+text that fails while others pass) ends the step, and the run saves itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ppo_cli.errors import Interrupted, PpoError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError
 
-MOST_BAD_STEPS = 3
 LONGEST_PAUSE = 30.0
+STUBBORN = 3  # failures while others pass, after which it is the text and not the judge
+FEW = 2  # texts without a verdict that are never taken for a trouble of the judge
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Entry:
     rollout: Rollout
     future: Future[Score] = field(default_factory=Future)
     error: JudgeError | None = None
+    failed_alone: int = 0
 
     @property
     def open(self) -> bool:
@@ -41,7 +43,8 @@ class Entry:
     @property
     def may_pass_later(self) -> bool:
         """Whether asking again has a point."""
-        return self.error is not None and self.error.kind is Failure.RETRYABLE
+        curable = self.error is not None and self.error.kind is Failure.RETRYABLE
+        return curable and self.failed_alone < STUBBORN
 
 
 @dataclass
@@ -51,22 +54,32 @@ class Rules:
     on_failure: Literal["mask", "batch_mean", "stop"]
     max_failure_rate: float
     outage_wait: float
-    bad_steps: int = 0
     standing_still: str | None = None
 
     def too_many(self, failed: int, count: int) -> bool:
-        """Whether the share of failed verdicts calls for a pause."""
-        return failed > self.max_failure_rate * count
+        """Whether the share of failed verdicts calls for a pause; one or two texts never do."""
+        few = FEW if self.max_failure_rate > 0 else 0
+        return failed > max(few, self.max_failure_rate * count)
 
 
 class Round:
-    """The responses of one step, from the first submit to the last score."""
+    """The responses of one step, from the first submit to the last score.
 
-    def __init__(self, rules: Rules, judge: Callable[[Entry], Awaitable[None]]) -> None:
+    `judge` brings an entry to its score or leaves it open; `witness` asks about something that
+    was judged before, and says whether the judge answered.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        judge: Callable[[Entry], Awaitable[None]],
+        witness: Callable[[], Awaitable[bool]],
+    ) -> None:
         self.entries: list[Entry] = []
         self._asked: list[Future[None]] = []
         self._rules = rules
         self._judge = judge
+        self._witness = witness
 
     def add(self, entry: Entry, asked: Future[None]) -> None:
         """Take an entry whose first judging is under way."""
@@ -104,29 +117,31 @@ class Round:
         return self._rules.too_many(len(self._open()), len(self.entries))
 
     async def _recover(self) -> None:
-        began, pause, asked_again = time.monotonic(), 1.0, False
-        turn = 0
+        if not self._too_many():
+            return
+        await self._ask_again([e for e in self._open() if _is(e, Failure.UNPARSED)])
+        began, pause, turn = time.monotonic(), 1.0, 0
         while self._too_many():
             curable = [entry for entry in self._open() if entry.may_pass_later]
-            if not curable:
-                if asked_again:
-                    return
-                asked_again = True
-                await self._ask_again(self._open())
-                continue
             left = self._rules.outage_wait - (time.monotonic() - began)
-            if left <= 0:
-                raise Interrupted(self._gave_up())
+            if not curable or left <= 0:
+                raise Interrupted(self._gave_up(waited=bool(curable)))
             pause = min(pause, LONGEST_PAUSE, left)
             self._rules.standing_still = self._told(pause, left)
             await asyncio.sleep(pause)
             tried = curable[turn % len(curable)]
             await self._ask_again([tried], within=max(1.0, left - pause))
             turn, pause = turn + 1, 2 * pause
-            if not tried.open:
-                pause = 1.0
+            pause = pause if tried.open else 1.0
+            if not tried.open or await self._witness():
                 self._rules.standing_still = None
-                await self._ask_again([entry for entry in curable if entry.open])
+                await self._ask_the_rest([entry for entry in curable if entry.open])
+
+    async def _ask_the_rest(self, entries: Sequence[Entry]) -> None:
+        """The judge answers again: what fails now fails on its own account."""
+        await self._ask_again(entries)
+        for entry in entries:
+            entry.failed_alone += entry.open
 
     async def _ask_again(self, entries: Sequence[Entry], within: float | None = None) -> None:
         judging = asyncio.gather(*(self._judge(entry) for entry in entries))
@@ -137,14 +152,6 @@ class Round:
 
     def _conclude(self) -> None:
         failed, rules = self._open(), self._rules
-        rules.bad_steps = rules.bad_steps + 1 if self._too_many() else 0
-        if rules.bad_steps >= MOST_BAD_STEPS:
-            raise Interrupted(
-                f"In {rules.bad_steps} steps in a row the judge gave no verdict on more than "
-                f"{rules.max_failure_rate:.0%} of the responses ({self._causes()}). Look at them "
-                "with `ppo show --worst 20`; change the judge or its prompt, or raise "
-                "--rm_max_failure_rate."
-            )
         if failed and rules.on_failure == "stop":
             raise Interrupted(
                 f"{len(failed)} of {len(self.entries)} responses got no verdict "
@@ -170,12 +177,21 @@ class Round:
             f"{left:.0f} s more."
         )
 
-    def _gave_up(self) -> str:
-        return (
+    def _gave_up(self, *, waited: bool) -> str:
+        told = (
             f"{len(self._open())} of {len(self.entries)} responses of this step got no verdict "
-            f"({self._causes()}), and {self._rules.outage_wait:.0f} s of waiting "
-            "(--rm_outage_wait) did not help."
+            f"({self._causes()}), more than --rm_max_failure_rate "
+            f"{self._rules.max_failure_rate:g} allows"
         )
+        if waited:
+            told += (
+                f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
+            )
+        return f"{told}. Look at the judge and its prompt, or raise that rate."
+
+
+def _is(entry: Entry, kind: Failure) -> bool:
+    return entry.error is not None and entry.error.kind is kind
 
 
 def _unjudged(entry: Entry, mean: float | None) -> Score:

@@ -14,12 +14,8 @@ from ppo_cli.rewards.judge.loop_thread import LoopThread
 
 TRIES = 3  # for a reply that cannot be read
 UNREACHABLE_S = 4.0  # an address where nothing listens is a mistake more often than an outage
-_HINTS = {
-    "http_401": "Check the key and that it belongs to this endpoint (keys are per region).",
-    "http_403": "The key may not use this model; check the account, or take another --rm_model.",
-    "http_404": "The model may be retired or misspelt: check --rm_model and --rm_base_url.",
-    "http_402": "The account has no credit left.",
-}
+# Nobody there, or somebody who is no judge: a mistyped address more often than an outage.
+_WRONG_ADDRESS = ("connection", "bad_body")
 
 
 def try_out(
@@ -27,13 +23,13 @@ def try_out(
     client: JudgeClient,
     question: Question,
     api: ApiReward,
-    *,
     patient: bool,
     tell: Callable[[str], None],
 ) -> Verdict:
     """Ask once and return the verdict.
 
-    Raises RewardError when asking is hopeless, Interrupted when the judge stays down.
+    Raises RewardError when asking is hopeless, Interrupted when the judge stays down, and the
+    JudgeError of a refusal: this text will not do, but key and model are right.
     """
     began, pause, unread, told = time.monotonic(), 1.0, 0, False
     while True:
@@ -41,34 +37,31 @@ def try_out(
             return loop.call(client.probe(question), timeout=None)
         except JudgeError as error:
             if error.kind is Failure.FATAL:
-                raise RewardError(_refused(error, api)) from error
-            if error.kind is not Failure.RETRYABLE:
+                raise RewardError(_refused(error)) from error
+            if error.kind is Failure.REFUSED:
+                raise
+            if error.kind is Failure.UNPARSED:
                 unread += 1
                 if unread == TRIES:
                     raise RewardError(_unreadable(error, api)) from error
                 continue
             waited = time.monotonic() - began
-            absent = error.cause == "connection" and not patient
+            absent = error.cause in _WRONG_ADDRESS and not patient
             if waited > (UNREACHABLE_S if absent else api.outage_wait):
                 raise _gave_up(error, api, waited, absent=absent) from error
             if not told:
                 tell(f"The judge does not answer yet ({_words(error)}); trying again.")
                 told = True
-            time.sleep(max(pause, error.retry_after or 0.0))
+            left = api.outage_wait - waited
+            time.sleep(min(max(pause, error.retry_after or 0.0), max(left, 0.1)))
             pause = min(2 * pause, 30.0)
 
 
-def _refused(error: JudgeError, api: ApiReward) -> str:
-    hint = _HINTS.get(error.cause, "")
-    return f"The judge {_who(api)} cannot be used ({_words(error)}). {hint}".rstrip()
+def _refused(error: JudgeError) -> str:
+    return f"The judge cannot be used ({error.cause}): {redact(str(error))}"
 
 
 def _unreadable(error: JudgeError, api: ApiReward) -> str:
-    if error.kind is Failure.REFUSED:
-        return (
-            f"The judge {_who(api)} refused to judge the first prompt {TRIES} times "
-            f"({_words(error)}). Try another --rm_model or --rm_scoring_prompt."
-        )
     if error.cause == "truncated":
         return (
             f"The judge {_who(api)} does not come to an end: {TRIES} answers were cut at "

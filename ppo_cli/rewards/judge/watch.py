@@ -5,18 +5,20 @@ Neither touches a reward. What goes wrong here is counted and never stops a run.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ppo_cli.config.rewarding import ApiReward
-from ppo_cli.errors import PpoError
+from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import JudgeError, Question, Scale
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale
 from ppo_cli.rewards.judge.ledger import Guest, Ledger
 from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.prices import find_price
@@ -60,10 +62,12 @@ class Canaries:
 class Monitor:
     """A second judge that reads a share of the responses and rewards none."""
 
-    def __init__(self, client: JudgeClient, guest: Guest, share: float) -> None:
+    def __init__(self, client: JudgeClient, guest: Guest, share: float, *, patience: float) -> None:
         self._client = client
         self._guest = guest
         self._share = share
+        self._patience = patience
+        self._watching: set[asyncio.Task[None]] = set()
         self._pairs: list[tuple[float, float]] = []
         self._failed = 0
 
@@ -86,22 +90,42 @@ class Monitor:
         update |= {"price_input": None, "price_output": None}
         provider = build_provider(Endpoint.of_monitor(api), environ=environ)
         price = find_price(api.model_copy(update=update))
+        if price is None and api.budget_usd is not None:
+            raise RewardError(
+                f"A budget in dollars needs the price of the monitoring judge's model "
+                f"{provider.model}, which is not known: give it in a file with --rm_prices."
+            )
         guest = Guest(ledger, price, api.monitor.type, provider.model)
-        # It must never hold anybody up: no waiting for an outage, few calls at once.
-        limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=0.0)
+        # It never gives up for good, and its callers wait no longer than `watch` allows.
+        limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
         client = JudgeClient(provider, limits=limits, ledger=guest, cache=cache)
-        return cls(client, guest, api.monitor.share)
+        return cls(client, guest, api.monitor.share, patience=2 * limits.timeout)
 
     def wants(self, rollout: Rollout) -> bool:
         """Choose the share by a hash, so that the same responses are read in every run."""
         key = f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
 
-    async def watch(self, question: Question, score: Score) -> None:
-        """Have the second judge read what the first has scored."""
+    async def try_out(self, question: Question, tell: Callable[[str], None]) -> None:
+        """Make one call; raises RewardError when no later one can do better."""
         try:
-            verdict = await self._client.ask(question)
-        except (JudgeError, PpoError):
+            await self._client.probe(question)
+        except JudgeError as error:
+            if error.kind is Failure.FATAL:
+                raise RewardError(f"The monitoring judge cannot be used: {error}") from error
+            tell(f"The monitoring judge gave no verdict yet ({error}); training goes on without.")
+
+    def begin(self, question: Question, score: Score) -> None:
+        """Have the second judge read what the first has scored; nobody waits for it."""
+        task = asyncio.get_running_loop().create_task(self._watch(question, score))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _watch(self, question: Question, score: Score) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                verdict = await self._client.ask(question)
+        except (JudgeError, PpoError, TimeoutError):
             self._failed += 1
         else:
             value = question.scale.scaled(verdict.value)
@@ -126,4 +150,7 @@ class Monitor:
 
     async def close(self) -> None:
         """Drop what is under way; it rewards nobody."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         await self._client.close(0.0)

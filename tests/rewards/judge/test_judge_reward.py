@@ -208,7 +208,7 @@ def test_the_start_checks_key_model_and_form(make: Make, server: JudgeServer) ->
     make().start([prompt(1)])
     assert server.count == 1  # paid for, and in the cache
     server.fail(404)
-    with pytest.raises(RewardError, match=r"judge-1.*--rm_model"):
+    with pytest.raises(RewardError, match=r"(?s)http_404.*judge-1.*--rm_model"):
         make(cache="off").start([prompt(1)])
     server.heal()
     server.fail("prose")
