@@ -11,9 +11,10 @@ import re
 import unicodedata
 
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply, Scale
-from ppo_cli.rewards.judge.verdict_json import Found, find_objects, read_entries
+from ppo_cli.rewards.judge.verdict_json import Found, check_rivals, find_objects, read_entries
 from ppo_cli.rewards.judge.verdict_text import (
     labelled_values,
+    named_otherwise,
     quotes_something,
     read_text,
     stated_values,
@@ -52,6 +53,9 @@ def read_verdict(reply: Reply, scale: Scale) -> tuple[float, str]:
     except Unreadable as problem:
         cause = "truncated" if reply.truncated and not reply.probabilities else problem.cause
         raise _failure(cause, str(problem), reply) from None
+    except (RecursionError, ValueError, OverflowError):
+        # Brackets a thousand deep, numbers of a million digits: whatever it was, no verdict.
+        raise _failure("unparsed", "it is too odd to be read", reply) from None
     return value, reason.strip()[:LONGEST_REASON]
 
 
@@ -75,6 +79,9 @@ def _read(text: str, scale: Scale, truncated: bool) -> tuple[float, str]:
     read = [(found, read_entries(found.entries, scale)) for found in objects]
     verdicts = [(found, verdict) for found, verdict in read if verdict is not None]
     if verdicts:
+        for found, verdict in read:
+            if verdict is None:
+                check_rivals(found.entries, verdicts[-1][1][0], scale)
         return _from_objects(text, verdicts, scale)
     if truncated:
         raise Unreadable("truncated", "nothing whole can be read")
@@ -106,7 +113,9 @@ def _from_objects(
     if not any(_stands_as_verdict(text, found) for found, _ in verdicts):
         raise Unreadable("unparsed", "the only score seems to be quoted from somewhere else")
     found, (value, reason) = verdicts[-1]
-    if takes_back(text[found.end :]):
+    first = min(found.start for found, _ in verdicts)
+    after = _without(text[first:], [f.moved(-first) for f in find_objects(text)])
+    if named_otherwise(text[:first], value, scale) or takes_back(after, value, scale):
         raise Unreadable("ambiguous", "what follows the score seems to change it")
     return value, reason or _FENCE.sub("", _without(text, [found])).strip()
 
@@ -127,8 +136,9 @@ _DOUBTS = re.compile(
 
 
 def _without(text: str, objects: list[Found]) -> str:
-    for found in sorted(objects, key=lambda f: f.start, reverse=True):
-        text = f"{text[: found.start]}\n{text[found.end :]}"
+    # The objects of one list stand at one place, which is cut out once.
+    for start, end in sorted({(f.start, f.end) for f in objects if f.start >= 0}, reverse=True):
+        text = f"{text[:start]}\n{text[end:]}"
     return text
 
 

@@ -29,8 +29,23 @@ REASON_KEYS = (
     *("reason", "reasoning", "explanation", "rationale", "justification"),
     *("comment", "feedback", "analysis", "理由", "原因", "说明"),
 )
-# These may hold the verdict under another name: a number here must be the same one.
-_RIVAL_KEYS = frozenset(("final", "overall", "finalverdict", "total", "verdict"))
+# Names of a verdict, or of what makes another one of it: a number under such a key must agree.
+# A plain criterion ("accuracy", "style") has none of these in its name.
+_NOUNS = re.compile(
+    r"scor|grade|point|reward|评分|評分|分数|分數|得分|打分|スコア|点数|점수|평점"
+    r"|(?<![a-z])(?:rating|result|verdict|judg|assessment|evaluation|value|number|marks?(?![a-z]))"
+)
+_RIVALS = re.compile(
+    r"total|final|overall|adjust|penal|deduct|correct(?:ed|ion)|revis|updat|aggregat|composite"
+    r"|combin|averag|weighted|consensus|subtract|reduc|discount|bonus|malus|minus|modifi|bottomline"
+    r"|总|總|最终|最終|综合|扣|调整|修正|实际"
+    r"|(?<![a-z])(?:net|actual|real|true|new|sum|avg|mean|decision|conclusion|my|ultimate"
+    r"|effective|cap|capped|limit|override|should_?be)(?![a-z])"
+)
+_CHANGES = re.compile(r"penal|deduct|subtract|reduc|discount|bonus|malus|minus|扣")
+_PROSE = re.compile(r"reason|explan|rational|justif|comment|feedback|analysis|理由|原因|说明")
+_BEFORE = re.compile(r"(?<![a-z])(?:initial|first|draft|previous|preliminary)")
+_FEW = re.compile(r"\b(?:zero|one|two|three|four|five|six|seven|eight|nine|ten)\b", re.I)
 _WRAPPERS = frozenset(
     (
         *("result", "evaluation", "verdict", "judgment", "judgement", "output", "final", "data"),
@@ -38,6 +53,8 @@ _WRAPPERS = frozenset(
     )
 )
 _SCALE_KEYS = frozenset(["max", "maxscore", "scoremax", "maximum", "maximumscore", "outof"])
+_LOW_KEYS = frozenset(["min", "minscore", "scoremin", "minimum", "minimumscore"])
+_SCALE_NAMES = frozenset(["scale", "range", "scorescale", "scorerange"])
 _PART_KEYS = frozenset(["criterion", "criteria", "aspect", "dimension", "metric"])
 _MOST_OPENINGS = 500
 _LONGEST_LITERAL = 20_000
@@ -66,6 +83,10 @@ class Found:
     end: int
     entries: Entries
 
+    def moved(self, by: int) -> Found:
+        """Return the same object in a text that was cut or grew in front of it."""
+        return Found(self.start + by, self.end + by, self.entries)
+
 
 def find_objects(text: str) -> list[Found]:
     """Return all objects of a text, outermost only; Unreadable when one of them is broken."""
@@ -77,15 +98,65 @@ def read_entries(entries: Entries, scale: Scale, depth: int = 0) -> tuple[float,
     values = entries.under(SCORE_KEYS)
     if not values:
         inner = [v for v in entries.under(_WRAPPERS) if isinstance(v, Entries)]
-        return read_entries(inner[0], scale, depth + 1) if len(inner) == 1 and depth < 3 else None
+        found = read_entries(inner[0], scale, depth + 1) if len(inner) == 1 and depth < 3 else None
+        if found is not None:
+            _check_company(entries, scale)
+            check_rivals(entries, found[0], scale)
+        return found
     _check_company(entries, scale)
     if any(isinstance(v, str) and is_range(v.strip()) for v in values):
         raise Unreadable("ambiguous", f"{values[0]!r} is a range, not a score")
     scores = {read_json_value(value, scale) for value in values}
-    rivals = [v for v in entries.under(_RIVAL_KEYS) if isinstance(v, (int, float))]
-    if len(scores) > 1 or any(rival not in scores for rival in rivals):
+    if len(scores) > 1:
         raise Unreadable("ambiguous", "one object holds several different scores")
-    return scores.pop(), _reason(entries)
+    score = scores.pop()
+    check_rivals(entries, score, scale)
+    return score, _reason(entries)
+
+
+def check_rivals(entries: Entries, score: float, scale: Scale, *, named: bool = True) -> None:
+    """Raise Unreadable when a key that may name the verdict too holds another number.
+
+    `named` is false below a criterion, where a plain "score" is the criterion's.
+    """
+    for key, value in entries.pairs:
+        spaced = re.sub(r"[\s_-]+", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key)).casefold()
+        if _plain(key) in _SCALE_KEYS | _SCALE_NAMES | _LOW_KEYS or _BEFORE.search(spaced):
+            continue
+        strong = bool(_RIVALS.search(spaced))
+        rival = strong or (named and bool(_NOUNS.search(spaced)))
+        change = bool(_CHANGES.search(spaced))
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Entries):
+                plural = spaced.endswith("s") and not strong
+                check_rivals(item, score, scale, named=(rival and not plural) or _is_wrapper(key))
+            elif isinstance(item, str) and (_PROSE.search(spaced) or not _is_short(item, strong)):
+                continue
+            elif rival and _disagrees(item, score, scale, change=change):
+                raise Unreadable("ambiguous", f"{key[:40]!r} holds another number than the score")
+
+
+def _is_wrapper(key: str) -> bool:
+    return _plain(key) in _WRAPPERS
+
+
+def _is_short(text: str, strong: bool) -> bool:
+    """Say whether a text is a value, or speaks of one where only a verdict is expected."""
+    return strong or bool(re.search(r"^\W*[0-9]|[0-9]\W*$", text)) or len(text.split()) <= 3
+
+
+def _disagrees(value: Any, score: float, scale: Scale, *, change: bool) -> bool:
+    """Say whether a value may be another verdict; a penalty of 0 changes nothing."""
+    if isinstance(value, str):
+        try:
+            return read_json_value(value, scale) != score
+        except Unreadable:
+            numbers = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", value)
+        others = (_disagrees(float(n), score, scale, change=change) for n in numbers)
+        return bool(_FEW.search(value)) or any(others)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value != score and not (change and value == 0)
 
 
 def _plain(key: str) -> str:
@@ -104,13 +175,24 @@ def _check_company(entries: Entries, scale: Scale) -> None:
     for end in entries.under(_SCALE_KEYS):
         if isinstance(end, bool) or end not in (scale.high, str(scale.high)):
             raise Unreadable("unparsed", f"the object gives another scale than {scale}")
-    for stated in entries.under(frozenset(["scale", "range", "scorescale", "scorerange"])):
-        numbers = re.findall(r"[0-9]+", str(stated))
+    for end in entries.under(_LOW_KEYS):
+        if isinstance(end, bool) or end not in (scale.low, str(scale.low)):
+            raise Unreadable("unparsed", f"the object gives another scale than {scale}")
+    for stated in entries.under(_SCALE_NAMES):
+        numbers = re.findall(r"[0-9]+", _flat_text(stated))
         if not numbers or int(numbers[-1][:9]) != scale.high:
             raise Unreadable("unparsed", f"the object gives another scale than {scale}")
     for part in entries.under(_PART_KEYS):
         if isinstance(part, str) and part.casefold().strip() not in ("overall", "final", "total"):
             raise Unreadable("unparsed", f"the score is only that of {part[:40]!r}")
+
+
+def _flat_text(value: Any) -> str:
+    """A value on one level as text; what lies deeper is no way to write a scale."""
+    if isinstance(value, Entries):
+        value = [item for _, item in value.pairs]
+    items = value if isinstance(value, list) else [value]
+    return " ".join(str(item) for item in items if isinstance(item, (str, int, float)))
 
 
 def _objects(text: str) -> Iterator[Found]:

@@ -13,6 +13,8 @@ from ppo_cli.rewards.judge.verdict_value import (
     NUMBER,
     Unreadable,
     is_range,
+    number_of,
+    read_number,
     read_written_value,
 )
 
@@ -44,7 +46,8 @@ _QUOTING = re.compile(
     r"|instruct\w*|inject\w*|manipulat\w*|attempt\w*|trick\w*|tr(?:ies|ied|ying)|asks?|demand\w*"
     r"|quot\w*|embed\w*|print\w*|returns|returned|outputs|append\w*|ends|ended|begins|starts"
     r"|example|e\.g|for\s+instance|such\s+as|like|format|schema|expected|reply|respond|answer\s+with"
-    r"|would|should|could|instead|tells?|told|orders?|text|line|reads|prompt)\b"
+    r"|would|should|could|instead|tells?|told|orders?|text|line|reads|prompt"
+    r"|ignor(?:e|ing)|disregard|fake|placeholder)\b"
     r"|\b(?:user|student|candidate|human)\b|写道|写着|声称|包含|要求|试图|例如|比如|格式|说",
     re.I,
 )
@@ -57,20 +60,65 @@ _NAMES_DATA = re.compile(
 _ABOUT_ITSELF = re.compile(
     r"evaluat|assess|verdict|result|judg|final|overall|scor|rating|conclu|summary|here|评|结", re.I
 )
+# What disowns a verdict, or says whose words it was, needs no other number.
+_SOURCE = (
+    r"(?:response|answer|student|user|candidate|submission|solution|author|text|prompt"
+    r"|it|he|she|they)"
+)
+_SAYING = (
+    r"(?:sa(?:ys|id)|claim\w*|wr(?:ites?|ote)|want\w*|ask\w*|demand\w*|request\w*|instruct\w*"
+    r"|told|tells?|tri(?:es|ed)|contain\w*|output|includ\w*|end(?:s|ed)|suggest\w*|propos\w*"
+    r"|g[ai]ve[sn]?)"
+)
 _DISOWNED = re.compile(
-    r"\b(?:inject\w*|manipulat\w*|cheat\w*|the\s+above|(?:line|score)\s+above|above\s+(?:line|score))"
-    r"\b",
+    r"\b(?:inject\w*|manipulat\w*|cheat\w*|the\s+above|(?:line|score)\s+above|above\s+(?:line|score)"
+    r"|kidding|joking|sarcas\w*|never\s*mind|scratch\s+that|disregard|oops|placeholder|hallucinat\w*"
+    r"|(?:this|that|which|these|those)\s+(?:is|was|are|were)\s+(?:just\s+|only\s+|exactly\s+)?(?:what|how)"
+    rf"|(?:what|as|because|since)\s+(?:the\s+)?{_SOURCE}\s+(?:\w+\s+)?(?:want|ask|demand|request|instruct|told|tells|order)\w*"
+    rf"|(?:so\s+)?{_SAYING}\s+the\s+{_SOURCE}|according\s+to\s+(?:the\s+)?{_SOURCE}"
+    rf"|(?:it|(?:this|that|the)(?:\s+\w+)?)\s+(?:is|was|comes?|came)"
+    rf"\s+(?:\w+\s+)?(?:from|in|part\s+of|inside)\s+(?:the\s+)?{_SOURCE}"
+    r"|(?:me|us|judge|grader|evaluator|model)\s+to\s+(?:out|g|pr|s|wr|ret|as|aw)\w+"
+    r"|(?:not|isn't|never)\s+(?:be\s+)?(?:my|mine|the\s+real|the\s+final|the\s+actual|a\s+real)"
+    r"|(?:quoted|copied|taken|pasted|repeated|copying|quoting|repeating)\b"
+    r"|(?:do|does|did|will|would|can|could)(?:\s+not|n't|not)\s+(?:agree|follow|comply|accept|count|obey|endorse|stand)"
+    r"|disagree|refuse|withdraw\w*|retract\w*|take\s+(?:it|that)\s+back|ignor(?:e|ed|ing)\s+(?:this|that|it|the)"
+    r"|too\s+(?:generous|harsh|kind|lenient|high|low|strict|severe|much|nice|soft|hard|optimistic)"
+    r"|(?:an?|the)\s+(?:mere\s+)?(?:example|sample|template|draft|format)\b"
+    r"|(?:score|rating|verdict|number|json)\s+(?:is|was|seems)\s+(?:wrong|incorrect|fake|invalid|a\s+mistake)"
+    r")|(?:^|\n)[^\w\n]{0,20}(?:if|unless|provided|assuming|only\s+if|no|not|wait|hmm+)\b"
+    r"|作废|不算|太高|太低|开玩笑|是(?:回答|学生|用户)",
     re.I,
 )
 _OWN_WORDS = re.compile(
     r"\b(?:but|and|so|final|overall|the|my|our|thus|therefore|hence|i\s+give)\b|最终|综合|但", re.I
 )
+_TOLD = re.compile(rf"\b{_SAYING}\b", re.I)
+# These change a verdict when another number stands in the same line.
 _REVISION = re.compile(
     r"\b(?:wait|actually|correct(?:ed|ion)|revis\w*|on\s+(?:second\s+thought|reflection)|should\s+be"
-    r"|lower\w*|rais(?:e|ing)|chang\w+|adjust\w*|instead|downgrad\w*|upgrad\w*|mistaken\w*)\b"
-    r"|更正|改为|修正|重新|不对",
+    r"|lower\w*|rais(?:e|ing)|chang\w+|adjust\w*|instead|downgrad\w*|upgrad\w*|mistaken\w*|mistake"
+    r"|giv\w+|gave|award\w*|assign\w*|deserv\w*|merit\w*|warrant\w*|rat(?:e|ed|ing)|scor\w+|grad\w+"
+    r"|settle|closer|fair\w*|make\s+(?:it|that)|call\s+it|worth|go(?:ing)?\s+with|(?:down|up)\s+to"
+    r"|more\s+like|rather|better|hmm+|sorry|let\s+me|meant|mean|typo|hence|thus|therefore|so|overall"
+    r"|total|final\w*|net|minus|plus|deduct\w*|subtract\w*|penal\w*|less|points?|otherwise|unless|if"
+    r"|no|not|ok|okay|oh|well|maybe|perhaps|or|become\w*|yield\w*|result\w*|cap\w*|drop\w*|reduc\w*"
+    r"|times|divid\w*|multipl\w*|half|double|knock\w*|dock\w*|take|off|then|but|however|yet|now)\b"
+    r"|更正|改为|修正|重新|不对|扣|应该|应为|其实|最终|总分|分",
     re.I,
 )
+_SURE = re.compile(r"(?:confidence|certainty|置信度)\b", re.I)
+_TOTAL = (
+    r"(?:final|overall|total|net|adjusted|actual|real|revised|corrected|updated|new|最终|综合|总)"
+)
+_TOTAL_LABEL = re.compile(
+    rf"^\W*(?:the\s+|my\s+)?{_TOTAL}(?:\s*\w+){{0,2}}\s*(?:[:=|]|\bis\b|为|是)\W*?(-?[0-9.]+)"
+    r"(?:\s*(?:/|out\s+of)\s*[0-9]+)?\s*(?:points?|分)?\s*(?:[.!(。]|$)",
+    re.I,
+)
+_ANY_NUMBER = re.compile(r"(?<![A-Za-z0-9_.])[-+]?[0-9]+(?:\.[0-9]+)?(?![0-9]|\.[0-9])")
+_WORD = r"(?:two|three|four|five|six|seven|eight|nine|ten|zero(?=\W*$)|one(?=\W*$))"
+_WRITTEN = re.compile(rf"\b{_WORD}\b|[零一二三四五六七八九十](?=分|\W*$)", re.I)
 _TAG = re.compile(r"<(score|rating|final_score)>\s*([^<>]{1,40}?)\s*</\1>", re.I)
 _FRAMES = frozenset(["xml", "root", "output", "grading", "p", "div", "body", "html"])
 _INLINE_TAGS = re.compile(r"</?(?:b|strong|em|i|u|span|code)>", re.I)
@@ -100,10 +148,51 @@ def quotes_something(before: str) -> bool:
     return bool(lead) and bool(_QUOTING.search(lead) or _NAMES_DATA.fullmatch(lead))
 
 
-def takes_back(after: str) -> bool:
-    """Say whether the words after a verdict seem to change it."""
-    revised = _REVISION.search(after) and re.search(r"[0-9]", after)
-    return bool(revised or _DISOWNED.search(after))
+def takes_back(after: str, value: float, scale: Scale) -> bool:
+    """Say whether the lines after a verdict seem to change it, or to say that it was quoted."""
+    if _DISOWNED.search(after):
+        return True
+    expected = 1
+    for line in (_bare(raw).strip() for raw in after.split("\n")):
+        mark = re.match(r"([0-9]{1,2})[.)]\s+(?=[^\W\d])", line)
+        if mark and int(mark[1]) == expected:
+            expected, line = expected + 1, line[mark.end() :]
+        if _gives_another(_in_digits(line), value, scale):
+            return True
+    return False
+
+
+def _in_digits(line: str) -> str:
+    return _WRITTEN.sub(lambda word: f" {number_of(word[0])} ", line)
+
+
+def _gives_another(line: str, value: float, scale: Scale) -> bool:
+    """Say whether a line after the verdict may be another one."""
+    high = rf"(?:/|\bout\s+of\b|满分)\s*{scale.high}(?![0-9.])"
+    if _SURE.match(line) or re.fullmatch(
+        rf"\W*(?:(?:score\s+)?(?:scale|range)\W*{scale.low}\s*(?:-|–|to)\s*{scale.high}"
+        rf"|max\w*\s*(?:score)?\W*{scale.high})\W*",
+        line,
+        re.I,
+    ):
+        return False
+    plain = re.sub(high, " ", line)
+    numbers = [n for n in _ANY_NUMBER.finditer(plain) if float(n[0]) != value or n[0][0] in "+-"]
+    if not numbers:
+        return False
+    ends = not re.search(r"\w", plain[numbers[-1].end() :].replace("points", ""))
+    starts = not re.search(r"\w", plain[: numbers[0].start()])
+    label = re.search(r"(?:[:：=|>→;；,，–—]|-\s|\bis\b)\W{0,20}$", plain[: numbers[-1].start()])
+    alone = starts and re.match(r"\s*[.,;:!?)]", plain[numbers[0].end() :])
+    terse = alone or ((starts or ends) and len(plain.split()) <= 4)
+    return bool(terse or (ends and label) or plain != line or _REVISION.search(plain))
+
+
+def named_otherwise(before: str, value: float, scale: Scale) -> bool:
+    """Say whether a line before a verdict calls another number on the scale the final one."""
+    found = (_TOTAL_LABEL.match(_bare(line).strip()) for line in before.split("\n"))
+    numbers = [read_number(label[1]) for label in found if label]
+    return any(n is not None and n != value and scale.low <= n <= scale.high for n in numbers)
 
 
 def labelled_values(text: str, scale: Scale) -> list[Line]:
@@ -118,19 +207,26 @@ def read_text(text: str, scale: Scale) -> tuple[float, str]:
         return value, ""
     found = list(_labelled(lines, scale))
     if not found:
-        named = lines[-1:] and _with_named_scale(lines[-1], scale)
-        if not named:
+        chinese = lines[-1:] and _with_named_scale(lines[-1], scale)
+        if not chinese:
             raise Unreadable("unparsed", "no labelled score")
-        found = [Line(len(lines) - 1, named, False)]
+        found = [Line(len(lines) - 1, chinese, False)]
     last = found[-1]
     before, after = lines[: last.place], lines[last.place + 1 :]
     _check_agreement(last, found, "\n".join(after) if last.final else _bare(text))
     if len(after) > 2 and len(before) > 1:
         raise Unreadable("unparsed", "the score is neither at the start nor at the end")
-    if takes_back("\n".join(after)):
+    stray = any(_lone_other(line, last.value) for line in before)
+    named = not last.final and named_otherwise("\n".join(before), last.value, scale)
+    if stray or named or takes_back("\n".join(after), last.value, scale):
         raise Unreadable("ambiguous", "what follows the score seems to change it")
     reason = "\n".join(line for line in before + after if not line.startswith("```"))
     return last.value, re.sub(r"^(?:reason|explanation|理由)\s*[:：]\s*", "", reason, flags=re.I)
+
+
+def _lone_other(line: str, value: float) -> bool:
+    number = re.fullmatch(r"\W*?(-?[0-9.]+)\W*", line)
+    return number is not None and read_number(number[1]) not in (None, value)
 
 
 def stated_values(text: str) -> set[float]:
@@ -199,7 +295,13 @@ def _tail_is_harmless(rest: str) -> bool:
     if not rest or re.fullmatch(r"[.!,;。！，；✅⭐★\ufe0f\s]+", rest):
         return True
     opens = re.match(r"[.,;(。，；（–—]|-\s|because\b|since\b|as\b", rest)
-    harmless = not re.search(r"[0-9?%]", rest) and not _HEDGES.search(rest)
+    harmless = not (
+        re.search(r"[0-9?%]", rest)
+        or _HEDGES.search(rest)
+        or _DISOWNED.search(rest)
+        or _TOLD.search(rest)
+        or _WRITTEN.search(rest)
+    )
     return bool(opens) and harmless and len(rest) <= 300
 
 

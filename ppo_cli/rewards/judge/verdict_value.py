@@ -76,6 +76,19 @@ def read_written_value(text: str, scale: Scale) -> tuple[float, str, bool]:
     return within(float(number), scale), rest, bool(over or bracket)
 
 
+def number_of(word: str) -> int:
+    """Return the value of a number word, English or Chinese."""
+    return _WORDS[word.casefold()]
+
+
+def read_number(text: str) -> float | None:
+    """Return a number in digits, None when the text is no number after all."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def is_range(text: str) -> bool:
     """Say whether a text starts with two numbers of which either may be meant."""
     return _RANGE.match(text) is not None

@@ -203,13 +203,55 @@ def test_a_cut_verdict_is_never_read(score: int, cut: int) -> None:
         assert refused(whole[:cut]).cause in CAUSES
 
 
+DEEP = '{"score":1,"scale":' + '{"a":' * 450 + "1" + "}" * 452
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, DEEP.replace('"scale"', '"max_score"'), DEEP.replace('"scale"', '"final"'),
+     DEEP.replace('"a"', '"score"'), '{"score": 8, "scale": ' + HUGE + "}",
+     '{"score": 8, "total": 1' + "0" * 400 + "}", '{"score": 8}\n' + HUGE,
+     "{'score': " + HUGE + "}", "Score: " + HUGE,
+     '{"score": 8, "a": ' + "[" * 990 + "]" * 990 + "}"],
+    ids=lambda text: text[:24],
+)  # fmt: skip
+def test_depth_and_size_never_kill_a_run(text: str) -> None:
+    try:
+        assert read(text) in (1.0, 8.0)
+    except JudgeError as error:
+        assert error.kind is Failure.UNPARSED
+
+
+LEAVES = st.none() | st.booleans() | st.floats() | st.integers() | st.integers(10**300, 10**400)
+KEYS = st.sampled_from(["score", "final", "scale", "max_score", "result", "total", "a", "penalty"])
+NESTED = st.recursive(
+    LEAVES | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(NESTED, st.integers(0, 300), st.booleans())
+def test_any_nested_json_is_on_the_scale_or_refused(inner: Any, depth: int, listed: bool) -> None:
+    left, right = ("[", "]") if listed else ('{"result":', "}")
+    whole = left * depth + json.dumps(inner) + right * depth
+    for text in (whole, f'{{"score": 8, "scale": {whole}}}', f'{{"score": 8, "final": {whole}}}'):
+        try:
+            assert 1.0 <= read(text) <= 10.0
+        except JudgeError as error:
+            assert error.kind is Failure.UNPARSED
+
+
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     "hostile",
     ["{" * 100_000, '{"a":' * 50_000, "[{" * 50_000, "<think>" * 20_000, " x" * 100_000,
      "<think>" * 9000 + "</think>" * 9000, "a" + " " * 200_000 + "b", "|" * 100_000,
      '{"score":' + "9" * 50_000 + "}", "Score: " + "1" * 50_000, "{'score':" + "(" * 5000,
-     "<score>" * 20_000, "Score: 8\n" * 5000, '{"score": 8}\n' * 400, "." * 100_000 + " "],
+     "<score>" * 20_000, "Score: 8\n" * 5000, '{"score": 8}\n' * 400, "." * 100_000 + " ",
+     '{"score": 8}' + "\n" * 100_000, '{"score": 8}\n' + "x: 8 " * 20_000,
+     '{"score": 8}\n' + ":" * 100_000, "Score: 8\n" + "- 8\n" * 20_000],
     ids=lambda text: text[:12],
 )  # fmt: skip
 def test_hostile_lengths_take_no_time(hostile: str) -> None:
