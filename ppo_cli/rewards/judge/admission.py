@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError
 from ppo_cli.rewards.judge.limits import Clock, LearnedPace, Limits, Spacing, Window
-from ppo_cli.rewards.judge.outage import Breaker
+from ppo_cli.rewards.judge.outage import LONGEST_WAIT_S, Breaker
 
 _TOO_MANY = {429, 529}
 _OVERLOADED = {408, 503, 504}
@@ -47,6 +47,7 @@ class Admission:
         self._tpm = Spacing(limits.max_tpm / 60.0, clock) if limits.max_tpm else None
         self._again: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
         self._fresh: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
+        self._resting: set[asyncio.Future[None]] = set()
         self._paused_until = -math.inf
         self._pushed_at = -math.inf
         self._probing = 0
@@ -55,13 +56,13 @@ class Admission:
 
     async def enter(self, ticket: Ticket) -> None:
         """Wait until this call may leave; raises Interrupted when the judge was given up."""
+        if not ticket.sent and not self._waiting() and not self.in_flight:
+            self.breaker.fresh_start()
         if self.breaker.lapsed():
             raise self.breaker.stop()
         if not self._waiting() and not self.breaker.open and self._delay() <= 0.0:
             self._admit(ticket)
             return
-        if not ticket.sent and not self._waiting() and not self._probing:
-            self.breaker.fresh_start()
         place = asyncio.get_running_loop().create_future()
         again = ticket.sent and not self.breaker.open
         (self._again if again else self._fresh).append((ticket, place))
@@ -72,6 +73,17 @@ class Admission:
             if place.done() and not place.cancelled() and place.exception() is None:
                 self._leave(ticket)  # let in and cancelled in the same moment
             raise
+
+    async def rest(self, seconds: float) -> None:
+        """Back off outside the queue; over at once when the breaker opens or all is ended."""
+        if self.breaker.open or self.breaker.gave_up:
+            return
+        alarm = asyncio.get_running_loop().create_future()
+        self._resting.add(alarm)
+        try:
+            await asyncio.wait({alarm}, timeout=seconds)
+        finally:
+            self._resting.discard(alarm)
 
     def room(self) -> bool:
         """Whether a second call for the same verdict may leave at once, past the queue."""
@@ -97,15 +109,20 @@ class Admission:
         ticket.failed_probes += ticket.probing
         if error.status in _TOO_MANY:
             self._pushed_at = now
-            self.pace.refused(ticket.sent_at, error.retry_after or 0.0)
+            self.pace.refused(ticket.sent_at, min(error.retry_after or 0.0, LONGEST_WAIT_S))
             if not self.pace.deaf:
                 self.window.too_many(ticket.sent_at)
         elif error.status in _OVERLOADED or error.cause == "timeout":
             self._pushed_at = now if error.status == 503 else self._pushed_at
             self.window.overloaded(ticket.sent_at)
-        if error.kind is Failure.RETRYABLE and error.retry_after:
-            self._paused_until = max(self._paused_until, now + error.retry_after)
+        if error.kind is Failure.RETRYABLE:
+            pause = self.breaker.short_pause(error.retry_after)
+            self._paused_until = max(self._paused_until, now + pause)
         self.breaker.failure(error, window=self.window.size(), probe=ticket.probing)
+        if self.breaker.open:
+            # Whoever waits elsewhere would not be there to probe, nor hear of the end.
+            self.breaker.hold_until(self._paused_until)
+            self._wake()
         self._leave(ticket)
 
     def dropped(self, ticket: Ticket) -> None:
@@ -160,8 +177,7 @@ class Admission:
         """Seconds until somebody may leave; infinite when only an answer can change that."""
         now = self._clock()
         if self.breaker.open:
-            until = max(self.breaker.next_probe, self._paused_until)
-            return math.inf if self._probing else max(0.0, until - now)
+            return math.inf if self._probing else max(0.0, self.breaker.next_probe - now)
         if self.in_flight >= self.window.size():
             return 0.02 if self.window.ramping else math.inf
         waits = [self._paused_until - now, self.pace.wait()]
@@ -203,6 +219,12 @@ class Admission:
             _, place = self._pop()
             if not place.done():
                 place.set_exception(self.breaker.stop())
+        self._wake()
+
+    def _wake(self) -> None:
+        for alarm in self._resting:
+            if not alarm.done():
+                alarm.set_result(None)
 
     def _look_again(self, delay: float) -> None:
         now = self._clock()

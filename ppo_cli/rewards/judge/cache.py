@@ -1,12 +1,14 @@
 """Verdicts that were paid for once, in one SQLite file shared by all runs of a user.
 
-A refusal is as final as a verdict and is kept too. Neither keys nor values hold a secret.
+A refusal is as final as a verdict and is kept too. Neither keys nor values hold a secret. A
+thread of its own writes, so that nobody waits while another process holds the file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import sqlite3
@@ -24,7 +26,16 @@ from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdic
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-BUSY_TIMEOUT_S = 30.0
+CONNECT_S = 30.0
+# The refusals that are about a text for good; any other may have had a passing reason.
+FINAL_REFUSALS = frozenset({"refusal", "content_filter"})
+MOST_PENDING = 20_000
+_BATCH = 500
+_BUSY_S = 0.02
+_RETRY_S = 0.1
+_CLOSE_S = 2.0
+
+Row = tuple[str, str, float]
 
 
 def key_of(provider_identity: str, question: Question) -> str:
@@ -57,7 +68,10 @@ class VerdictCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
+        self._turn = threading.Condition()
+        self._pending: dict[str, Row] = {}
+        self._writer: threading.Thread | None = None
+        self._closing = False
         self._complained = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +84,7 @@ class VerdictCache:
         row = self._read(key)
         if row is None:
             return None
+        cause = message = ""
         try:
             kind, content = row[0], json.loads(row[1])
             if kind == "refusal":
@@ -82,10 +97,12 @@ class VerdictCache:
         except (ValueError, KeyError, TypeError):
             # Written by something else: asking again mends it.
             return None
+        if cause not in FINAL_REFUSALS:
+            return None
         raise JudgeError(Failure.REFUSED, cause, message)
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Keep a verdict."""
+        """Keep a verdict; `get` finds it at once, the file has it soon."""
         content = {
             "value": verdict.value,
             "reason": verdict.reason,
@@ -98,18 +115,30 @@ class VerdictCache:
         """Keep that the judge will not judge this."""
         self._write(key, "refusal", {"cause": cause, "message": redact(message)})
 
+    def flush(self, within_s: float = _CLOSE_S) -> bool:
+        """Wait until the file has everything, but not for long; returns whether it has."""
+        with self._turn:
+            return self._turn.wait_for(lambda: not self._pending, within_s)
+
     def close(self) -> None:
-        """Close the file. Safe to call twice."""
-        with self._lock:
+        """Write what is left, if the file is free, and close it. Safe to call twice."""
+        if not self.flush():
+            self._complain("write", TimeoutError("another process holds it"))
+        with self._turn:
+            self._closing = True
+            self._pending.clear()
+            self._turn.notify_all()
             db, self._db = self._db, None
             if db is not None:
                 with contextlib.suppress(sqlite3.Error):
                     db.close()
 
     def _read(self, key: str) -> tuple[str, str] | None:
-        with self._lock:
+        with self._turn:
             if self._db is None:
                 return None
+            if key in self._pending:
+                return self._pending[key][:2]
             try:
                 query = self._db.execute("SELECT kind, content FROM verdicts WHERE key = ?", (key,))
                 row: tuple[str, str] | None = query.fetchone()
@@ -120,15 +149,45 @@ class VerdictCache:
 
     def _write(self, key: str, kind: str, content: Mapping[str, Any]) -> None:
         # surrogates cannot be stored as UTF-8, so JSON's own escapes carry them.
-        row = (key, kind, json.dumps(content, default=str), time.time())
-        with self._lock:
-            if self._db is None:
+        row = (kind, json.dumps(content, default=str), time.time())
+        with self._turn:
+            if self._db is None or self._closing:
                 return
-            try:
-                with self._db:
-                    self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", row)
-            except sqlite3.Error as problem:
-                self._complain("write", problem)
+            self._pending[key] = row
+            if len(self._pending) > MOST_PENDING:
+                del self._pending[next(iter(self._pending))]
+                self._complain("write", TimeoutError("another process holds it"))
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_on, daemon=True)
+                self._writer.start()
+            self._turn.notify_all()
+
+    def _write_on(self) -> None:
+        """Write whatever is pending until the end; while the file is locked, try now and then."""
+        with self._turn:
+            while True:
+                self._turn.wait_for(lambda: self._pending or self._closing)
+                if self._db is None or self._closing:
+                    return
+                batch = dict(itertools.islice(self._pending.items(), _BATCH))
+                if not self._write_batch(self._db, batch):
+                    self._turn.wait_for(lambda: self._closing, _RETRY_S)
+                    continue
+                for key in batch:
+                    del self._pending[key]
+                self._turn.notify_all()
+
+    def _write_batch(self, db: sqlite3.Connection, batch: Mapping[str, Row]) -> bool:
+        """Write rows in one go; False when the file is locked and they may be written later."""
+        rows = [(key, *row) for key, row in batch.items()]
+        try:
+            with db:
+                db.executemany("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", rows)
+        except sqlite3.Error as problem:
+            if _is_locked(problem):
+                return False
+            self._complain("write", problem)
+        return True
 
     def _complain(self, what: str, problem: Exception) -> None:
         if not self._complained:
@@ -147,19 +206,23 @@ class VerdictCache:
 
 def _connect_when_free(path: Path) -> sqlite3.Connection:
     # Of several processes that make the file at once, SQLite sends some away without waiting.
-    until = time.monotonic() + BUSY_TIMEOUT_S
+    until = time.monotonic() + CONNECT_S
     while True:
         try:
             return _connect(path)
         except sqlite3.OperationalError as problem:
-            if "locked" not in str(problem) or time.monotonic() > until:
+            if not _is_locked(problem) or time.monotonic() > until:
                 raise
         time.sleep(0.02)
 
 
+def _is_locked(problem: sqlite3.Error) -> bool:
+    return "locked" in str(problem) or "busy" in str(problem)
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     # One lock of ours guards the connection, so it may move between threads.
-    db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=CONNECT_S, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
@@ -167,6 +230,8 @@ def _connect(path: Path) -> sqlite3.Connection:
             db.execute("BEGIN IMMEDIATE")
             _prepare(db)
         db.execute("SELECT count(*) FROM (SELECT 1 FROM verdicts LIMIT 1)").fetchone()
+        # From here on nobody may be kept waiting: the writer tries again instead.
+        db.execute(f"PRAGMA busy_timeout={int(1000 * _BUSY_S)}")
     except BaseException:
         db.close()
         raise

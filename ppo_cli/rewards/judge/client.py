@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.admission import Admission, Ticket
-from ppo_cli.rewards.judge.cache import VerdictCache, key_of
+from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
 from ppo_cli.rewards.judge.counters import Tally
 from ppo_cli.rewards.judge.exchange import (
     Failure,
@@ -26,9 +26,9 @@ from ppo_cli.rewards.judge.exchange import (
     Usage,
     Verdict,
 )
-from ppo_cli.rewards.judge.ledger import Guest, Ledger, Reservation, worst_case
+from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill, worst_case
 from ppo_cli.rewards.judge.limits import Limits
-from ppo_cli.rewards.judge.outage import Breaker
+from ppo_cli.rewards.judge.outage import BadRequests, Breaker
 from ppo_cli.rewards.judge.parse import read_verdict
 
 FIRST_BACKOFF_S = 0.5
@@ -58,12 +58,21 @@ class _Job:
     reasks: int = 0
     fatals: int = 0
     calls: int = 0
+    under_way: int = 0
     usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
+    worst_known: Usage | None = None
+
+    def worst(self) -> Usage:
+        """The most that a call may be billed for: the text is read once, however many tries."""
+        if self.worst_known is None:
+            self.worst_known = worst_case(self.question)
+        return self.worst_known
 
 
 @dataclass(eq=False)
 class _Flight:
+    job: _Job
     task: asyncio.Task[Verdict]
     askers: int = 0
 
@@ -87,6 +96,7 @@ class JudgeClient:
         self._breaker = Breaker(f"{provider.name} ({provider.model})", limits.outage_wait)
         self._admission = Admission(limits, self._breaker)
         self._admission.known_good = self._probe_known_good
+        self._bad_requests = BadRequests()
         self.counters = Tally(lambda: (self._admission.window.size(), self._breaker.open_seconds()))
         self._flights: dict[Hashable, _Flight] = {}
         self._spares: set[asyncio.Task[None]] = set()
@@ -127,12 +137,19 @@ class JudgeClient:
         return self._breaker.sentence() or self._admission.pause_sentence()
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Let calls under way finish for at most `drain_s` seconds, then cancel. Twice is fine."""
+        """Let calls under way finish for at most `drain_s` seconds, then cancel. Twice is fine.
+
+        Whoever waits in a queue or backs off is sent home at once: there is nothing paid to lose.
+        """
         self._closed = True
         self._admission.close(_CLOSED)
-        tasks = {*self._spares, *(flight.task for flight in self._flights.values())}
-        if tasks and drain_s > 0:
-            await asyncio.wait(tasks, timeout=drain_s)
+        flights = list(self._flights.values())
+        calling = {flight.task for flight in flights if flight.job.under_way}
+        tasks = {*self._spares, *(flight.task for flight in flights)}
+        for task in tasks - calling:
+            task.cancel()
+        if calling and drain_s > 0:
+            await asyncio.wait(calling, timeout=drain_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,8 +170,9 @@ class JudgeClient:
         return kept
 
     def _take_off(self, name: Hashable, question: Question, key: str | None) -> _Flight:
-        work = asyncio.get_running_loop().create_task(self._bring_home(question, key))
-        flight = self._flights[name] = _Flight(work)
+        job = _Job(question, question)
+        work = asyncio.get_running_loop().create_task(self._bring_home(job, key))
+        flight = self._flights[name] = _Flight(job, work)
         work.add_done_callback(lambda _: self._land(name, flight))
         return flight
 
@@ -181,8 +199,7 @@ class JudgeClient:
 
     # --- one verdict --------------------------------------------------------------------------
 
-    async def _bring_home(self, question: Question, key: str | None) -> Verdict:
-        job = _Job(question, question)
+    async def _bring_home(self, job: _Job, key: str | None) -> Verdict:
         while True:
             try:
                 value, reason, reply = await self._try(job)
@@ -191,13 +208,13 @@ class JudgeClient:
             else:
                 took = self._clock() - (job.first_sent or 0.0)
                 verdict = self._verdict(job, value, reason, reply, took)
-                self._known_good = question
+                self._known_good = job.asked
                 self.counters.add("verdicts")
                 if self._cache is not None and key is not None:
                     self._cache.put(key, verdict)
                 return verdict
             if pause > 0.0:
-                await asyncio.sleep(pause)
+                await self._admission.rest(pause)
 
     def _verdict(self, job: _Job, value: float, reason: str, reply: Reply, took: float) -> Verdict:
         return Verdict(
@@ -209,7 +226,7 @@ class JudgeClient:
         """Seconds to wait before the next try; raises the final error when there is none."""
         if error.kind is Failure.REFUSED:
             self.counters.add("refused")
-            if self._cache is not None and key is not None:
+            if self._cache is not None and key is not None and error.cause in FINAL_REFUSALS:
                 self._cache.put_refusal(key, error.cause, str(error))
             raise self._final(job, error)
         if error.kind is Failure.UNPARSED:
@@ -223,9 +240,9 @@ class JudgeClient:
         if self._breaker.open or self._breaker.gave_up:
             return 0.0
         pause = random.uniform(0.0, min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0**job.retries))
-        pause = max(pause, error.retry_after or 0.0)
+        pause = max(pause, self._breaker.short_pause(error.retry_after))
         job.retries += 1
-        # One long Retry-After alone must not use a verdict's whole time up.
+        # One Retry-After alone must not use a verdict's whole time up.
         job.spent += job.last_s + min(pause, self._limits.deadline / 4.0)
         if job.spent >= self._limits.deadline and self._answered_others(job):
             raise self._final(job, error)
@@ -235,15 +252,14 @@ class JudgeClient:
         self.counters.add("unparsed")
         if job.reasks >= self._limits.reasks:
             raise self._final(job, error)
-        self.counters.add("reasks")
         job.reasks += 1
         tokens = job.question.max_tokens
         if error.cause == "truncated":
             tokens = min(2 * tokens, MOST_TOKENS * job.asked.max_tokens)
         scale = job.asked.scale
         reminder = _REMINDER.format(low=scale.low, high=scale.high)
-        again = job.asked.again(reminder=reminder, max_tokens=tokens)
-        job.question = replace(again, attempt=job.asked.attempt + job.reasks)
+        job.question = job.asked.again(reminder=reminder, max_tokens=tokens)
+        job.worst_known = None
 
     def _answered_others(self, job: _Job) -> bool:
         """Whether the judge answered anything since this verdict was begun: then it is not down."""
@@ -251,7 +267,6 @@ class JudgeClient:
         return last is not None and job.first_sent is not None and last >= job.first_sent
 
     def _final(self, job: _Job, error: JudgeError) -> JudgeError:
-        self.counters.add_lost(error.cause)
         over = self._clock() - (job.first_sent or self._clock())
         calls = "1 call" if job.calls == 1 else f"{job.calls} calls"
         return JudgeError(
@@ -277,7 +292,6 @@ class JudgeClient:
         try:
             await asyncio.wait(both, timeout=hedge_after)
             if not first.done() and self._admission.room():
-                self.counters.add("hedged")
                 spare = Ticket(job.ticket.tokens)
                 self._admission.enter_now(spare)
                 both.add(asyncio.create_task(self._send(job, spare)))
@@ -300,6 +314,8 @@ class JudgeClient:
             read = await self._call(job)
         except JudgeError as error:
             if error.kind in (Failure.REFUSED, Failure.UNPARSED):
+                if error.cause != "bad_request":
+                    self._bad_requests.answered()
                 self._admission.succeeded(ticket, used=_tokens(job.usage) - _tokens(before))
             else:
                 self._admission.failed(ticket, error)
@@ -307,39 +323,36 @@ class JudgeClient:
         except BaseException:
             self._admission.dropped(ticket)
             raise
+        self._bad_requests.answered()
         self._admission.succeeded(ticket, used=_tokens(read[2].usage))
         return read
 
     async def _call(self, job: _Job) -> Read:
         """Reserve, call, read, settle."""
-        held = await self._ledger.reserve(job.question)
+        held = await self._ledger.reserve(job.question, worst=job.worst)
         job.calls += 1
+        job.under_way += 1
         self.counters.add("calls")
-        began, outcome, usage = self._clock(), "cancelled", None
+        began, word = self._clock(), "cancelled"
+        outcome: Reply | JudgeError | None = None
         try:
-            reply = await self._provider.ask(job.question, timeout=self._limits.timeout)
-            outcome, usage = "ok", reply.usage
+            outcome = reply = await self._provider.ask(job.question, timeout=self._limits.timeout)
+            word = "ok"
             value, reason = read_verdict(reply, job.question.scale)
         except JudgeError as error:
-            outcome = error.cause
-            usage = usage or (None if error.cause == "timeout" else error.usage)
+            outcome, word = outcome or error, error.cause
             if error.kind is not Failure.UNPARSED:
                 self.counters.add_error(error.cause)
-            raise
+            raise self._bad_requests.weigh(error, job.asked) from None
         finally:
+            job.under_way -= 1
             job.last_s = self._clock() - began
-            self._settle(job, held, usage, outcome)
+            usage, note = bill(outcome, job.worst)
+            job.usage += usage
+            job.cost_usd += held.settle(usage, word, job.last_s, note)
         self.counters.add_latency(job.last_s)
-        self._mean_output += 0.1 * (reply.usage.output - self._mean_output)
-        return value, reason, reply
-
-    def _settle(self, job: _Job, held: Reservation, usage: Usage | None, outcome: str) -> None:
-        """Book a call. What one that was not waited for will cost is unknown: the worst case."""
-        note = ""
-        if usage is None:
-            usage, note = worst_case(job.question), "upper bound"
-        job.usage += usage
-        job.cost_usd += held.settle(usage, outcome, job.last_s, note)
+        self._mean_output += 0.1 * (usage.output - self._mean_output)
+        return value, reason, replace(reply, usage=usage)
 
     def _expected_tokens(self, question: Question) -> int:
         if self._limits.max_tpm is None:
@@ -368,5 +381,5 @@ class JudgeClient:
             return  # the admission has heard of it
 
 
-def _tokens(usage: Usage) -> int:
-    return usage.input + usage.output
+def _tokens(usage: Usage | None) -> int:
+    return usage.input + usage.output if usage else 0

@@ -14,20 +14,16 @@ class Counters:
 
     `calls` are requests sent and `verdicts` the scores that they brought; `cached` and `shared`
     are answers that needed no call of their own. `errors` counts failed calls by cause, retried
-    ones included; `lost` the verdicts that were given up, by cause. `latencies` are the seconds
-    of the calls that a score was read from.
+    ones included; `latencies` are the seconds of the calls that a score was read from.
     """
 
     calls: int = 0
     verdicts: int = 0
     cached: int = 0
     shared: int = 0
-    reasks: int = 0
     unparsed: int = 0
     refused: int = 0
-    hedged: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
-    lost: Mapping[str, int] = field(default_factory=dict)
     latencies: tuple[float, ...] = ()
     concurrency: int = 0
     open_seconds: float = 0.0
@@ -45,7 +41,6 @@ class Tally:
     def _clear(self) -> None:
         self._counts: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()
         self._latencies: list[float] = []
 
     def add(self, name: str) -> None:
@@ -57,11 +52,6 @@ class Tally:
         """Count one failed call."""
         with self._lock:
             self._errors[cause] += 1
-
-    def add_lost(self, cause: str) -> None:
-        """Count one verdict that was given up."""
-        with self._lock:
-            self._lost[cause] += 1
 
     def add_latency(self, seconds: float) -> None:
         """Note how long a call took that a score was read from."""
@@ -75,7 +65,6 @@ class Tally:
             taken = Counters(
                 **self._counts,
                 errors=dict(self._errors),
-                lost=dict(self._lost),
                 latencies=tuple(self._latencies),
                 concurrency=concurrency,
                 open_seconds=open_seconds - self._open_before,

@@ -15,13 +15,13 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.rewards.judge.exchange import Question, Usage
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.prices import Price
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 REQUEST_OVERHEAD = 64
 # Sums of many small floats may be off by this much, in dollars.
 _ROUNDING = 1e-9
+# Lines kept for a file that may be attached later; without one they are dropped one by one.
+_MOST_UNWRITTEN = 4096
+# Words of the transports for a connection that was never made.
+_NEVER_SENT = re.compile(r"ConnectionRefused|gaierror|Connect(Error|Timeout)\b|Cannot connect")
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re.S)
 
 
@@ -49,6 +53,32 @@ def worst_case(question: Question) -> Usage:
     """Return the most that one call of this question may be billed for."""
     read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
     return Usage(read, question.max_tokens)
+
+
+def bill(outcome: Reply | JudgeError | None, worst: Callable[[], Usage]) -> tuple[Usage, str]:
+    """Return what a call is booked with, and a note unless the provider told it.
+
+    `None` stands for a call that was cut off here. What the provider does not tell is estimated
+    from above, or a budget would not hold with servers that tell nothing.
+    """
+    # No call takes no tokens at all: all zeros are as good as silence.
+    if outcome is not None and outcome.usage and outcome.usage != Usage():
+        return outcome.usage, ""
+    if isinstance(outcome, Reply):
+        return _estimated(worst(), outcome.text)
+    if outcome is None:
+        return worst(), "upper bound"
+    if outcome.status is not None or outcome.kind is Failure.FATAL:
+        return Usage(), ""  # turned away before the model saw it
+    if outcome.kind is not Failure.RETRYABLE:
+        return _estimated(worst(), outcome.reply)
+    if outcome.cause == "connection" and _NEVER_SENT.search(str(outcome)):
+        return Usage(), ""
+    return worst(), "upper bound"
+
+
+def _estimated(worst: Usage, text: str) -> tuple[Usage, str]:
+    return Usage(worst.input, min(estimate_tokens(text), worst.output)), "estimated"
 
 
 def _piece(piece: str) -> int:
@@ -99,9 +129,11 @@ class Guest:
     def __post_init__(self) -> None:
         _need_price(self.ledger.budget_usd, self.price, self.model)
 
-    async def reserve(self, question: Question) -> Reservation:
+    async def reserve(
+        self, question: Question, *, worst: Callable[[], Usage] | None = None
+    ) -> Reservation:
         """Set aside the worst case of one call; see `Ledger.reserve`."""
-        return await self.ledger.reserve(question, guest=self)
+        return await self.ledger.reserve(question, worst=worst, guest=self)
 
     def take(self) -> Spent:
         """Return what this model was booked for since the last call of this method."""
@@ -152,7 +184,7 @@ class Ledger:
         self._queue: deque[tuple[_Need, asyncio.Future[Reservation | None]]] = deque()
         self._lock = threading.Lock()
         self._path: Path | None = None
-        self._unwritten: list[str] = []
+        self._unwritten: deque[str] = deque(maxlen=_MOST_UNWRITTEN)
         self._complained = False
 
     @property
@@ -176,12 +208,19 @@ class Ledger:
             since, self._taken = self._total - self._taken, self._total
         return since
 
-    async def reserve(self, question: Question, *, guest: Guest | None = None) -> Reservation:
+    async def reserve(
+        self,
+        question: Question,
+        *,
+        worst: Callable[[], Usage] | None = None,
+        guest: Guest | None = None,
+    ) -> Reservation:
         """Set aside the worst case of one call, waiting its turn while others may settle lower.
 
-        Raises Interrupted when the call can no longer fit into the budget.
+        `worst` gives it without reading a long text again. Raises Interrupted when the call can
+        no longer fit into the budget.
         """
-        need = self._worst(question, guest)
+        need = self._worst(worst or (lambda: worst_case(question)), guest)
         if not self._queue and self._fits(need):
             return self._hold(need)
         ticket: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
@@ -212,11 +251,11 @@ class Ledger:
                     f"Cannot keep the judge's ledger in {path}: {problem.strerror}."
                 ) from None
 
-    def _worst(self, question: Question, guest: Guest | None) -> _Need:
+    def _worst(self, worst: Callable[[], Usage], guest: Guest | None) -> _Need:
         if self.budget_usd is None and self.budget_tokens is None:
             return _Need(0, 0.0, guest)  # nothing to keep within: no need to read the text
         price = guest.price if guest else self.price
-        usage = worst_case(question)
+        usage = worst()
         usd = price.cost(usage) if price else 0.0
         return _Need(usage.input + usage.output, usd, guest)
 

@@ -43,19 +43,19 @@ class LoopThread:
         finally:
             future.cancel()
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Let what runs finish for at most `drain_s` seconds, cancel the rest, end the thread."""
+    def close(self) -> None:
+        """Cancel what still runs and end the thread. Safe to call twice."""
         with self._lock:
             first, self._closed = not self._closed, True
         if not first:
-            self._thread.join(drain_s + 2 * _CANCEL_S)
+            self._thread.join(2 * _CANCEL_S)
             return
         atexit.unregister(self.close)
-        draining = asyncio.run_coroutine_threadsafe(self._drain(drain_s), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         try:
-            draining.result(drain_s + _CANCEL_S)
+            ending.result(_CANCEL_S)
         except TimeoutError:
-            draining.cancel()
+            ending.cancel()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CANCEL_S)
@@ -67,11 +67,8 @@ class LoopThread:
         finally:
             self._loop.close()
 
-    async def _drain(self, drain_s: float) -> None:
+    async def _end(self) -> None:
         """Everything submitted before the close has become a task by now: calls are in order."""
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        if tasks and drain_s > 0:
-            _, tasks = await asyncio.wait(tasks, timeout=drain_s)
         # A cancelled task may leave others behind, so look again until nothing is left.
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:

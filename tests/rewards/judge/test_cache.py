@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import sqlite3
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -50,6 +53,57 @@ def test_a_refusal_is_kept_and_raised(tmp_path: Path) -> None:
     cache.put("k", VERDICT)
     assert cache.get("k") is not None
     cache.close()
+
+
+def test_a_refusal_that_may_have_a_passing_reason_is_asked_again(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    cache.put_refusal("k", "bad_request", "the judge was set up wrongly")
+    assert cache.get("k") is None
+    cache.flush()
+    assert cache.get("k") is None
+    cache.close()
+
+
+@contextlib.contextmanager
+def held_by_another(path: Path) -> Iterator[None]:
+    other = sqlite3.connect(path)
+    other.execute("BEGIN IMMEDIATE")
+    yield
+    other.rollback()
+    other.close()
+
+
+def test_a_file_held_by_another_process_keeps_nobody_waiting(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    cache.put("before", VERDICT)
+    assert cache.flush()
+    began = time.monotonic()
+    with held_by_another(cache.path):
+        for i in range(50):
+            cache.put(f"k{i}", VERDICT)
+            assert cache.get(f"k{i}") is not None
+            assert cache.get("before") is not None
+        assert time.monotonic() - began < 2.0
+        assert not cache.flush(0.2)
+    assert cache.flush()
+    cache.close()
+    again = VerdictCache(cache.path)
+    assert all(again.get(f"k{i}") for i in range(50))
+    again.close()
+
+
+def test_closing_does_not_wait_for_another_process_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+    began = time.monotonic()
+    with held_by_another(cache.path), caplog.at_level(logging.WARNING):
+        cache.put("k", VERDICT)
+        cache.close()
+        cache.put("late", VERDICT)
+    assert time.monotonic() - began < 5.0
+    assert "another process holds it" in caplog.text
+    assert cache.get("k") is None
 
 
 def test_a_refusal_that_quotes_a_key_is_kept_without_it(
@@ -198,12 +252,14 @@ def test_a_full_disk_is_told_once_and_costs_nothing_else(
 ) -> None:
     cache = VerdictCache(tmp_path / "judge.sqlite")
     cache.put("kept", VERDICT)
+    assert cache.flush()
     assert cache._db is not None
     pages = cache._db.execute("PRAGMA page_count").fetchone()[0]
     cache._db.execute(f"PRAGMA max_page_count={pages}")
     with caplog.at_level(logging.WARNING):
         for i in range(3):
             cache.put(f"k{i}", replace(VERDICT, text="x" * 100_000))
+            assert cache.flush()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "full" in caplog.text
     assert cache.get("k0") is None

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError
-from ppo_cli.rewards.judge.exchange import Question, Scale, Usage
-from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Ledger, Spent, estimate_tokens
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Ledger, Spent, bill, estimate_tokens
 from ppo_cli.rewards.judge.prices import Price
 
 PRICE = Price(1.0, 10.0, 0.1, "test")
@@ -309,3 +309,45 @@ def test_the_estimate_is_an_upper_one_and_no_fantasy(text: str, true_tokens: int
 def test_estimates_hardly_depend_on_where_a_text_is_cut(first: str, second: str) -> None:
     apart = estimate_tokens(first) + estimate_tokens(second)
     assert abs(estimate_tokens(first + second) - apart) <= 12
+
+
+def test_without_a_file_lines_do_not_pile_up_and_the_sums_stay_exact(tmp_path: Path) -> None:
+    book = ledger()
+
+    async def many() -> None:
+        for _ in range(5000):
+            await call(book, Usage(2, 1))
+
+    asyncio.run(many())
+    assert book.total.calls == 5000 and book.total.usage == Usage(10_000, 5000)
+    assert len(book._unwritten) < 5000
+
+
+def failed(kind: Failure, cause: str, told: str = "", **more: object) -> JudgeError:
+    return JudgeError(kind, cause, told, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "usage", "note"),
+    [
+        (Reply("7", Usage(5, 2)), Usage(5, 2), ""),
+        (Reply("seven", Usage()), Usage(100, 3), "estimated"),
+        (Reply("a b " * 500, Usage()), Usage(100, 50), "estimated"),
+        (None, Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "timeout"), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "bad_body"), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "bad_body", usage=Usage(9, 1)), Usage(9, 1), ""),
+        (failed(Failure.RETRYABLE, "connection", "(ReadError)"), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "connection", "(ConnectionRefusedError)"), Usage(), ""),
+        (failed(Failure.RETRYABLE, "connection", "(gaierror)"), Usage(), ""),
+        (failed(Failure.RETRYABLE, "http_503", status=503), Usage(), ""),
+        (failed(Failure.FATAL, "http_401", status=401), Usage(), ""),
+        (failed(Failure.REFUSED, "bad_request", status=400), Usage(), ""),
+        (failed(Failure.REFUSED, "refusal", reply="seven"), Usage(100, 3), "estimated"),
+        (failed(Failure.UNPARSED, "empty"), Usage(100, 0), "estimated"),
+    ],
+)
+def test_what_is_not_told_is_booked_from_above(
+    outcome: Reply | JudgeError | None, usage: Usage, note: str
+) -> None:
+    assert bill(outcome, lambda: Usage(100, 50)) == (usage, note)

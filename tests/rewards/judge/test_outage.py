@@ -7,8 +7,8 @@ import random
 import pytest
 
 from ppo_cli.errors import Interrupted
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError
-from ppo_cli.rewards.judge.outage import Breaker
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale, Usage
+from ppo_cli.rewards.judge.outage import BadRequests, Breaker
 
 
 class Hands:
@@ -22,7 +22,14 @@ class Hands:
 
 
 DOWN = JudgeError(Failure.RETRYABLE, "http_503", "overloaded", status=503)
-DENIED = JudgeError(Failure.FATAL, "http_401", "bad key sk-abcdefghijklmnop", status=401)
+DENIED = JudgeError(
+    Failure.FATAL, "http_401", "bad key\nsk-abcdefghijklmnop\nCheck the key.", status=401
+)
+
+
+def asks_for(seconds: float) -> JudgeError:
+    told = "Slow down.\nMuch."
+    return JudgeError(Failure.RETRYABLE, "http_429", told, status=429, retry_after=seconds)
 
 
 def make(wait: float = 1800.0) -> tuple[Breaker, Hands]:
@@ -140,7 +147,7 @@ def test_a_fatal_answer_is_checked_three_times() -> None:
         clock.now = breaker.next_probe
         breaker.failure(DENIED, window=64, probe=True)
     assert waits == pytest.approx([1.0, 1.5, 2.5])
-    assert "turns every call away" in breaker.gave_up and "Check the key" in breaker.gave_up
+    assert breaker.gave_up.endswith("every call away (http_401: bad key ***). Check the key.")
     assert "abcdefghijklmnop" not in breaker.gave_up
 
 
@@ -162,3 +169,65 @@ def test_a_fatal_answer_that_turns_into_an_outage_is_waited_for() -> None:
     assert breaker.open and not breaker.suspects_fatal
     clock.now += 100.0
     assert not breaker.lapsed()
+
+
+@pytest.mark.parametrize("seconds", [31.0, 3600.0, 1e12, float("inf")])
+def test_a_long_pause_is_an_outage_and_is_tried_once_more_before_the_end(seconds: float) -> None:
+    breaker, clock = make(wait=100.0)
+    breaker.failure(asks_for(seconds), window=64, probe=False)
+    assert breaker.open
+    assert breaker.short_pause(seconds) == 0.0
+    assert breaker.next_probe == pytest.approx(clock.now + min(seconds, 90.0))
+    tries = 0
+    while not breaker.lapsed():
+        assert clock.now < breaker.next_probe <= breaker.gives_up_at == 200.0
+        clock.now = breaker.next_probe
+        tries += 1
+        breaker.failure(asks_for(seconds), window=64, probe=True)
+    assert clock.now == 200.0
+    assert tries <= 7
+    assert "did not answer for 100 s and asked for a pause of" in breaker.gave_up
+    assert "\n" not in breaker.gave_up
+
+
+def test_a_short_pause_is_no_outage_and_ends_with_the_patience() -> None:
+    breaker, _ = make(wait=5.0)
+    breaker.failure(asks_for(30.0), window=64, probe=False)
+    assert not breaker.open
+    assert [breaker.short_pause(s) for s in (None, 0.0, 2.5, 30.0, 31.0)] == [0, 0, 2.5, 5.0, 0]
+    assert make(wait=0.0)[0].short_pause(20.0) == 1.0
+
+
+def test_the_sentence_tells_of_a_pause_that_was_asked_for() -> None:
+    breaker, clock = make()
+    breaker.failure(asks_for(3600.0), window=64, probe=False)
+    clock.now += 10.0
+    assert breaker.sentence() == (
+        "The judge asked for a pause of 3,600 s (http_429: Slow down. Much.); "
+        "trying again in 1,760 s, for up to 30 min. more."
+    ).replace("Slow down. Much.", "Slow down.")
+    clock.now = breaker.next_probe
+    breaker.failure(DOWN, window=64, probe=True)
+    assert "The judge does not answer (http_503" in (breaker.sentence() or "")
+
+
+def refused(cause: str = "bad_request") -> JudgeError:
+    return JudgeError(Failure.REFUSED, cause, "no", status=400, usage=Usage(3))
+
+
+def text(n: int) -> Question:
+    return Question("", str(n), str(n), Scale(1, 10))
+
+
+def test_a_row_of_bad_requests_on_different_texts_is_no_matter_of_the_texts() -> None:
+    row = BadRequests()
+    kinds = [row.weigh(refused(), text(n)).kind for n in (0, 0, 0, 0, 0, 1, 2, 3)]
+    assert set(kinds) == {Failure.REFUSED}
+    fifth = row.weigh(refused(), text(4))
+    assert (fifth.kind, fifth.cause, fifth.status, fifth.usage) == (
+        Failure.RETRYABLE, "bad_request", 400, Usage(3),
+    )  # fmt: skip
+    assert row.weigh(refused(), text(0)).kind is Failure.RETRYABLE
+    assert row.weigh(refused("content_filter"), text(5)).kind is Failure.REFUSED
+    row.answered()
+    assert row.weigh(refused(), text(6)).kind is Failure.REFUSED

@@ -1,0 +1,240 @@
+"""A judge that asks for long pauses, or does not tell what its calls took, holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.errors import Interrupted
+from ppo_cli.rewards.judge import client as client_module
+from ppo_cli.rewards.judge.cache import VerdictCache
+from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale, Usage, Verdict
+from ppo_cli.rewards.judge.ledger import Ledger, worst_case
+from ppo_cli.rewards.judge.limits import Limits
+from ppo_cli.rewards.judge.providers import build_provider
+from tests.judge_server import JudgeServer
+
+T = TypeVar("T")
+
+
+def ask_for(word: str) -> Question:
+    text = f"Judge this answer: {word}."
+    return Question("You are strict.", text, text, Scale(1, 10), max_tokens=64)
+
+
+def questions(count: int) -> list[Question]:
+    return [ask_for(f"number {n}") for n in range(count)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_sdk() -> None:
+    """Importing it takes a second, which no call should pay for."""
+    import openai  # noqa: F401
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer(seed=2) as running:
+        yield running
+
+
+def free() -> Ledger:
+    return Ledger(None, budget_usd=None, budget_tokens=None)
+
+
+def run(
+    server: JudgeServer,
+    work: Callable[[JudgeClient], Awaitable[T]],
+    *,
+    cache: VerdictCache | None = None,
+    ledger: Ledger | None = None,
+    **limits: Any,
+) -> T:
+    api = ApiReward(type="openai", model="m", base_url=server.url("openai"))
+    provider = build_provider(api, environ={"OPENAI_API_KEY": "for-the-loopback"})
+    client = JudgeClient(provider, limits=Limits(**limits), ledger=ledger or free(), cache=cache)
+
+    async def whole() -> T:
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(whole())
+
+
+async def ask_all(client: JudgeClient, asked: list[Question]) -> list[Any]:
+    return await asyncio.gather(*map(client.ask, asked), return_exceptions=True)
+
+
+def in_an_hour() -> str:
+    return format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+
+
+@pytest.mark.parametrize("told", [3600, "99999999999", "in an hour", "20"])
+@pytest.mark.parametrize("concurrency", [1, 32])
+def test_no_pause_outlives_the_patience(
+    server: JudgeServer, told: int | str, concurrency: int
+) -> None:
+    server.fail(429, retry_after=in_an_hour() if told == "in an hour" else told)
+
+    async def work(client: JudgeClient) -> list[Any]:
+        return await ask_all(client, questions(10))
+
+    began = time.monotonic()
+    answers = run(server, work, concurrency=concurrency, outage_wait=1.0)
+    assert {type(answer) for answer in answers} == {Interrupted}
+    assert "http_429" in str(answers[0])
+    assert time.monotonic() - began < (4.0 if told != "20" else 9.0)
+    assert server.count < 40
+
+
+def test_a_long_pause_is_told_and_closing_does_not_wait_for_it(server: JudgeServer) -> None:
+    server.fail(429, retry_after=3600)
+
+    async def work(client: JudgeClient) -> tuple[str, float, list[Any]]:
+        asked = [asyncio.create_task(client.ask(q)) for q in questions(10)]
+        while client.waiting_for() is None:
+            await asyncio.sleep(0.02)
+        told = client.waiting_for() or ""
+        began = time.monotonic()
+        await client.close(20.0)
+        took = time.monotonic() - began
+        return told, took, await asyncio.gather(*asked, return_exceptions=True)
+
+    told, took, answers = run(server, work)
+    assert told.startswith("The judge asked for a pause of 3,600 s (http_429")
+    assert "trying again in 1,770 s, for up to 30 min. more" in told
+    assert took < 1.0
+    assert {type(answer) for answer in answers} == {Interrupted}
+
+
+def test_closing_wakes_those_that_back_off(server: JudgeServer) -> None:
+    server.fail(429, times=1, retry_after=25)
+
+    async def work(client: JudgeClient) -> tuple[str, float, list[Any]]:
+        asked = [asyncio.create_task(client.ask(ask_for("slow")))]
+        while client.waiting_for() is None:
+            await asyncio.sleep(0.02)
+        asked += [asyncio.create_task(client.ask(q)) for q in questions(5)]
+        await asyncio.sleep(0.1)
+        told, began = client.waiting_for() or "", time.monotonic()
+        await client.close(20.0)
+        took = time.monotonic() - began
+        return told, took, await asyncio.gather(*asked, return_exceptions=True)
+
+    told, took, answers = run(server, work)
+    assert told.startswith("The judge asked for a pause; going on in 2")
+    assert took < 1.0
+    assert {type(answer) for answer in answers} == {Interrupted}
+    assert server.count == 1
+
+
+def test_a_judge_that_is_back_before_its_pause_is_over_is_tried_before_the_end(
+    server: JudgeServer,
+) -> None:
+    server.fail(429, times=1, retry_after=3600)
+
+    async def work(client: JudgeClient) -> list[Any]:
+        return await ask_all(client, questions(5))
+
+    answers = run(server, work, concurrency=1, outage_wait=2.0)
+    assert {type(answer) for answer in answers} == {Verdict}
+
+
+def test_bad_requests_on_all_texts_open_the_breaker_and_are_not_kept(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    cache = VerdictCache(tmp_path / "judge.sqlite")
+
+    async def work(client: JudgeClient) -> tuple[list[Any], list[Any]]:
+        await client.ask(ask_for("fine"))
+        server.fail(400, seconds=4.0)
+        during = await ask_all(client, questions(30))
+        return during, await ask_all(client, questions(30))
+
+    during, after = run(server, work, cache=cache, concurrency=8)
+    cache.close()
+    lost = [answer for answer in during if isinstance(answer, JudgeError)]
+    assert 0 < len(lost) <= 4
+    assert {error.cause for error in lost} == {"bad_request"}
+    assert {type(a) for a in (*after, *(a for a in during if a not in lost))} == {Verdict}
+
+
+def test_a_budget_holds_with_a_server_that_tells_no_usage(server: JudgeServer) -> None:
+    server.fail("no_usage")
+    ledger = Ledger(None, budget_usd=None, budget_tokens=2000)
+
+    async def work(client: JudgeClient) -> list[Any]:
+        return await ask_all(client, questions(100))
+
+    answers = run(server, work, ledger=ledger, concurrency=4)
+    done = [answer for answer in answers if isinstance(answer, Verdict)]
+    usage = ledger.total.usage
+    assert 0 < len(done) < 40
+    assert sum(isinstance(answer, Interrupted) for answer in answers) == 100 - len(done)
+    assert 1500 < usage.input + usage.output <= 2000
+    assert done[0].usage.input == worst_case(ask_for("number 0")).input
+    assert 0 < done[0].usage.output < 64
+
+
+@pytest.mark.parametrize(
+    ("fault", "booked"),
+    [("html", True), ("cut", True), ("hang", True), (503, False), (429, False), (413, False)],
+)
+def test_a_failed_call_is_booked_when_it_may_have_been_billed(
+    server: JudgeServer, fault: str | int, booked: bool
+) -> None:
+    server.fail(fault, times=1)
+    ledger = free()
+
+    async def work(client: JudgeClient) -> JudgeError:
+        client._limits = Limits(timeout=0.5)
+        with pytest.raises(JudgeError) as met:
+            await client.probe(ask_for("x"))
+        return met.value
+
+    run(server, work, ledger=ledger)
+    assert ledger.total.usage == (worst_case(ask_for("x")) if booked else Usage())
+
+
+def test_a_connection_that_was_never_made_costs_nothing(server: JudgeServer) -> None:
+    server.pause()
+    ledger = free()
+
+    async def work(client: JudgeClient) -> None:
+        with pytest.raises(JudgeError, match="ConnectionRefused") as met:
+            await client.probe(ask_for("x"))
+        assert met.value.kind is Failure.RETRYABLE
+
+    run(server, work, ledger=ledger)
+    assert ledger.total.calls == 1 and ledger.total.usage == Usage()
+
+
+def test_a_long_text_is_measured_once_however_many_tries(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def counting(question: Question) -> Usage:
+        measured.append(question.user)
+        return worst_case(question)
+
+    monkeypatch.setattr(client_module, "worst_case", counting)
+    server.fail("cut", times=3)
+    ledger = Ledger(None, budget_usd=None, budget_tokens=10**6)
+    verdict = run(server, lambda client: client.ask(ask_for("x")), ledger=ledger)
+    assert verdict.calls == 4
+    assert len(measured) == 1
+    measured.clear()
+    run(server, lambda client: client.ask(ask_for("y")))
+    assert measured == []
