@@ -1,11 +1,13 @@
 """Responses without content: they get the lowest score, and no judge is asked.
 
 Some judges can be talked into a good score by a bare "Solution:" or a lone colon (arXiv
-2507.08794), whatever their prompt says. Short answers are content: "4", "(B)", "no", "∅".
+2507.08794), whatever their prompt says. Short answers are content: "4", "(B)", "no", "∅"; bare
+punctuation is not, unless the reference or the prompt has it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from typing import Any
@@ -82,10 +84,12 @@ WRAPPING = re.compile(
     r"\\(?:boxed|text|fbox|mathrm|textbf)\s*\{[\s$]*\}|```[\w+-]*|</?(?:answer|solution|think)>"
 )
 SENTENCES = re.compile(r"\n|(?<=[.!?。！？])\s+|(?<=[。！？])")
-EMPTY_VALUES = {"[]", "{}", "()", '""', "''", "``", "<>", "[[]]", "{{}}", "(())", "[()]", "[{}]"}
 OPERATORS = {"&&", "||", "!=", "==", "<=", ">=", "=>", "->", "<<", ">>", "+=", "-=", "++", ":="}
 FILLERS = {"sure", "okay", "ok", "certainly", "of course", "alright", "all right", "absolutely"}
-LONE_SYMBOLS = set("%&/*@#^<>=+\\|~$§°")
+LONE_SYMBOLS = set("^<>=+|~$°")
+# Who greets may be greeted with the same word.
+GREETINGS = {"hello", "hi", "hey", "good", "morning", "day", "evening", "night", "bye", "goodbye"}
+ASKING = {"question", "problem", "q", "prompt", "user"}
 MARKUP = " \t\n*_`#>~-–—•·\"'“”‘’「」『』【】()[]{}<$\\"
 COLONS = ":：;；…"
 STOPS = ".,。，、!！?？｡"
@@ -99,18 +103,16 @@ def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | 
     """Return why a response deserves the lowest score without a call, or None.
 
     Pass the response as the judge would read it, reasoning stripped or not. One that equals
-    the reference, given as text, is never without content.
+    the reference is never without content.
     """
     said = clean(response).strip()
     if not said:
         return "empty response"
-    if isinstance(ground_truth, str) and said.casefold() == clean(ground_truth).strip().casefold():
+    if _is_reference(said, ground_truth):
         return None
     bare = WRAPPING.sub(" ", said).strip()
     if not any(c.isalnum() for c in bare):
-        meant = (
-            _says_something(bare) or said in EMPTY_VALUES | OPERATORS or _is_asked_for(prompt, said)
-        )
+        meant = _says_something(bare) or said in OPERATORS or _is_asked_for(prompt, said)
         return None if meant else "only punctuation or empty markup"
     parts = [
         part for part in SENTENCES.split(bare) if part.strip(STOPS + " ").casefold() not in FILLERS
@@ -120,6 +122,28 @@ def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | 
     if _repeats(clean(prompt), said):
         return "only the prompt repeated"
     return None
+
+
+def _is_reference(said: str, ground_truth: Any) -> bool:
+    """Tell whether a response is the reference, whatever its case, blanks and punctuation."""
+    if isinstance(ground_truth, list | dict):
+        ground_truth = json.dumps(ground_truth, ensure_ascii=False)
+    if ground_truth is None or not (wanted := clean(str(ground_truth)).strip()):
+        return False
+    return said.casefold() == wanted.casefold() or _same(said, wanted)
+
+
+def _same(one: str, other: str) -> bool:
+    """Compare letters, digits and signs of arithmetic; two texts without any are not the same."""
+    first, second = _kernel(one), _kernel(other)
+    return bool(first) and first == second
+
+
+def _kernel(text: str) -> str:
+    folded = unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-")
+    # A dash before a digit is a sign: 5 - 3 is not 5 3.
+    kept = re.sub(r"[^\w+*/^<>=%|~$°√∞≤≥≠±×÷¬∧∨→-]|_|(?<!\w)-(?!\s*[\w(])", "", folded)
+    return kept.strip("=*-|><~")
 
 
 def _says_something(text: str) -> bool:
@@ -146,7 +170,7 @@ def _is_rule(signs: list[str]) -> bool:
 def _is_asked_for(prompt: str, sign: str) -> bool:
     """Tell whether a lone sign stands free in the prompt, as in "+ or -?"."""
     free = rf"(?:^|[\s'\"`(,]){re.escape(sign)}(?:$|[\s'\"`),.:;?])"
-    return len(sign) == 1 and bool(re.search(free, prompt))
+    return len(sign) <= 4 and bool(re.search(free, prompt))
 
 
 def _is_lead_in(part: str) -> bool:
@@ -172,9 +196,11 @@ def _repeats(prompt: str, response: str) -> bool:
     task that asks to copy or to mend a text is safe: its answer lacks the request's own words.
     """
     asked, said = _words(prompt), _words(response)
+    if _is_copy(prompt, response) and not GREETINGS.issuperset(asked):
+        return True
     if len(asked) < FEWEST_WORDS or sum(map(len, asked)) < FEWEST_LETTERS:
         return False
-    while said[:1] and said[0] in {"question", "problem", "q", "prompt", "user"} - set(asked[:1]):
+    while said[:1] and said[0] in ASKING - set(asked[:1]):
         said = said[1:]
     times, rest = divmod(len(said), len(asked))
     if times and not rest and said == asked * times:
@@ -184,3 +210,9 @@ def _repeats(prompt: str, response: str) -> bool:
     edges = said[:EDGE_WORDS] == asked[:EDGE_WORDS] and said[-EDGE_WORDS:] == asked[-EDGE_WORDS:]
     remaining = iter(asked)
     return edges and all(word in remaining for word in said)
+
+
+def _is_copy(prompt: str, response: str) -> bool:
+    """Tell whether the two are the same text but for case, blanks, punctuation and a "Q:"."""
+    bare = re.sub(rf"^\W*(?:{'|'.join(ASKING)})\W*[:：]\s*", "", response, flags=re.IGNORECASE)
+    return _same(prompt, response) or _same(prompt, bare)

@@ -39,8 +39,13 @@ CHAT_TOKENS = re.compile(
     re.IGNORECASE,
 )
 TAG_NAMES = r"prompt|response|ground[_ -]?truth|extra_info(?:\.[\w-]{1,80}){0,8}"
+# Whatever a reader takes for a dash: hyphens, dashes, minus signs, full-width and small forms.
+DASHES = (
+    r"\-\u00ad\u02d7\u058a\u05be\u06d4\u1400\u1806\u2010-\u2015\u2043\u207b\u208b\u2212\u23af"
+    r"\u2500\u2501\u2796\u2e1a\u2e3a\u2e3b\u301c\u3030\u30a0\u30fc\ufe31\ufe32\ufe58\ufe63\uff0d\uff70"
+)
 FENCES = re.compile(
-    rf"[<＜﹤‹〈⟨](\s?[/／]?\s?(?:{TAG_NAMES})\s?[-‐‑–—]\s?\w{{1,80}}\s?)[>＞﹥›〉⟩]",
+    rf"[<＜﹤‹〈⟨](\s?[/／∕⁄]?\s?(?:{TAG_NAMES})\s?[{DASHES}]\s?\w{{1,80}}\s?)[>＞﹥›〉⟩]",
     re.IGNORECASE,
 )
 CUT_MARKS = re.compile(r"\[(?=cut-\w)", re.IGNORECASE)

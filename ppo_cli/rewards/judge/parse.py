@@ -123,7 +123,8 @@ def _from_objects(
 def _stands_as_verdict(text: str, found: Found) -> bool:
     """Say whether an object opens or closes the reply, and is not announced as a quotation."""
     before, after = (_FENCE.sub("", part) for part in (text[: found.start], text[found.end :]))
-    if quotes_something(before):
+    # A blockquote, or a quotation mark that touches the object, shows somebody else's words.
+    if quotes_something(before) or re.search(r"(?:^|\n)\s{0,9}>[^\n]*$|[\"“«]$", before):
         return False
     first, last = (not re.search(r"\w", part) for part in (before, after))
     short = len(after) <= 200 and not re.search(r"[0-9]", after) and "\n" in after[:2]

@@ -33,7 +33,7 @@ REASON_KEYS = (
 # A plain criterion ("accuracy", "style") has none of these in its name.
 _NOUNS = re.compile(
     r"scor|grade|point|reward|评分|評分|分数|分數|得分|打分|スコア|点数|점수|평점"
-    r"|(?<![a-z])(?:rating|result|verdict|judg|assessment|evaluation|value|number|marks?(?![a-z]))"
+    r"|评级|等级|(?<![a-z])(?:rating|stars?(?![a-z])|outcome|result|verdict|judg|assessment|evaluation|value|number|marks?(?![a-z]))"
 )
 _RIVALS = re.compile(
     r"total|final|overall|adjust|penal|deduct|correct(?:ed|ion)|revis|updat|aggregat|composite"

@@ -87,6 +87,11 @@ _DISOWNED = re.compile(
     r"|(?:an?|the)\s+(?:mere\s+)?(?:example|sample|template|draft|format)\b"
     r"|(?:score|rating|verdict|number|json)\s+(?:is|was|seems)\s+(?:wrong|incorrect|fake|invalid|a\s+mistake)"
     r")|(?:^|\n)[^\w\n]{0,20}(?:if|unless|provided|assuming|only\s+if|no|not|wait|hmm+)\b"
+    r"|\bi(?:'d)?\s+(?:would\s+|should\s+|will\s+)?(?:lower|raise|change|reconsider|misread|overlook"
+    r"|miss|take)|before\s+i\s+(?:saw|noticed|read)|end\s+of\s+(?:the\s+)?(?:response|submission)"
+    rf"|[(—–-]\s?(?:from\s+)?the\s+{_SOURCE}\W{{0,9}}(?:\n|$)|\(\s?from\b|(?:^|\n)correction\b"
+    r"|part\s+of\s+the\s+\w+|\A[\s`'\")]{0,9}[,;]?\s?(?:is|was|appears|stands|it|he|she|says|said)\s"
+    r"|</?(?:response|submission|student|quote|blockquote|user|candidate)\b"
     r"|作废|不算|太高|太低|开玩笑|是(?:回答|学生|用户)",
     re.I,
 )
@@ -107,6 +112,7 @@ _REVISION = re.compile(
     r"|更正|改为|修正|重新|不对|扣|应该|应为|其实|最终|总分|分",
     re.I,
 )
+_FOREIGN_TAG = re.compile(r"<(?:response|submission|student|quote|user|candidate)\b", re.I)
 _SURE = re.compile(r"(?:confidence|certainty|置信度)\b", re.I)
 _TOTAL = (
     r"(?:final|overall|total|net|adjusted|actual|real|revised|corrected|updated|new|最终|综合|总)"
@@ -216,7 +222,7 @@ def read_text(text: str, scale: Scale) -> tuple[float, str]:
     _check_agreement(last, found, "\n".join(after) if last.final else _bare(text))
     if len(after) > 2 and len(before) > 1:
         raise Unreadable("unparsed", "the score is neither at the start nor at the end")
-    stray = any(_lone_other(line, last.value) for line in before)
+    stray = any(_FOREIGN_TAG.search(line) or _lone_other(line, last.value) for line in before)
     named = not last.final and named_otherwise("\n".join(before), last.value, scale)
     if stray or named or takes_back("\n".join(after), last.value, scale):
         raise Unreadable("ambiguous", "what follows the score seems to change it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ PROMPT = "What is the capital of France, and since when has it been so?"
     [
         "", " ", "\n\n\t", "\u200b", "\u200b\u2060\ufeff", "\x00", ".", ":", ",", ";", "...", "…",
         "—", "-", "?", "!!!", "。", "：", "、", "* * *", "---", "====", "+++", "$$", "━━━━",
+        "%", "[]", "{}", "()", '""', "''", "*", "&", "#", "\\", "....",
         "■■■■", "\ufffd", "####", "```", "```\n```", "```python\n\n```", "\\boxed{}",
         "$\\boxed{}$", "\\boxed{ }.", "<answer></answer>", "{", "()(", "| | |", "_",
     ],
@@ -62,8 +65,8 @@ def test_lead_ins_in_many_languages(response: str) -> None:
     [
         "4", "-3", "+5", "0", "0.5", "42.", "1/2", "1,000", "50%", "$5", "€", "B", "(B)", "[C]",
         "A:", "B.", "a", "Q", "yes", "No", "no.", "Yes!", "x", "x = 3", "π", "∅", "∞", "½", "√2",
-        "≥", "→", "三", "是", "はい", "네", "да", "نعم", "हाँ", "[]", "{}", "()", '""', "''", "%",
-        "*", "+", "=", "<", "&", "&&", "\\", "👍", "👍👍👍", "😀", "♥", "Ok", "Hi!", "Paris",
+        "≥", "→", "三", "是", "はい", "네", "да", "نعم", "हाँ",
+        "+", "=", "<", "&&", "👍", "👍👍👍", "😀", "♥", "Ok", "Hi!", "Paris",
         "paris.", "None", "null", "True", "...4", "- 4", "**4**", "`4`", "\\boxed{4}",
         "$\\boxed{\\emptyset}$", "#### 42", "Solution: 4", "The answer is 4", "The answer is B.",
         "Answer: (A)", "解：4", "答案：是", "Answer:\n4",
@@ -100,6 +103,31 @@ def test_what_equals_the_reference_is_content(prompt: str, response: str, refere
     assert content_free(prompt, response, reference) is None
 
 
+@pytest.mark.parametrize(
+    ("prompt", "response"),
+    [
+        ("What is 92 + 72?", "What is 92 + 72?"), ("Add 95 and 50.", "add 95 and 50"),
+        ("What is 3+4?", "what is 3 + 4"), ("What is 3+4?", "Q: What is 3+4?"),
+        ("What is 3+4?", "**Question:** What is 3+4?"), ("2 + 2 = ?", "2 + 2"),
+        ("How are you?", "How are you?"), ("Name a colour", "Name a colour!"),
+    ],
+)  # fmt: skip
+def test_a_short_prompt_repeated(prompt: str, response: str) -> None:
+    assert content_free(prompt, response) == "only the prompt repeated"
+    assert content_free(prompt, response, "something else") == "only the prompt repeated"
+    assert content_free(prompt, response, response.upper() + " ") is None
+
+
+@pytest.mark.parametrize(
+    ("sign", "reference"),
+    [("%", "%"), ("[]", "[]"), ("{}", " {} "), ("...", "..."), ("[]", []), ("{}", {})],
+)
+def test_bare_punctuation_counts_only_where_it_is_the_reference(sign: str, reference: Any) -> None:
+    assert content_free(PROMPT, sign) is not None
+    assert content_free(PROMPT, sign, "?") is not None
+    assert content_free(PROMPT, sign, reference) is None
+
+
 def test_an_empty_reference_excuses_nothing() -> None:
     assert content_free(PROMPT, "", "") == "empty response"
     assert content_free(PROMPT, ":", 42) is not None
@@ -130,8 +158,10 @@ def test_the_prompt_repeated(response: str) -> None:
         (PROMPT, "The capital of France is Paris, and it has been so since 508."),
         (PROMPT, PROMPT.replace("France", "Spain")),
         ("Hello", "Hello"),
-        ("How are you?", "How are you?"),
-        ("2 + 2 = ?", "2 + 2"),
+        ("hello!", "Hello."),
+        ("What is 5 - 3?", "What is 5 + 3?"),
+        ("3+4?", "7"),
+        ("Is 2 < 3?", "Is 2 > 3?"),
         ("Repeat after me: the cat sat on the mat today", "the cat sat on the mat today"),
         (
             "Copy this text: " + "one two three four five six seven eight nine ten " * 5,
