@@ -11,7 +11,7 @@ STATUSES = {400, 401, 402, 403, 404, 408, 409, 413, 422, 425, 429, 500, 502, 503
 ENDS = {"refusal": "refusal", "content_filter": "content_filter", "truncated": "length"}
 KINDS = {
     "hang", "cut", "html", "empty", "no_content", "not_json", "prose", "out_of_range",
-    "reject_param", "business", *ENDS,
+    "reject_param", "business", "no_usage", "null_usage", *ENDS,
 }  # fmt: skip
 
 
@@ -22,7 +22,8 @@ class Fault:
     `kind` is a status code or one of KINDS. It strikes the next `times` calls, a `share` of the
     calls, or all of them, until `until` (on `time.monotonic`), on paths that contain one of
     `paths`; the first `after` calls are let through. `param` names the parameter that
-    `reject_param` (or a 400) is about; `code` is the provider's own word.
+    `reject_param` (or a 400) is about; `code` is the provider's own word. `raw` is sent as the
+    whole body of a status, whatever the provider's form is.
     """
 
     kind: str | int
@@ -36,6 +37,7 @@ class Fault:
     param: str | None = None
     code: str | None = None
     message: str | None = None
+    raw: str | None = None
 
     def __post_init__(self) -> None:
         known = self.kind in STATUSES if isinstance(self.kind, int) else self.kind in KINDS

@@ -273,8 +273,10 @@ class JudgeServer:
         used = (len(system) + len(user)) // 4 + 1
         answer = Answer(text, ENDS.get(str(kind), "stop"), used, len(text) // 4 + 1)
         if decision:
-            return 200, decide(name, body, answer)
-        return WIRES[name].write(body, answer)
+            status, reply = 200, decide(name, body, answer)
+        else:
+            status, reply = WIRES[name].write(body, answer)
+        return status, forget_usage(reply, kind)
 
     def _limit(self, name: str) -> web.Response | None:
         limit, wait = self.state.concurrency_limit, 0.0
@@ -295,14 +297,17 @@ class JudgeServer:
         kind, wire = fault.kind, WIRES[name]
         if kind == "reject_param":
             text = fault.message or f"'{fault.param}' is not supported with this model."
-            return web.json_response(wire.error(400, text, fault.param, None), status=400)
+            told = json.dumps(wire.error(400, text, fault.param, None))
+            return web.Response(text=fault.raw or told, status=400, content_type="application/json")
         if isinstance(kind, int):
             text = fault.message or f"This is a {kind} for tests."
             headers = dict(fault.headers)
             if fault.retry_after is not None:
                 headers["Retry-After"] = str(fault.retry_after)
             reply = wire.error(kind, text, fault.param, fault.code)
-            return web.json_response(reply, status=kind, headers=headers)
+            body = json.dumps(reply) if fault.raw is None else fault.raw
+            content = "application/json" if body.startswith(("{", "[", '"')) else "text/html"
+            return web.Response(text=body, status=kind, headers=headers, content_type=content)
         if kind == "business":
             code, text = fault.code or "InternalError", fault.message or "A business error."
             return web.json_response({"code": code, "message": text, "request_id": "r-1"})
@@ -352,6 +357,16 @@ class JudgeServer:
         await self._unlisten()
         await asyncio.sleep(seconds)
         await self._listen()
+
+
+def forget_usage(reply: dict[str, Any], kind: str | int) -> dict[str, Any]:
+    """Take the counts of tokens out of a reply, or put null there, as some gateways do."""
+    for name in reply.keys() & {"usage", "usageMetadata"}:
+        if kind == "no_usage":
+            del reply[name]
+        elif kind == "null_usage":
+            reply[name] = None
+    return reply
 
 
 _LOWER_KEYS = {name.lower() for name in _KEY_HEADERS}

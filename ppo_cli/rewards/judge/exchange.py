@@ -85,12 +85,13 @@ class Usage:
 class Reply:
     """What a provider answered with.
 
+    `usage` is None when the provider did not tell it, which is not the same as no tokens.
     `truncated` says that the answer was cut at `max_tokens`. In decision mode `probabilities`
     holds level -> probability, and `text` is empty.
     """
 
     text: str
-    usage: Usage = Usage()
+    usage: Usage | None = None
     truncated: bool = False
     probabilities: Mapping[int, float] | None = None
 

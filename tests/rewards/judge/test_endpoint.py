@@ -53,6 +53,22 @@ def test_identity_holds_what_matters_and_no_key() -> None:
     assert SECRET not in f"{provider!r} {provider._key!r}"
 
 
+def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
+    told = {"type": "openai", "base_url": "http://gateway/v1", "key_env": "GATEWAY_KEY"}
+
+    def monitor(**more: Any) -> Endpoint:
+        monitor = {"type": "openai", "model": "n", **more}
+        return Endpoint.of_monitor(ApiReward.model_validate({**told, "monitor": monitor}))
+
+    def where(endpoint: Endpoint) -> tuple[str | None, str | None]:
+        return endpoint.base_url, endpoint.key_env
+
+    assert where(monitor()) == ("http://gateway/v1", "GATEWAY_KEY")
+    assert where(monitor(key_env="MINE")) == ("http://gateway/v1", "MINE")
+    assert where(monitor(type="gemini")) == (None, None)
+    assert where(monitor(base_url="http://other")) == ("http://other", None)
+
+
 def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     assert build_provider(Endpoint("openai", "m"), environ=environ).base_url == "http://gateway/v1"

@@ -124,7 +124,7 @@ def test_a_cut_answer_says_so_and_odd_ones_are_for_the_parser(
     cut = ask(wire)
     assert isinstance(cut, Reply)
     assert cut.truncated
-    assert cut.usage.output > 0
+    assert cut.usage is not None and cut.usage.output > 0
     server.fail("prose", times=1)
     prose = ask(wire)
     assert isinstance(prose, Reply)
@@ -178,6 +178,16 @@ def test_seconds_are_never_nonsense() -> None:
         ("dashscope", 400, "Arrearage", "Access denied", FATAL, "http_400"),
         ("dashscope", 400, "ModelNotFound", "Model can not be found", FATAL, "http_400"),
         ("dashscope", 400, "DataInspectionFailed", "Improper", REFUSED, "content_filter"),
+        ("openai", 400, None, "Server overloaded, slow down", RETRYABLE, "http_400"),
+        ("openai", 422, None, "Upstream is temporarily unavailable", RETRYABLE, "http_422"),
+        ("gemini", 400, None, "Something failed. Please try again.", RETRYABLE, "http_400"),
+        ("claude", 400, None, "Rate limit of this gateway reached", RETRYABLE, "http_400"),
+        ("claude", 400, None, "The rate is exceeded", RETRYABLE, "http_400"),
+        ("dashscope", 400, None, "Quota of 5 requests per minute", RETRYABLE, "http_400"),
+        ("openai", 400, None, "Remove this content and try again", REFUSED, "bad_request"),
+        ("openai", 400, None, "Monthly quota exceeded", FATAL, "http_400"),
+        ("gemini", 422, None, "You are out of credits; try again later", FATAL, "http_422"),
+        ("openai", 400, None, "Model m1 is retired; use m2", FATAL, "http_400"),
         ("dashscope-compatible", 400, "Arrearage", "Access denied", FATAL, "http_400"),
         (
             "dashscope-compatible", 400, "data_inspection_failed", "Improper",

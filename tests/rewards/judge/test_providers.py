@@ -14,7 +14,14 @@ import pytest
 
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply, Usage
-from ppo_cli.rewards.judge.providers import Endpoint, build_provider
+from ppo_cli.rewards.judge.providers import (
+    Endpoint,
+    build_provider,
+    claude,
+    dashscope_judge,
+    gemini,
+    openai_judge,
+)
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from tests.judge_server import Call, JudgeServer
 from tests.judge_server.asking import (
@@ -50,6 +57,7 @@ def test_a_verdict_comes_back_with_its_tokens(server: JudgeServer, wire: str) ->
     assert isinstance(right, Reply) and isinstance(wrong, Reply)
     assert json.loads(right.text)["score"] == 10
     assert json.loads(wrong.text)["score"] == 1
+    assert right.usage is not None
     assert right.usage.output > 0
     assert 0 < right.usage.cached_input < right.usage.input
     assert not right.truncated
@@ -197,6 +205,30 @@ def test_closing_says_nothing(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("fault", ["no_usage", "null_usage"])
+@pytest.mark.parametrize("mode", ["text", "decision"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_tokens_that_are_not_told_are_not_zero(
+    server: JudgeServer, wire: str, mode: str, fault: str
+) -> None:
+    if (wire, mode) == ("claude", "decision"):
+        return
+    server.fail(fault)
+    reply = ask_once(judge_at(server, wire, mode=mode))
+    assert isinstance(reply, Reply)
+    assert reply.usage is None
+
+
+def test_half_a_count_is_a_count() -> None:
+    assert openai_judge.read_usage({"prompt_tokens": 5}) == Usage(5, 0)
+    assert openai_judge.read_usage({"prompt_tokens": 0, "completion_tokens": 0}) == Usage()
+    assert openai_judge.read_usage({"prompt_tokens": None, "total_tokens": 7}) is None
+    assert claude.read_usage({"output_tokens": 5}) == Usage(0, 5)
+    assert claude.read_usage({}) is None
+    assert gemini.read_usage({"candidates_token_count": None}) is None
+    assert dashscope_judge.read_usage({"input_tokens": float("nan")}) is None
+
+
 # --- decision endpoints -------------------------------------------------------------------------
 
 
@@ -210,7 +242,7 @@ def test_a_decision_gives_a_probability_for_each_level(server: JudgeServer, wire
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares[10] == pytest.approx(0.8)
     assert reply.text == ""
-    assert reply.usage.input > 0
+    assert reply.usage is not None and reply.usage.input > 0
     assert server.calls[0].path.endswith(("/decisions", "/systemone"))
     assert server.count == 1
 

@@ -19,7 +19,9 @@ from urllib.parse import urlsplit
 from ppo_cli.redact import HIDDEN, redact
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.providers.endpoint import Endpoint
+from ppo_cli.rewards.judge.providers.error_words import one_line
 from ppo_cli.rewards.judge.providers.failures import (
+    LONGEST,
     Context,
     about_the_form,
     diagnose,
@@ -140,24 +142,29 @@ class SdkProvider(ABC):
             raise JudgeError(Failure.FATAL, "sdk", told + said) from None
 
     async def _negotiate(self, client: Any, question: Question, timeout: float) -> Reply:
+        form = self._negotiation.begin()
+        refused: list[Form] = []
         while True:
-            form = self._negotiation.form()
             try:
                 reply = await self._call(client, question, form, timeout)
             except JudgeError as error:
                 if error.kind is not Failure.RETRYABLE:
-                    self._negotiation.succeed()  # a refusal, too, is an answer to the form
+                    # A refusal, too, is an answer to the form.
+                    self._negotiation.succeed(form, refused)
                 raise
             except Exception as error:
                 symptoms = read_symptoms(error)
-                told = self._clean(symptoms.message)
-                if about_the_form(symptoms) and self._negotiation.refuse(
-                    form, told, symptoms.param
-                ):
-                    continue
-                raise
-            self._negotiation.succeed()
-            return reply
+                told = self._clean(symptoms.message, symptoms.longest)
+                refused.append(form)
+                other = None
+                if about_the_form(symptoms):
+                    other = self._negotiation.refuse(form, told, symptoms.param)
+                if other is None:
+                    raise
+                form = other
+            else:
+                self._negotiation.succeed(form, refused)
+                return reply
 
     async def _call(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         if self.endpoint.mode == "decision":
@@ -166,7 +173,7 @@ class SdkProvider(ABC):
 
     def _explain(self, error: Exception) -> JudgeError:
         symptoms = read_symptoms(error)
-        symptoms = replace(symptoms, message=self._clean(symptoms.message))
+        symptoms = replace(symptoms, message=self._clean(symptoms.message, symptoms.longest))
         found = diagnose(symptoms, self._context, proven=self._negotiation.proven)
         if found.cause == "unknown":
             logger.warning("%s", found)
@@ -178,10 +185,11 @@ class SdkProvider(ABC):
             retry_after=error.retry_after, usage=error.usage, reply=self._clean(error.reply),
         )  # fmt: skip
 
-    def _clean(self, text: str) -> str:
+    def _clean(self, text: str, longest: int = LONGEST) -> str:
+        """A text in one line, without the key and not too long."""
         if len(self._key.value) >= _SHORTEST_KEY:
             text = text.replace(self._key.value, HIDDEN)
-        return shorten(redact(text))
+        return shorten(one_line(redact(text)), longest)
 
 
 # --- reading replies ----------------------------------------------------------------------------
@@ -192,12 +200,12 @@ def bad_body(what: str) -> JudgeError:
     return JudgeError(Failure.RETRYABLE, "bad_body", f"The reply is not an answer: {what}")
 
 
-def refused(cause: str, told: str, usage: Usage) -> JudgeError:
+def refused(cause: str, told: str, usage: Usage | None) -> JudgeError:
     """The judge, or a filter before it, would not judge this text."""
     return JudgeError(Failure.REFUSED, cause, told, usage=usage, reply=told)
 
 
-def finish(text: str | None, usage: Usage, *, truncated: bool) -> Reply:
+def finish(text: str | None, usage: Usage | None, *, truncated: bool) -> Reply:
     """The reply, or UNPARSED when it is empty without having been cut."""
     if not (text or "").strip() and not truncated:
         raise JudgeError(Failure.UNPARSED, "empty", "The judge's answer is empty.", usage=usage)
@@ -219,9 +227,18 @@ def attribute(value: Any, *names: str | int) -> Any:
 
 def count(value: Any, *names: str | int) -> int:
     """A number of tokens somewhere in a reply; 0 when it is not told."""
+    return _count(value, *names) or 0
+
+
+def counted(usage: Any, *names: str) -> bool:
+    """Whether any of these counts is told; many gateways and local servers tell none."""
+    return any(_count(usage, name) is not None for name in names)
+
+
+def _count(value: Any, *names: str | int) -> int | None:
     found = attribute(value, *names)
     if not isinstance(found, int | float) or not math.isfinite(found):
-        return 0
+        return None
     return max(0, int(found))
 
 

@@ -11,17 +11,20 @@ from ppo_cli.rewards.judge.providers.base import (
     attribute,
     bad_body,
     count,
+    counted,
     finish,
     refused,
 )
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
-from ppo_cli.rewards.judge.providers.verdict_schema import verdict_schema
+from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, verdict_schema
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}
 
 
-def read_usage(usage: Any) -> Usage:
+def read_usage(usage: Any) -> Usage | None:
     """Tokens of a Claude reply: `input_tokens` leaves out what was read from or put in a cache."""
+    if not counted(usage, "input_tokens", "output_tokens"):
+        return None
     cached = count(usage, "cache_read_input_tokens")
     fresh = count(usage, "input_tokens") + count(usage, "cache_creation_input_tokens")
     return Usage(fresh + cached, count(usage, "output_tokens"), cached)
@@ -37,8 +40,11 @@ class ClaudeJudge(SdkProvider):
         """Temperature only when it was asked for: current models take none."""
         options = [
             Option("thinking", ("disabled",)),
-            Option("output_config", ("json_schema",), ("output_format", "schema")),
-        ]
+            Option(
+                "output_config", ("json_schema",),
+                ("output_format", "schema", "response_format", *FORMAT_WORDS),
+            ),
+        ]  # fmt: skip
         if self.endpoint.sampling() is not None:
             options.append(Option("temperature"))
         return options

@@ -12,6 +12,7 @@ from ppo_cli.rewards.judge.providers.base import (
     attribute,
     bad_body,
     count,
+    counted,
     finish,
     hush,
     refused,
@@ -19,11 +20,13 @@ from ppo_cli.rewards.judge.providers.base import (
 from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
 from ppo_cli.rewards.judge.providers.openai_judge import chat_messages
-from ppo_cli.rewards.judge.providers.verdict_schema import response_format
+from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, response_format
 
 
-def read_usage(usage: Any) -> Usage:
+def read_usage(usage: Any) -> Usage | None:
     """Tokens of a DashScope reply; cached ones are told in an extra field."""
+    if not counted(usage, "input_tokens", "output_tokens"):
+        return None
     return Usage(
         count(usage, "input_tokens"),
         count(usage, "output_tokens"),
@@ -42,7 +45,7 @@ class DashScopeJudge(SdkProvider):
         return [
             Option("enable_thinking", words=("thinking",)),
             Option("seed"),
-            Option("response_format", ("json_schema", "json_object")),
+            Option("response_format", ("json_schema", "json_object"), ("schema", *FORMAT_WORDS)),
             Option("temperature"),
             Option("max_tokens"),
         ]

@@ -25,7 +25,7 @@ def score_question(question: Question) -> dict[str, dict[str, object]]:
     return {QUESTION: {**asked, "instructions": question.system or "Score the response."}}
 
 
-def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage) -> Reply:
+def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) -> Reply:
     """Turn probabilities, lowest level first, into a reply; they are made to sum to 1."""
     known = [share for share in shares if isinstance(share, int | float)]
     total = math.fsum(known)

@@ -67,9 +67,16 @@ class Endpoint:
 
     @classmethod
     def of_monitor(cls, api: ApiReward) -> Endpoint:
-        """The judge that is only compared with the first."""
+        """The judge that is only compared with the first.
+
+        One of the same type without an address of its own is asked where the first one is, with
+        the same key: a gateway's key is not for the provider's public address.
+        """
         told = api.monitor
-        return cls(told.type, told.model, told.base_url, told.key_env, flags="--rm_monitor")
+        base_url, key_env = told.base_url, told.key_env
+        if not base_url and told.type == api.type:
+            base_url, key_env = api.base_url, key_env or api.key_env
+        return cls(told.type, told.model, base_url, key_env, flags="--rm_monitor")
 
     def sampling(self) -> float | None:
         """Temperature to ask for: 0, or 0.7 with several votes; Claude takes none by default."""

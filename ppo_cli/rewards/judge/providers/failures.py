@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError
+from ppo_cli.rewards.judge.providers.error_words import is_page, read_words
 
 _FILTER_CODES = {
     "content_filter", "content_policy_violation", "datainspectionfailed",
@@ -28,15 +29,33 @@ _FATAL_CODES = {
     "billing_error", "account_deactivated",
     "authentication_error", "permission_error", "invalid_authentication",
 }  # fmt: skip
-_MONEY = re.compile(r"(?i)credit balance|insufficient[_ ](quota|balance|funds)|arrear|overdue")
-_MODEL = re.compile(r"(?i)\bmodel\b.{0,80}?\b(not (exist|found)|does not exist|unknown)")
+_MONEY = re.compile(
+    r"(?i)credit (balance|limit)|\b(insufficient|not enough|no|out of)\b.{0,20}?"
+    r"(credits?|balance|funds)\b|insufficient[_ ]quota|arrear|overdue|\bbilling\b"
+    r"|payment required|credits? (are |is )?(exhausted|used up|too low)"
+)
+_QUOTA = re.compile(r"(?i)\bquota")
+_MODEL = re.compile(
+    r"(?i)\bmodel\b.{0,80}?\b(not (exist|found)|does not exist|is (unknown|retired|discontinued"
+    r"|decommissioned)|(has|have) been (retired|discontinued|decommissioned)|no longer available)"
+    r"|\b(unknown|no such|invalid|not a valid) model\b(?! \w+ parameter)"
+)
+# A passing state, whoever says it; the second only where nothing speaks of the request.
+_PACE = re.compile(r"(?i)per (second|minute|hour|day)|rate[ _-]?limit|throttl|too many requests")
+_BUSY = re.compile(r"(?i)overload|temporar(y|il)|at capacity|\bbusy\b")
+_AGAIN = re.compile(r"(?i)try(ing)? again|\bretry\b|\brate\b")
+_REQUEST = re.compile(
+    r"(?i)parameter|argument|support|not (enabled|allowed)|invalid|unknown|unrecogni[sz]ed"
+    r"|unexpected|remove|rephrase|shorten|reduce|schema|\b(prompt|input|content|text|format|mode)\b"
+)
 _FILTERED = re.compile(r"(?i)blocked by content filtering|inappropriate content")
 _TOO_LONG = re.compile(
     r"(?i)context[_ ](length|window|size)|prompt is too long|input is too long"
     r"|(range|length) of input|input token count"
 )
 _RETRYABLE = {408, 409, 425, 429, 529}
-_LONGEST = 600
+LONGEST = 600
+_EXCERPT = 200  # of a page, or of a text that no provider wrote
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,7 @@ class Symptoms:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     wait: float | None = None
+    longest: int = LONGEST
 
 
 @dataclass(frozen=True)
@@ -111,14 +131,37 @@ def _from_status(error: BaseException, status: int, text: str) -> Symptoms:
     codes = {body.get("code"), body.get("type"), body.get("status"), getattr(error, "code", None)}
     details = [item for item in body.get("details") or () if isinstance(item, dict)]
     codes |= {item.get("reason") for item in details}
-    told = str(body.get("message") or text)
+    told, longest = _words(error, text)
     param = body.get("param") or getattr(error, "param", None)
     delays = [read_seconds(str(item.get("retryDelay", "")).removesuffix("s")) for item in details]
     return Symptoms(
         "status", told, status, frozenset(c.lower() for c in codes if isinstance(c, str)),
         param if isinstance(param, str) else None, {k.lower(): v for k, v in headers.items()},
-        next((delay for delay in delays if delay is not None), None),
+        next((delay for delay in delays if delay is not None), None), longest,
     )  # fmt: skip
+
+
+def _words(error: BaseException, text: str) -> tuple[str, int]:
+    """What the body of a reply says, or else the exception, and how much of it is worth showing."""
+    body = getattr(error, "body", None) or getattr(error, "details", None)
+    if isinstance(body, str):  # one SDK hands over `error` alone, even where it is no object
+        sent = getattr(getattr(error, "response", None), "text", None)
+        body = _parsed(sent) or body
+    for said in (body, text):
+        if words := read_words(said):
+            # Another SDK puts a plain text into an object of these two.
+            wrapped = isinstance(said, dict) and said.keys() == {"message", "status"}
+            inside = said.get("message") if isinstance(said, dict) else said
+            plain = wrapped or isinstance(said, str) or is_page(inside)
+            return words, _EXCERPT if plain else LONGEST
+    return text, LONGEST
+
+
+def _parsed(sent: Any) -> Any:
+    try:
+        return json.loads(sent)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _body(error: BaseException) -> dict[str, Any]:
@@ -164,7 +207,8 @@ def about_the_form(symptoms: Symptoms) -> bool:
         return True
     if symptoms.what != "status" or symptoms.status not in {400, 422}:
         return False
-    return not (_filtered(symptoms) or _hopeless(symptoms) or _too_long(symptoms))
+    known = (_filtered, _hopeless, _too_long, _passing)
+    return not any(is_so(symptoms) for is_so in known)
 
 
 def _filtered(symptoms: Symptoms) -> bool:
@@ -175,7 +219,20 @@ def _hopeless(symptoms: Symptoms) -> bool:
     text, status = symptoms.message, symptoms.status
     if symptoms.codes & _FATAL_CODES or status in {401, 402, 403, 404}:
         return True
-    return status == 400 and bool(_MONEY.search(text) or _MODEL.search(text))
+    if status not in {400, 422}:
+        return False
+    spent = _QUOTA.search(text) and not _PACE.search(text)
+    return bool(spent or _MONEY.search(text) or _MODEL.search(text))
+
+
+def _passing(symptoms: Symptoms) -> bool:
+    """Whether a refusal of the request speaks of load or limits, as some gateways' do."""
+    text = symptoms.message
+    if symptoms.status not in {400, 422} or symptoms.param:
+        return False
+    if _PACE.search(text) or _BUSY.search(text):
+        return True
+    return bool(_AGAIN.search(text)) and not _REQUEST.search(text)
 
 
 def _too_long(symptoms: Symptoms) -> bool:
@@ -194,7 +251,7 @@ def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeErro
     if _filtered(symptoms):
         return _error(Failure.REFUSED, "content_filter", told, symptoms)
     if _hopeless(symptoms):
-        return _error(Failure.FATAL, cause, f"{told}\n{_hint(symptoms, context)}", symptoms)
+        return _error(Failure.FATAL, cause, _with_hint(told, symptoms, context), symptoms)
     if status in _RETRYABLE or status >= 500:
         return _error(Failure.RETRYABLE, cause, told, symptoms)
     if status < 300:
@@ -202,9 +259,13 @@ def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeErro
         return _error(
             Failure.RETRYABLE, "http_429" if throttled else "business_error", told, symptoms
         )
-    if _too_long(symptoms) or proven:
+    if _too_long(symptoms):
         return _error(Failure.REFUSED, "bad_request", told, symptoms)
-    return _error(Failure.FATAL, cause, f"{told}\n{_hint(symptoms, context)}", symptoms)
+    if _passing(symptoms):
+        return _error(Failure.RETRYABLE, cause, told, symptoms)
+    if proven:
+        return _error(Failure.REFUSED, "bad_request", told, symptoms)
+    return _error(Failure.FATAL, cause, _with_hint(told, symptoms, context), symptoms)
 
 
 def _without_status(symptoms: Symptoms, context: Context) -> JudgeError:
@@ -230,10 +291,16 @@ def _error(kind: Failure, cause: str, message: str, symptoms: Symptoms) -> Judge
     )  # fmt: skip
 
 
+def _with_hint(told: str, symptoms: Symptoms, context: Context) -> str:
+    stop = "" if told.rstrip().endswith((".", "!", "?", "…")) else "."
+    return f"{told.rstrip()}{stop} {_hint(symptoms, context)}"
+
+
 def _hint(symptoms: Symptoms, context: Context) -> str:
     """What to look at when no later call will do better."""
     status, codes = symptoms.status, symptoms.codes
-    if status == 402 or _MONEY.search(f"{symptoms.message} {' '.join(codes)}"):
+    words = f"{symptoms.message} {' '.join(codes)}"
+    if status == 402 or _MONEY.search(words) or _QUOTA.search(words):
         return "Check the balance and the limits of the account."
     if status == 404 or _MODEL.search(symptoms.message) or any("model" in c for c in codes):
         return (
@@ -251,6 +318,6 @@ def _hint(symptoms: Symptoms, context: Context) -> str:
     return f"Check {context.flags}_model (now '{context.model}') and {context.flags}_base_url."
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, longest: int = LONGEST) -> str:
     """At most a few lines of a provider's words."""
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

@@ -12,6 +12,7 @@ from ppo_cli.rewards.judge.providers.base import (
     attribute,
     bad_body,
     count,
+    counted,
     finish,
     hush,
     refused,
@@ -28,13 +29,26 @@ _BLOCKED = {
 _VERSION = re.compile(r"^(.*)/(v\d\w*)$")
 
 
-def read_usage(usage: Any) -> Usage:
+def read_usage(usage: Any) -> Usage | None:
     """Tokens of a Gemini reply; thinking is billed as output."""
+    if not counted(usage, "prompt_token_count", "candidates_token_count"):
+        return None
     thought = count(usage, "thoughts_token_count")
     return Usage(
         count(usage, "prompt_token_count"),
         count(usage, "candidates_token_count") + thought,
         count(usage, "cached_content_token_count"),
+    )
+
+
+def read_decision_usage(usage: Any) -> Usage | None:
+    """Tokens of a Gemini decision."""
+    if not counted(usage, "total_input_tokens", "total_output_tokens"):
+        return None
+    return Usage(
+        count(usage, "total_input_tokens"),
+        count(usage, "total_output_tokens"),
+        count(usage, "total_cached_tokens"),
     )
 
 
@@ -56,10 +70,18 @@ class GeminiJudge(SdkProvider):
             Option("seed"),
             Option(
                 "response_schema", ("json_schema", "json"),
-                ("response_json_schema", "response_mime_type", "schema"),
+                (
+                    "response_json_schema", "response_mime_type", "schema", "json mode",
+                    "structured output", "structured outputs", "controlled generation",
+                    "constrained decoding", "application/json",
+                ),
             ),
             Option("temperature"),
             Option("max_output_tokens"),
+            Option(
+                "system_instruction", ("apart", "in the prompt"),
+                ("developer instruction", "system prompt", "system role", "system message"),
+            ),
         ]  # fmt: skip
 
     def connect(self, key: str) -> Any:
@@ -92,13 +114,15 @@ class GeminiJudge(SdkProvider):
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One generated content."""
         reply = await client.aio.models.generate_content(
-            model=self.model, contents=question.user, config=self._config(question, form)
+            model=self.model,
+            contents=_contents(question, form),
+            config=self._config(question, form),
         )
         return read_content(reply)
 
     def _config(self, question: Question, form: Form) -> dict[str, Any]:
         config: dict[str, Any] = {"automatic_function_calling": {"disable": True}}
-        if question.system:
+        if question.system and form.get("system_instruction") == "apart":
             config["system_instruction"] = question.system
         if "thinking" in form:
             way, _, amount = form["thinking"].partition(" ")
@@ -129,12 +153,7 @@ class GeminiJudge(SdkProvider):
         reply = await client.aio.decisions.create(
             model=self.model, input=question.user, questions=score_question(question)
         )
-        used = attribute(reply, "usage")
-        usage = Usage(
-            count(used, "total_input_tokens"),
-            count(used, "total_output_tokens"),
-            count(used, "total_cached_tokens"),
-        )
+        usage = read_decision_usage(attribute(reply, "usage"))
         if blocked := attribute(reply, "prompt_feedback", "block_reason"):
             raise refused("content_filter", f"The prompt was blocked: {blocked}", usage)
         shares = attribute(reply, "answers", QUESTION, "probabilities")
@@ -142,6 +161,12 @@ class GeminiJudge(SdkProvider):
             raise bad_body(f"no answers in a {type(reply).__name__}")
         levels = range(len(question.scale.levels()))
         return by_level([shares.get(str(i)) for i in levels], question.scale, usage)
+
+
+def _contents(question: Question, form: Form) -> str:
+    """The prompt; a model without system instructions reads them at its beginning."""
+    apart = form.get("system_instruction") == "apart" or not question.system
+    return question.user if apart else f"{question.system}\n\n{question.user}"
 
 
 def open_session() -> Any:

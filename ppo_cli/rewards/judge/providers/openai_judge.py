@@ -12,22 +12,36 @@ from ppo_cli.rewards.judge.providers.base import (
     attribute,
     bad_body,
     count,
+    counted,
     finish,
     refused,
 )
 from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, criteria
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
-from ppo_cli.rewards.judge.providers.verdict_schema import response_format
+from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, response_format
 
 _OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
 
 
-def read_usage(usage: Any) -> Usage:
+def read_usage(usage: Any) -> Usage | None:
     """Tokens of an OpenAI reply; cached ones are part of the prompt's."""
+    if not counted(usage, "prompt_tokens", "completion_tokens"):
+        return None
     return Usage(
         count(usage, "prompt_tokens"),
         count(usage, "completion_tokens"),
         count(usage, "prompt_tokens_details", "cached_tokens"),
+    )
+
+
+def read_decision_usage(usage: Any) -> Usage | None:
+    """Tokens of an OpenAI decision."""
+    if not counted(usage, "input_tokens", "output_tokens"):
+        return None
+    return Usage(
+        count(usage, "input_tokens"),
+        count(usage, "output_tokens"),
+        count(usage, "input_tokens_details", "cached_tokens"),
     )
 
 
@@ -46,10 +60,15 @@ class OpenAIJudge(SdkProvider):
             Option("seed"),
             Option(
                 "response_format", ("json_schema", "json_object"),
-                ("text.format", "schema", "structured output", "structured_outputs", "grammar"),
+                ("text.format", "schema", *FORMAT_WORDS),
             ),
             Option("temperature"),
             Option("max_tokens", lengths if own else lengths[::-1]),
+            Option(
+                "system_message", ("apart", "in the prompt"),
+                ("developer instruction", "system instruction", "system prompt", "system role",
+                 "role 'system'", 'role "system"'),
+            ),
         ]  # fmt: skip
         if "qwen" in self.model.lower() and not own:
             way = "enable_thinking" if "aliyuncs" in host else "chat_template_kwargs"
@@ -72,7 +91,7 @@ class OpenAIJudge(SdkProvider):
         """One chat completion."""
         reply = await client.chat.completions.create(
             model=self.model,
-            messages=chat_messages(question),
+            messages=chat_messages(question, apart=form.get("system_message") == "apart"),
             timeout=timeout,
             **self._parameters(question, form),
         )
@@ -108,12 +127,7 @@ class OpenAIJudge(SdkProvider):
         reply = await client.decisions.create(
             model=self.model, input=question.user, questions=[asked], timeout=timeout
         )
-        used = attribute(reply, "usage")
-        usage = Usage(
-            count(used, "input_tokens"),
-            count(used, "output_tokens"),
-            count(used, "input_tokens_details", "cached_tokens"),
-        )
+        usage = read_decision_usage(attribute(reply, "usage"))
         answer = attribute(reply, "answers", 0)
         if answer is None:
             raise bad_body(f"no answers in {type(reply).__name__}")
@@ -124,8 +138,10 @@ class OpenAIJudge(SdkProvider):
         return by_level([shares.get(label) for label in labels], question.scale, usage)
 
 
-def chat_messages(question: Question) -> list[Mapping[str, str]]:
-    """System and user message; no empty system message."""
+def chat_messages(question: Question, *, apart: bool = True) -> list[Mapping[str, str]]:
+    """System and user message, or both in one; no empty system message."""
+    if question.system and not apart:
+        return [{"role": "user", "content": f"{question.system}\n\n{question.user}"}]
     system = [{"role": "system", "content": question.system}] if question.system else []
     return [*system, {"role": "user", "content": question.user}]
 

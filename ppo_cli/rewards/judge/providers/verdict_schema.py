@@ -6,6 +6,12 @@ from typing import Any
 
 from ppo_cli.rewards.judge.exchange import Scale
 
+# What errors call the form of an answer, beside the parameter's own name.
+FORMAT_WORDS = (
+    "json mode", "response_schema", "response_mime_type", "structured output",
+    "structured outputs", "structured generation", "grammar", "guided", "constrained decoding",
+)  # fmt: skip
+
 
 def verdict_schema(scale: Scale) -> dict[str, Any]:
     """JSON schema of `{"reason": str, "score": int}`, the score one of the scale's levels."""

@@ -1,0 +1,154 @@
+"""What providers, gateways and proxies say in the bodies of their errors, in whatever form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply
+from ppo_cli.rewards.judge.providers.base import SdkProvider
+from ppo_cli.rewards.judge.providers.error_words import read_words
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import SECRET, WIRES, ask_once, judge_at, make_question
+
+FATAL, RETRYABLE, REFUSED = Failure.FATAL, Failure.RETRYABLE, Failure.REFUSED
+Ask = Callable[..., Reply | JudgeError]
+PAGE = (
+    "<!doctype html><html><head><title>502</title><style>p {color: red}</style></head>\n"
+    "<body><h1>Bad\ngateway</h1><p>Blame R&amp;D.</p><!-- x --></body></html>"
+)
+SHAPES = [
+    ('{"error": "WORDS"}', "WORDS"),
+    ('{"detail": "WORDS"}', "WORDS"),
+    ('{"message": "WORDS"}', "WORDS"),
+    ('{"error": "Bad Request", "message": "WORDS"}', "WORDS"),
+    ('{"errors": [{"msg": "WORDS"}, "more"]}', "WORDS; more"),
+    ('{"detail": [{"loc": ["body", "top_k"], "msg": "WORDS"}]}', "body.top_k: WORDS"),
+    ('[{"error": {"code": 400, "message": "WORDS"}}]', "WORDS"),
+    (
+        '{"error": {"message": "Provider failed", "metadata": {"raw": "{\\"error\\": '
+        '{\\"message\\": \\"WORDS\\"}}"}}}',
+        "Provider failed: WORDS",
+    ),
+    ("WORDS\n  in plain", "WORDS in plain"),
+    (PAGE, "502 Bad gateway Blame R&D."),
+]
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[JudgeServer]:
+    with JudgeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: JudgeServer) -> JudgeServer:
+    shared_server.reset()
+    return shared_server
+
+
+@pytest.fixture(scope="module")
+def ask(shared_server: JudgeServer) -> Iterator[Ask]:
+    """Ask judges that live on one event loop, each of which has answered once."""
+    loop = asyncio.new_event_loop()
+    judges: dict[str, SdkProvider] = {}
+
+    async def attempt(wire: str, question: Question, timeout: float) -> Reply | JudgeError:
+        try:
+            return await judges[wire].ask(question, timeout=timeout)
+        except JudgeError as error:
+            return error
+
+    def run(wire: str, question: Question | None = None, timeout: float = 10.0) -> Any:
+        return loop.run_until_complete(attempt(wire, question or make_question(), timeout))
+
+    for wire in WIRES:
+        judges[wire] = judge_at(shared_server, wire)
+        assert isinstance(run(wire), Reply)
+    yield run
+    for judge in judges.values():
+        loop.run_until_complete(judge.close())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@pytest.mark.parametrize(("raw", "words"), SHAPES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_words_are_found_in_any_body(
+    server: JudgeServer, ask: Ask, wire: str, raw: str, words: str
+) -> None:
+    said = "It is odd here, dear"
+    server.fail(400, raw=raw.replace("WORDS", said))
+    error = ask(wire)
+    assert isinstance(error, JudgeError)
+    assert str(error) == f"{label(wire)} answered 400: {words.replace('WORDS', said)}"
+    assert (error.kind, error.cause) == (REFUSED, "bad_request")
+
+
+def label(wire: str) -> str:
+    return f"{wire.split('-')[0]} (judge-model)"
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "cause"),
+    [
+        ('{"error": "model \'m1\' is retired; use m2"}', FATAL, "http_400"),
+        ('{"detail": "This model\'s maximum context length is 8"}', REFUSED, "bad_request"),
+        ('{"detail": [{"msg": "blocked by content filtering"}]}', REFUSED, "content_filter"),
+        ("out of credits", FATAL, "http_400"),
+        ("<html><body>Overloaded</body></html>", RETRYABLE, "http_400"),
+    ],
+)
+@pytest.mark.parametrize("wire", WIRES)
+def test_words_of_any_body_are_understood(
+    server: JudgeServer, wire: str, raw: str, kind: Failure, cause: str
+) -> None:
+    server.fail(400, raw=raw)
+    error = ask_once(judge_at(server, wire))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (kind, cause)
+    assert server.count == 1  # and no option is dropped for it
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_parameter_is_known_by_the_words_of_any_body(server: JudgeServer, wire: str) -> None:
+    name = "thinking" if wire == "claude" else "seed"
+    server.fail(422, times=1, raw=json.dumps({"detail": [{"loc": ["body", name], "msg": "no"}]}))
+    judge = judge_at(server, wire)
+    assert isinstance(ask_once(judge), Reply)
+    assert [told.split("=")[0] for told in judge.dropped()] == [name]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_page_is_cut_short(server: JudgeServer, ask: Ask, wire: str) -> None:
+    for raw in (f"<html><body>{'far ' * 500}{SECRET}</body></html>", "far " * 500, SECRET * 20):
+        server.fail(500, times=1, raw=raw)
+        told = str(ask(wire))
+        assert len(told) < 300
+        assert SECRET[:12] not in told
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_message_is_one_line_with_one_hint(server: JudgeServer, wire: str) -> None:
+    for status in (400, 401, 402, 403, 404):
+        server.fail(status, times=100, message="One.\n\n  Two")
+        told = str(ask_once(judge_at(server, wire)))
+        server.heal()
+        assert "\n" not in told
+        assert f"answered {status}: One. Two. " in told
+        assert told.count("heck ") == 1
+
+
+def test_a_body_without_words() -> None:
+    for body in (None, 3, b"x", "", {}, [], {"error": {"code": 4}}, {"message": None}):
+        assert read_words(body) == ""
+    deep: Any = "words"
+    for _ in range(1000):
+        deep = {"error": deep}
+    assert read_words(deep) == ""
+    assert read_words("[" * 100_000).startswith("[[")
+    assert read_words('{"error": ') == '{"error":'
