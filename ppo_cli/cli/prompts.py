@@ -62,7 +62,7 @@ def show(name: str = typer.Argument(help="Name of a judge prompt.")) -> None:
 def render(given: Given) -> None:
     """Show the exact request that a judge gets for one data row."""
     resolved = given.resolve()
-    from ppo_cli.trust.render import show_row
+    from ppo_cli.trust.render import show_row, wire_form
 
     config = resolved.config
     file = prompt_files([str(given.extras["file"])], "train")[0]
@@ -84,6 +84,7 @@ def render(given: Given) -> None:
         "answered_without_a_call": shown.gated,
         "system": shown.question.system,
         "user": shown.question.user,
+        "request": wire_form(config.reward.api, shown.question),
     }
     text = json.dumps(facts, ensure_ascii=False, indent=2) if given.extras["json"] else told(facts)
     print(fit(text, sys.stdout.encoding))
@@ -102,7 +103,33 @@ def told(facts: dict[str, Any]) -> str:
             f"{facts['answered_without_a_call']}."
         )
     system = facts["system"] or "(none)"
-    return "\n".join([*lines, f"{RULE} system", system, f"{RULE} user", facts["user"]])
+    return "\n".join(
+        [
+            *lines,
+            *(f"{RULE} {name}\n{text}" for name, text in _request(facts)),
+            f"{RULE} system",
+            system,
+            f"{RULE} user",
+            facts["user"],
+        ]
+    )
+
+
+def _request(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where the request goes and its parameters; the texts stand below, in full."""
+    sent = facts["request"]
+    texts = {facts["system"]: "(below)", facts["user"]: "(below)"}
+    parameters = json.dumps(_shortened(sent["arguments"], texts), ensure_ascii=False, indent=2)
+    where = f"{sent['endpoint']}  {sent['method']}  mode {sent['mode']}"
+    return [("request", f"{where}\n{parameters}")]
+
+
+def _shortened(value: Any, texts: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(item, texts) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shortened(item, texts) for item in value]
+    return texts.get(value, value) if isinstance(value, str) and value else value
 
 
 def _extra(name: str, kind: Any, default: Any) -> inspect.Parameter:

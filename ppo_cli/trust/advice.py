@@ -17,7 +17,7 @@ def advise(result: Facts) -> list[str]:
     found += [_rank(result["agreement"]["Spearman"], result["agreement"]["AUC"])]
     found += [_threshold(result["agreement"]), _length(result["bias"])]
     found += [_position(name, facts) for name, facts in result["bias"].items() if "pos" in name]
-    found += [_repeats(result["repeated"])]
+    found += [_repeats(result["repeated"]), _paid(result.get("per_1000") or {})]
     return [sentence for sentence in found if sentence]
 
 
@@ -114,3 +114,15 @@ def _repeats(facts: Facts | None) -> str:
         f"Asked again, {facts['same']:.0%} of verdicts are the same, {gap:.2f} apart on average: "
     )
     return said + ("noisy; --rm_votes 3 averages it out." if gap > NOISY else "steady enough.")
+
+
+def _paid(facts: Facts) -> str:
+    """Say on how many calls the cost rests."""
+    calls = facts.get("paid_calls")
+    if not calls:
+        return ""
+    cost = facts.get("cost_usd")
+    said = "The cost" if cost is None else f"${cost:.3f}"
+    return (
+        f"{said} for 1,000 responses rests on the {calls:,.0f} calls made here, repeats included."
+    )

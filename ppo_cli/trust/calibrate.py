@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -64,9 +65,12 @@ def calibrate(
     columns = _columns(labelled, scoring)
     stopped = scoring.stopped
     verdicts: list[list[float]] = []
+    before = time.monotonic()
     if not stopped and again:
         with screen.phase("repeat", len(again)) as advance:
             stopped, verdicts = repeat_all(reward, again, repeat, Watch(advance, screen.note))
+    took = time.monotonic() - before
+    spent = add_spending(spending(scoring.scores, scoring), reward.measure())
     result: dict[str, Any] = {
         "rows": len(rollouts),
         "scored": len(columns.scores),
@@ -77,8 +81,10 @@ def calibrate(
         "agreement": agreement_of(columns),
         "bias": bias_of(columns),
         "repeated": _repeated(verdicts, repeat),
-        "spent": add_spending(spending(scoring.scores, scoring), reward.measure()),
-        "per_1000": per_thousand(scoring),
+        "spent": spent,
+        "per_1000": per_thousand(
+            scoring, spent | {"seconds": scoring.seconds + took}, sum(map(len, verdicts)), votes
+        ),
         "stopped": redact(stopped),
     }
     return {**result, "advice": advise(result)}
@@ -248,11 +254,17 @@ def _repeated(verdicts: Sequence[Sequence[float]], times: int) -> dict[str, Any]
     return None if found is None else {**asdict(found), "verdicts": times}
 
 
-def per_thousand(scoring: Scoring) -> Mapping[str, float]:
-    """Cost, tokens and seconds for 1,000 responses, from those that were asked for here."""
-    asked = [s for s in scoring.scores if judged(s) is not None and not s.info.get("cached")]
+def per_thousand(
+    scoring: Scoring, spent: Mapping[str, float], repeats: int = 0, votes: int = 1
+) -> Mapping[str, float]:
+    """Cost, tokens and seconds for 1,000 responses of `votes` verdicts each.
+
+    They rest on the verdicts that were asked for here, repeats past the cache included; how
+    many calls these took is `paid_calls`.
+    """
+    fresh = [s for s in scoring.scores if judged(s) is not None and not s.info.get("cached")]
+    asked = len(fresh) + repeats / votes
     if not asked:
         return {}
-    spent = spending(scoring.scores, scoring)
-    spent.pop("cached", None)
-    return {key: value * 1000.0 / len(asked) for key, value in spent.items()}
+    found = {k: v * 1000.0 / asked for k, v in spent.items() if k != "cached"}
+    return found | ({"paid_calls": spent["calls"]} if "calls" in spent else {})

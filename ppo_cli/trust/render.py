@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.rewarding import ApiReward
@@ -11,9 +13,13 @@ from ppo_cli.data_sets.files import name_type
 from ppo_cli.data_sets.messages import question_of
 from ppo_cli.data_sets.problems import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, find_columns, read_row, read_source
-from ppo_cli.errors import DataError
+from ppo_cli.errors import DataError, RewardError
 from ppo_cli.rewards.judge.exchange import Question
 from ppo_cli.rewards.judge.gate import content_free
+from ppo_cli.rewards.judge.providers.build import PROVIDERS
+from ppo_cli.rewards.judge.providers.endpoint import Endpoint
+from ppo_cli.rewards.judge.providers.keys import NO_KEY, Key
+from ppo_cli.rewards.judge.providers.negotiation import Negotiation
 from ppo_cli.rewards.judge.template import (
     Material,
     Template,
@@ -25,6 +31,7 @@ from ppo_cli.rewards.judge.template import (
 )
 
 RESPONSE = "response"
+UNNAMED = "no-model"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,57 @@ class Shown:
     template: Template
     question: Question
     gated: str | None
+
+
+class Recorder:
+    """Stands in for an SDK's client: keeps what it is called with, and sends nothing."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Recorder:
+        return Recorder(f"{self.path}.{name}".lstrip("."))
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Keep the call."""
+        raise Recorded(self.path, arguments)
+
+
+class Recorded(Exception):
+    """The call that a provider would have made."""
+
+    def __init__(self, method: str, arguments: Mapping[str, Any]) -> None:
+        super().__init__(method)
+        self.method = method
+        self.arguments = arguments
+
+
+def wire_form(
+    api: ApiReward, question: Question, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return the call that the provider would make first: endpoint, method and arguments.
+
+    Neither a key nor the SDK is needed, and nothing is sent. What a model refuses is left out
+    by later calls.
+    """
+    given = Endpoint.of(api)
+    # Without a model the rest can be shown all the same.
+    endpoint = replace(given, model=api.model or UNNAMED).located(environ)
+    provider = PROVIDERS[api.type](endpoint, Key(NO_KEY, ""))
+    form = Negotiation("", provider.options()).form()
+    asked = (
+        provider.decide(Recorder(), question, api.timeout)
+        if api.mode == "decision"
+        else provider.judge(Recorder(), question, form, api.timeout)
+    )
+    try:
+        asyncio.run(asked)
+    except Recorded as call:
+        where = {"endpoint": provider.base_url, "mode": api.mode, "method": call.method}
+        return where | {"arguments": dict(call.arguments) | {"model": api.model}}
+    except NotImplementedError as error:
+        raise RewardError(f"{error}: leave --rm_mode at text.") from error
+    raise AssertionError(f"{provider!r} asked nothing")
 
 
 def bundled_prompts() -> tuple[Template, ...]:

@@ -116,6 +116,53 @@ def test_render_as_json(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["answered_without_a_call"] is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "host", "method", "told"),
+    [
+        ("openai", "https://api.openai.com/v1", "chat.completions.create", '"json_schema"'),
+        ("claude", "https://api.anthropic.com", "messages.create", '"max_tokens": 77'),
+        ("gemini", "https://generativelanguage.googleapis.com", "aio.models.generate_content",
+         '"HARM_CATEGORY_'),
+        ("dashscope", "https://dashscope.aliyuncs.com/api/v1", "chat.completions.create",
+         '"enable_thinking": false'),
+    ],
+)  # fmt: skip
+def test_render_shows_the_request_as_it_is_made(
+    rows: str, capsys: pytest.CaptureFixture[str], kind: str, host: str, method: str, told: str
+) -> None:
+    flags = ["--rm_api_type", kind, "--rm_model", "some-model", "--rm_max_tokens", "77"]
+    shown = rendered(capsys, rows, *flags, "--rm_temperature", "0.25")
+    sent = shown["request"]
+    assert (sent["endpoint"], sent["method"], sent["mode"]) == (host, method, "text")
+    assert sent["arguments"]["model"] == "some-model"
+    wire = json.dumps(sent["arguments"])
+    assert told in wire
+    assert '"temperature": 0.25' in wire
+    assert '"score"' in wire
+    assert "It is 4." in wire
+    code, out, _ = run(capsys, "render", rows, *flags)
+    assert code == 0
+    assert told in out
+    assert out.count("It is 4.") == 1
+    assert f"{host}  {method}  mode text\n" in out
+
+
+def test_render_never_shows_a_key(
+    rows: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret-0123456789")
+    code, out, _ = run(capsys, "render", rows, "--rm_api_type", "openai", "--rm_model", "m")
+    assert code == 0
+    assert "very-secret" not in out
+    assert '"seed": 0' in out
+
+
+def test_render_of_a_decision(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--rm_api_type", "openai", "--rm_model", "m", "--rm_mode", "decision"]
+    sent = rendered(capsys, rows, *flags)["request"]
+    assert (sent["mode"], sent["method"]) == ("decision", "decisions.create")
+
+
 def test_render_takes_a_placeholder(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = rendered(capsys, rows, "--row", "2", "--response", "Six?")
     assert "\n3 + 3 = ?\n" in shown["user"]

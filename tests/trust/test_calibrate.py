@@ -194,7 +194,44 @@ def test_a_stop_is_reported(tmp_path: Path) -> None:
 
 def test_cost_of_a_thousand_leaves_the_cache_out() -> None:
     fresh, cached = Score(1.0), Score(1.0, info={"cached": True})
-    metrics = {"judge/cost_usd": 0.5, "judge/tokens_in": 100.0}
-    told = per_thousand(Scoring((fresh, fresh, cached, Score.failed("x")), 4.0, metrics))
-    assert told == {"seconds": 2000.0, "cost_usd": 250.0, "tokens_in": 50_000.0}
-    assert per_thousand(Scoring((cached,), 1.0)) == {}
+    scoring = Scoring((fresh, fresh, cached, Score.failed("x")), 4.0)
+    spent = {"seconds": 4.0, "cost_usd": 0.5, "tokens_in": 100.0, "calls": 3.0, "cached": 1}
+    told = per_thousand(scoring, spent)
+    assert told == {
+        "seconds": 2000.0, "cost_usd": 250.0, "tokens_in": 50_000.0, "calls": 1500.0,
+        "paid_calls": 3.0,
+    }  # fmt: skip
+    assert per_thousand(Scoring((cached,), 1.0), {"seconds": 1.0}) == {}
+
+
+def test_cost_of_a_thousand_counts_paid_repeats() -> None:
+    cached = Score(1.0, info={"cached": True})
+    spent = {"seconds": 2.0, "cost_usd": 0.6, "calls": 12.0, "cached": 4}
+    told = per_thousand(Scoring((cached,) * 4, 0.1), spent, repeats=12)
+    assert (told["cost_usd"], told["paid_calls"]) == (pytest.approx(50.0), 12.0)
+    assert per_thousand(Scoring((cached,) * 4, 0.1), spent, 12, 3)["cost_usd"] == pytest.approx(150)
+
+
+class Paid(Fickle):
+    """Everything scored before; each repeat is a paid call."""
+
+    paid = 0
+
+    def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
+        self.paid += votes
+        return super().repeat(rollout, votes)
+
+    def measure(self) -> dict[str, float]:
+        found = {"judge/calls": float(self.paid), "judge/cost_usd": self.paid * 0.01,
+                 "judge/tokens_in": self.paid * 100.0}  # fmt: skip
+        self.paid = 0
+        return found
+
+
+def test_a_file_that_was_scored_before_still_has_a_cost(tmp_path: Path) -> None:
+    rows = [{"response": str(i % 2), "label": i % 2} for i in range(20)]
+    reward = Paid(lambda r: Score(float(r.text), info={"cached": True}))
+    result = run(reward, labelled(tmp_path, rows), repeat=2)
+    assert result["per_1000"]["cost_usd"] == pytest.approx(10.0)
+    assert result["per_1000"]["paid_calls"] == 40
+    assert any("rests on the 40 calls made here" in line for line in result["advice"])
