@@ -41,7 +41,7 @@ Row = tuple[str, str, float]
 def key_of(provider_identity: str, question: Question) -> str:
     """Return the key of a question put to a provider: what changes the answer, and nothing else.
 
-    The nonce, the number of the attempt and the token limit stay out of it.
+    The nonce and the token limit stay out of it.
     """
     scale = [question.scale.low, question.scale.high]
     parts = json.dumps([SCHEMA, provider_identity, question.identity, scale, question.vote])

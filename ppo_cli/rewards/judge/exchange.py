@@ -43,8 +43,7 @@ class Question:
 
     `system` and `user` go on the wire, the data in them fenced with a random nonce. `identity`
     is the same text with the nonce left out: what the cache and the de-duplication go by.
-    `vote` numbers independent verdicts on one response; `attempt` counts how often an
-    unreadable answer was asked for again.
+    `vote` numbers independent verdicts on one response.
     """
 
     system: str
@@ -53,14 +52,12 @@ class Question:
     scale: Scale
     max_tokens: int = 1024
     vote: int = 0
-    attempt: int = 0
 
     def again(self, *, reminder: str, max_tokens: int | None = None) -> Question:
         """Ask once more after an unreadable answer; the identity stays."""
         return replace(
             self,
             user=f"{self.user}\n\n{reminder}",
-            attempt=self.attempt + 1,
             max_tokens=max_tokens or self.max_tokens,
         )
 

@@ -122,7 +122,6 @@ def test_a_refusal_that_quotes_a_key_is_kept_without_it(
     ("changed", "same"),
     [
         ({"user": "user OTHER NONCE"}, True),
-        ({"attempt": 2}, True),
         ({"max_tokens": 5}, True),
         ({"identity": "else"}, False),
         ({"scale": Scale(1, 5)}, False),
