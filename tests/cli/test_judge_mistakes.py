@@ -48,7 +48,7 @@ class Mistake(NamedTuple):
 
 MISTAKES = {
     "judge without model": Mistake(
-        f"{TRAIN} --use_api_reward", "--use_api_reward: .*no model", "--rm_model qwen-plus"
+        f"{TRAIN} --use_api_reward --rm_api_type gemini", "no model", "--rm_model gemini"
     ),
     "judge off": Mistake(f"{TRAIN} --rm_votes 3", "--rm_votes.*no LLM judge", "leave it out"),
     "judge and rule": Mistake(f"{JUDGE} --rule exact", "reward.rule", "Keep one.*--reward"),

@@ -34,9 +34,9 @@ def config(*given: str) -> Config:
     [
         ("reward.rule=exact", "reward.rule each say how every row is scored. Keep one"),
         ("reward.function=f.py", "mixtures come with --reward"),
-        ("model=null", "--rm_model qwen-plus"),
+        ("type=claude model=null", "--rm_model claude"),
         ("model=null type=openai", "--rm_model gpt-6-luna"),
-        ("model=", "the judge has no model"),
+        ("type=openai model=", "the judge has no model"),
         ("price_input=1", "--rm_price_output is missing"),
         ("price_output=1", "--rm_price_input is missing"),
         ("scale=10", "'10' is not LOW-HIGH"),

@@ -151,7 +151,7 @@ def test_rules_and_functions_may_stand_in_the_file() -> None:
         ("model: m\ntype: opnai\n", "Did you mean 'openai'?"),
         ("model: m\nprompt_preset: maths\n", "Did you mean 'math'?"),
         ("model: m\ngate: maybe\n", "'maybe' is neither true nor false"),
-        ("votes: 3\n", "r.yaml line 1: the judge has no model"),
+        ("votes: 3\ntype: openai\n", "r.yaml line 1: the judge has no model"),
         ("composite_reward:\n  judge: {weight: 1}\n", "mixed rewards are not there yet"),
         ("model: m\nreward: {composite_reward: []}\n", "mixed rewards are not there yet"),
     ],

@@ -55,6 +55,9 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
     "failed": (1, always(score__failed=3.0), "step_000001.jsonl"),
     "memory": (1, always(critic__micro_batch_rows=6.0), "critic.ppo_micro_batch_size_per_gpu=6"),
+    "judge_fooled": (1, always(judge__canary_max=0.6), "ppo reward audit"),
+    "judge_length": (10, always(judge__length_correlation=0.8), "ignore length"),
+    "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),
 }
 
