@@ -39,8 +39,8 @@ def refusal(path: Path | str) -> str:
         ("a.json", json.dumps(ROWS, indent=2).encode()),
         ("a.json", json.dumps({"data": ROWS}).encode()),
         ("a.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
     ],
 )
 def test_text_files_of_every_kind(tmp_path: Path, name: str, data: bytes) -> None:
@@ -110,7 +110,7 @@ def test_a_bad_line_is_named_and_the_others_are_read(
         ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.jsonl", '{"prompt": "a"}'.encode("utf-16"), "is UTF-16. Save it as UTF-8"),
         ("a.jsonl.gz", b"plain", "broken gzip data"),
-        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "broken gzip data"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "broken gzip data"),
         ("a.parquet", b"PAR1 no", "not a readable parquet file"),
         ("a.parquet", b"", "not a readable parquet file"),
         ("a.csv", b"prompt\na\n", "files of this kind (.csv) are not read"),
