@@ -7,6 +7,7 @@ PpoError
 │   ├── RewardError      a reward function, a rule, a judge setting
 │   ├── ModelError       a model path, a tokenizer, a checkpoint that does not load
 │   └── MissingPart      a feature whose package or part is not installed
+├── WorkerLost           a worker or a node that died or hangs: the run may start again
 └── Interrupted          stopped early and resumable, exit code 3
 
 A message says what was found, where (file, row, flag, key) and what to do about it.
@@ -65,6 +66,15 @@ class MissingPart(UserError, ImportError):
 
 class Interrupted(PpoError):
     """The run stopped early, saved itself and can be resumed."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+class WorkerLost(PpoError):
+    """A process that the run needs died or does not answer; names it and its node.
+
+    Nothing is wrong with the run itself: it goes on from its last checkpoint with new workers.
+    """
 
     exit_code = EXIT_RESUMABLE
 

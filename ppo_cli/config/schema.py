@@ -30,6 +30,9 @@ class Model(Section):
     lora_rank: int = setting(0, "Rank of LoRA adapters; 0 trains all.", flag="--lora_rank", ge=0)
     lora_alpha: float = setting(16, "LoRA scale.", flag="--lora_alpha", gt=0)
     target_modules: str | tuple[str, ...] = setting("all-linear", "Modules that LoRA adapts.")
+    lora_merge: bool = setting(
+        False, "Publish merged weights to the sampler; off, only the adapter travels."
+    )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = setting(
         "sdpa", "Attention kernel."
     )
@@ -82,7 +85,8 @@ class Rollout(Section):
     """How training samples."""
 
     name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
-        None, "Sampler; unset takes hf, the one that is there today.", flag="--rollout_name"
+        None, "Sampler; unset takes vllm on GPUs where it is installed and several work, else hf.",
+        flag="--rollout_name",
     )
     n: int = setting(1, "Responses a prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1)
     temperature: float = setting(
@@ -98,6 +102,9 @@ class Rollout(Section):
         0.5, "Share of GPU memory for the sampler.", flag="--gpu_memory_utilization",
         env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0,
     )  # fmt: skip
+    num_samplers: int | None = setting(
+        None, "Sampler processes without GPUs; unset is one.", flag="--num_samplers", ge=1
+    )
     max_num_seqs: int = setting(256, "Sequences sampled at once.", ge=1)
     max_num_batched_tokens: int = setting(8192, "Token budget of a sampler's batch.", ge=16)
     enforce_eager: bool = setting(False, "No compiled graphs in the sampler.")
@@ -145,7 +152,7 @@ class Trainer(Section):
     )
     engine: Literal["local", "ray", "verl"] | None = setting(
         None,
-        "Where the work runs; unset takes local, the one that is there today.",
+        "Where the work runs; unset takes local for one device, ray for more.",
         flag="--engine",
     )
     n_gpus_per_node: int | None = setting(
@@ -168,9 +175,28 @@ class Trainer(Section):
     num_workers: int | None = setting(
         None, "Learner ranks without GPUs.", flag="--num_workers", ge=1
     )
-    placement: str | None = setting(
-        None, "Which devices do what: train:0-5,rollout:6-7.", flag="--placement"
+    tensor_parallel_size: int = setting(
+        1, "Learner ranks that share each layer.", flag="--tensor_parallel_size", ge=1
     )
+    pipeline_parallel_size: int = setting(
+        1, "Pipelines are not offered; 1.", flag="--pipeline_parallel_size", ge=1
+    )
+    placement: str | None = setting(
+        None, "Which devices do what: train:0-5,rollout:6-7,reward:5.", flag="--placement"
+    )
+    async_steps: int = setting(
+        0, "Steps that sampling may run ahead of training.", flag="--async_steps", ge=0, le=16
+    )
+    max_restarts: int = setting(
+        3, "Lost workers or nodes after which the run stops.", flag="--max_restarts", ge=0
+    )
+    worker_timeout: int = setting(
+        1800, "Seconds that a worker may take for one thing.", flag="--worker_timeout", ge=1
+    )
+    node_timeout: int = setting(
+        300, "Seconds to wait for nodes, at the start and when one is lost.",
+        flag="--node_timeout", ge=1,
+    )  # fmt: skip
 
 
 class Config(Section):

@@ -1,0 +1,101 @@
+"""Which of several processes this one is, and how they are arranged.
+
+Ranks are laid out (replicate, shard, tensor), the last varying fastest: `tensor_size`
+neighbours share each layer, groups of `shard` hold the pieces of one model (FSDP2), and
+`replicate` such groups hold copies (HSDP).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all learner processes; the default is one process alone.
+
+    `mesh` has the dimensions "replicate", "shard" and "tensor", and is None for one alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    tensor_size: int = 1
+    mesh: DeviceMesh | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to talk to."""
+        return self.mesh is None
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks share the rows of a mini-batch."""
+        return self.size // self.tensor_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows is ours."""
+        return self.rank // self.tensor_size
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank reports its sums: tensor-parallel neighbours hold the same ones."""
+        return self.rank % self.tensor_size == 0
+
+
+ALONE = Ranks()
+
+
+def join_ranks(
+    rank: int,
+    size: int,
+    *,
+    init_method: str,
+    device: torch.device,
+    tensor_size: int = 1,
+    shard_size: int = -1,
+    timeout_s: float = 1800.0,
+) -> Ranks:
+    """Meet the other ranks at `init_method` (tcp://host:port) and lay out the mesh.
+
+    `shard_size` ranks hold the pieces of one model; -1 is all that tensor parallelism leaves.
+    Raises ValueError when the sizes do not divide.
+    """
+    data_size, rest = divmod(size, tensor_size)
+    shards = data_size if shard_size == -1 else shard_size
+    if rest or data_size % shards:
+        raise ValueError(f"{size} ranks cannot be {shards} shards of {tensor_size}")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    mesh = init_device_mesh(
+        device.type,
+        (data_size // shards, shards, tensor_size),
+        mesh_dim_names=("replicate", "shard", "tensor"),
+    )
+    return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh)
+
+
+def leave_ranks() -> None:
+    """Part from the other ranks. Safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
+    """The value of each rank, in rank order, on every rank."""
+    if ranks.alone:
+        return [value]
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, value)
+    return found
