@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Literal
+
+from ppo_cli.config.device_list import read_placement
+from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Actor
 
@@ -44,8 +49,84 @@ def sampler_seed(config: Config) -> int:
     return config.trainer.seed if config.rollout.seed is None else config.rollout.seed
 
 
-def learner_ranks(config: Config) -> int:
-    """Return how many processes share a mini-batch; unset, one GPU is used."""
-    if config.trainer.num_workers:
-        return config.trainer.num_workers
-    return max(1, config.trainer.n_gpus_per_node or 1) * config.trainer.nnodes
+def rollout_is(config: Config) -> Literal["token", "sequence"] | None:
+    """Return the level of the importance weights; stale responses get them by token, unless set."""
+    set_level = config.algorithm.rollout_correction.rollout_is
+    return "token" if set_level is None and config.trainer.async_steps else set_level
+
+
+def gpus_per_node(config: Config, gpus: int | None = None) -> int:
+    """Return how many GPUs of each node are used; unset, one where there is any.
+
+    `gpus` is how many are visible here; None looks.
+    """
+    wanted = config.trainer.n_gpus_per_node
+    if wanted is not None:
+        return wanted
+    there = gpu_count() if gpus is None else gpus
+    return 0 if config.trainer.num_workers else min(1, there)
+
+
+def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ray"]:
+    """Return where the work runs: one process where it can do the job, else Ray."""
+    trainer = config.trainer
+    if trainer.engine is not None:
+        return "local" if trainer.engine == "local" else "ray"
+    several = (
+        gpus_per_node(config, gpus) > 1
+        or trainer.nnodes > 1
+        or (trainer.num_workers or 1) > 1
+        or (config.rollout.num_samplers or 1) > 1
+        or config.rollout.name == "vllm"  # vLLM needs a process of its own
+        or trainer.placement is not None
+        or trainer.async_steps > 0
+    )
+    return "ray" if several else "local"
+
+
+def has_vllm() -> bool:
+    """Tell whether vLLM is installed, without importing it."""
+    return find_spec("vllm") is not None
+
+
+def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm"]:
+    """Return who samples: vllm where Ray runs on GPUs and it is installed, unless set."""
+    if config.rollout.name is not None:
+        return "vllm" if config.rollout.name == "vllm" else "hf"
+    may = engine_name(config, gpus) == "ray" and gpus_per_node(config, gpus) > 0
+    return "vllm" if may and has_vllm() else "hf"
+
+
+def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:
+    """Return the devices that train, numbered over all nodes: GPUs, or slots on the CPU.
+
+    ValueError says what is wrong with a placement that cannot be read.
+    """
+    trainer = config.trainer
+    if engine_name(config, gpus) == "local":
+        return (0,)
+    if trainer.placement is not None:
+        return read_placement(trainer.placement).get("train", ())
+    all_gpus = gpus_per_node(config, gpus) * trainer.nnodes
+    if all_gpus == 0:
+        return tuple(range(trainer.num_workers or trainer.nnodes))
+    return tuple(range(all_gpus - (_set_apart(config, all_gpus) if trainer.async_steps else 0)))
+
+
+def _set_apart(config: Config, gpus: int) -> int:
+    """Return how many GPUs only sample: about a quarter, whole samplers, the rest divisible."""
+    span = config.rollout.tensor_model_parallel_size
+    group = config.trainer.tensor_parallel_size * max(1, config.actor.fsdp_config.fsdp_size)
+    start = max(span, gpus // 4 // span * span)
+    fitting = (n for n in range(start, gpus, span) if (gpus - n) % group == 0)
+    return min(next(fitting, start), gpus)
+
+
+def learner_ranks(config: Config, gpus: int | None = None) -> int:
+    """Return how many processes train; with a split, only those on devices that train."""
+    return max(1, len(train_devices(config, gpus)))
+
+
+def data_ranks(config: Config, gpus: int | None = None) -> int:
+    """Return how many ranks share the rows of a mini-batch."""
+    return max(1, learner_ranks(config, gpus) // config.trainer.tensor_parallel_size)

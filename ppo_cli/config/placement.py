@@ -1,0 +1,128 @@
+"""Which devices train, sample and score: what `--placement` says, or what suits the run.
+
+Devices are GPUs, numbered over all nodes, or slots (places for a process) on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppo_cli.config.device_list import Roles, numbered, read_placement
+from ppo_cli.config.effective import engine_name, gpus_per_node, train_devices
+from ppo_cli.config.reward_models import is_url
+from ppo_cli.config.schema import Config
+from ppo_cli.config.scorers import models_of
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who works where; without GPUs (`devices_per_node` 0) the numbers are slots.
+
+    Each entry of `rollout` holds the devices of one sampler. `reward` are the devices of the
+    reward models that the run hosts itself, empty where there is none. `colocated` samplers
+    share the devices that train, and sleep meanwhile. `alone`: one process does it all.
+    """
+
+    nodes: int
+    devices_per_node: int
+    train: tuple[int, ...]
+    rollout: tuple[tuple[int, ...], ...]
+    reward: tuple[int, ...]
+    colocated: bool
+    alone: bool = False
+
+    def node_of(self, device: int) -> int | None:
+        """Return the node that has a GPU; None on the CPU, where slots are on no node yet."""
+        return device // self.devices_per_node if self.devices_per_node else None
+
+
+def placement_of(config: Config, gpus: int | None = None) -> Placement:
+    """Work out who works where; `gpus` are those visible on this node, None looks."""
+    per_node, nodes = gpus_per_node(config, gpus), config.trainer.nnodes
+    if engine_name(config, gpus) == "local":
+        return Placement(1, min(1, per_node), (0,), ((0,),), (), colocated=True, alone=True)
+    span = config.rollout.tensor_model_parallel_size
+    if config.trainer.placement is not None:
+        roles = read_placement(config.trainer.placement)
+    else:
+        roles = _usual(config, train_devices(config, gpus), per_node * nodes)
+    train, rollout = roles.get("train", ()), roles.get("rollout", ())
+    samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
+    return Placement(
+        nodes, per_node, train, samplers, roles.get("reward", ()), colocated=train == rollout
+    )
+
+
+def _usual(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
+    """Place roles that nobody placed: all GPUs do both, or, on the CPU, each has its own slot."""
+    hosted = hosts_reward(config)
+    if gpus == 0:
+        first = len(train)
+        count = (config.rollout.num_samplers or 1) * config.rollout.tensor_model_parallel_size
+        rollout = tuple(range(first, first + count))
+        return {"train": train, "rollout": rollout, "reward": (first + count,) if hosted else ()}
+    rollout = tuple(range(len(train), gpus)) if config.trainer.async_steps else train
+    return {"train": train, "rollout": rollout, "reward": train[-1:] if hosted else ()}
+
+
+def hosts_reward(config: Config) -> bool:
+    """Tell whether a reward model runs on this machine's devices: no server, not told `cpu`."""
+    return any(
+        not is_url(str(model.settings.path)) and model.settings.device != "cpu"
+        for model in models_of(config.reward)
+    )
+
+
+def describe(placement: Placement) -> list[str]:
+    """Say who works where, in sentences."""
+    if placement.alone:
+        where = "the GPU" if placement.devices_per_node else "the CPU"
+        return [f"one process on {where} trains and samples"]
+    said = [f"{_learners(placement)}, {_samplers(placement)}"]
+    if placement.reward:
+        said.append(f"reward models on {_devices(placement, placement.reward)}")
+    if idle := _idle(placement):
+        said.append(f"{_devices(placement, idle)} {'does' if len(idle) == 1 else 'do'} nothing")
+    if placement.nodes > 1 and placement.devices_per_node:
+        said.append(", ".join(_nodes(placement)))
+    elif placement.nodes > 1:
+        said.append(f"the slots are spread over {placement.nodes} nodes")
+    return said
+
+
+def _learners(placement: Placement) -> str:
+    train = placement.train
+    return f"{_count(len(train), 'learner rank')} on {_devices(placement, train)}"
+
+
+def _samplers(placement: Placement) -> str:
+    rollout = tuple(device for sampler in placement.rollout for device in sampler)
+    count, span = len(placement.rollout), len(placement.rollout[0]) if placement.rollout else 0
+    what = _count(count, "sampler")
+    if placement.devices_per_node and (span > 1 or count > 1):
+        what += f" of {_count(span, 'GPU')}"
+    if placement.colocated:
+        kind = "GPU" if placement.devices_per_node else "slot"
+        return f"{what} on the same {kind}{'s' if len(rollout) > 1 else ''} (asleep while training)"
+    return f"{what} on {_devices(placement, rollout)}"
+
+
+def _idle(placement: Placement) -> tuple[int, ...]:
+    busy = {*placement.train, *placement.reward, *(d for s in placement.rollout for d in s)}
+    every = range(placement.nodes * placement.devices_per_node)
+    return tuple(device for device in every if device not in busy)
+
+
+def _nodes(placement: Placement) -> list[str]:
+    size = placement.devices_per_node
+    spans = (tuple(range(node * size, (node + 1) * size)) for node in range(placement.nodes))
+    return [f"node {node} has {_devices(placement, span)}" for node, span in enumerate(spans)]
+
+
+def _devices(placement: Placement, devices: tuple[int, ...]) -> str:
+    kind = "GPU" if placement.devices_per_node else "CPU slot"
+    return f"{kind}{'s' if len(devices) > 1 else ''} {numbered(devices)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
