@@ -17,46 +17,67 @@ from ppo_cli.algo.losses import aggregate, count_mask, policy_loss
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.effective import clip_high, clip_low
 from ppo_cli.config.training import Actor as ActorSettings
-from ppo_cli.engine.base import Sums
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget, run_within_memory
 from ppo_cli.engine.models import Policy
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
-from ppo_cli.engine.sums import SumTable
+from ppo_cli.engine.sums import SumTable, Table, only_first, own_rows
 
 LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """What a policy says of the response tokens of a slice."""
+    """What a policy says of the response tokens of a slice.
+
+    `full_kl_N` is KL(policy || reference) over the whole vocabulary, where it was asked for.
+    """
 
     logprobs_N: Tensor
     entropy_N: Tensor
-    hidden_NH: Tensor
+    full_kl_N: Tensor | None = None
 
 
 def view_tokens(
-    policy: Policy, cut: Slice, compute: Compute, temperature: float, with_entropy: bool
+    policy: Policy,
+    cut: Slice,
+    compute: Compute,
+    temperature: float,
+    *,
+    with_entropy: bool,
+    kl_to: Policy | None = None,
 ) -> TokenView:
-    """Log-probs of the response tokens and the entropy at them, at a sampling temperature."""
-    with compute.autocast():
-        hidden_NH = cut.pick(policy.hidden_BLH(cut.input_ids_BL))
+    """Log-probs of the response tokens, the entropy and the KL at them, at a temperature."""
+
+    def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+        hidden_NH = cut.pick(policy.hidden_BLH(input_ids_BL))
         logprobs_N, entropy_N = gather_logprobs_entropy(
             hidden_NH, policy.head, cut.targets_N(), temperature, LOGIT_CHUNK, with_entropy
         )
-    return TokenView(logprobs_N, entropy_N, hidden_NH)
+        if kl_to is None:
+            return logprobs_N, entropy_N
+        # The policy's weights must still be at hand: sharded ones are so only in here.
+        return logprobs_N, entropy_N, *_full_kl(hidden_NH, policy, kl_to, cut, temperature)
 
-
-def view_full_kl(
-    actor: Policy, reference: Policy, cut: Slice, seen: TokenView, compute: Compute, temp: float
-) -> Tensor:
-    """KL(actor || reference) over the whole vocabulary at each response token: (N,)."""
     with compute.autocast():
+        return TokenView(*policy.run(view, cut.input_ids_BL))
+
+
+def _full_kl(
+    hidden_NH: Tensor, policy: Policy, reference: Policy, cut: Slice, temperature: float
+) -> tuple[Tensor, ...]:
+    def compare(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            ref_hidden_NH = cut.pick(reference.hidden_BLH(cut.input_ids_BL))
-        return full_kl(seen.hidden_NH, actor.head, ref_hidden_NH, reference.head, temp, LOGIT_CHUNK)
+            ref_hidden_NH = cut.pick(reference.hidden_BLH(input_ids_BL))
+        return (
+            full_kl(
+                hidden_NH, policy.head, ref_hidden_NH, reference.head, temperature, LOGIT_CHUNK
+            ),
+        )
+
+    return reference.run(compare, cut.input_ids_BL)
 
 
 class ActorLearner:
@@ -71,6 +92,7 @@ class ActorLearner:
         compute: Compute,
         temperature: float,
         longest_response: int,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
@@ -82,12 +104,13 @@ class ActorLearner:
         self._compute = compute
         self._temperature = temperature
         self._longest_response = longest_response
+        self._ranks = ranks
 
-    def step(self, batch: TrainBatch) -> Sums:
-        """One optimizer step on all rows of `batch`, whatever the micro-batches."""
+    def step(self, batch: TrainBatch) -> Table:
+        """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
         tokens, sequences = count_mask(batch.loss_mask_BT)
         if tokens == 0:
-            return {"actor/empty_minibatches": (1.0, 1.0)}
+            return only_first(self._ranks, {"actor/empty_minibatches": (1.0, 1.0)})
         self.policy.model.train()
 
         def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
@@ -99,22 +122,26 @@ class ActorLearner:
             return table
 
         table = run_within_memory(
-            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad
+            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
         )
         norm, stepped = self.optimizer.apply()
-        table.add("actor/skipped_steps", 0.0 if stepped else 1.0, 1)
+        told = {"actor/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
         if stepped:
-            table.add("grad_norm", norm, 1)
-        table.add("actor/lr", self.optimizer.lr, 1)
-        return table.sums()
+            told["grad_norm"] = (norm, 1.0)
+        told["actor/lr"] = (self.optimizer.lr, 1.0)
+        return own_rows(self._ranks, table) | only_first(self._ranks, told)
 
     def _loss(
         self, batch: TrainBatch, cut: Slice, tokens: int, sequences: int, table: SumTable
     ) -> Tensor:
         s = self._settings
-        mask_BT = cut.take(batch.loss_mask_BT)
+        mask_BT = cut.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
-        seen = view_tokens(self.policy, cut, self._compute, self._temperature, with_entropy)
+        full = s.use_kl_loss and s.kl_loss_type == "full"
+        seen = view_tokens(
+            self.policy, cut, self._compute, self._temperature,
+            with_entropy=with_entropy, kl_to=self._reference if full else None,
+        )  # fmt: skip
         new_BT = cut.spread(seen.logprobs_N)
         scale = s.loss_scale_factor or float(self._longest_response)
 
@@ -161,10 +188,6 @@ class ActorLearner:
     def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:
         if self._reference is None or batch.ref_logprobs_BT is None:
             raise ValueError("a KL loss needs a reference model")
-        if self._settings.kl_loss_type == "full":
-            return cut.spread(
-                view_full_kl(
-                    self.policy, self._reference, cut, seen, self._compute, self._temperature
-                )
-            )
+        if seen.full_kl_N is not None:
+            return cut.spread(seen.full_kl_N)
         return token_kl(new_BT, cut.take(batch.ref_logprobs_BT), self._settings.kl_loss_type)

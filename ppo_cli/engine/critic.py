@@ -9,13 +9,13 @@ from torch import Tensor
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.losses import count_mask, value_loss
 from ppo_cli.config.training import Critic as CriticSettings
-from ppo_cli.engine.base import Sums
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget, run_within_memory
 from ppo_cli.engine.models import ValueModel
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
-from ppo_cli.engine.sums import SumTable
+from ppo_cli.engine.sums import SumTable, Table, only_first, own_rows
 
 
 class CriticLearner:
@@ -28,6 +28,7 @@ class CriticLearner:
         optimizer: Optimizer,
         compute: Compute,
         longest_response: int,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.value_model = value_model
         self.optimizer = optimizer
@@ -37,14 +38,15 @@ class CriticLearner:
         self._settings = settings
         self._compute = compute
         self._longest_response = longest_response
+        self._ranks = ranks
 
-    def step(self, batch: TrainBatch) -> Sums:
-        """One optimizer step on all rows of `batch`, whatever the micro-batches."""
+    def step(self, batch: TrainBatch) -> Table:
+        """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
         if batch.values_BT is None:
             raise ValueError("a critic step needs the old values")
         tokens, sequences = count_mask(batch.loss_mask_BT)
         if tokens == 0:
-            return {"critic/empty_minibatches": (1.0, 1.0)}
+            return only_first(self._ranks, {"critic/empty_minibatches": (1.0, 1.0)})
         old_BT = batch.values_BT
         self.value_model.model.train()
         s = self._settings
@@ -57,7 +59,7 @@ class CriticLearner:
                     self.values_BT(cut),
                     cut.take(old_BT),
                     cut.take(batch.returns_BT),
-                    cut.take(batch.loss_mask_BT),
+                    cut.loss_mask_BT(batch),
                     clip_range=s.cliprange_value,
                     mode=s.loss_agg_mode,
                     global_tokens=tokens,
@@ -70,17 +72,21 @@ class CriticLearner:
             return table
 
         table = run_within_memory(
-            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad
+            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
         )
         norm, stepped = self.optimizer.apply()
-        table.add("critic/skipped_steps", 0.0 if stepped else 1.0, 1)
+        told = {"critic/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
         if stepped:
-            table.add("critic_grad_norm", norm, 1)
-        table.add("critic/lr", self.optimizer.lr, 1)
-        return table.sums()
+            told["critic_grad_norm"] = (norm, 1.0)
+        told["critic/lr"] = (self.optimizer.lr, 1.0)
+        return own_rows(self._ranks, table) | only_first(self._ranks, told)
 
     def values_BT(self, cut: Slice) -> Tensor:
         """Values before each response token of a slice."""
+
+        def value(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+            return (cut.pick(self.value_model.values_BL(input_ids_BL)),)
+
         with self._compute.autocast():
-            values_BL = self.value_model.values_BL(cut.input_ids_BL)
-        return cut.spread(cut.pick(values_BL))
+            (values_N,) = self.value_model.run(value, cut.input_ids_BL)
+        return cut.spread(values_N)

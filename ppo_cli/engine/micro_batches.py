@@ -1,4 +1,8 @@
-"""Cut rows into micro-batches: little padding, even work, and a budget that learns from OOM."""
+"""Cut rows into micro-batches: little padding, even work, and a budget that learns from OOM.
+
+Over several ranks, all plan the same cut of the whole mini-batch and take turns in it, so that
+each rank has the same number of micro-batches (collectives must meet) of about the same weight.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.errors import UserError
 
 Result = TypeVar("Result")
@@ -37,17 +42,19 @@ class Budget:
         self.halvings += 1
 
 
-def plan_micro_batches(lengths: Sequence[int], budget: Budget) -> list[list[int]]:
+def plan_micro_batches(
+    lengths: Sequence[int], budget: Budget, at_least: int = 0
+) -> list[list[int]]:
     """Group row indices by length, longest first, within the budget.
 
-    With the number of micro-batches that the budget needs, the smallest token size that still
-    needs no more of them is used, so that all are about equally heavy. A row longer than the
-    token budget goes alone.
+    With the number of micro-batches that the budget needs (or `at_least`, where there are
+    rows for so many), the smallest token size that still needs no more of them is used, so
+    that all are about equally heavy. A row longer than the token budget goes alone.
     """
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = len(_fill(order, lengths, budget.tokens, budget.rows))
+    count = max(at_least, len(_fill(order, lengths, budget.tokens, budget.rows)))
     low, high = 1, budget.tokens
     while low < high:
         middle = (low + high) // 2
@@ -56,6 +63,26 @@ def plan_micro_batches(lengths: Sequence[int], budget: Budget) -> list[list[int]
         else:
             low = middle + 1
     return _fill(order, lengths, low, budget.rows)
+
+
+def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:
+    """The micro-batches of one rank; as many on each rank, some of them perhaps empty.
+
+    The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
+    the order of the ranks turns round with each, so that none always has the heaviest.
+    """
+    whole = plan_micro_batches(lengths, budget)
+    turns = -(-len(whole) // ranks.data_size)
+    if len(whole) % ranks.data_size:
+        whole = plan_micro_batches(lengths, budget, at_least=turns * ranks.data_size)
+        turns = -(-len(whole) // ranks.data_size)
+    whole.sort(key=lambda group: -len(group) * lengths[group[0]])
+    whole += [[]] * (turns * ranks.data_size - len(whole))
+    mine = []
+    for turn in range(turns):
+        place = ranks.data_rank if turn % 2 == 0 else ranks.data_size - 1 - ranks.data_rank
+        mine.append(whole[turn * ranks.data_size + place])
+    return mine
 
 
 def _fill(
@@ -99,20 +126,30 @@ def run_within_memory(
     budget: Budget,
     work: Callable[[list[list[int]]], Result],
     restart: Callable[[], None],
+    ranks: Ranks = ALONE,
 ) -> Result:
     """Do `work` on micro-batches; when memory runs out, `restart` and try with halves.
 
     All of the work is done again, never the rest of it: a backward pass that broke off may
-    have left half a gradient behind.
+    have left half a gradient behind. One of several ranks cannot turn back alone: the others
+    are waiting for it in the middle of a pass, so there it ends the run with advice.
     """
     while True:
-        plan = plan_micro_batches(lengths, budget)
+        plan = share_micro_batches(lengths, budget, ranks)
+        most_rows = max(len(group) for group in plan)
         try:
             return work(plan)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            if not ranks.alone:
+                raise UserError(
+                    f"Learner rank {ranks.rank} ran out of memory with micro-batches of up to "
+                    f"{most_rows} sequences. Lower actor.ppo_max_token_len_per_gpu, "
+                    "critic.ppo_max_token_len_per_gpu and ref.log_prob_max_token_len_per_gpu "
+                    f"(now {budget.tokens} here), then start the same command again."
+                ) from error
         restart()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        budget.halve(max(lengths), max(len(group) for group in plan))
+        budget.halve(max(lengths), most_rows)

@@ -47,6 +47,10 @@ class Policy:
     backbone: nn.Module
     head: Callable[[Tensor], Tensor]
 
+    def run(self, fn: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call `fn` where all weights are at hand."""
+        return fn(*tensors)
+
     def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
         """Last hidden states; rows are right-padded, so causal attention needs no mask."""
         out = self.backbone(input_ids=input_ids_BL, use_cache=False)
@@ -61,6 +65,10 @@ class ValueModel:
     model: Any
     backbone: nn.Module
     head: nn.Module
+
+    def run(self, fn: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call `fn` where all weights are at hand."""
+        return fn(*tensors)
 
     def values_BL(self, input_ids_BL: Tensor) -> Tensor:
         """Values at each position, in float32."""

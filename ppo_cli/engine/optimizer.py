@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ppo_cli.config.training import Optim
+from ppo_cli.engine.ranks import ALONE, Ranks
 
 
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
@@ -39,6 +40,8 @@ class Optimizer:
         total_steps: int,
         grad_clip: float,
         clip_grad_value: float | None,
+        ranks: Ranks = ALONE,
+        offload: bool = False,
     ) -> None:
         trained = [p for p in module.parameters() if p.requires_grad]
         # Norm weights and biases have one axis; decay would only pull them off their scale.

@@ -12,18 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.batch import Batch
+from ppo_cli.algo.batch import Batch, TrainBatch
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows of a batch on the compute device, cut to their longest row."""
+    """Rows of a batch on the compute device, cut to their longest row.
+
+    An `idle` slice is there only because other ranks have work in this turn: its row is
+    computed like any other, and counts for nothing.
+    """
 
     row_B: Tensor
     input_ids_BL: Tensor
     response_mask_BT: Tensor
     position_BT: Tensor  # where the token's log-prob and value are read
     width: int
+    idle: bool = False
 
     def pick(self, states_BLX: Tensor) -> Tensor:
         """Values at the positions before each response token, rows after rows: (N, …)."""
@@ -47,9 +52,20 @@ class Slice:
         """The same rows of a whole-batch response tensor, cut to the same width."""
         return tensor_BT[self.row_B][:, : self.width].to(self.input_ids_BL.device)
 
+    def loss_mask_BT(self, batch: TrainBatch) -> Tensor:
+        """The response tokens of these rows that enter a loss; none when idle."""
+        mask_BT = self.take(batch.loss_mask_BT)
+        return torch.zeros_like(mask_BT) if self.idle else mask_BT
+
 
 def cut_slice(batch: Batch, rows: Sequence[int], device: torch.device) -> Slice:
-    """Take rows of a batch, without the padding that they do not need."""
+    """Take rows of a batch, without the padding that they do not need.
+
+    No rows give an idle slice of the shortest row.
+    """
+    idle = not rows
+    if idle:
+        rows = [int((batch.prompt_len_B + batch.response_len_B).argmin())]
     row_B = torch.as_tensor(rows)
     prompt_len_B = batch.prompt_len_B[row_B]
     response_len_B = batch.response_len_B[row_B]
@@ -62,6 +78,7 @@ def cut_slice(batch: Batch, rows: Sequence[int], device: torch.device) -> Slice:
         response_mask_BT=batch.response_mask_BT[row_B, :width].to(device),
         position_BT=position_BT.clamp(max=length - 1).to(device),
         width=width,
+        idle=idle,
     )
 
 

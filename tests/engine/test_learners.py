@@ -18,6 +18,7 @@ from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
 
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
@@ -191,7 +192,8 @@ def test_critic_values_are_read_before_each_response_token(model_dir) -> None:
 
 def value_loss_of_step(value_model: object, batch: TrainBatch) -> float:
     optimizer = Recorder(value_model.model, CriticOptim())  # type: ignore[attr-defined]
-    sums = CriticLearner(value_model, Critic(), optimizer, COMPUTE, LONGEST).step(batch)  # type: ignore[arg-type]
+    learner = CriticLearner(value_model, Critic(), optimizer, COMPUTE, LONGEST)  # type: ignore[arg-type]
+    sums = merge_sums([learner.step(batch)])
     return sums["value_loss"][0] / sums["value_loss"][1]
 
 
@@ -219,7 +221,8 @@ def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
     optimizer = Optimizer(
         policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=None
     )
-    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST).step(batch)
+    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST)
+    sums = merge_sums([learner.step(batch)])
     assert sums == {"actor/empty_minibatches": (1.0, 1.0)}
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
@@ -232,7 +235,8 @@ def test_non_finite_gradients_skip_the_step(model_dir) -> None:
     optimizer = Optimizer(
         policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=0.5
     )
-    sums = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST).step(batch)
+    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST)
+    sums = merge_sums([learner.step(batch)])
     assert sums["actor/skipped_steps"] == (1.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 

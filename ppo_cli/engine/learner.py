@@ -1,0 +1,250 @@
+"""Actor, critic and reference on one rank: the same class for one process and for many.
+
+Every rank is given the whole batch and computes its share of the rows; whoever holds the ranks
+puts the shares together (`merge_annotations`, `merge_sums`). Ranks must call the same methods
+with the same arguments in the same order: each may hold collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.effective import critic_path, uses_critic, uses_reference
+from ppo_cli.config.schema import Config
+from ppo_cli.config.training import Sharding
+from ppo_cli.engine.actor import ActorLearner, view_tokens
+from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.critic import CriticLearner
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
+from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.responses import cut_slice, row_lengths
+from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.sharding import full_tensor, load_spread_policy, load_spread_value_model
+from ppo_cli.engine.sums import Table, only_first
+from ppo_cli.errors import ModelError
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """What one rank found: its rows of the batch, and (R, T) tensors by name."""
+
+    row_R: Tensor
+    found: dict[str, Tensor]
+
+
+class Learner:
+    """One rank's share of every model that is trained or asked."""
+
+    def __init__(
+        self, config: Config, tokenizer: Any, ranks: Ranks = ALONE, *, total_steps: int
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._ranks = ranks
+        self._compute = Compute.choose(config.model.dtype)
+        self._weight_version = 0
+        self.policy = self._load_policy(model_folder(config.model.path), config.actor.fsdp_config)
+        self._reference = self._load_reference()
+        self._actor = self._build_actor(total_steps)
+        self._critic = self._build_critic(total_steps)
+        self._annotate_budget = Budget(config.ref.log_prob_max_token_len_per_gpu)
+
+    @property
+    def weight_version(self) -> int:
+        """How often `publish` was called in this run."""
+        return self._weight_version
+
+    @torch.no_grad()
+    def annotate(self, batch: Batch) -> Annotations:
+        """Old and reference log-probs, entropy and values of this rank's rows."""
+
+        def collect(plan: Sequence[Sequence[int]]) -> Annotations:
+            rows: list[Tensor] = []
+            parts: list[dict[str, Tensor]] = []
+            for group in plan:
+                found = self._annotations(batch, group)
+                if group and self._ranks.speaks:
+                    rows.append(torch.as_tensor(group))
+                    parts.append({name: widen(part, batch) for name, part in found.items()})
+            if not rows:
+                return Annotations(torch.zeros(0, dtype=torch.int64), {})
+            return Annotations(
+                torch.cat(rows), {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
+            )
+
+        return run_within_memory(
+            row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks
+        )
+
+    def step(self, minibatch: MiniBatch) -> Table:
+        """Take one optimizer step with the actor, the critic or both."""
+        table: Table = {}
+        with tell_out_of_memory("An optimizer step", "the size of --model"):
+            if minibatch.actor:
+                table |= self._actor.step(minibatch.batch)
+            if minibatch.critic and self._critic is not None:
+                table |= self._critic.step(minibatch.batch)
+        # Only once memory has run out: what micro-batches hold since then.
+        for name, budget in self._budgets().items():
+            if budget.halvings and budget.rows is not None:
+                rows = (float(budget.rows), 1.0)
+                table |= only_first(self._ranks, {f"{name}/micro_batch_rows": rows})
+        return table
+
+    def publish(self) -> None:
+        """Raise the weight version and move the learning-rate schedules on."""
+        self._weight_version += 1
+        self._set_progress()
+
+    @torch.no_grad()
+    def weights(self) -> Weights | None:
+        """The policy's weights for a sampler, whole and on the CPU; on the first rank only."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._published():
+            whole = full_tensor(tensor)
+            if self._ranks.rank == 0:
+                tensors[name] = whole
+        return Weights(tensors, self._weight_version) if self._ranks.rank == 0 else None
+
+    def _published(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.model.named_parameters()  # type: ignore[no-any-return]
+
+    def _learners(self) -> dict[str, ActorLearner | CriticLearner]:
+        learners: dict[str, ActorLearner | CriticLearner] = {"actor": self._actor}
+        if self._critic is not None:
+            learners["critic"] = self._critic
+        return learners
+
+    def _budgets(self) -> dict[str, Budget]:
+        found = {name: learner.budget for name, learner in self._learners().items()}
+        return found | {"annotate": self._annotate_budget}
+
+    def _set_progress(self) -> None:
+        for learner in self._learners().values():
+            learner.optimizer.set_progress(self._weight_version)
+
+    def _annotations(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
+        algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
+        compute = self._compute
+        cut = cut_slice(batch, rows, compute.device)
+        full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        seen = view_tokens(
+            self.policy, cut, compute, temperature,
+            with_entropy=True, kl_to=self._reference if full else None,
+        )  # fmt: skip
+        found = {"old_logprobs_BT": cut.spread(seen.logprobs_N)}
+        found["entropy_BT"] = cut.spread(seen.entropy_N)
+        if seen.full_kl_N is not None:
+            found["full_kl_BT"] = cut.spread(seen.full_kl_N)
+        if self._reference is not None:
+            ref = view_tokens(self._reference, cut, compute, temperature, with_entropy=False)
+            found["ref_logprobs_BT"] = cut.spread(ref.logprobs_N)
+        if self._critic is not None:
+            found["values_BT"] = self._critic.values_BT(cut)
+        return found
+
+    def _load_policy(self, path: str, sharding: Sharding) -> Policy:
+        model = self._config.model
+        policy = load_spread_policy(
+            path,
+            self._ranks,
+            sharding,
+            self._compute,
+            trust_remote_code=model.trust_remote_code,
+            attn_implementation=model.attn_implementation,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+        )
+        self._check_vocabulary(policy.model, path)
+        return policy
+
+    def _check_vocabulary(self, model: Any, path: str) -> None:
+        """All models read the ids of one tokenizer, that of `model.path`."""
+        size = model.get_input_embeddings().weight.shape[0]
+        if len(self._tokenizer) > size:
+            raise ModelError(
+                f"The tokenizer of {self._config.model.path} has {len(self._tokenizer)} tokens "
+                f"and the model {path} only {size}: they do not belong together."
+            )
+
+    def _load_reference(self) -> Policy | None:
+        c = self._config
+        if not uses_reference(c):
+            return None
+        sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
+        reference = self._load_policy(model_folder(c.ref.path or c.model.path), sharding)
+        reference.model.requires_grad_(False).eval()
+        return reference
+
+    def _build_actor(self, total_steps: int) -> ActorLearner:
+        s = self._config.actor
+        optimizer = Optimizer(
+            self.policy.model, s.optim, total_steps=total_steps, grad_clip=s.grad_clip,
+            clip_grad_value=s.clip_grad_value, ranks=self._ranks,
+            offload=s.fsdp_config.optimizer_offload,
+        )  # fmt: skip
+        return ActorLearner(
+            self.policy, self._reference, s, optimizer, self._compute,
+            self._config.rollout.temperature, self._config.data.max_response_length, self._ranks,
+        )  # fmt: skip
+
+    def _build_critic(self, total_steps: int) -> CriticLearner | None:
+        c = self._config
+        if not uses_critic(c):
+            return None
+        value_model = self._load_value_model(model_folder(critic_path(c)))
+        optimizer = Optimizer(
+            value_model.model, c.critic.optim, total_steps=total_steps,
+            grad_clip=c.critic.grad_clip, clip_grad_value=c.critic.clip_grad_value,
+            ranks=self._ranks, offload=c.critic.fsdp_config.optimizer_offload,
+        )  # fmt: skip
+        return CriticLearner(
+            value_model, c.critic, optimizer, self._compute, c.data.max_response_length,
+            self._ranks,
+        )  # fmt: skip
+
+    def _load_value_model(self, path: str) -> ValueModel:
+        c = self._config
+        value_model = load_spread_value_model(
+            path,
+            self._ranks,
+            c.critic.fsdp_config,
+            self._compute,
+            trust_remote_code=c.model.trust_remote_code,
+            attn_implementation=c.model.attn_implementation,
+            gradient_checkpointing=c.model.enable_gradient_checkpointing,
+        )
+        self._check_vocabulary(value_model.model, path)
+        return value_model
+
+
+def widen(part_RT: Tensor, batch: Batch) -> Tensor:
+    """Rows of a slice, as wide as the whole batch, on the CPU."""
+    missing = batch.response_mask_BT.shape[1] - part_RT.shape[1]
+    return torch.nn.functional.pad(part_RT.cpu(), (0, missing))
+
+
+def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBatch:
+    """Put the shares of all ranks into one annotated batch."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, rows_RT in part.found.items():
+            whole = found.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
+            whole[part.row_R] = rows_RT
+    return AnnotatedBatch(
+        **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
+        old_logprobs_BT=found["old_logprobs_BT"],
+        entropy_BT=found["entropy_BT"],
+        ref_logprobs_BT=found.get("ref_logprobs_BT"),
+        full_kl_BT=found.get("full_kl_BT"),
+        values_BT=found.get("values_BT"),
+    )
