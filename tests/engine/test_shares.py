@@ -1,0 +1,75 @@
+"""Rows over ranks: every row once, as many turns on each rank, work that is about even."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.engine.micro_batches import Budget, run_within_memory, share_micro_batches
+from ppo_cli.engine.ranks import Ranks
+from ppo_cli.errors import UserError
+
+
+def shares(
+    lengths: list[int], budget: Budget, ranks: int, tensor: int = 1
+) -> list[list[list[int]]]:
+    return [
+        share_micro_batches(lengths, budget, Ranks(rank, ranks, tensor)) for rank in range(ranks)
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    tokens=st.integers(16, 1000),
+    rows=st.none() | st.integers(1, 8),
+    ranks=st.integers(1, 5),
+)
+def test_every_row_is_computed_once_and_all_ranks_take_as_many_turns(
+    lengths: list[int], tokens: int, rows: int | None, ranks: int
+) -> None:
+    found = shares(lengths, Budget(tokens, rows), ranks)
+    assert sorted(i for mine in found for group in mine for i in group) == list(range(len(lengths)))
+    assert len({len(mine) for mine in found}) == 1
+    for group in (group for mine in found for group in mine if len(group) > 1):
+        assert len(group) * max(lengths[i] for i in group) <= tokens
+        assert rows is None or len(group) <= rows
+
+
+def test_fewer_rows_than_ranks_leave_some_ranks_idle() -> None:
+    assert shares([5, 4], Budget(100), 3) == [[[0]], [[1]], [[]]]
+
+
+def test_one_micro_batch_is_split_so_that_all_ranks_work() -> None:
+    found = shares([10] * 8, Budget(1000), 2)
+    assert [[len(group) for group in mine] for mine in found] == [[4], [4]]
+
+
+def test_tensor_parallel_neighbours_compute_the_same_rows() -> None:
+    found = shares(list(range(1, 9)), Budget(40), 4, tensor=2)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+
+
+@given(lengths=st.lists(st.integers(1, 512), min_size=64, max_size=128), ranks=st.integers(2, 4))
+def test_the_work_is_about_even(lengths: list[int], ranks: int) -> None:
+    found = shares(lengths, Budget(2048), ranks)
+    work = [
+        sum(len(group) * max(lengths[i] for i in group) for group in mine if group)
+        for mine in found
+    ]
+    assert max(work) - min(work) <= 2048
+
+
+def test_one_of_several_ranks_does_not_try_again_alone() -> None:
+    def work(plan: list[list[int]]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match="Learner rank 1 ran out of memory .* up to 4 sequences"):
+        run_within_memory([9] * 8, Budget(36), work, lambda: None, fake_ranks())
+
+
+def fake_ranks() -> Ranks:
+    return Ranks(1, 2, mesh=object())  # type: ignore[arg-type]
