@@ -16,6 +16,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.kl import KLController, build_controller, mean_kl, penalise, token_kl
 from ppo_cli.algo.mismatch import compute_mismatch, importance_weights
 from ppo_cli.algo.tokens import masked_mean, masked_sum
+from ppo_cli.config.effective import rollout_is
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Algorithm
 from ppo_cli.placing import Placed
@@ -74,7 +75,7 @@ def shape_step(
         token_rewards_BT=rewards_BT,
         advantages_BT=advantages_BT,
         returns_BT=returns_BT,
-        is_weight_BT=_importance(algorithm, annotated, mask_BT),
+        is_weight_BT=_importance(config, annotated, mask_BT),
     )
     return ShapedStep(batch, metrics | _statistics(batch), next_kl_coef)
 
@@ -131,15 +132,15 @@ def _kl(
     return kl_BT, metrics, controller(algorithm, kl_coef).update(current, sequences).coef
 
 
-def _importance(algorithm: Algorithm, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
-    correction = algorithm.rollout_correction
-    if correction.rollout_is is None:
+def _importance(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
+    correction, level = config.algorithm.rollout_correction, rollout_is(config)
+    if level is None:
         return torch.ones_like(batch.old_logprobs_BT)
     return importance_weights(
         batch.old_logprobs_BT,
         batch.sampler_logprobs_BT,
         mask_BT,
-        level=correction.rollout_is,
+        level=level,
         threshold=correction.rollout_is_threshold,
         normalize=correction.rollout_is_batch_normalize,
     )

@@ -38,6 +38,15 @@ class StepSums:
         }
 
 
+def staleness_metrics(scored: Sequence[Scored], version: int) -> dict[str, float]:
+    """How many updates old the weights are that the responses were sampled with."""
+    ages = np.array([version - s.rollout.weight_version for s in scored], dtype=float)
+    return {
+        "rollout/staleness_mean": float(ages.mean()),
+        "rollout/staleness_max": float(ages.max()),
+    }
+
+
 def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float]:
     """Reward and length statistics; failed scores are counted and left out of the rest.
 

@@ -1,0 +1,78 @@
+"""What happens when a worker dies: the run goes on from its last checkpoint with new ones.
+
+The reward lives on: what a judge has said stays said, and the responses that are sampled again
+are the same ones, so that a judge with a cache is asked nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.engine.base import Engine
+from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.loop import Job, load, run
+from ppo_cli.run_state import RunState
+
+Build = Callable[[], Engine]
+
+
+def run_with_restarts(
+    job: Job, state: RunState, *, build: Build, most: int, origin: Path | None = None
+) -> None:
+    """Run to the end, with at most `most` new starts.
+
+    `build` makes the engine anew once the lost one is closed; it may raise WorkerLost itself,
+    when what was lost does not come back. Without a checkpoint of its own the run begins again
+    at `origin`, the one that it started from, or at the first step. Raises Interrupted when
+    there are too many losses.
+    """
+    begun = job.order.state_dict(), job.reward.state_dict()
+    restarts = 0
+    while True:
+        try:
+            return run(job, state)
+        except WorkerLost as lost:
+            restarts += 1
+            saved = job.store.newest_step()
+            if restarts > most:
+                raise _too_many(job, lost, most, saved) from lost
+            where = f"step {saved}, the last checkpoint" if saved else "the first step"
+            job.tracker.screen.health(f"{lost} Starting again ({restarts} of {most}) from {where}.")
+        _leave(job)
+        job = replace(job, engine=build())
+        newest = job.store.newest() or origin
+        state = _begin_again(job, begun) if newest is None else load(job, newest)
+
+
+def _leave(job: Job) -> None:
+    """Close the engine, and see the scores through that are on their way.
+
+    They are paid for and wait in the judge's cache; and they must not reach the statistics of
+    a reward after those were put back.
+    """
+    job.engine.close()
+    job.reward.settle("train")
+    pending: list[Future[Any]] = [f for f in job.in_flight if not f.done()]
+    while pending and not job.stop_requested():
+        wait(pending, timeout=0.5)
+        pending = [f for f in pending if not f.done()]
+    job.in_flight.clear()
+
+
+def _begin_again(job: Job, begun: tuple[dict[str, Any], dict[str, Any]]) -> RunState:
+    job.order.load_state_dict(begun[0])
+    job.reward.load_state_dict(begun[1])
+    job.tracker.resume_at(0)
+    return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
+
+
+def _too_many(job: Job, lost: WorkerLost, most: int, saved: int | None) -> Interrupted:
+    told = f"step {saved} of {job.total_steps} is saved" if saved else "nothing is saved yet"
+    return Interrupted(
+        f"{lost} That is one loss more than --max_restarts {most} allows; {told}. "
+        f"Go on with: {job.resume_command}"
+    )
