@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -254,6 +255,13 @@ class PromptOrder:
             self._order = self._draw()
         start, self._position = self._position, self._position + self.batch_size
         return self._order[start : self._position]
+
+    def peek(self, ahead: int = 1) -> list[int]:
+        """Return what the take that is so many ahead will return; 1 is the next one."""
+        if ahead < 1:
+            raise ValueError(f"the next batch is 1 ahead; {ahead} is not to come")
+        later = copy.copy(self)  # taking makes lists anew, so none is shared that changes
+        return [later.take() for _ in range(ahead)][-1]
 
     def _draw(self) -> list[int]:
         """Return the order of this epoch, the held-over prompts first."""

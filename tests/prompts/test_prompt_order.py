@@ -81,6 +81,27 @@ def test_resume_at_any_point_equals_no_stop(how: dict[str, Any], before: int, af
     assert resumed.state_dict() == whole.state_dict()
 
 
+@given(orders(), st.integers(0, 60), st.integers(1, 20))
+@UNHURRIED
+def test_peeking_tells_what_will_be_taken_and_moves_nothing(
+    how: dict[str, Any], before: int, ahead: int
+) -> None:
+    order = PromptOrder(**how)
+    for _ in range(before):
+        order.take()
+    state = json.dumps(order.state_dict())
+    seen = [order.peek(k) for k in range(1, ahead + 1)]
+    assert order.peek() == seen[0]
+    assert json.dumps(order.state_dict()) == state
+    assert seen == [order.take() for _ in range(ahead)]
+
+
+@pytest.mark.parametrize("ahead", [0, -1])
+def test_what_was_taken_is_not_to_come(ahead: int) -> None:
+    with pytest.raises(ValueError, match="not to come"):
+        PromptOrder(7, 3, seed=0).peek(ahead)
+
+
 def test_resume_after_other_batches_were_taken() -> None:
     first, second = PromptOrder(10, 3, seed=1), PromptOrder(10, 3, seed=1)
     state = [first.take() for _ in range(5)] and first.state_dict()

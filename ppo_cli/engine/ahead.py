@@ -1,0 +1,201 @@
+"""Sampling ahead of training: an engine that wraps another and keeps the same seven verbs.
+
+While step s trains, the rollouts of the steps up to s + `steps` are sampled in the background,
+all of a round under the weights that were published when it began. From then on a round is
+trained `steps` publishes later, the first ones sooner; importance weights mend the mismatch.
+
+Which weights a round is sampled under must not hang on the clock, or equal runs would differ.
+So rounds begin when a step is annotated (all its own rollouts are there by then), and its
+`publish` waits for every round that has begun.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.engine.ahead_rounds import Round, read_rounds, write_rounds
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
+from ppo_cli.records import Prompt, Rollout
+
+Upcoming = Callable[[int], tuple[Sequence[Prompt], Sampling] | None]
+# For a round to notice that it should stop, before its sampler is taken away, and after.
+SECONDS_TO_STOP = 2.0
+SECONDS_TO_LEAVE = 10.0
+
+
+class AheadEngine:
+    """Samples up to `steps` training rounds beyond the step in training.
+
+    `upcoming(k)` tells prompts and sampling of the k-th training step after the one that was
+    last taken, and None past the end of the run. The inner engine must be able to sample in one
+    thread while it annotates, steps and saves in another, and raise the weight version by one
+    at a publish; it is never asked for two rounds at a time, nor for a publish during a round.
+    """
+
+    def __init__(self, engine: Engine, upcoming: Upcoming, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"sampling runs ahead by at least 1 step, not {steps}")
+        self._inner = engine
+        self._upcoming = upcoming
+        self._steps = steps
+        self._published = 0  # since this object was made: a round that was loaded began before
+        self._first_version: int | None = None  # the inner engine's, when none was published
+        self._rounds: list[Round] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None  # the thread's, for the main thread to raise
+        self._stopping = threading.Event()
+        self._closed = False
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+        """Yield a round that was sampled ahead; anything else is sampled now.
+
+        Other rounds are the first of a run, greedy baselines and validations.
+        """
+        found = self._find(prompts, sampling, ahead=0)
+        if found is None or not found.whole:
+            self._wait()
+        if found is None or not found.whole:
+            for rollout in self._inner.generate(prompts, sampling):
+                self._check_version(rollout.weight_version, self._published)
+                yield rollout
+            return
+        self._check_version(found.weight_version, found.begun_at)
+        # Kept until its step is published: a step that is undone takes it once more.
+        found.taken = True
+        yield from found.of_prompts(prompts)
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        """Begin the next rounds in the background, then annotate this one."""
+        if self._first_version is not None:
+            present = self._first_version + self._published
+            staleness = present - int(batch.weight_version_B.min())
+            assert staleness <= self._steps, f"rollouts are {staleness} steps old"
+        self._begin_rounds()
+        return self._inner.annotate(batch)
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        """Take one optimizer step while rollouts are sampled."""
+        return self._inner.step(minibatch)
+
+    def publish(self) -> None:
+        """Wait for the rounds that have begun, then hand the new weights to the sampler."""
+        self._wait()
+        self._inner.publish()
+        self._published += 1
+        self._rounds = [r for r in self._rounds if not r.taken]
+
+    def save(self, directory: Path) -> None:
+        """Write the inner engine, and every whole round that no published step has used.
+
+        A round under way began under the very weights that are saved here, so a resumed run
+        samples it again, the same. What stopped such a round does not keep a checkpoint from
+        being written: it is raised by the next `publish` or `generate`.
+        """
+        self._inner.save(directory)
+        write_rounds(directory, [r for r in self._rounds if r.whole], self._published)
+
+    def load(self, directory: Path) -> None:
+        """Take back what `save` wrote.
+
+        A checkpoint of a run that sampled less far ahead, or not at all, has fewer rounds, and
+        the missing ones are sampled now. Rounds that are too old for `steps`, or whose prompts
+        or sampling the run no longer asks for, are dropped and sampled anew.
+        """
+        self._wait()
+        self._inner.load(directory)
+        self._first_version = None
+        self._rounds = read_rounds(directory, self._published)
+
+    def close(self) -> None:
+        """Stop the round under way in bounded time, and close the inner engine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(SECONDS_TO_STOP)
+        try:
+            self._inner.close()  # a sampler that is gone ends its round
+        finally:
+            if thread is not None:
+                thread.join(SECONDS_TO_LEAVE)
+            self._rounds, self._thread = [], None
+
+    def _find(self, prompts: Sequence[Prompt], sampling: Sampling, ahead: int) -> Round | None:
+        """A round of these prompts that is fresh enough for the step so many ahead."""
+        for known in self._rounds:
+            # A step is trained under the weights of all publishes before it.
+            staleness = self._published + ahead - known.begun_at
+            if staleness <= self._steps and known.asks_for(prompts, sampling):
+                return known
+        return None
+
+    def _check_version(self, version: int, published: int) -> None:
+        """See that a sampler really has the weights of so many publishes."""
+        first = version - published
+        assert self._first_version in (None, first), (
+            f"weights {version} after {published} publishes"
+        )
+        self._first_version = first
+
+    def _begin_rounds(self) -> None:
+        """Keep the rounds of the next steps, and begin those that are missing."""
+        kept = [known for known in self._rounds if known.taken]
+        missing: list[Round] = []
+        for ahead in range(1, self._steps + 1):
+            asked = self._upcoming(ahead)
+            if asked is None:
+                break
+            known = self._find(*asked, ahead)
+            if known is None:
+                prompts, sampling = asked
+                known = Round(tuple(prompts), sampling, self._published)
+                missing.append(known)
+            kept.append(known)
+        if missing:
+            self._wait()
+            self._start_thread(missing)
+        self._rounds = kept
+
+    def _start_thread(self, rounds: Sequence[Round]) -> None:
+        self._thread = threading.Thread(
+            target=self._sample, args=(rounds,), name="sampling-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def _sample(self, rounds: Sequence[Round]) -> None:
+        """Sample rounds one after the other, in the background."""
+        try:
+            for begun in rounds:
+                if not self._sample_round(begun):
+                    return
+        except BaseException as error:
+            self._error = error
+
+    def _sample_round(self, begun: Round) -> bool:
+        """Sample a round; returns False when it should stop before its end."""
+        drawn = self._inner.generate(begun.prompts, begun.sampling)
+        # A generator, as all engines' are: closing it frees the sampler.
+        with closing(cast("Generator[Rollout, None, None]", drawn)):
+            for rollout in drawn:
+                if self._stopping.is_set():
+                    return False
+                begun.rollouts.append(rollout)
+        begun.complete()
+        return True
+
+    def _wait(self) -> None:
+        """Wait for the background; raises what went wrong there, once and as itself."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            self._rounds = [known for known in self._rounds if known.whole]
+            raise error
