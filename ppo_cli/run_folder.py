@@ -21,6 +21,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
 
     def prepare(self) -> None:
         """Make the folder and see that it can be written to; raises UserError if not."""
