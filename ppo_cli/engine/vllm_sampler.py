@@ -1,0 +1,408 @@
+"""Sample with vLLM, which needs a process of its own: it takes over torch's threads and groups.
+
+Each response has its own seed, so that it is the same in whatever batch it is drawn. Log-probs
+are those under the sampling temperature and before top-k and top-p: vLLM gives them raw, and
+its workers divide the logits first (`weight_sync.WorkerExtension`).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.token_draw import stream_key
+from ppo_cli.errors import DataError, MissingPart, ModelError
+from ppo_cli.records import Prompt, Rollout
+
+EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
+TRANSFERS = {"memory": "ppo_memory", "nccl": "nccl", "ipc": "ipc"}
+# Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Memory for keys and values on the CPU, if that many tokens can be under way at all.
+CPU_CACHE_BYTES = 2 * 2**30
+SHARED_MEMORY = Path("/dev/shm")
+LORA_PIECES = (".lora_A.", ".lora_B.", ".lora_embedding_")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What an adapter's file does not say of it."""
+
+    rank: int
+    alpha: float
+
+
+def check_vllm() -> None:
+    """Raise MissingPart, in one sentence, where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingPart(
+            "--rollout_name vllm needs vLLM, which is not installed: run scripts/setup vllm, or "
+            "sample without it (--rollout_name hf)."
+        )
+
+
+def set_environment() -> None:
+    """Say, before vLLM is imported, how it shall run; variables that are set already stay."""
+    for name, value in {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # One device needs no further process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # With its own binding each sampler would claim the first core of the machine.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Whatever matters comes as an error.
+        "VLLM_LOGGING_LEVEL": "CRITICAL",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }.items():
+        os.environ.setdefault(name, value)
+    # Not ours to mend, and said at each import.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
+
+
+class VLLMSampler:
+    """Samples from weights of its own, with vLLM."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        eos_token_ids: frozenset[int],
+        detokenize: Callable[[Sequence[int]], str],
+        max_model_len: int,
+        dtype: torch.dtype = torch.float32,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.5,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        enforce_eager: bool = False,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        lora: LoRA | None = None,
+        transfer: Literal["memory", "nccl", "ipc"] = "memory",
+    ) -> None:
+        self._eos_ids = sorted(eos_token_ids)
+        self._detokenize = detokenize
+        self._max_model_len = max_model_len
+        self._lora = lora
+        self._own_process = tensor_parallel_size == 1
+        self._folder: Path | None = None
+        self._adapter: Any = None
+        self._adapters = 0  # how many there have been: ids are never used twice
+        self._calls = 0
+        self._busy = False
+        self._temperature = 1.0
+        self._engine: Any = None
+        check_vllm()
+        set_environment()
+        on_gpu = torch.cuda.is_available()
+        self._sleep_level = (1 if lora else 2) if on_gpu else 0
+        options: dict[str, Any] = {
+            "model": model,
+            "trust_remote_code": trust_remote_code,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_model_len,
+            "tensor_parallel_size": tensor_parallel_size,
+            "distributed_executor_backend": "uni" if self._own_process else "mp",
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
+            # Compiling for the CPU takes a minute and gains nothing.
+            "enforce_eager": enforce_eager or not on_gpu,
+            "enable_prefix_caching": enable_prefix_caching,
+            "enable_sleep_mode": on_gpu,
+            "seed": seed,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": EXTENSION,
+        }
+        if lora is not None:
+            options |= _lora_options(lora)
+        self._start(options, on_gpu, transfer)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+    ) -> Iterator[Rollout]:
+        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
+
+        One call at a time: the next may begin when this one's iterator is used up or closed.
+        """
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
+            if len(prompt.token_ids) + sampling.max_tokens > self._max_model_len:
+                raise DataError(
+                    f"The prompt {prompt.uid} has {len(prompt.token_ids)} tokens; with "
+                    f"{sampling.max_tokens} for the response it does not fit the sampler's "
+                    f"{self._max_model_len}. Raise --max_prompt_length."
+                )
+        return self._generate(prompts, sampling, weight_version)
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take new weights, complete, and forget whatever was cached under the old ones."""
+        if weights.adapter:
+            self._load_adapter(weights)
+            self._weights_changed(weights.version)
+            return
+        self.start_weight_update()
+        if self._own_process:
+            self.update_weights({"tensors": dict(weights.tensors)})
+        else:
+            path = self._memory() / "weights.safetensors"
+            save_file(_separate(weights.tensors), path)
+            try:
+                self.update_weights({"path": str(path)})
+            finally:
+                path.unlink()
+        self.finish_weight_update(weights.version)
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Meet a trainer that sends weights from device to device (`weight_sync.Sender`)."""
+        self._rpc("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        """Make ready to take weights."""
+        self._rpc("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Take weights, all or some."""
+        self._rpc("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, version: int) -> None:
+        """Put the weights to use."""
+        self._rpc("finish_weight_update")
+        self._weights_changed(version)
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version of the weights that were loaded last; None before any were."""
+        told = self._engine.get_weight_version()
+        return None if told == "default" else int(told)
+
+    def sleep(self) -> None:
+        """Give device memory back until `wake_up`; nothing on the CPU."""
+        if self._sleep_level:
+            self._engine.reset_prefix_cache()
+            self._engine.sleep(level=self._sleep_level)
+
+    def wake_up(self) -> None:
+        """Take device memory again; new weights come before the next `generate`."""
+        if self._sleep_level:
+            self._engine.wake_up()
+
+    def close(self) -> None:
+        """Free everything. Safe to call twice."""
+        engine, self._engine = self._engine, None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        if engine is not None:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+    def _start(self, options: dict[str, Any], on_gpu: bool, transfer: str) -> None:
+        from vllm import EngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
+        if not on_gpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            options["kv_cache_memory_bytes"] = _cpu_cache_bytes(options)
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError,
+                KeyError, TypeError, AttributeError, ImportError) as error:  # fmt: skip
+            raise ModelError(_why_not(options["model"], error)) from error
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+    ) -> Iterator[Rollout]:
+        if self._busy:
+            raise RuntimeError("the iterator of the last generate() is neither used up nor closed")
+        self._busy = True
+        jobs: dict[str, tuple[Prompt, int]] = {}
+        try:
+            self._set_temperature(sampling.temperature or 1.0)
+            for prompt in prompts:
+                for sample in range(sampling.n):
+                    name = self._submit(prompt, sample, sampling)
+                    jobs[name] = (prompt, sample)
+            while jobs:
+                for output in self._engine.step():
+                    if output.finished:
+                        prompt, sample = jobs.pop(output.request_id)
+                        yield self._rollout(prompt, sample, output.outputs[0], weight_version)
+        finally:
+            self._busy = False
+            if jobs and self._engine is not None:
+                self._engine.abort_request(list(jobs), internal=False)
+
+    def _submit(self, prompt: Prompt, sample: int, sampling: Sampling) -> str:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._calls += 1
+        name = str(self._calls)
+        greedy = sampling.temperature == 0
+        params = SamplingParams(
+            # The workers have divided by the temperature already.
+            temperature=0.0 if greedy else 1.0,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=0 if greedy else max(sampling.top_k, 0),
+            max_tokens=sampling.max_tokens,
+            seed=stream_key(sampling.seed, prompt.uid, sample) >> 1,  # vLLM's are signed
+            ignore_eos=True,
+            stop_token_ids=self._eos_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            skip_reading_prefix_cache=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        text = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        self._engine.add_request(name, text, params, lora_request=self._adapter)
+        return name
+
+    def _rollout(self, prompt: Prompt, sample: int, output: Any, weight_version: int) -> Rollout:
+        ids = tuple(output.token_ids)
+        logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
+        if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
+            raise ModelError(
+                "The model's logits are not finite, so that no token can be drawn. Look at the "
+                "weights (a diverged run: lower --lr and resume from an earlier checkpoint)."
+            )
+        return Rollout(
+            prompt=prompt,
+            sample=sample,
+            token_ids=ids,
+            sampler_logprobs=logprobs,
+            text=self._detokenize(ids),
+            finish_reason="stop" if ids[-1] in self._eos_ids else "length",
+            weight_version=weight_version,
+        )
+
+    def _set_temperature(self, temperature: float) -> None:
+        if temperature != self._temperature:
+            self._rpc("scale_logits", temperature=temperature)
+            self._temperature = temperature
+
+    def _weights_changed(self, version: int) -> None:
+        self._engine.set_weight_version(str(version))
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("weights came while responses were under way")
+
+    def _load_adapter(self, weights: Weights) -> None:
+        if self._lora is None:
+            raise RuntimeError("an adapter came, but this sampler was built without LoRA")
+        from vllm.lora.request import LoRARequest
+
+        self._adapters += 1
+        folder = self._memory() / f"adapter-{self._adapters}"
+        folder.mkdir()
+        save_file(_separate(weights.tensors), folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(_peft_config(self._lora, weights)))
+        fresh = LoRARequest(f"version {weights.version}", self._adapters, str(folder))
+        try:
+            if self._adapter is not None:
+                self._engine.remove_lora(self._adapter.lora_int_id)
+            self._engine.add_lora(fresh)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise ModelError(
+                f"vLLM does not take this LoRA adapter ({_first_line(error)}); publish merged "
+                "weights with model.lora_merge=true, or use --rollout_name hf."
+            ) from error
+        finally:
+            shutil.rmtree(folder)
+        self._adapter = fresh
+
+    def _memory(self) -> Path:
+        """A folder of our own, in shared memory where there is any."""
+        if self._folder is None:
+            place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+            self._folder = Path(tempfile.mkdtemp(prefix="ppo-sampler-", dir=place))
+        return self._folder
+
+    def _rpc(self, method: str, **values: Any) -> None:
+        self._engine.collective_rpc(method, kwargs=values)
+
+
+def _lora_options(lora: LoRA) -> dict[str, Any]:
+    fitting = [rank for rank in LORA_RANKS if rank >= lora.rank]
+    if not fitting:
+        raise ModelError(
+            f"vLLM takes LoRA adapters up to rank {LORA_RANKS[-1]}, not {lora.rank}: lower "
+            "--lora_rank, or publish merged weights with model.lora_merge=true."
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0]}
+
+
+def _peft_config(lora: LoRA, weights: Weights) -> dict[str, Any]:
+    """What PEFT would write beside the tensors; the modules are told by the tensors' names."""
+    owners = {name.split(piece)[0] for name in weights.tensors for piece in LORA_PIECES
+              if piece in name}  # fmt: skip
+    return {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({owner.rpartition(".")[2] for owner in owners}),
+    }
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a safetensors file takes them: contiguous."""
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _cpu_cache_bytes(options: dict[str, Any]) -> int:
+    """Memory for all sequences at full length, within bounds; never less than for one."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        options["model"], trust_remote_code=options["trust_remote_code"]
+    ).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = 4 if options["dtype"] == "float32" else 2
+    token = 2 * config.num_hidden_layers * heads * size * width
+    blocks = math.ceil(options["max_model_len"] / 128) + 1
+    one = token * 128 * blocks
+    return max(one, min(one * options["max_num_seqs"], CPU_CACHE_BYTES))
+
+
+def _why_not(model: str, error: Exception) -> str:
+    said = _first_line(error)
+    return (
+        f"vLLM cannot sample from {model}: {said}. Mend that, or sample without vLLM "
+        "(--rollout_name hf)."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(" .")
