@@ -1,0 +1,276 @@
+"""LoRA (Hu et al. 2021) by PEFT: adapters inside a model, on, off, merged and saved.
+
+An adapter is put into the model in place: the model stays what it was, backbone and head too,
+and each adapted layer adds `alpha / rank * B @ A` to its frozen weight. Names outside are those
+of PEFT's files, so that its own loader, or any server that takes adapters, reads ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.models import Policy
+from ppo_cli.errors import MissingPart, ModelError, did_you_mean
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"  # PEFT's name for the only adapter of a model
+PREFIX = "base_model.model."  # what PEFT puts before names in its files
+PIECE = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
+
+
+@dataclass(frozen=True)
+class AdapterOff(Policy):
+    """A policy as it was before its adapter was trained; weights are shared, none is copied."""
+
+    def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
+        """Last hidden states without the adapter, and without gradients."""
+        # Recomputed activations of a backward pass would see the adapter on again.
+        with torch.no_grad(), without_adapter(self.model):
+            return super().hidden_BLH(input_ids_BL)
+
+
+def reference_of(policy: Policy) -> Policy:
+    """The reference of an adapted policy: itself with the adapter off."""
+    return AdapterOff(policy.model, policy.backbone, policy.head, policy.around)
+
+
+def publishes_adapter(config: Config) -> bool:
+    """Whether samplers get the adapter alone, and so need one of their own (`adapt`)."""
+    return config.model.lora_rank > 0 and not config.model.lora_merge
+
+
+def adapt(config: Config) -> Callable[[Any], Any] | None:
+    """What puts an adapter into a loaded causal LM, in place; None without LoRA.
+
+    B starts at zero; A is drawn from `trainer.seed`, on whatever device the model lies. All
+    other weights are frozen. Raises ModelError for `model.target_modules` that fit nothing.
+    """
+    settings = config.model
+    if settings.lora_rank == 0:
+        return None
+
+    def inject(model: Any) -> Any:
+        peft = _import_peft()
+        targets, chosen = _choose_targets(model, settings.target_modules)
+        alpha = settings.lora_alpha
+        lora = peft.LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+            target_modules=targets,
+            lora_dropout=0.0,
+            bias="none",
+            fan_in_fan_out=all(isinstance(module, Conv1D) for module in chosen),
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.trainer.seed)
+            return peft.inject_adapter_in_model(lora, model, ADAPTER)
+
+    return inject
+
+
+@contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Compute as the base model inside; no weight moves or changes."""
+    layers = _layers(model)
+    for layer in layers.values():
+        layer.enable_adapters(False)
+    # PEFT freezes what it switches off. A sharded layer keeps two tensors for one weight, and
+    # by the time of switching on the other may be in its place: leave the flag as it was.
+    for name, tensor in model.named_parameters():
+        if PIECE.search(name):
+            tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.enable_adapters(True)
+
+
+def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's live tensors under PEFT's names, always in the same order."""
+    for name, tensor in model.named_parameters():
+        if PIECE.search(name):
+            yield PREFIX + PIECE.sub(r".\1.", name), tensor
+
+
+@torch.no_grad()
+def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copy an adapter's tensors into a model that `adapt` prepared; all of them, no other."""
+    live = dict(adapter_tensors(model))
+    if live.keys() != tensors.keys():
+        odd = sorted(live.keys() ^ tensors.keys())
+        raise ModelError(
+            f"The adapter does not fit the model: {odd[0]} and {len(odd) - 1} more are on one "
+            "side only. model.lora_rank and model.target_modules must be those it was made with."
+        )
+    for name, tensor in live.items():
+        if tensor.shape != tensors[name].shape:
+            raise ModelError(
+                f"The adapter does not fit the model: {name} is {tuple(tensors[name].shape)}, "
+                f"the model takes {tuple(tensor.shape)}. model.lora_rank must be what it was."
+            )
+        tensor.copy_(tensors[name])
+
+
+@torch.no_grad()
+def merged_tensors(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights with the adapter added, under the names of the base model, one by one.
+
+    `full` makes a whole tensor on the CPU of a live one; it is called for the same tensors in
+    the same order on every rank. A tied output head is left out. Nothing live is changed.
+    """
+    layers = _layers(model)
+    for name, tensor in model.named_parameters():
+        if PIECE.search(name):
+            continue
+        owner, _, leaf = name.rpartition(".base_layer.")
+        if not owner:
+            yield name, full(tensor)
+        elif leaf == "weight":
+            yield f"{owner}.{leaf}", _merge(layers[owner], full)
+        else:
+            yield f"{owner}.{leaf}", full(tensor)
+
+
+def write_adapter_config(directory: Path, model: Any, base: str) -> None:
+    """Write `adapter_config.json`; `base` is the user's model path or hub name."""
+    saved = copy.copy(model.peft_config[ADAPTER])
+    saved.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    saved.inference_mode = True
+    if not isinstance(saved.target_modules, str):
+        saved.target_modules = sorted(saved.target_modules)
+    saved.save_pretrained(str(directory))
+
+
+def load_merged(model: Any, folder: Path) -> Any:
+    """Put the adapter saved in `folder` into its base model for good; returns that model."""
+    adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
+    return adapted.merge_and_unload()
+
+
+def _import_peft() -> Any:
+    # Imported on use: runs without LoRA need not wait for it.
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingPart(
+            "LoRA (--lora_rank) needs the package peft: pip install peft, or leave --lora_rank "
+            "out to train all weights."
+        ) from error
+    return peft
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """The adapted layers by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def _merge(layer: Any, full: Callable[[Tensor], Tensor]) -> Tensor:
+    """W + scale * B @ A, computed in float32."""
+    weight = full(layer.base_layer.weight)
+    a, b = (full(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
+    change = layer.scaling[ADAPTER] * (b @ a)
+    merged: Tensor = weight.float() + (change.T if layer.fan_in_fan_out else change)
+    return merged.to(weight.dtype)
+
+
+def _choose_targets(
+    model: Any, wanted: str | Sequence[str]
+) -> tuple[str | list[str], list[nn.Module]]:
+    """What to tell PEFT, and the modules that it means; refuses names that mean none.
+
+    A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
+    """
+    linear, kept_out = _linear_modules(model)
+    if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
+        return ALL_LINEAR, list(linear.values())
+    if isinstance(wanted, str) and _named(wanted, [*linear, *kept_out]):
+        wanted = [wanted]
+    if isinstance(wanted, str):
+        found = [name for name, _ in model.named_modules() if _matches(wanted, name)]
+        if not found:
+            raise _unknown_target(wanted, linear)
+        _check_fit(wanted, found, linear, kept_out)
+        return wanted, [linear[name] for name in found]
+    chosen: list[str] = []
+    for word in wanted:
+        found = _named(word, (name for name, _ in model.named_modules()))
+        if not found:
+            raise _unknown_target(word, linear)
+        _check_fit(word, found, linear, kept_out)
+        chosen += found
+    if not chosen:
+        raise ModelError(
+            "model.target_modules is empty: name the modules that LoRA adapts, or leave it at "
+            f"{ALL_LINEAR}."
+        )
+    return list(wanted), [linear[name] for name in chosen]
+
+
+def _linear_modules(model: Any) -> tuple[dict[str, nn.Module], set[str]]:
+    """Linear modules by name, and the names of embeddings and output head, never adapted."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    linear: dict[str, nn.Module] = {}
+    kept_out = set()
+    for name, module in model.named_modules():
+        if any(module is end for end in ends):
+            kept_out.add(name)
+        elif isinstance(module, nn.Linear | Conv1D):
+            linear[name] = module
+    return linear, kept_out
+
+
+def _named(word: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name == word or name.endswith(f".{word}")]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ModelError(
+            f"model.target_modules: '{pattern}' is neither the name of a module nor a pattern: "
+            f"{error}."
+        ) from error
+
+
+def _check_fit(word: str, found: list[str], linear: Mapping[str, Any], kept_out: set[str]) -> None:
+    """Refuse what LoRA cannot adapt here."""
+    for name in found:
+        if name in kept_out:
+            raise ModelError(
+                f"model.target_modules: '{word}' means {name}, but embeddings and output layer "
+                "stay as they are. Name layers between them."
+            )
+        if name not in linear:
+            raise ModelError(
+                f"model.target_modules: '{word}' means {name}, which is no linear layer. LoRA "
+                f"adapts these here: {_leaves(linear)}."
+            )
+
+
+def _unknown_target(word: str, linear: Iterable[str]) -> ModelError:
+    hint = did_you_mean(word, {name.rpartition(".")[2] for name in linear})
+    listed = " A list is written [a,b]." if "," in word else ""
+    return ModelError(
+        f"model.target_modules: the model has no module '{word}'.{hint}{listed} Linear layers "
+        f"here: {_leaves(linear)}; or {ALL_LINEAR} for all of them."
+    )
+
+
+def _leaves(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
