@@ -58,8 +58,8 @@ class AheadEngine:
         """
         found = self._find(prompts, sampling, ahead=0)
         if found is None or not found.whole:
-            self._wait()
-        if found is None or not found.whole:
+            self._wait()  # one round at a time
+        if found is None:
             for rollout in self._inner.generate(prompts, sampling):
                 self._check_version(rollout.weight_version, self._published)
                 yield rollout

@@ -130,7 +130,7 @@ Numbers = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 def _rows_of(path: Path) -> Iterator[Numbers]:
     """Token ids and log-probs of each rollout, in the order in which they were written."""
-    with np.load(path, allow_pickle=False) as saved:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
         ends = np.cumsum(saved["lengths"])[:-1]
         ids = np.split(saved["token_ids"], ends)
         logprobs = np.split(saved["sampler_logprobs"], ends)

@@ -1,0 +1,223 @@
+"""A small real engine that keeps account of itself, and a loop that uses it as the loop does.
+
+Its weights are a number that every update stirs. What it samples hangs on the weights that were
+published, the seed, the prompt and the sample alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
+from ppo_cli.engine.ahead import AheadEngine
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
+from ppo_cli.errors import WorkerLost
+from ppo_cli.prompts import PromptOrder
+from ppo_cli.records import Prompt, Rollout
+
+BATCH, SAMPLES = 3, 2
+PROMPTS = tuple(
+    Prompt(f"row:{i}", f"What is {i}?", (), f"What is {i}?", (1, i + 2), ground_truth=i)
+    for i in range(11)
+)
+
+
+def stir(*parts: object) -> int:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6)
+    return int.from_bytes(digest.digest(), "big")
+
+
+class SmallEngine:
+    """The seven verbs over one number."""
+
+    def __init__(self) -> None:
+        self.weights = 1
+        self.sampler_weights = 1
+        self.version = 0
+        self.calls: list[str] = []  # what happened, in order
+        self.rounds_drawn = 0
+        self.pause = lambda: None  # before each rollout, in the thread that samples
+        self.closed = threading.Event()
+        self._sampling = threading.Lock()
+
+    @property
+    def is_sampling(self) -> bool:
+        return self._sampling.locked()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+        assert self._sampling.acquire(blocking=False), "two rounds at a time"
+        try:
+            self.calls.append(f"generate {sampling.seed}")
+            for prompt in prompts:
+                for sample in range(sampling.n):
+                    self.pause()
+                    yield self._draw(prompt, sample, sampling)
+            self.rounds_drawn += 1
+        finally:
+            self._sampling.release()
+
+    def _draw(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
+        drawn = stir(self.sampler_weights, sampling, prompt.uid, sample)
+        ids = tuple(1 + (drawn >> shift) % 250 for shift in range(0, 8 * (1 + drawn % 4), 8))
+        logprobs = -np.random.default_rng(drawn).random(len(ids), dtype=np.float32)
+        return Rollout(
+            prompt, sample, ids, logprobs, f"“{drawn}”\ud83d", "length", weight_version=self.version
+        )
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        self.calls.append("annotate")
+        zeros = torch.zeros_like(batch.sampler_logprobs_BT)
+        return AnnotatedBatch(
+            **vars(batch),
+            old_logprobs_BT=zeros,
+            entropy_BT=zeros,
+            ref_logprobs_BT=None,
+            full_kl_BT=None,
+            values_BT=None,
+        )
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        self.calls.append("step")
+        ids, logprobs = minibatch.batch.input_ids_BL, minibatch.batch.sampler_logprobs_BT
+        self.weights = stir(self.weights, ids.tolist(), logprobs.tolist())
+        return {}
+
+    def publish(self) -> None:
+        assert not self.is_sampling, "new weights in the middle of a round"
+        self.calls.append("publish")
+        self.version += 1
+        self.sampler_weights = self.weights
+
+    def save(self, directory: Path) -> None:
+        (directory / "state").mkdir()
+        state = [self.weights, self.sampler_weights, self.version]
+        (directory / "state" / "engine.json").write_text(json.dumps(state))
+
+    def load(self, directory: Path) -> None:
+        state = json.loads((directory / "state" / "engine.json").read_text())
+        self.weights, self.sampler_weights, self.version = state
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def wait_in_round(self, until: threading.Event) -> Callable[[], None]:
+        """Hold up sampling until something happens, or the engine is closed."""
+
+        def hold() -> None:
+            for _ in range(2000):
+                if until.wait(0.005):
+                    return
+                if self.closed.is_set():
+                    raise WorkerLost("the sampler is gone")
+
+        return hold
+
+
+@dataclass
+class Trained:
+    """What a step was trained on."""
+
+    step: int
+    staleness: int
+    rollouts: list[tuple[object, ...]]
+
+
+@dataclass
+class Run:
+    """A run of so many steps: engine, order and what was trained."""
+
+    async_steps: int
+    total: int = 8
+    seed: int = 0
+    temperature: float = 1.0
+    step: int = 0
+    trained: list[Trained] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.inner = SmallEngine()
+        self.order = PromptOrder(len(PROMPTS), BATCH, self.seed)
+        self.engine: Engine = self.inner
+        if self.async_steps:
+            self.engine = AheadEngine(self.inner, self.upcoming, self.async_steps)
+
+    def sampling(self, step: int) -> Sampling:
+        return Sampling(temperature=self.temperature, n=SAMPLES, seed=1000 + step)
+
+    def upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
+        if self.step + ahead > self.total:
+            return None
+        prompts = [PROMPTS[i] for i in self.order.peek(ahead)]
+        return prompts, self.sampling(self.step + ahead)
+
+    def begin_step(self, *, baselines: bool = False) -> Batch:
+        """Everything up to the answers of the judges."""
+        self.step += 1
+        prompts = [PROMPTS[i] for i in self.order.take()]
+        rollouts = list(self.engine.generate(prompts, self.sampling(self.step)))
+        if baselines:
+            greedy = Sampling(temperature=0.0, seed=2000 + self.step)
+            assert len(list(self.engine.generate(prompts, greedy))) == BATCH
+        places = {prompt.uid: i for i, prompt in enumerate(prompts)}
+        rollouts.sort(key=lambda r: (places[r.prompt.uid], r.sample))
+        assert all(r.prompt is prompts[places[r.prompt.uid]] for r in rollouts)
+        batch = build_batch(rollouts, 0)
+        self.engine.annotate(batch)
+        staleness = self.inner.version - int(batch.weight_version_B.min())
+        seen = [(r.key, r.token_ids, r.sampler_logprobs.tobytes(), r.text) for r in rollouts]
+        self.trained.append(Trained(self.step, staleness, list(seen)))
+        return batch
+
+    def undo_step(self, order: dict[str, object]) -> None:
+        """What the loop does when a step cannot be finished."""
+        self.step -= 1
+        self.order.load_state_dict(order)
+        self.trained.pop()
+
+    def end_step(self, batch: Batch) -> None:
+        for rows in torch.arange(len(batch)).split(BATCH):
+            train = batch.rows(rows)
+            self.engine.step(MiniBatch(train, actor=True, critic=True))  # type: ignore[arg-type]
+        self.engine.publish()
+
+    def train(self, steps: int, *, validate: bool = False, baselines: bool = False) -> Run:
+        for _ in range(steps):
+            self.end_step(self.begin_step(baselines=baselines))
+            if validate:
+                self.validate()
+        return self
+
+    def validate(self) -> list[Rollout]:
+        return list(self.engine.generate(PROMPTS[:4], Sampling(temperature=0.0, seed=3000)))
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir()
+        self.engine.save(folder)
+        state = {"step": self.step, "order": self.order.state_dict()}
+        (folder / "run.json").write_text(json.dumps(state))
+        return folder
+
+    def load(self, folder: Path) -> Run:
+        state = json.loads((folder / "run.json").read_text())
+        self.step = state["step"]
+        self.order.load_state_dict(state["order"])
+        self.engine.load(folder)
+        return self
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)

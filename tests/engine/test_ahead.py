@@ -1,0 +1,181 @@
+"""Sampling ahead: which weights a round has, what waits for what, and how errors come out."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ppo_cli.engine.ahead import AheadEngine
+from ppo_cli.errors import ModelError, WorkerLost
+from tests.engine.ahead_runs import Run, SmallEngine, wait_until
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Begin runs; all of them are closed in the end, and no thread is left."""
+    runs: list[Run] = []
+
+    def make(*args: Any, **settings: Any) -> Run:
+        runs.append(Run(*args, **settings))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+    assert [t for t in threading.enumerate() if t.name == "sampling-ahead"] == []
+
+
+def failing_with(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_rounds_are_as_old_as_was_asked_and_no_older(start: Start, steps: int) -> None:
+    run = start(steps).train(8)
+    assert [t.staleness for t in run.trained] == [min(i, steps) for i in range(8)]
+    assert run.inner.rounds_drawn == 8  # none twice, and none past the end
+
+
+def test_a_run_that_does_not_sample_ahead_has_fresh_rollouts(start: Start) -> None:
+    assert {t.staleness for t in start(0).train(4).trained} == {0}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_clock_decides_nothing(start: Start, steps: int) -> None:
+    def slowly(seed: int) -> Run:
+        run, chance = start(steps), random.Random(seed)
+        run.inner.pause = lambda: time.sleep(chance.choice([0, 0, 0.004]))
+        step = run.inner.step
+        run.inner.step = lambda m: (time.sleep(chance.choice([0, 0.02])), step(m))[1]  # type: ignore[method-assign]
+        return run.train(6)
+
+    quick = start(steps).train(6)
+    for seed in range(3):
+        run = slowly(seed)
+        assert run.trained == quick.trained
+        assert run.inner.weights == quick.inner.weights
+
+
+def test_steps_do_not_wait_for_the_round_but_publish_does(start: Start) -> None:
+    run, go_on = start(1), threading.Event()
+    run.train(1)
+    run.inner.calls.clear()
+    run.inner.pause = run.inner.wait_in_round(go_on)
+    batch = run.begin_step()
+    wait_until(lambda: run.inner.is_sampling)
+    in_steps: list[bool] = []
+    step = run.inner.step
+    run.inner.step = lambda m: (in_steps.append(run.inner.is_sampling), step(m))[1]  # type: ignore[method-assign]
+    threading.Timer(0.2, go_on.set).start()
+    run.end_step(batch)
+    assert in_steps == [True, True]
+    assert go_on.is_set()
+    assert sorted(run.inner.calls[:2]) == ["annotate", "generate 1003"]
+    assert run.inner.calls[2:] == ["step", "step", "publish"]
+
+
+def test_validations_and_baselines_are_sampled_at_once_and_alone(start: Start) -> None:
+    run = start(2)
+    run.inner.pause = lambda: time.sleep(0.001)
+    run.train(6, validate=True, baselines=True)
+    calls = [call for call in run.inner.calls if call.startswith("generate")]
+    assert calls[:6] == [
+        "generate 1001", "generate 2001", "generate 1002", "generate 1003", "generate 3000",
+        "generate 2002",
+    ]  # fmt: skip
+    assert [t.staleness for t in run.trained] == [0, 1, 2, 2, 2, 2]
+
+
+def test_validations_see_the_newest_weights(start: Start) -> None:
+    run = start(2)
+    run.validate()
+    for version in (1, 2, 3):
+        run.train(1)
+        assert {r.weight_version for r in run.validate()} == {version}
+
+
+@pytest.mark.parametrize(
+    "error", [ModelError("no such token"), WorkerLost("sampler 0 on node b"), KeyError("bug")]
+)
+def test_what_goes_wrong_in_the_background_comes_out_once_and_as_itself(
+    start: Start, error: Exception
+) -> None:
+    run = start(1).train(1)
+    run.inner.pause = failing_with(error)
+    batch = run.begin_step()
+    with pytest.raises(type(error)) as caught:
+        run.end_step(batch)
+    assert caught.value is error
+    assert run.inner.calls[-1] == "step"
+    run.engine.publish()
+    assert run.inner.calls[-1] == "publish"
+
+
+def test_an_error_comes_out_when_something_else_is_sampled(start: Start) -> None:
+    run = start(1).train(1)
+    run.inner.pause = failing_with(WorkerLost("sampler 0"))
+    run.begin_step()
+    with pytest.raises(WorkerLost):
+        run.validate()
+
+
+def test_a_round_that_failed_is_sampled_anew(start: Start) -> None:
+    run, calm = start(1).train(1), start(1).train(4)
+    run.inner.pause = failing_with(WorkerLost("sampler 0"))
+    batch = run.begin_step()
+    with pytest.raises(WorkerLost):
+        run.engine.publish()
+    run.inner.pause = lambda: None
+    run.end_step(batch)
+    run.train(2)
+    # The third round was lost, so it was drawn after the publish, and is fresh.
+    assert [t.staleness for t in run.trained] == [0, 1, 0, 1]
+    assert run.trained[:2] == calm.trained[:2]
+
+
+def test_a_sampler_that_missed_a_publish_is_noticed(start: Start) -> None:
+    run = start(1).train(2)
+    run.inner.version -= 1
+    with pytest.raises(AssertionError, match="weights 1 after 2 publishes"):
+        run.validate()
+
+
+def test_closed_in_the_middle_of_a_round(start: Start) -> None:
+    run = start(1)
+    run.train(1)
+    never = threading.Event()
+    run.inner.pause = run.inner.wait_in_round(never)
+    run.begin_step()
+    wait_until(lambda: run.inner.is_sampling)
+    started = time.monotonic()
+    run.close()
+    run.close()
+    assert time.monotonic() - started < 5
+    assert not run.inner.is_sampling
+    assert run.inner.closed.is_set()
+
+
+def test_a_round_under_way_stops_at_its_next_rollout(start: Start) -> None:
+    run = start(1)
+    run.train(1)
+    run.inner.pause = lambda: time.sleep(0.05)
+    run.begin_step()
+    wait_until(lambda: run.inner.is_sampling)
+    run.close()
+    assert run.inner.rounds_drawn == 2
+    assert not run.inner.is_sampling
+
+
+def test_at_least_one_step_ahead() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        AheadEngine(SmallEngine(), lambda ahead: None, 0)

@@ -1,0 +1,192 @@
+"""Sampling ahead over stops: saved, undone, taken again, with other settings, damaged."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.errors import ModelError, WorkerLost
+from tests.engine.ahead_runs import Run, wait_until
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def make(*args: Any, **settings: Any) -> Run:
+        runs.append(Run(*args, **settings))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def same_end(a: Run, b: Run) -> None:
+    """The same rollouts, bit for bit, in the last steps of both, and the same weights."""
+    shared = min(len(a.trained), len(b.trained))
+    assert a.trained[-shared:] == b.trained[-shared:]
+    assert (a.inner.weights, a.inner.version) == (b.inner.weights, b.inner.version)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 2, 4, 7])
+def test_a_run_with_a_stop_is_the_same_run(
+    start: Start, tmp_path: Path, steps: int, stop: int
+) -> None:
+    whole = start(steps).train(8)
+    folder = start(steps).train(stop).save(tmp_path / "saved")
+    resumed = start(steps).load(folder).train(8 - stop)
+    assert len(resumed.trained) == 8 - stop
+    same_end(resumed, whole)
+
+
+def test_a_stop_at_every_step(start: Start, tmp_path: Path) -> None:
+    whole = start(2).train(8)
+    run = start(2)
+    for step in range(8):
+        folder = run.train(1).save(tmp_path / f"step_{step}")
+        run = start(2).load(folder)
+    assert (run.inner.weights, run.inner.version) == (whole.inner.weights, whole.inner.version)
+
+
+def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> None:
+    folder = start(2).train(3).save(tmp_path / "saved")
+    resumed = start(2).load(folder)
+    resumed.train(1)
+    assert [call for call in resumed.inner.calls if call.startswith("gen")] == ["generate 1006"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, steps: int) -> None:
+    whole, run = start(steps).train(8), start(steps).train(3)
+    order = run.order.state_dict()
+    drawn = run.inner.rounds_drawn
+    for _ in range(3):
+        run.begin_step()
+        run.undo_step(order)
+    run.train(1)
+    assert run.inner.rounds_drawn == drawn + 1
+    same_end(run.train(4), whole)
+
+
+def test_the_first_step_may_be_undone(start: Start) -> None:
+    whole, run = start(1).train(8), start(1)
+    order = run.order.state_dict()
+    run.begin_step()
+    run.undo_step(order)
+    same_end(run.train(8), whole)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("done", [0, 1, 4])
+def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, steps: int, done: int) -> None:
+    """The round under way is not waited for: it is sampled again, the same."""
+    whole, run = start(steps).train(8), start(steps).train(done)
+    order, never = run.order.state_dict(), threading.Event()
+    begun = threading.Event()
+
+    def pause() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            run.inner.wait_in_round(never)()
+
+    run.inner.pause = pause
+    run.begin_step()
+    assert begun.wait(10)
+    run.undo_step(order)
+    folder = run.save(tmp_path / "saved")
+    assert run.inner.is_sampling
+    run.inner.closed.set()
+    resumed = start(steps).load(folder).train(8 - done)
+    same_end(resumed, whole)
+    assert resumed.inner.rounds_drawn <= whole.inner.rounds_drawn - done
+
+
+def test_a_checkpoint_is_written_though_the_sampler_is_lost(start: Start, tmp_path: Path) -> None:
+    whole, run = start(1).train(8), start(1).train(3)
+    order = run.order.state_dict()
+
+    def fail() -> None:
+        raise WorkerLost("sampler 0")
+
+    run.inner.pause = fail
+    run.begin_step()
+    wait_until(lambda: not run.inner.is_sampling)
+    run.undo_step(order)
+    folder = run.save(tmp_path / "saved")
+    with pytest.raises(WorkerLost):
+        run.engine.publish()
+    same_end(start(1).load(folder).train(5), whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (0, 3), (1, 0), (1, 2), (3, 1), (2, 0)])
+def test_another_distance_goes_on_within_its_own_bound(
+    start: Start, tmp_path: Path, before: int, after: int
+) -> None:
+    folder = start(before).train(4).save(tmp_path / "saved")
+    resumed = start(after).load(folder).train(4)
+    stale = [t.staleness for t in resumed.trained]
+    assert max(stale) <= after
+    assert stale[-1] == after
+    assert stale[0] == (before if before <= after else 0)
+
+
+def test_rounds_of_another_sampling_are_sampled_anew(start: Start, tmp_path: Path) -> None:
+    folder = start(2).train(4).save(tmp_path / "saved")
+    resumed = start(2, temperature=0.5).load(folder).train(4)
+    assert [t.staleness for t in resumed.trained] == [0, 1, 2, 2]
+
+
+def test_logprobs_come_back_exactly(start: Start, tmp_path: Path) -> None:
+    run = start(1).train(2)
+    (ahead,) = run.engine._rounds  # type: ignore[attr-defined]
+    odd = np.array([np.float32(0.1), -np.inf, np.float32(1e-45), -0.0], dtype=np.float32)
+    object.__setattr__(ahead.rollouts[0], "sampler_logprobs", odd)
+    object.__setattr__(ahead.rollouts[0], "token_ids", (1, 2, 3, 2**40))
+    folder = run.save(tmp_path / "saved")
+    (back,) = start(1).load(folder).engine._rounds  # type: ignore[attr-defined]
+    assert back.rollouts[0].sampler_logprobs.dtype == np.float32
+    assert back.rollouts[0].sampler_logprobs.tobytes() == odd.tobytes()
+    assert back.rollouts[0].token_ids == (1, 2, 3, 2**40)
+    assert [r.text for r in back.rollouts] == [r.text for r in ahead.rollouts]
+
+
+def test_the_last_checkpoint_keeps_nothing(start: Start, tmp_path: Path) -> None:
+    folder = start(2).train(8).save(tmp_path / "saved")
+    assert sorted(p.name for p in (folder / "state").iterdir()) == ["engine.json"]
+
+
+def cut_numbers(state: Path) -> None:
+    file = state / "ahead.npz"
+    file.write_bytes(file.read_bytes()[:-300])
+
+
+def no_numbers(state: Path) -> None:
+    (state / "ahead.npz").unlink()
+
+
+def no_words(state: Path) -> None:
+    (state / "ahead.json").write_text('{"rounds": [{')
+
+
+def fewer_rollouts(state: Path) -> None:
+    told = json.loads((state / "ahead.json").read_text())
+    told["rounds"][0]["rollouts"].pop()
+    (state / "ahead.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("damage", [cut_numbers, no_numbers, no_words, fewer_rollouts])
+def test_damage_is_told(start: Start, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = start(1).train(3).save(tmp_path / "saved")
+    damage(folder / "state")
+    with pytest.raises(ModelError, match=r"sampled ahead cannot be read .* delete .*ahead\.json"):
+        start(1).load(folder)
