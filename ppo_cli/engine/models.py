@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,15 @@ from ppo_cli.errors import ModelError, did_you_mean
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
+CRITIC_FLAG = "--critic_model"
 # What loaders raise for files that are absent, cut off, or not what they should be.
 DAMAGED = (
     OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
     pickle.UnpicklingError,
 )  # fmt: skip
+Work = Callable[..., tuple[Tensor, ...]]
+Around = Callable[..., tuple[Tensor, ...]]  # called as around(work, *tensors)
+Adapt = Callable[[Any], Any]
 DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
 
 
@@ -46,10 +50,11 @@ class Policy:
     model: Any
     backbone: nn.Module
     head: Callable[[Tensor], Tensor]
+    around: Around | None = None
 
-    def run(self, fn: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `fn` where all weights are at hand."""
-        return fn(*tensors)
+    def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
+        return fn(*tensors) if self.around is None else self.around(fn, *tensors)
 
     def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
         """Last hidden states; rows are right-padded, so causal attention needs no mask."""
@@ -65,10 +70,11 @@ class ValueModel:
     model: Any
     backbone: nn.Module
     head: nn.Module
+    around: Around | None = None
 
-    def run(self, fn: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `fn` where all weights are at hand."""
-        return fn(*tensors)
+    def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
+        return fn(*tensors) if self.around is None else self.around(fn, *tensors)
 
     def values_BL(self, input_ids_BL: Tensor) -> Tensor:
         """Values at each position, in float32."""
@@ -100,20 +106,36 @@ def load_policy(
     attn_implementation: str = "sdpa",
 ) -> Policy:
     """Load a causal LM in float32 with dropout off, and check backbone + head against it."""
-    config = _load(AutoConfig, path, "config", trust_remote_code=trust_remote_code)
-    _switch_dropout_off(config)
     model = _load(
         AutoModelForCausalLM,
         path,
         "causal language model",
-        config=config,
+        config=_policy_config(path, trust_remote_code),
         dtype=torch.float32,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    policy = Policy(model=model, backbone=model.base_model, head=_head(model))
+    policy = _split(model)
     _check_split(policy, path)
     return policy
+
+
+def empty_policy(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> Policy:
+    """The policy of `path` without its weights: every tensor is on the meta device."""
+    model = _without_weights(
+        AutoModelForCausalLM,
+        path,
+        "causal language model",
+        config=_policy_config(path, trust_remote_code),
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    return _split(model)
 
 
 def load_value_model(
@@ -123,24 +145,19 @@ def load_value_model(
     attn_implementation: str = "sdpa",
 ) -> ValueModel:
     """Load a backbone with a value head; a head that the checkpoint lacks starts at zero."""
-    flag = "--critic_model"
-    config = _load(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
-    _switch_dropout_off(config)
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
     model, info = _load(
         AutoModelForTokenClassification,
         path,
         "value model",
-        flag,
-        config=config,
+        CRITIC_FLAG,
+        config=_value_config(path, trust_remote_code),
         dtype=torch.float32,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    head = _value_head(model, path)
+    head = getattr(model, _value_head(model, path))
     unusable = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     absent = [key for key in unusable if not key.startswith(("score.", "classifier."))]
     if absent:
@@ -155,6 +172,40 @@ def load_value_model(
     return ValueModel(model=model, backbone=model.base_model, head=head)
 
 
+def empty_value_model(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> ValueModel:
+    """The value model of `path` without its weights: every tensor is on the meta device."""
+    model = _without_weights(
+        AutoModelForTokenClassification,
+        path,
+        "value model",
+        CRITIC_FLAG,
+        config=_value_config(path, trust_remote_code),
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    head = getattr(model, _value_head(model, path))
+    return ValueModel(model=model, backbone=model.base_model, head=head)
+
+
+def adapt_policy(policy: Policy, adapt: Adapt) -> Policy:
+    """The policy over what `adapt` made of its model; modules may have been exchanged."""
+    model = adapt(policy.model)
+    return replace(_split(policy.model), model=model)
+
+
+def adapt_value_model(value_model: ValueModel, adapt: Adapt) -> ValueModel:
+    """The value model over what `adapt` made of it; modules may have been exchanged."""
+    inner = value_model.model
+    name = _value_head(inner, "the critic")
+    model = adapt(inner)
+    return ValueModel(model=model, backbone=inner.base_model, head=getattr(inner, name))
+
+
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids of the generation config and the tokenizer together."""
     listed = getattr(model.generation_config, "eos_token_id", None)
@@ -163,6 +214,35 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if not ids:
         raise ModelError("The model has no end-of-sequence token: responses could never end.")
     return frozenset(int(i) for i in ids)
+
+
+def _policy_config(path: str, trust_remote_code: bool) -> Any:
+    config = _load(AutoConfig, path, "config", trust_remote_code=trust_remote_code)
+    _switch_dropout_off(config)
+    return config
+
+
+def _value_config(path: str, trust_remote_code: bool) -> Any:
+    config = _load(AutoConfig, path, "config", CRITIC_FLAG, trust_remote_code=trust_remote_code)
+    _switch_dropout_off(config)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    return config
+
+
+def _without_weights(
+    builder: Any, path: str, what: str, flag: str = "--model", **options: Any
+) -> Any:
+    try:
+        with torch.device("meta"):
+            model = builder.from_config(dtype=torch.float32, **options)
+    except DAMAGED as error:
+        raise ModelError(_load_message(path, what, flag, error)) from error
+    return model.eval()
+
+
+def _split(model: Any) -> Policy:
+    return Policy(model=model, backbone=model.base_model, head=_head(model))
 
 
 def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
@@ -223,11 +303,11 @@ def _head(model: Any) -> Callable[[Tensor], Tensor]:
     return capped
 
 
-def _value_head(model: Any, path: str) -> nn.Linear:
+def _value_head(model: Any, path: str) -> str:
+    """The name of the attribute that holds the value head."""
     for name in ("score", "classifier"):
-        head = getattr(model, name, None)
-        if isinstance(head, nn.Linear):
-            return head
+        if isinstance(getattr(model, name, None), nn.Linear):
+            return name
     raise ModelError(
         f"The architecture of {path} has no plain value head; choose another with --critic_model."
     )

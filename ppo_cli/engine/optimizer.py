@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ppo_cli.config.training import Optim
-from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
+from ppo_cli.engine.sharding import fill_from_rank0
+from ppo_cli.errors import ModelError
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
@@ -30,7 +36,11 @@ def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
 
 
 class Optimizer:
-    """AdamW over the float32 weights of one model."""
+    """AdamW over the float32 weights of one model, of which this rank may hold only pieces.
+
+    AdamW treats every element alone, so that each rank updates what it holds. Only the
+    gradient norm is the ranks' common business.
+    """
 
     def __init__(
         self,
@@ -43,20 +53,22 @@ class Optimizer:
         ranks: Ranks = ALONE,
         offload: bool = False,
     ) -> None:
-        trained = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._pieces = {name: _piece(p) for name, p in self._parameters.items()}
         # Norm weights and biases have one axis; decay would only pull them off their scale.
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self._pieces.values() if p.ndim >= 2]},
+            {"params": [p for p in self._pieces.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self._parameters = trained
         self._settings = optim
         self._total_steps = total_steps
         self._grad_clip = grad_clip
         self._clip_grad_value = clip_grad_value
+        self._ranks = ranks
+        self._offload = offload
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
-            fused=True,
+            weight_decay=optim.weight_decay, fused=True,
         )  # fmt: skip
         self.set_progress(0)
 
@@ -73,25 +85,65 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in (*self._parameters.values(), *self._pieces.values()):
+            parameter.grad = None
 
+    @torch.no_grad()
     def apply(self) -> tuple[float, bool]:
         """Clip and step; returns the gradient norm before clipping and whether it stepped.
 
-        A norm that is not finite leaves weights and moments untouched.
+        A norm that is not finite leaves weights and moments untouched, on all ranks.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._pieces[name].grad = _local(parameter.grad)
         # Measured before clipping by value, which would turn an infinity into a number.
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = self._norm()
         stepped = math.isfinite(norm)
         if stepped:
-            if self._clip_grad_value is not None:
-                torch.nn.utils.clip_grad_value_(self._parameters, self._clip_grad_value)
-            if self._grad_clip > 0:
-                torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
+            self._clip(norm)
+            self._place_moments(at_work=True)
             self._adamw.step()
+            self._place_moments(at_work=False)
         self.zero_grad()
         return norm, stepped
+
+    def moments(self) -> dict[str, Tensor]:
+        """What AdamW remembers: "<parameter>.exp_avg", ".exp_avg_sq" and ".step".
+
+        Live tensors, in pieces where the parameters are; empty before the first step.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            for what, tensor in self._adamw.state.get(self._pieces[name], {}).items():
+                found[f"{name}.{what}"] = tensor if what == "step" else _like(parameter, tensor)
+        return found
+
+    def load_moments(self, names: Collection[str], read: Callable[[str], Tensor | None]) -> None:
+        """Take back moments under their `names`; settings stay as they are now; all ranks call.
+
+        `read` is asked for each name in turn, and gives the whole tensor on the first rank.
+        Raises ModelError when the names are not those of the parameters trained here.
+        """
+        known = {f"{name}.{what}" for name in self._parameters for what in MOMENTS}
+        if unknown := sorted(set(names) - known):
+            raise ModelError(
+                f"The optimizer state is of other parameters than are trained now ({unknown[0]} "
+                f"and {len(unknown) - 1} more)."
+            )
+        self._adamw.state.clear()
+        for name, parameter in self._parameters.items():
+            held = [what for what in MOMENTS if f"{name}.{what}" in names]
+            if not held:
+                continue
+            piece = self._pieces[name]
+            state = {"step": torch.zeros((), dtype=torch.float32, device=piece.device)}
+            state |= {what: torch.zeros_like(piece) for what in MOMENTS if what != "step"}
+            for what in held:
+                target = state[what] if what == "step" else _like(parameter, state[what])
+                fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
+            self._adamw.state[piece] = state
+        self._place_moments(at_work=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts."""
@@ -103,3 +155,62 @@ class Optimizer:
         self._adamw.load_state_dict(state)
         for group, settings in zip(self._adamw.param_groups, kept, strict=True):
             group.update(settings)
+
+    def _norm(self) -> float:
+        """The norm of all gradients, the same on every rank."""
+        graded = {n: p.grad for n, p in self._pieces.items() if p.grad is not None}
+        squares = 0.0
+        if graded:
+            norms = torch.stack(torch._foreach_norm(list(graded.values()))).double()
+            copies = torch.tensor([self._copies(name) for name in graded], device=norms.device)
+            squares = float((norms**2 / copies).sum())
+        return math.sqrt(sum_over(self._ranks, squares))
+
+    def _copies(self, name: str) -> float:
+        """How many ranks hold the same piece of a parameter."""
+        parameter = self._parameters[name]
+        pieces = 1
+        if isinstance(parameter, DTensor):
+            for axis, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    pieces *= parameter.device_mesh.size(axis)
+        return self._ranks.size / pieces
+
+    def _clip(self, norm: float) -> None:
+        grads = [p.grad for p in self._pieces.values() if p.grad is not None]
+        if self._clip_grad_value is not None:
+            for grad in grads:
+                grad.clamp_(-self._clip_grad_value, self._clip_grad_value)
+            norm = self._norm()
+        if 0 < self._grad_clip < norm and grads:
+            torch._foreach_mul_(grads, self._grad_clip / norm)
+
+    def _place_moments(self, *, at_work: bool) -> None:
+        """Hold moments where the weights are for the step, in host memory otherwise."""
+        if not self._offload:
+            return
+        for piece, state in self._adamw.state.items():
+            device = piece.device if at_work else torch.device("cpu")
+            for what, tensor in state.items():
+                state[what] = tensor.to(device)
+
+
+def _piece(parameter: Tensor) -> nn.Parameter:
+    """The part of a parameter that this rank holds; it shares the parameter's memory."""
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(_local(parameter.detach()))
+    return parameter  # type: ignore[return-value]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """A rank's piece as part of a tensor that is laid out as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return piece
+    return DTensor.from_local(
+        piece, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip

@@ -7,13 +7,17 @@ neighbours share each layer, groups of `shard` hold the pieces of one model (FSD
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,42 @@ def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
     found: list[Any] = [None] * ranks.size
     dist.all_gather_object(found, value)
     return found
+
+
+def sum_over(ranks: Ranks, value: float) -> float:
+    """The sum of a number over all ranks, the same on every rank; NaN and infinity included."""
+    if ranks.mesh is None:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=ranks.mesh.device_type)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
+    """Do `work` on this rank and wait for the others; an error on one is raised on all.
+
+    `work` must hold no collective: the ranks may be at different things. The error of the
+    lowest rank that has one counts.
+    """
+    if ranks.alone:
+        return work()
+    result: list[Result] = []
+    own: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as error:
+        own = error
+    errors = gather_objects(ranks, None if own is None else _portable(own))
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise (own if own is not None and rank == ranks.rank else error)
+    return result[0]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its words when it does not survive a trip between processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,39 +1,339 @@
-"""PROVISIONAL (alone only): the sharding helper replaces this file."""
+"""Load a model over ranks: read by the first, held in pieces by all (FSDP2).
+
+Only the first rank ever holds a whole model, and only while it loads. The others build the
+architecture without weights; layer by layer, weights are sent to all and cut to pieces.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from ppo_cli.engine.models import Policy, ValueModel, load_policy, load_value_model
+from ppo_cli.config.training import Sharding
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.models import (
+    Adapt,
+    Policy,
+    ValueModel,
+    Work,
+    adapt_policy,
+    adapt_value_model,
+    empty_policy,
+    empty_value_model,
+    load_policy,
+    load_value_model,
+)
+from ppo_cli.engine.placeholders import take_weights
+from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.tensor_parallel import plan_split, split_modules
 
-
-def _place(model: Any, compute: Any, gradient_checkpointing: bool) -> None:
-    model.to(compute.device)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+Loaded = TypeVar("Loaded", Policy, ValueModel)
 
 
 def load_spread_policy(
-    path: str, ranks: Any, sharding: Any, compute: Any, *, gradient_checkpointing: bool = False,
-    **options: Any,
+    path: str,
+    ranks: Ranks,
+    sharding: Sharding,
+    compute: Compute,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    gradient_checkpointing: bool = False,
+    adapt: Adapt | None = None,
+    param_offload: bool | None = None,
 ) -> Policy:
-    policy = load_policy(path, **options)
-    _place(policy.model, compute, gradient_checkpointing)
-    return policy
+    """Load a policy onto all ranks; with one alone it is `load_policy` on the device.
+
+    `adapt` is called on the model before it is cut, on every rank (weights may be absent there).
+    `param_offload` stands before the setting in `sharding`.
+    """
+    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+    policy = _load_or_build(ranks, path, load_policy, empty_policy, adapt, adapt_policy, options)
+    offload = sharding.param_offload if param_offload is None else param_offload
+    return _spread(policy, path, ranks, sharding, compute, offload, gradient_checkpointing)
 
 
 def load_spread_value_model(
-    path: str, ranks: Any, sharding: Any, compute: Any, *, gradient_checkpointing: bool = False,
-    **options: Any,
+    path: str,
+    ranks: Ranks,
+    sharding: Sharding,
+    compute: Compute,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+    gradient_checkpointing: bool = False,
+    adapt: Adapt | None = None,
+    param_offload: bool | None = None,
 ) -> ValueModel:
-    value_model = load_value_model(path, **options)
-    _place(value_model.model, compute, gradient_checkpointing)
-    return value_model
+    """Load a value model onto all ranks, as `load_spread_policy` does a policy."""
+    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+    value_model = _load_or_build(
+        ranks, path, load_value_model, empty_value_model, adapt, adapt_value_model, options
+    )
+    offload = sharding.param_offload if param_offload is None else param_offload
+    return _spread(value_model, path, ranks, sharding, compute, offload, gradient_checkpointing)
 
 
+@torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
+    """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu().clone()
+    tensor = tensor.detach()
+    if tensor.device.type != tensor.device_mesh.device_type:  # pieces in host memory
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    whole: Tensor = tensor.full_tensor()
+    return whole.cpu().clone()
+
+
+@torch.no_grad()
+def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
+    """Put a whole tensor that the first rank has into one that may be in pieces; all call.
+
+    Raises ValueError, on all ranks, when the shapes differ.
+    """
+    fits = full is not None and full.shape == target.shape
+    if ranks.alone:
+        if full is None or not fits:
+            raise ValueError(_misfit(target))
+        target.copy_(full)
+        return
+    device = torch.device(_device_type(ranks))
+    agreed = torch.tensor([int(fits)], device=device)
+    dist.broadcast(agreed, 0)
+    if not agreed.item():
+        raise ValueError(_misfit(target))
+    whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+    if full is not None and ranks.rank == 0:
+        whole.copy_(full)
+    dist.broadcast(whole, 0)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(_own_piece(whole, target))
+    else:
+        target.copy_(whole)
+
+
+class Root(nn.Module):
+    """What FSDP2 sees as the whole model: work runs inside its forward, weights gathered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Do the work; FSDP2 hooks its backward to the tensors that come out."""
+        return work(*tensors)
+
+
+class Gathered:
+    """Runs work in a sharded model, and leaves the model in pieces whatever happens."""
+
+    def __init__(self, root: FSDPModule, reshard_after_forward: bool) -> None:
+        self._root = root
+        self._reshard_after_forward = reshard_after_forward
+
+    def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Gather, work, let go."""
+        try:
+            found: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
+        except BaseException:
+            self._root.reset_iter_state()
+            raise
+        # Without a backward to come nobody else would let go of the weights.
+        if not self._reshard_after_forward and not torch.is_grad_enabled():
+            for module in _sharded_modules(self._root):
+                module.reshard()
+        return found
+
+
+class Hosted:
+    """Keeps the weights of a model on one device in host memory between uses.
+
+    Work with gradients leaves them on the device for its backward, until `rest` or the next
+    work without.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+
+    def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Bring the weights, work, and send them home unless a backward may follow."""
+        self.bring()
+        found = work(*tensors)
+        if not torch.is_grad_enabled():
+            self.rest()
+        return found
+
+    def bring(self) -> None:
+        """Put the weights on the device."""
+        self._model.to(self._device)
+
+    def rest(self) -> None:
+        """Put the weights into host memory; gradients go with them."""
+        self._model.to("cpu")
+
+
+def _load_or_build(
+    ranks: Ranks,
+    path: str,
+    load: Callable[..., Loaded],
+    build: Callable[..., Loaded],
+    adapt: Adapt | None,
+    adapted: Callable[[Loaded, Adapt], Loaded],
+    options: dict[str, Any],
+) -> Loaded:
+    """Load on the first rank, build without weights on the others; errors reach everybody."""
+
+    def work() -> Loaded:
+        loaded = (load if ranks.rank == 0 else build)(path, **options)
+        return loaded if adapt is None else adapted(loaded, adapt)
+
+    return together(ranks, work)
+
+
+def _spread(
+    loaded: Loaded,
+    path: str,
+    ranks: Ranks,
+    sharding: Sharding,
+    compute: Compute,
+    offload: bool,
+    gradient_checkpointing: bool,
+) -> Loaded:
+    if gradient_checkpointing:
+        loaded.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    if not ranks.alone:
+        return _cut(loaded, path, ranks, sharding, compute, offload)
+    if offload and compute.device.type != "cpu":
+        return replace(loaded, around=Hosted(loaded.model, compute.device))
+    loaded.model.to(compute.device)
+    return loaded
+
+
+def _cut(
+    loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: Compute, offload: bool
+) -> Loaded:
+    """Cut a model to pieces, layer by layer, so that at most one layer more is held whole."""
+    assert ranks.mesh is not None
+    model, tensor_size = loaded.model, ranks.tensor_size
+    plan = together(
+        ranks, lambda: plan_split(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
+    )
+    _share_generation_config(model, ranks)
+    weights = take_weights(model, ranks, path)
+    shard = partial(
+        fully_shard,
+        mesh=_data_mesh(ranks.mesh),
+        reshard_after_forward=sharding.reshard_after_forward,
+        offload_policy=_offload_policy(offload, compute),
+    )
+    precision = _precision(compute)
+    for prefix, layer in _layers(loaded):
+        weights.give(layer, ranks, compute.device)
+        inside = {
+            name.removeprefix(f"{prefix}."): style
+            for name, style in plan.items()
+            if name.startswith(f"{prefix}.")
+        }
+        split_modules(layer, inside, ranks.mesh["tensor"])
+        shard(layer, mp_policy=precision)
+    root = Root(model)
+    weights.give(root, ranks, compute.device)
+    if isinstance(loaded, ValueModel):  # values are computed in float32
+        shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    shard(root, mp_policy=precision)
+    for module in _sharded_modules(root):
+        # Losses are normalised by what all ranks hold together: gradients add up.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _give_memory_back()
+    return replace(loaded, around=Gathered(root, sharding.reshard_after_forward))
+
+
+def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of the backbone, named as inside it."""
+    kinds = set(getattr(loaded.backbone, "_no_split_modules", None) or ())
+    return [(n, m) for n, m in loaded.backbone.named_modules() if type(m).__name__ in kinds]
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+
+
+def _precision(compute: Compute) -> MixedPrecisionPolicy:
+    if compute.dtype == torch.float32:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=compute.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _offload_policy(offload: bool, compute: Compute) -> OffloadPolicy:
+    if not offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=compute.device.type == "cuda")
+
+
+def _sharded_modules(root: Any) -> Sequence[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _share_generation_config(model: Any, ranks: Ranks) -> None:
+    """It comes with the weights: without them a model has only a default one."""
+    held = getattr(model, "generation_config", None)
+    model.generation_config = gather_objects(ranks, held if ranks.rank == 0 else None)[0]
+
+
+def _give_memory_back() -> None:
+    """Return freed memory to the system: a whole model was held a moment ago."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _own_piece(whole: Tensor, target: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, laid out as `target` is."""
+    mesh, coordinate = target.device_mesh, target.device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [
+        (isinstance(placement, _StridedShard), placement.dim, coordinate[axis], mesh.size(axis))
+        for axis, placement in enumerate(target.placements)
+        if isinstance(placement, (Shard, _StridedShard))
+    ]
+    # A strided cut is one through pieces that the other cuts have made.
+    for _, dim, index, count in sorted(cuts, key=lambda cut: cut[0]):
+        pieces = whole.chunk(count, dim)
+        empty = whole.narrow(dim, 0, 0)
+        whole = pieces[index] if index < len(pieces) else empty
+    return whole
+
+
+def _device_type(ranks: Ranks) -> str:
+    assert ranks.mesh is not None
+    return ranks.mesh.device_type
+
+
+def _misfit(target: Tensor) -> str:
+    return f"no whole tensor of shape {tuple(target.shape)} was given"

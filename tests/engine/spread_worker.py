@@ -1,0 +1,321 @@
+"""One rank of a few: trains small models spread over ranks, and alone, and says how they differ.
+
+Run as `python spread_worker.py RANK SIZE FOLDER`; writes FOLDER/found-RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ppo_cli.algo.tokens import gather_logprobs_entropy
+from ppo_cli.config.training import Optim, Sharding
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks, leave_ranks, sum_over
+from ppo_cli.engine.sharding import (
+    fill_from_rank0,
+    full_tensor,
+    load_spread_policy,
+    load_spread_value_model,
+)
+
+FLOAT32 = Compute(torch.device("cpu"), torch.float32)
+BFLOAT16 = Compute(torch.device("cpu"), torch.bfloat16)
+STEPS, ROWS, LENGTH = 4, 7, 12
+Found = dict[str, Any]
+
+
+@dataclass
+class Trained:
+    """What is left of a training."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    optimizer: Optimizer
+    model: Policy | ValueModel
+
+
+def rows(step: int, vocabulary: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(5, vocabulary, (ROWS, LENGTH), generator=generator)
+
+
+def policy_loss(policy: Policy, ids_BL: Tensor) -> Tensor:
+    def view(ids_BL: Tensor) -> tuple[Tensor, ...]:
+        hidden = policy.hidden_BLH(ids_BL)[:, :-1].flatten(0, 1)
+        return gather_logprobs_entropy(hidden, policy.head, ids_BL[:, 1:].flatten(), 1.0, 8)
+
+    logprobs_N, entropy_N = policy.run(view, ids_BL)
+    return -(logprobs_N + 0.01 * entropy_N).sum() / (ROWS * (LENGTH - 1))
+
+
+def value_loss(value_model: ValueModel, ids_BL: Tensor) -> Tensor:
+    def value(ids_BL: Tensor) -> tuple[Tensor, ...]:
+        return (value_model.values_BL(ids_BL),)
+
+    (values_BL,) = value_model.run(value, ids_BL)
+    assert values_BL.dtype == torch.float32
+    return ((values_BL - ids_BL / 100) ** 2).sum() / (ROWS * LENGTH)
+
+
+def train(
+    model: Any, ranks: Ranks, compute: Compute = FLOAT32, *, spoilt: bool = False, **options: Any
+) -> Trained:
+    """A few AdamW steps, two micro-batches each; `spoilt` puts a NaN into one rank's loss."""
+    loss_of = policy_loss if isinstance(model, Policy) else value_loss
+    settings: dict[str, Any] = {"grad_clip": 0.5, "clip_grad_value": None} | options
+    optimizer = Optimizer(
+        model.model, Optim(lr=1e-3, eps=1e-6), total_steps=STEPS, ranks=ranks, **settings
+    )
+    vocabulary = min(200, model.model.config.vocab_size)
+    losses, norms = [], []
+    for step in range(STEPS):
+        own = rows(step, vocabulary)[ranks.data_rank :: ranks.data_size]
+        total = 0.0
+        for part in (own[:2], own[2:]):
+            with compute.autocast():
+                loss = loss_of(model, part) if len(part) else loss_of(model, own[:1]) * 0
+            if spoilt and ranks.rank == ranks.size - 1:
+                loss = loss * torch.nan
+            loss.backward()
+            total += loss.item()
+        losses.append(sum_over(ranks, total) / ranks.tensor_size)
+        norm, stepped = optimizer.apply()
+        assert stepped is not spoilt
+        norms.append(norm)
+    parameters = {n: full_tensor(p) for n, p in model.model.named_parameters()}
+    moments = {n: full_tensor(m) for n, m in optimizer.moments().items()}
+    return Trained(losses, norms, parameters, moments, optimizer, model)
+
+
+def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(one) == list(other), (list(one)[:5], list(other)[:5])
+    assert all(one[n].shape == other[n].shape and one[n].isfinite().all() for n in one)
+    return max((one[n] - other[n]).abs().max().item() for n in one)
+
+
+def compare(spread: Trained, alone: Trained) -> Found:
+    return {
+        "loss": max(abs(a - b) for a, b in zip(spread.losses, alone.losses, strict=True)),
+        "norm": max(abs(a / b - 1) for a, b in zip(spread.norms, alone.norms, strict=True)),
+        "parameters": gap(spread.parameters, alone.parameters),
+        "moments": gap(spread.moments, alone.moments),
+        "same_norms": spread.norms,
+        "learned": alone.losses[0] - alone.losses[-1],
+    }
+
+
+def both(
+    ranks: Ranks, path: str, *, value: bool = False, sharding: Sharding | None = None, **load: Any
+) -> tuple[Trained, Trained]:
+    """Train the same model spread and alone."""
+    loader: Callable[..., Any] = load_spread_value_model if value else load_spread_policy
+    settings = sharding or Sharding()
+    compute = load.pop("compute", FLOAT32)
+    spread = train(loader(path, ranks, settings, compute, **load), ranks, compute)
+    return spread, train(loader(path, ALONE, settings, compute, **load), ALONE, compute)
+
+
+def mix(model: Any) -> Any:
+    """Freeze all but the norms and the down projections, as an adapter would."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "down_proj" in name)
+    return model
+
+
+def held(spread: Trained) -> float:
+    """The share of the parameters' memory that this rank holds."""
+    parameters = list(spread.model.model.parameters())
+    local = sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
+    return local / sum(p.numel() for p in parameters)
+
+
+def put_back(spread: Trained, ranks: Ranks) -> Found:
+    """Weights and moments into a fresh model and optimizer, from the first rank's whole ones."""
+    fresh = load_spread_policy(spread.model.model.name_or_path, ranks, Sharding(), FLOAT32)
+    for name, parameter in fresh.model.named_parameters():
+        fill_from_rank0(parameter, spread.parameters[name] if ranks.rank == 0 else None, ranks)
+    optimizer = Optimizer(
+        fresh.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
+    )
+    optimizer.load_moments(
+        list(spread.moments), lambda name: spread.moments[name] if ranks.rank == 0 else None
+    )
+    parameters = {n: full_tensor(p) for n, p in fresh.model.named_parameters()}
+    moments = {n: full_tensor(m) for n, m in optimizer.moments().items()}
+    target = next(iter(fresh.model.parameters()))
+    try:
+        fill_from_rank0(target, torch.zeros(3) if ranks.rank == 0 else None, ranks)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "parameters": gap(parameters, spread.parameters),
+        "moments": gap(moments, spread.moments),
+        "refused": refused,
+    }
+
+
+def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    spread, alone = both(ranks, models["tied"])
+    model = spread.model.model
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    again = put_back(spread, ranks)
+    stop = model.generation_config.eos_token_id
+    return compare(spread, alone) | {
+        "tied": tied, "held": held(spread), "put_back": again, "stop": stop,
+    }  # fmt: skip
+
+
+def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    spread, alone = both(
+        ranks, models["untied"], adapt=mix, sharding=Sharding(reshard_after_forward=False),
+        gradient_checkpointing=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        policy_loss(spread.model, rows(0, 60)[:1])
+    pieces = all(isinstance(p, DTensor) for p in spread.model.model.parameters())
+    return compare(spread, alone) | {"trained": len(spread.moments) // 3, "pieces": pieces}
+
+
+def offload_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    return compare(*both(ranks, models["untied"], param_offload=True))
+
+
+def value_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    return compare(*both(ranks, models["untied"], value=True))
+
+
+def bfloat16_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    policies = both(ranks, models["untied"], compute=BFLOAT16)
+    values = both(ranks, models["untied"], compute=BFLOAT16, value=True)
+    dtypes = {str(p.dtype) for p in policies[0].parameters.values()}
+    return {
+        "policy": compare(*policies), "value": compare(*values), "dtypes": sorted(dtypes),
+    }  # fmt: skip
+
+
+def heads_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    return compare(*both(ranks, models["normed"]))
+
+
+def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    return compare(*both(ranks, models["untied"]))
+
+
+def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The reference asked in the middle of the actor's forward."""
+
+    def divergence(actor: Policy, reference: Policy) -> float:
+        ids = rows(0, 60)
+
+        def work(ids_BL: Tensor) -> tuple[Tensor, ...]:
+            logits = actor.head(actor.hidden_BLH(ids_BL))
+
+            def ask(ids_BL: Tensor) -> tuple[Tensor, ...]:
+                with torch.no_grad():
+                    return (reference.head(reference.hidden_BLH(ids_BL)),)
+
+            (asked,) = reference.run(ask, ids_BL)
+            return ((logits - asked).square().mean(),)
+
+        (loss,) = actor.run(work, ids)
+        loss.backward()
+        optimizer = Optimizer(
+            actor.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=of
+        )
+        return loss.item() + optimizer.apply()[0] / (of.data_size)
+
+    found = []
+    for of in (ranks, ALONE):
+        actor, reference = (
+            load_spread_policy(models[name], of, Sharding(), FLOAT32)
+            for name in ("untied", "other")
+        )
+        reference.model.requires_grad_(False)
+        found.append(divergence(actor, reference))
+    return {"spread": found[0], "alone": found[1]}
+
+
+def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    policy = load_spread_policy(models["untied"], ranks, Sharding(), FLOAT32)
+    before = {n: full_tensor(p) for n, p in policy.model.named_parameters()}
+    after = train(policy, ranks, spoilt=True)
+    return {"moved": gap(before, after.parameters), "moments": len(after.moments)}
+
+
+def refused_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """What each rank is told of models that do not load; nobody may hang."""
+    found = {}
+    for name in ("damaged", "absent"):
+        try:
+            load_spread_policy(models[name], ranks, Sharding(), FLOAT32)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    found = {}
+    for name in ("one_kv_head", "no_plan"):
+        try:
+            load_spread_policy(models[name], ranks, Sharding(), FLOAT32)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+Case = Callable[[Ranks, dict[str, str]], Found]
+# Layout of the ranks -> what is tried in it: (tensor size, shard size).
+CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
+    2: {
+        (1, 2): [
+            tied_case, frozen_case, offload_case, value_case, bfloat16_case, nested_case,
+            spoilt_case, refused_case,
+        ],
+        (1, 1): [tied_case, value_case],
+        (2, 1): [tied_case, untied_case, heads_case, frozen_case, value_case, spoilt_case,
+                 unsplit_case],
+    },
+    4: {(2, 2): [tied_case, heads_case, offload_case, frozen_case], (2, 1): [untied_case]},
+}  # fmt: skip
+
+
+def main() -> None:
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    models = json.loads((folder / "models.json").read_text())
+    found: dict[str, Found] = {}
+    for (tensor_size, shard_size), cases in CASES[size].items():
+        ranks = join_ranks(
+            rank, size, init_method=f"file://{folder}/meet-{tensor_size}-{shard_size}",
+            device=torch.device("cpu"), tensor_size=tensor_size, shard_size=shard_size,
+            timeout_s=60.0,
+        )  # fmt: skip
+        for case in cases:
+            name = f"{case.__name__}-{tensor_size}-{shard_size}"
+            try:
+                found[name] = case(ranks, models)
+            except Exception:
+                found[name] = {"error": traceback.format_exc()}
+                break
+        leave_ranks()
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
