@@ -7,7 +7,7 @@ comes later always fits beside what runs. Shapes: R rows, P prompts, C columns, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.kv_cache import KVCache, plan_layers
+from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
@@ -100,8 +101,11 @@ class HFSampler:
         max_num_seqs: int,
         detokenize: Callable[[Sequence[int]], str],
         autocast: torch.dtype | None = None,
+        load_adapter: Callable[[nn.Module, Mapping[str, Tensor]], None] | None = None,
     ) -> None:
+        """`load_adapter` puts the tensors of a LoRA adapter into a model that has one."""
         self._model = model
+        self._load_adapter = load_adapter
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
         self._max_num_seqs = max_num_seqs
@@ -118,6 +122,30 @@ class HFSampler:
             if not prompt.token_ids:
                 raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
         return self._generate(prompts, sampling, weight_version)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Weights) -> None:
+        """Copy new weights over the old ones; only for a sampler with a model of its own."""
+        if weights.adapter:
+            if self._load_adapter is None:
+                raise RuntimeError("an adapter came, but this sampler was built without LoRA")
+            self._load_adapter(self._model, weights.tensors)
+            return
+        own = dict(self._model.named_parameters())
+        if own.keys() != weights.tensors.keys():
+            odd = sorted(own.keys() ^ weights.tensors.keys())
+            raise RuntimeError(f"weights are not those of this model: {odd[:3]} on one side only")
+        for name, tensor in own.items():
+            tensor.copy_(weights.tensors[name])
+
+    def sleep(self) -> None:
+        """Nothing is held between calls but the weights."""
+
+    def wake_up(self) -> None:
+        """See `sleep`."""
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int

@@ -11,7 +11,6 @@ import gc
 import importlib.util
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -36,8 +35,6 @@ EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "nccl": "nccl", "ipc": "ipc"}
 # Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Memory for keys and values on the CPU, if that many tokens can be under way at all.
-CPU_CACHE_BYTES = 2 * 2**30
 SHARED_MEMORY = Path("/dev/shm")
 LORA_PIECES = (".lora_A.", ".lora_B.", ".lora_embedding_")
 
@@ -91,6 +88,7 @@ class VLLMSampler:
         dtype: torch.dtype = torch.float32,
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.5,
+        cpu_cache_bytes: int = 2**30,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         enforce_eager: bool = False,
@@ -139,7 +137,9 @@ class VLLMSampler:
         }
         if lora is not None:
             options |= _lora_options(lora)
-        self._start(options, on_gpu, transfer)
+        if not on_gpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            options["kv_cache_memory_bytes"] = cpu_cache_bytes
+        self._start(options, transfer)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
@@ -225,14 +225,12 @@ class VLLMSampler:
             gc.collect()
             cleanup_dist_env_and_memory()
 
-    def _start(self, options: dict[str, Any], on_gpu: bool, transfer: str) -> None:
+    def _start(self, options: dict[str, Any], transfer: str) -> None:
         from vllm import EngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.llm_engine import LLMEngine
 
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
-        if not on_gpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            options["kv_cache_memory_bytes"] = _cpu_cache_bytes(options)
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
         except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError,
@@ -377,22 +375,6 @@ def _peft_config(lora: LoRA, weights: Weights) -> dict[str, Any]:
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as a safetensors file takes them: contiguous."""
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def _cpu_cache_bytes(options: dict[str, Any]) -> int:
-    """Memory for all sequences at full length, within bounds; never less than for one."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(
-        options["model"], trust_remote_code=options["trust_remote_code"]
-    ).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = 4 if options["dtype"] == "float32" else 2
-    token = 2 * config.num_hidden_layers * heads * size * width
-    blocks = math.ceil(options["max_model_len"] / 128) + 1
-    one = token * 128 * blocks
-    return max(one, min(one * options["max_num_seqs"], CPU_CACHE_BYTES))
 
 
 def _why_not(model: str, error: Exception) -> str:
