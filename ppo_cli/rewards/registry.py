@@ -13,33 +13,43 @@ from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.composite import BuiltPart, CompositeReward
 from ppo_cli.rewards.function import FunctionReward
+from ppo_cli.rewards.hosting import HostMaker, in_process
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import check_sources, rule_named
 from ppo_cli.rewards.served_model.reward import ServedModelReward
 
 
-def build_reward(settings: RewardSettings, *, sources: Collection[str]) -> Reward:
-    """Build the reward, and make sure that it can score rows of these data_sources."""
+def build_reward(
+    settings: RewardSettings, *, sources: Collection[str], host: HostMaker | None = None
+) -> Reward:
+    """Build the reward, and make sure that it can score rows of these data_sources.
+
+    `host` gives reward models a place of their own; without it they run in this process.
+    """
+    host = host or in_process
     parts = mixture_of(settings)
     if parts:
-        return _mixture(settings, parts, sources)
+        return _mixture(settings, parts, sources, host)
     if settings.api.enable:
         return JudgeReward(settings.api)
     if settings.model.path is not None:
-        return _model(settings.model, "model")
+        return _model(settings.model, "model", host)
     return _rules(settings, sources)
 
 
 def _mixture(
-    settings: RewardSettings, parts: Collection[MixPart], sources: Collection[str]
+    settings: RewardSettings,
+    parts: Collection[MixPart],
+    sources: Collection[str],
+    host: HostMaker,
 ) -> Reward:
     """Build every part; what is built already is closed when a later one cannot be."""
     with ExitStack() as undoing:
         built = []
         for part in parts:
             try:
-                reward = _part(settings, part, sources)
+                reward = _part(settings, part, sources, host)
             except RewardError as error:
                 raise RewardError(f"Part '{part.name}' of the mixture: {error}") from error
             undoing.callback(reward.close)
@@ -48,21 +58,23 @@ def _mixture(
     return CompositeReward(built)
 
 
-def _part(settings: RewardSettings, part: MixPart, sources: Collection[str]) -> Reward:
+def _part(
+    settings: RewardSettings, part: MixPart, sources: Collection[str], host: HostMaker
+) -> Reward:
     if part.kind == "judge":
         return JudgeReward(judge_settings(settings, part), name=part.name)
     if part.kind == "model":
-        return _model(model_settings(settings, part), part.name)
+        return _model(model_settings(settings, part), part.name, host)
     return _rules(rule_settings(settings, part), sources)
 
 
-def _model(settings: ModelSettings, name: str) -> Reward:
+def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
     if (settings.path or "").startswith(("http://", "https://")):
         return ServedModelReward(settings, name=name)
     # torch comes with it, which a judge or a rule does without
     from ppo_cli.rewards.local_model.reward import LocalModelReward
 
-    return LocalModelReward(settings, name=name)
+    return LocalModelReward(settings, name=name, host=host)
 
 
 def _rules(settings: RewardSettings, sources: Collection[str]) -> Reward:

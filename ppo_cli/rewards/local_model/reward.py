@@ -1,8 +1,9 @@
-"""The reward that asks a reward model on this machine: rollouts in, raw scores out.
+"""The reward that asks a reward model of our own: rollouts in, raw scores out.
 
 A model's score moves in its last digits with the batch that a sample stands in. So scoring
 waits until a round is settled and its batches are formed from the sorted samples: the same
-rollouts get the same bits, in whatever order they arrived.
+rollouts get the same bits, in whatever order they arrived. The model itself lives in a host,
+which is this process unless another was arranged.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from functools import partial
 from math import isfinite
 from typing import Any
 
-import torch
-
 from ppo_cli.config.rewarding import ModelReward
-from ppo_cli.errors import PpoError, RewardError
+from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, TooLong
-from ppo_cli.rewards.local_model.batches import Budget, Row, Work, body_dtype, score_batches
-from ppo_cli.rewards.local_model.formats import CountingFormat, format_for
+from ppo_cli.rewards.hosting import Host, HostMaker, in_process
+from ppo_cli.rewards.local_model.batches import Budget, Row, Work
 from ppo_cli.rewards.local_model.load import load_reward_model
-from ppo_cli.rewards.local_model.plain_text import ControlToken
-from ppo_cli.rewards.local_model.self_test import conversation_of, try_out_model
+from ppo_cli.rewards.local_model.scoring import (
+    Begun,
+    Load,
+    ModelScorer,
+    Sample,
+    ScoredBatch,
+    Tested,
+    one_of_each_kind,
+)
+from ppo_cli.rewards.local_model.self_test import LOOKED_AT, conversation_of
 
 NO_GATE = "; ArmoRM does so where it finds no assistant's header"
-
-Load = Callable[[ModelReward], LoadedModel]
 
 
 @dataclass(eq=False)
@@ -39,17 +43,24 @@ class _Entry:
 
     rollout: Rollout
     future: Future[Score] = field(default_factory=Future)
-    sample: Encoded | None = None
 
     @property
-    def place(self) -> tuple[int, tuple[str, int], tuple[int, ...]]:
-        """Where it stands among the samples of its round: the longest first."""
-        ids = self.sample.ids if self.sample else ()
-        return -len(ids), self.rollout.key, ids
+    def sample(self) -> Sample:
+        rollout = self.rollout
+        return Sample(rollout.key, conversation_of(rollout.prompt), rollout.text)
 
-    def resolve(self, score: Score) -> None:
-        if not self.future.done():
-            self.future.set_result(score)
+
+@dataclass(eq=False)
+class _Round:
+    """What was submitted up to a settling; one that is given up is not scored to its end."""
+
+    entries: list[_Entry]
+    given_up: bool = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+        for entry in self.entries:
+            entry.future.cancel()
 
 
 @dataclass
@@ -58,23 +69,35 @@ class _Tally:
 
     samples: int = 0
     failed: int = 0
+    prompts_cut: int = 0
     seconds: float = 0.0
     work: Work = field(default_factory=Work)
 
+    def add(self, work: Work, seconds: float) -> None:
+        self.seconds += seconds
+        self.work.batches += work.batches
+        self.work.tokens += work.tokens
+        self.work.padded += work.padded
+
 
 class LocalModelReward(Reward):
-    """Scores with a reward model in this process; see ModelReward for every setting."""
+    """Scores with a reward model that `host` gives a place; see ModelReward for every setting."""
 
     def __init__(
-        self, settings: ModelReward, *, name: str = "model", load: Load = load_reward_model
+        self,
+        settings: ModelReward,
+        *,
+        name: str = "model",
+        load: Load = load_reward_model,
+        host: HostMaker = in_process,
     ) -> None:
         self.name = name
         self._settings = settings
-        self._load = load
-        self._model: tuple[LoadedModel, CountingFormat] | None = None
-        self._home = torch.device("cpu")
-        self._budget = Budget(settings.batch_tokens)
+        self._make_host = partial(host, partial(ModelScorer, settings, load), name)
+        self._host: Host | None = None
+        self._budget = Budget(settings.batch_tokens)  # the host's, and kept when that is lost
         self._pending: list[_Entry] = []
+        self._rounds: list[_Round] = []
         self._tally = _Tally()
         self._closed = False
         # One thread: batches run in their order, and the tokenizer has one user at a time.
@@ -88,18 +111,19 @@ class LocalModelReward(Reward):
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Load the model, see that its format takes the prompts, and test it."""
-        loaded, format_ = self._ready()
-        self._check_format(format_, prompts)
-        tell(self._describe(loaded))
-        if self._settings.self_test != "off":
-            try:
-                tell(self._try_out(loaded, format_, prompts))
-            except RewardError as failed:
-                if self._settings.self_test == "strict":
-                    raise
-                tell(str(failed))
-        format_.prompts_cut = 0
-        self._rest()
+        host = self._ready()
+        tell(host.call("load", one_of_each_kind(prompts)))
+        if self._settings.self_test == "off":
+            return
+        try:
+            tested: Tested = host.call("try_out", tuple(prompts[:LOOKED_AT]))
+        except RewardError as failed:
+            if self._settings.self_test == "strict":
+                raise
+            tell(str(failed))
+            return
+        self._budget.lower_to(tested.batch_tokens)
+        tell(tested.told)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Keep a rollout until its round is settled."""
@@ -113,20 +137,20 @@ class LocalModelReward(Reward):
         """Score what was submitted, in the background."""
         entries, self._pending = self._pending, []
         if entries:
-            self._ready()
-            self._thread.submit(self._round, entries).add_done_callback(partial(_drop, entries))
+            settled = _Round(entries)
+            self._rounds.append(settled)
+            self._thread.submit(self._score, settled).add_done_callback(partial(_drop, settled))
 
     def measure(self) -> dict[str, float]:
         """`NAME/…` metrics since the last call."""
         done, self._tally = self._tally, _Tally()
-        cut = self._take_cut()
         if not done.samples:
             return {}
         work = done.work
         metrics = {
             "samples": done.samples,
             "failed": done.failed,
-            "prompts_cut": cut,
+            "prompts_cut": done.prompts_cut,
             "batches": work.batches,
             "seconds": done.seconds,
             "tokens_per_s": work.tokens / max(done.seconds, 1e-9),
@@ -140,8 +164,14 @@ class LocalModelReward(Reward):
         return {"batch_tokens": self._budget.tokens} if lowered else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave, and give up what was submitted before.
+
+        A step that is taken again submits its rollouts anew; beside what is left of the first
+        time they would stand in other batches.
+        """
         self._budget.lower_to(int(state.get("batch_tokens", self._settings.batch_tokens)))
+        self._give_up_all()
+        self._tally = _Tally()
 
     def close(self) -> None:
         """Let the batch under way finish, drop the rest and free the model."""
@@ -149,88 +179,63 @@ class LocalModelReward(Reward):
             return
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
-        for entry in self._pending:
-            entry.future.cancel()
-        self._pending = []
-        self._model = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._give_up_all()
+        self._leave_host()
 
-    def _ready(self) -> tuple[LoadedModel, CountingFormat]:
-        if self._model is None:
-            loaded = self._load(self._settings)
-            self._home = _device_of(loaded)
-            self._model = loaded, format_for(loaded, self._settings)
-        return self._model
+    def _ready(self) -> Host:
+        """The host; a new one when the last was lost, with the model to be loaded again."""
+        if self._host is not None and not self._host.alive:
+            self._leave_host()
+        if self._host is None:
+            self._host = self._make_host()
+        return self._host
 
-    def _check_format(self, format_: CountingFormat, prompts: Sequence[Prompt]) -> None:
-        """Encode one prompt of each order of roles: a template may refuse some."""
-        kinds = {tuple(m["role"] for m in conversation_of(p)): p for p in reversed(prompts)}
-        for prompt in kinds.values():
-            try:
-                format_.encode(conversation_of(prompt), "Yes.")
-            except (TooLong, ControlToken):
-                continue  # this one fails alone, when its turn comes
+    def _leave_host(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
 
-    def _try_out(
-        self, loaded: LoadedModel, format_: CountingFormat, prompts: Sequence[Prompt]
-    ) -> str:
-        self._move(self._home)
-        try:
-            return try_out_model(loaded, format_, prompts, self._budget)
-        except PpoError:
-            raise
-        except Exception as error:
-            raise self._broken(error) from error
+    def _give_up_all(self) -> None:
+        pending, self._pending = self._pending, []
+        for under_way in [*self._rounds, _Round(pending)]:
+            under_way.give_up()
 
-    def _describe(self, loaded: LoadedModel) -> str:
-        dtype = str(body_dtype(loaded.network.module)).removeprefix("torch.")
-        away = ", in host memory between steps" if self._settings.offload else ""
-        return (
-            f"Reward model {self._settings.path}: read as {loaded.adapter} ({loaded.reason}), "
-            f"{dtype} on {self._home}{away}."
-        )
-
-    def _round(self, entries: list[_Entry]) -> None:
+    def _score(self, settled: _Round) -> None:
         """Bring the futures of a round to their scores; what breaks the round breaks them all."""
         try:
-            self._score_round(entries)
+            self._score_batches(settled)
         except Exception as error:
-            stop = error if isinstance(error, PpoError) else self._broken(error)
-            for entry in entries:
+            if isinstance(error, WorkerLost):
+                self._leave_host()
+            for entry in settled.entries:
                 if not entry.future.done():
-                    entry.future.set_exception(stop)
+                    entry.future.set_exception(error)
         finally:
-            for entry in entries:  # closed half-way
+            for entry in settled.entries:  # closed half-way
                 entry.future.cancel()
+            self._rounds.remove(settled)
 
-    def _score_round(self, entries: list[_Entry]) -> None:
-        loaded, format_ = self._ready()
-        started = time.perf_counter()
-        readable = [entry for entry in entries if self._encode(entry, format_)]
-        readable.sort(key=lambda entry: entry.place)
-        samples = [entry.sample for entry in readable if entry.sample is not None]
-        self._move(self._home)
-        for indices, rows in score_batches(loaded, samples, self._budget, self._tally.work):
+    def _score_batches(self, settled: _Round) -> None:
+        if settled.given_up:
+            return
+        started, host, entries = time.perf_counter(), self._ready(), settled.entries
+        samples = [entry.sample for entry in entries]
+        begun: Begun = host.call("begin", samples, self._budget.tokens)
+        self._tally.prompts_cut += begun.prompts_cut
+        for entry, failure in zip(entries, begun.failures, strict=True):
+            if failure is not None:
+                self._resolve(entry, Score.failed(failure))
+        while not self._closed and not settled.given_up:
+            batch: ScoredBatch | None = host.call("next_batch")
+            if batch is None:
+                return
+            self._budget.lower_to(batch.batch_tokens)
             # Counted first: whoever waits for the last future asks for the metrics next.
             now = time.perf_counter()
-            self._tally.seconds += now - started
+            self._tally.add(batch.work, now - started)
             started = now
-            for index, row in zip(indices, rows, strict=True):
-                self._resolve(readable[index], self._score_of(row, loaded.adapter))
-            if self._closed:
-                return
-        self._rest()
-
-    def _encode(self, entry: _Entry, format_: CountingFormat) -> bool:
-        """Turn a rollout into ids; one that the model cannot read has failed."""
-        rollout = entry.rollout
-        try:
-            entry.sample = format_.encode(conversation_of(rollout.prompt), rollout.text)
-        except (TooLong, ControlToken, RewardError) as problem:
-            self._resolve(entry, Score.failed(f"not readable by the reward model: {problem}"))
-            return False
-        return True
+            for index, row in zip(batch.indices, batch.rows, strict=True):
+                self._resolve(entries[index], self._score_of(row, begun.adapter))
 
     def _score_of(self, row: Row, adapter: str) -> Score:
         for name, value in {"score": row.score, **row.objectives}.items():
@@ -242,44 +247,14 @@ class LocalModelReward(Reward):
         return Score(row.score, parts=parts)
 
     def _resolve(self, entry: _Entry, score: Score) -> None:
+        if entry.future.done():
+            return  # given up meanwhile
         self._tally.samples += 1
         self._tally.failed += score.value is None
-        entry.resolve(score)
-
-    def _take_cut(self) -> int:
-        if self._model is None:
-            return 0
-        format_ = self._model[1]
-        cut, format_.prompts_cut = format_.prompts_cut, 0
-        return cut
-
-    def _broken(self, error: Exception) -> RewardError:
-        told = (str(error).splitlines() or [""])[0]
-        broken = RewardError(
-            f"The reward model {self._settings.path} broke while scoring: "
-            f"{type(error).__name__}: {told}"
-        )
-        broken.__cause__ = error
-        return broken
-
-    def _move(self, device: torch.device) -> None:
-        if self._model is not None and self._settings.offload:
-            self._model[0].network.module.to(device)
-
-    def _rest(self) -> None:
-        """Leave the device to the policy until the next round."""
-        if self._settings.offload:
-            self._move(torch.device("cpu"))
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        entry.future.set_result(score)
 
 
-def _drop(entries: Sequence[_Entry], done: Future[None]) -> None:
+def _drop(settled: _Round, done: Future[None]) -> None:
     """Cancel a round that was never begun."""
     if done.cancelled():
-        for entry in entries:
-            entry.future.cancel()
-
-
-def _device_of(loaded: LoadedModel) -> torch.device:
-    return next(loaded.network.module.parameters()).device
+        settled.give_up()
