@@ -1,4 +1,4 @@
-"""`ppo plan`: every setting with its origin, batch arithmetic, the reward, a judge's cost."""
+"""`ppo plan`: each setting with its origin, batch arithmetic, devices, reward, a judge's cost."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def plan_lines(made: Plan, *, every: bool = False, judge: Sequence[str] = ()) ->
     if hidden:
         lines.append(f"  and {hidden} at their default (--all shows them)")
     lines += ["", "Arithmetic", *(f"  {line}" for line in made.sentences)]
+    lines += ["", "Devices", *(f"  {line}" for line in made.placement.sentences)]
     if reward := made.reward.lines():
         lines += ["", "Reward", *(f"  {line}" for line in reward)]
     if judge:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ppo_cli.config.clash import Clash
+from ppo_cli.config.cluster_checks import cluster_clashes
 from ppo_cli.config.effective import (
     GROUPED,
     clip_high,
@@ -28,8 +29,7 @@ def cross_checks(config: Config, environ: Mapping[str, str]) -> list[Clash]:
         *_clips(config),
         *_losses(config),
         *_kl(config),
-        *_backends(config),
-        *_devices(config, gpu_count(environ)),
+        *cluster_clashes(config, gpu_count(environ)),
         *_schedule(config),
         *_reward(config),
         *_shaping(config),
@@ -144,54 +144,6 @@ def _kl(config: Config) -> Iterator[Clash]:
             ("algorithm.kl_ctrl.type", "algorithm.use_kl_in_reward"),
             "the adaptive controller steers the KL in the reward, which is off; set "
             "algorithm.use_kl_in_reward=true.",
-        )
-
-
-def _backends(config: Config) -> Iterator[Clash]:
-    for who, part in (("actor", config.actor), ("critic", config.critic)):
-        if part.strategy == "megatron":
-            yield Clash(
-                (f"{who}.strategy",),
-                f"{who}.strategy megatron is not offered: models are sharded with FSDP2, which "
-                "needs no conversion. Use fsdp2.",
-            )
-    if config.rollout.name in ("sglang", "trtllm"):
-        yield Clash(
-            ("rollout.name",),
-            f"the sampler {config.rollout.name} is not offered; use vllm on GPUs, or hf.",
-        )
-
-
-def _devices(config: Config, gpus: int) -> Iterator[Clash]:
-    trainer = config.trainer
-    if trainer.nnodes > 1 and trainer.node_rank is None:
-        yield Clash(
-            ("trainer.nnodes", "trainer.node_rank"),
-            f"{trainer.nnodes} nodes need the rank of this one: --node_rank 0 on the first.",
-        )
-    if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
-        yield Clash(
-            ("trainer.node_rank", "trainer.nnodes"),
-            f"trainer.node_rank {trainer.node_rank} does not exist among {trainer.nnodes} node(s); "
-            f"ranks go from 0 to {trainer.nnodes - 1}.",
-        )
-    if trainer.nnodes > 1 and trainer.master_addr is None and trainer.node_rank != 0:
-        yield Clash(
-            ("trainer.nnodes", "trainer.master_addr"),
-            f"{trainer.nnodes} nodes need the address of the first: --master_addr HOST.",
-        )
-    wanted = trainer.n_gpus_per_node or gpus
-    span = config.rollout.tensor_model_parallel_size
-    if wanted and (wanted * trainer.nnodes) % span:
-        yield Clash(
-            ("rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node"),
-            f"{wanted * trainer.nnodes} GPUs cannot be split into samplers of {span}; use a "
-            "--rollout_tp that divides them.",
-        )
-    if trainer.num_workers is not None and trainer.n_gpus_per_node:
-        yield Clash(
-            ("trainer.num_workers", "trainer.n_gpus_per_node"),
-            "trainer.num_workers counts ranks without GPUs; with --n_gpus leave it out.",
         )
 
 

@@ -84,9 +84,9 @@ def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ra
     return "ray" if several else "local"
 
 
-def has_vllm() -> bool:
-    """Tell whether vLLM is installed, without importing it."""
-    return find_spec("vllm") is not None
+def has_package(name: str) -> bool:
+    """Tell whether a package is installed, without importing it."""
+    return find_spec(name) is not None
 
 
 def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm"]:
@@ -94,7 +94,7 @@ def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm
     if config.rollout.name is not None:
         return "vllm" if config.rollout.name == "vllm" else "hf"
     may = engine_name(config, gpus) == "ray" and gpus_per_node(config, gpus) > 0
-    return "vllm" if may and has_vllm() else "hf"
+    return "vllm" if may and has_package("vllm") else "hf"
 
 
 def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:

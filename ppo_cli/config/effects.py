@@ -9,19 +9,34 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ppo_cli.config.clash import Idle
-from ppo_cli.config.effective import uses_critic, uses_reference
+from ppo_cli.config.effective import (
+    engine_name,
+    gpus_per_node,
+    rollout_is,
+    sampler_name,
+    uses_critic,
+    uses_reference,
+)
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_effects import REWARD_EFFECTS
 from ppo_cli.config.schema import Config
 
 
-def _always(_: Config) -> bool:
-    return True
-
-
 def _hf(config: Config) -> bool:
-    return config.rollout.name in (None, "hf")
+    return sampler_name(config) == "hf"
+
+
+def _local(config: Config) -> bool:
+    return engine_name(config) == "local"
+
+
+def _local_on_cpu(config: Config) -> bool:
+    return _local(config) and gpus_per_node(config) == 0
+
+
+def _on_gpus(config: Config) -> bool:
+    return gpus_per_node(config) > 0
 
 
 def _reward_kl_off(config: Config) -> bool:
@@ -41,22 +56,24 @@ def _one_node(config: Config) -> bool:
 
 
 def _no_weights(config: Config) -> bool:
-    return config.algorithm.rollout_correction.rollout_is is None
+    return rollout_is(config) is None
 
 
-_SAMPLER = Idle(_hf, "the hf sampler has no such setting; leave it out", absent=True)
-_SHARDS = Idle(
-    _always,
-    "models are neither sharded nor moved to host memory yet; leave it out, and save memory "
-    "with ppo_micro_batch_size_per_gpu and model.enable_gradient_checkpointing",
-    absent=True,
+_SAMPLER = Idle(_hf, "the hf sampler has no such setting; use --rollout_name vllm, or leave it out")
+_SHARDS = Idle(_local, "one process holds whole models and shards nothing; leave it out")
+_OFFLOAD = Idle(
+    _local_on_cpu, "in one process without a GPU everything is in host memory; leave it out"
 )
+_RESTARTS = Idle(_local, "one process has no workers that could be lost; leave it out")
 _LORA = Idle(
     lambda c: c.model.lora_rank == 0,
     "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
-    absent=True,
 )
-_NODES = Idle(_one_node, "with one node it changes nothing; leave it out", absent=True)
+_MERGE = Idle(
+    lambda c: c.model.lora_rank == 0 or _local(c),
+    "it is for LoRA in several processes; leave it out",
+)
+_NODES = Idle(_one_node, "with one node it changes nothing; leave it out")
 _GAE = Idle(
     lambda c: not uses_critic(c),
     "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
@@ -77,18 +94,27 @@ _WEIGHTS = Idle(
     "leave it out",
 )
 
+MODELS = ("actor", "critic")
+SHARDING = ("fsdp_size", "reshard_after_forward")
+OFFLOADED = ("param", "optimizer")
+
 EFFECTS: dict[str, Idle] = {
     "rollout.gpu_memory_utilization": _SAMPLER,
     "rollout.max_num_batched_tokens": _SAMPLER,
     "rollout.enforce_eager": _SAMPLER,
     "rollout.enable_prefix_caching": _SAMPLER,
-    "actor.fsdp_config.*": _SHARDS,
-    "critic.fsdp_config.*": _SHARDS,
-    "actor.strategy": _SHARDS,
-    "critic.strategy": _SHARDS,
-    "ref.param_offload": _SHARDS,
+    "rollout.num_samplers": Idle(
+        _on_gpus, "on GPUs it follows from their number and --rollout_tp; leave it out"
+    ),
+    **{f"{who}.fsdp_config.{name}": _SHARDS for who in MODELS for name in SHARDING},
+    **{f"{who}.fsdp_config.{name}_offload": _OFFLOAD for who in MODELS for name in OFFLOADED},
+    "ref.param_offload": _OFFLOAD,
     "model.lora_alpha": _LORA,
     "model.target_modules": _LORA,
+    "model.lora_merge": _MERGE,
+    "trainer.max_restarts": _RESTARTS,
+    "trainer.worker_timeout": _RESTARTS,
+    "trainer.node_timeout": _NODES,
     "trainer.master_addr": _NODES,
     "trainer.master_port": _NODES,
     "trainer.node_rank": _NODES,
@@ -120,27 +146,33 @@ EFFECTS: dict[str, Idle] = {
 }
 
 
-def idle_settings(resolved: Resolved) -> tuple[list[str], list[str]]:
+def idle_settings(resolved: Resolved, gpus: int | None = None) -> tuple[list[str], list[str]]:
     """Return what to refuse, and what only to note, of settings that change nothing."""
     refused: dict[tuple[str, str], list[str]] = {}
     noted: dict[tuple[str, str], list[str]] = {}
-    for key, idle in _idle(resolved):
+    for key, idle in _idle(resolved, _counted(resolved.config, gpus)):
         origin = resolved.origins[key]
         to = refused if _is_refused(resolved, key, idle) else noted
         to.setdefault((origin, idle.text), []).append(key)
     return _told(refused), _told(noted)
 
 
+def _counted(config: Config, gpus: int | None) -> Config:
+    """Return the settings with the number of GPUs filled in, so that no row looks for them."""
+    known = {"n_gpus_per_node": gpus_per_node(config, gpus)}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=known)})
+
+
 def _told(found: dict[tuple[str, str], list[str]]) -> list[str]:
     return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in found.items()]
 
 
-def _idle(resolved: Resolved) -> Iterator[tuple[str, Idle]]:
+def _idle(resolved: Resolved, counted: Config) -> Iterator[tuple[str, Idle]]:
     for key, setting in table().items():
         same = value_of(resolved.config, key) == setting.default
         if same or resolved.origins[key] == "default":
             continue
-        rows = (row for row in _rows(key) if row.when(resolved.config))
+        rows = (row for row in _rows(key) if row.when(counted))
         yield from ((key, row) for row in islice(rows, 1))
 
 
@@ -160,6 +192,8 @@ def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
         return False
     if idle.absent:
         return True
+    if idle is _NODES and origin.startswith("env "):
+        return False  # launchers set MASTER_ADDR and NODE_RANK for one node, too
     twin = key.replace("critic.", "actor.", 1)
     if key.startswith("critic.") and resolved.origins.get(twin) == origin:
         # The older style has one name for both models: the actor's half has its effect.

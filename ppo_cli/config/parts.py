@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from ppo_cli.config.cluster_remarks import cluster_remarks
+from ppo_cli.config.effective import engine_name, has_package
 from ppo_cli.config.effects import idle_settings
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.judge_checks import judge_remarks, missing_keys
@@ -14,23 +16,30 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 
 
-def missing_parts(resolved: Resolved, gpus: int | None = None) -> list[str]:
+def missing_parts(
+    resolved: Resolved, gpus: int | None = None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
     """Return one sentence for each thing that is asked for and cannot be honoured."""
     config, there = resolved.config, gpu_count() if gpus is None else gpus
     return [
-        *_missing_engines(config, there),
-        *idle_settings(resolved)[0],
+        *_missing_engines(config, there, environ),
+        *_missing_packages(config, there),
+        *idle_settings(resolved, there)[0],
     ]
 
 
-def remarks(resolved: Resolved, gpus: int | None = None) -> list[str]:
+def remarks(
+    resolved: Resolved, gpus: int | None = None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
     """Return what does not stop a run, but may surprise."""
     there = gpu_count() if gpus is None else gpus
     config = resolved.config
-    said = idle_settings(resolved)[1] + judge_remarks(config) + mixture_remarks(config.reward)
-    if there > 1 and config.trainer.n_gpus_per_node is None:
-        said.append(f"{there} GPUs are visible, and one is used: several are not there yet.")
-    return said
+    return [
+        *idle_settings(resolved, there)[1],
+        *judge_remarks(config),
+        *mixture_remarks(config.reward),
+        *cluster_remarks(config, there, environ),
+    ]
 
 
 def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -45,35 +54,44 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
     return said
 
 
-def _missing_engines(config: Config, gpus: int) -> list[str]:
-    said = []
+def _missing_engines(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.engine in ("ray", "verl"):
-        said.append(f"The engine '{trainer.engine}' is not there yet; use --engine local.")
-    elif trainer.nnodes > 1:
-        said.append("Training on several nodes is not there yet; leave --nnodes out.")
-    elif trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node != min(1, gpus):
-        said.append(_gpus(trainer.n_gpus_per_node, gpus))
-    elif (trainer.num_workers or 1) > 1:
-        said.append("Several learner processes are not there yet; leave --num_workers out.")
-    if trainer.placement is not None:
-        said.append("Placing work on devices is not there yet; leave --placement out.")
-    if config.rollout.name == "vllm":
-        said.append("The vLLM sampler is not there yet; use --rollout_name hf.")
-    elif config.rollout.tensor_model_parallel_size > 1:
-        said.append("A sampler over several GPUs is not there yet; use --rollout_tp 1.")
-    if config.model.lora_rank > 0:
-        said.append("LoRA is not there yet; leave --lora_rank out to train all weights.")
+    if trainer.engine == "verl":
+        yield "The engine 'verl' is not there yet; use --engine ray, or local for one process."
+    elif wrong := _gpus(trainer.n_gpus_per_node, gpus, environ):
+        yield wrong
     if config.model.attn_implementation == "flash_attention_2":
-        said.append(
+        yield (
             "model.attn_implementation flash_attention_2 cannot be used: it needs half-precision "
             "weights, and weights are kept in float32. Use sdpa."
         )
-    return said
 
 
-def _gpus(wanted: int, there: int) -> str:
-    """Say why a number of GPUs cannot be had."""
+def _missing_packages(config: Config, gpus: int) -> Iterator[str]:
+    """Name the packages that this run needs and Python does not find; nothing is imported."""
+    if engine_name(config, gpus) == "ray" and not has_package("ray"):
+        yield "Several processes need the package ray, which is not installed: pip install ray."
+    if config.model.lora_rank and not has_package("peft"):
+        yield "LoRA needs the package peft, which is not installed: pip install peft."
+    span = config.rollout.tensor_model_parallel_size
+    if has_package("vllm"):
+        return
+    if config.rollout.name == "vllm":
+        yield (
+            "The vLLM sampler needs the package vllm, which is not installed: run "
+            "`scripts/setup vllm`, or use --rollout_name hf."
+        )
+    elif span > 1:
+        yield (
+            f"A sampler of {span} GPUs needs the package vllm, which is not installed: run "
+            "`scripts/setup vllm`, or use --rollout_tp 1."
+        )
+
+
+def _gpus(wanted: int | None, there: int, environ: Mapping[str, str]) -> str:
+    """Say why a number of GPUs cannot be had; of a running cluster this machine may know none."""
+    if wanted is None or wanted == there or environ.get("RAY_ADDRESS"):
+        return ""
     if wanted == 0:
         return (
             f"trainer.n_gpus_per_node is 0, but {there} GPU(s) are visible and would be used; "
@@ -85,5 +103,5 @@ def _gpus(wanted: int, there: int) -> str:
             "out to train on the CPU."
         )
     if wanted > there:
-        return f"trainer.n_gpus_per_node is {wanted}, but {there} GPU(s) are visible; use 1."
-    return "Training on several GPUs is not there yet; use --n_gpus 1."
+        return f"trainer.n_gpus_per_node is {wanted}, but {there} GPU(s) are visible; use {there}."
+    return ""

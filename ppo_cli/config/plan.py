@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_cli.config.bundled import prompt_files
-from ppo_cli.config.effective import critic_mini_batch, learner_ranks, uses_critic
+from ppo_cli.config.device_plan import DevicePlan, device_plan
+from ppo_cli.config.effective import critic_mini_batch, data_ranks, uses_critic
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
@@ -28,6 +29,7 @@ class Plan:
     sentences: tuple[str, ...]
     notes: tuple[str, ...]
     reward: RewardPlan
+    placement: DevicePlan
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON takes it."""
@@ -35,6 +37,7 @@ class Plan:
         return {
             "values": values,
             "arithmetic": self.arithmetic,
+            "placement": self.placement.as_dict(),
             "reward": self.reward.as_dict(),
             "notes": list(self.notes),
         }
@@ -60,6 +63,7 @@ def make_plan(resolved: Resolved) -> Plan:
         tuple(_sentences(sums)),
         tuple(redact(note) for note in notes),
         reward_plan(resolved.config.reward, sums),
+        device_plan(resolved.config),
     )
 
 
@@ -107,7 +111,7 @@ def _updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, in
 
 def _micro_batches(config: Config, part: Trained, sequences: int) -> int:
     """Return the micro-batches of one rank when every response is as long as it may be."""
-    own = math.ceil(sequences / learner_ranks(config))
+    own = math.ceil(sequences / data_ranks(config))
     longest = config.data.max_prompt_length + config.data.max_response_length
     fits = max(1, part.ppo_max_token_len_per_gpu // longest)
     return math.ceil(own / (part.ppo_micro_batch_size_per_gpu or fits))

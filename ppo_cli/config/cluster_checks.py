@@ -1,0 +1,281 @@
+"""Clashes of devices, ranks, samplers and nodes, each with its mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppo_cli.config.clash import Clash
+from ppo_cli.config.device_list import Roles, numbered, read_placement
+from ppo_cli.config.effective import (
+    data_ranks,
+    engine_name,
+    gpus_per_node,
+    learner_ranks,
+    train_devices,
+    uses_critic,
+)
+from ppo_cli.config.keys import value_of
+from ppo_cli.config.schema import Config
+
+PLACEMENT = "trainer.placement"
+SPAN = "rollout.tensor_model_parallel_size"
+SHARED = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
+
+
+def cluster_clashes(config: Config, gpus: int) -> Iterator[Clash]:
+    """Return every clash about who works where; `gpus` are those visible on this node."""
+    yield from _not_offered(config)
+    yield from _nodes(config)
+    broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]
+    yield from broken
+    if not broken:
+        yield from _ranks(config, gpus)
+        yield from _samplers(config, gpus)
+        yield from _ahead(config, gpus)
+
+
+def _not_offered(config: Config) -> Iterator[Clash]:
+    """Megatron and pipelines are refused alike: what is not there, what is, and what to do."""
+    for who, part in (("actor", config.actor), ("critic", config.critic)):
+        if part.strategy == "megatron":
+            text = f"{who}.strategy megatron is not offered: {SHARED}. Use fsdp2."
+            yield Clash((f"{who}.strategy",), text)
+    if config.trainer.pipeline_parallel_size > 1:
+        key, size = "trainer.pipeline_parallel_size", config.trainer.pipeline_parallel_size
+        yield Clash((key,), f"{key} {size} is not offered: {SHARED}. Use 1.")
+    if config.rollout.name in ("sglang", "trtllm"):
+        yield Clash(
+            ("rollout.name",),
+            f"rollout.name {config.rollout.name} is not offered: this engine has none of it, "
+            "verl has. Use vllm, or hf.",
+        )
+
+
+def _nodes(config: Config) -> Iterator[Clash]:
+    trainer = config.trainer
+    if trainer.nnodes > 1 and trainer.node_rank is None:
+        yield Clash(
+            ("trainer.nnodes", "trainer.node_rank"),
+            f"{trainer.nnodes} nodes need the rank of this one: --node_rank 0 on the first.",
+        )
+    if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
+        yield Clash(
+            ("trainer.node_rank", "trainer.nnodes"),
+            f"trainer.node_rank {trainer.node_rank} does not exist among {trainer.nnodes} node(s); "
+            f"ranks go from 0 to {trainer.nnodes - 1}.",
+        )
+    if trainer.nnodes > 1 and trainer.master_addr is None and trainer.node_rank != 0:
+        yield Clash(
+            ("trainer.nnodes", "trainer.master_addr"),
+            f"{trainer.nnodes} nodes need the address of the first: --master_addr HOST.",
+        )
+
+
+def _counts(config: Config, gpus: int) -> Iterator[Clash]:
+    trainer = config.trainer
+    if trainer.num_workers is not None and trainer.n_gpus_per_node:
+        yield Clash(
+            ("trainer.num_workers", "trainer.n_gpus_per_node"),
+            "trainer.num_workers counts ranks without GPUs; with --n_gpus leave it out.",
+        )
+    elif trainer.num_workers is not None and trainer.n_gpus_per_node is None and gpus:
+        yield Clash(
+            ("trainer.num_workers",),
+            f"trainer.num_workers counts ranks without GPUs, but {gpus} GPU(s) are visible; use "
+            f'--n_gpus {gpus}, or hide them with CUDA_VISIBLE_DEVICES="".',
+        )
+
+
+def _one_process(config: Config) -> Iterator[Clash]:
+    """What a run cannot have with --engine local."""
+    trainer = config.trainer
+    if trainer.engine != "local":
+        return
+    wants = {
+        "trainer.nnodes": trainer.nnodes > 1,
+        "trainer.n_gpus_per_node": (trainer.n_gpus_per_node or 0) > 1,
+        "trainer.num_workers": (trainer.num_workers or 1) > 1,
+        "trainer.tensor_parallel_size": trainer.tensor_parallel_size > 1,
+        "rollout.num_samplers": (config.rollout.num_samplers or 1) > 1,
+        "rollout.name": config.rollout.name == "vllm",
+        PLACEMENT: trainer.placement is not None,
+        "trainer.async_steps": trainer.async_steps > 0,
+    }
+    keys = [key for key, asked in wants.items() if asked]
+    if keys:
+        wanted = " and ".join(f"{key} {value_of(config, key)}" for key in keys)
+        yield Clash(
+            ("trainer.engine", *keys),
+            f"the engine local is one process on one device and cannot have {wanted}; use "
+            "--engine ray, or leave this out.",
+        )
+
+
+def _placement(config: Config, gpus: int) -> Iterator[Clash]:
+    text = config.trainer.placement
+    if text is None or config.trainer.engine == "local":
+        return
+    try:
+        roles = read_placement(text)
+    except ValueError as error:
+        dot = "" if str(error)[-1] in ".?" else "."
+        yield Clash((PLACEMENT,), f"{PLACEMENT}: {error}{dot}")
+        return
+    said = [*_roles(roles), *_existing(config, roles, gpus), *_slots(config, roles, gpus)]
+    yield from (Clash(keys, f"{PLACEMENT} {sentence}") for keys, sentence in said)
+
+
+def _roles(roles: Roles) -> Iterator[tuple[tuple[str, ...], str]]:
+    train, rollout = roles.get("train", ()), roles.get("rollout", ())
+    for role, devices in (("train", train), ("rollout", rollout)):
+        if not devices:
+            yield (
+                (PLACEMENT,),
+                f"names no device for {role}; write train:0-3,rollout:4-7 to part them, or "
+                "train:0-7,rollout:0-7 to let them take turns.",
+            )
+    both = tuple(sorted({*train} & {*rollout}))
+    if both and train != rollout:
+        yield (
+            (PLACEMENT,),
+            f"has train and rollout share {numbered(both)} and not the rest; give both the same "
+            "devices, so that they take turns, or each its own.",
+        )
+
+
+def _existing(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    trainer, per_node = config.trainer, gpus_per_node(config, gpus)
+    there = per_node * trainer.nnodes
+    for role, devices in roles.items():
+        if there and devices[-1] >= there:
+            least = -(-(devices[-1] + 1) // trainer.nnodes)
+            yield (
+                (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
+                f"names GPU {devices[-1]} for {role}, but the last of the run's {there} is GPU "
+                f"{there - 1}; use lower numbers, or --n_gpus {least}.",
+            )
+            return
+    rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
+    if there and len(rollout) % span:
+        yield (
+            (PLACEMENT, SPAN),
+            f"gives rollout {len(rollout)} GPU(s), which cannot be split into samplers of {span}; "
+            "change that number, or --rollout_tp.",
+        )
+        return
+    for at in range(0, len(rollout), span) if there else ():
+        sampler = rollout[at : at + span]
+        if sampler[0] // per_node != sampler[-1] // per_node:
+            yield (
+                (PLACEMENT, SPAN),
+                f"puts one sampler on GPUs {numbered(sampler)}, which are on two nodes (each has "
+                f"{per_node}); a sampler stays on one.",
+            )
+
+
+def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    """On the CPU the numbers of processes may be said twice, and must agree then."""
+    if gpus_per_node(config, gpus):
+        return
+    counts = (
+        ("trainer.num_workers", config.trainer.num_workers, roles.get("train", ())),
+        ("rollout.num_samplers", config.rollout.num_samplers, roles.get("rollout", ())),
+    )
+    for key, count, slots in counts:
+        if count is not None and slots and count != len(slots):
+            yield (
+                (PLACEMENT, key),
+                f"has {len(slots)} slot(s) where {key} is {count}; leave {key} out.",
+            )
+
+
+def _ranks(config: Config, gpus: int) -> Iterator[Clash]:
+    ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
+    if ranks % tensor:
+        more = "--n_gpus" if gpus_per_node(config, gpus) else "--num_workers"
+        yield Clash(
+            ("trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
+            f"{ranks} learner rank(s) cannot be split into groups of "
+            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {more} "
+            f"{-(-ranks // tensor) * tensor}.",
+        )
+        return
+    yield from _shards(config, gpus)
+
+
+def _shards(config: Config, gpus: int) -> Iterator[Clash]:
+    """One mesh of ranks serves both models, so their sharding groups are the same."""
+    ranks = data_ranks(config, gpus)
+    sizes = {"actor.fsdp_config.fsdp_size": config.actor.fsdp_config.fsdp_size}
+    if uses_critic(config) and config.critic.fsdp_config.fsdp_size != -1:
+        sizes["critic.fsdp_config.fsdp_size"] = config.critic.fsdp_config.fsdp_size
+    for key, size in sizes.items():
+        if size == 0:
+            yield Clash((key,), f"{key} 0 means nothing; use -1 for all ranks, or 1 and up.")
+            return
+        if size > 0 and ranks % size and engine_name(config, gpus) == "ray":
+            yield Clash(
+                (key, "trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
+                f"{ranks} rank(s) that share the rows cannot be split into sharding groups of "
+                f"{key} {size}; use a divisor of {ranks}, or -1 for one group.",
+            )
+            return
+    if len({ranks if size == -1 else size for size in sizes.values()}) > 1:
+        yield Clash(
+            tuple(sizes),
+            f"{' and '.join(f'{key} {size}' for key, size in sizes.items())} differ, but one mesh "
+            "of ranks serves both models; set both alike, or leave the critic's out.",
+        )
+
+
+def _rank_keys(config: Config, gpus: int) -> tuple[str, ...]:
+    if config.trainer.placement is not None:
+        return (PLACEMENT,)
+    count = "n_gpus_per_node" if gpus_per_node(config, gpus) else "num_workers"
+    return (f"trainer.{count}", "trainer.nnodes")
+
+
+def _samplers(config: Config, gpus: int) -> Iterator[Clash]:
+    span, per_node = config.rollout.tensor_model_parallel_size, gpus_per_node(config, gpus)
+    if span == 1:
+        return
+    if per_node == 0:
+        yield Clash(
+            (SPAN, "trainer.n_gpus_per_node"),
+            f"a sampler cannot span {SPAN} {span} GPUs: none is used. Use --rollout_tp 1, or name "
+            "the GPUs with --n_gpus.",
+        )
+    elif config.rollout.name == "hf":
+        yield Clash(
+            (SPAN, "rollout.name"),
+            f"the hf sampler uses one GPU, not {SPAN} {span}; use --rollout_name vllm, or "
+            "--rollout_tp 1.",
+        )
+    elif config.trainer.placement is None and per_node % span:
+        yield Clash(
+            (SPAN, "trainer.n_gpus_per_node"),
+            f"{per_node} GPU(s) of a node cannot be split into samplers of {span}; use a "
+            "--rollout_tp that divides them, or another --n_gpus.",
+        )
+
+
+def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
+    """Sampling ahead of training needs devices that do not train."""
+    steps, placement = config.trainer.async_steps, config.trainer.placement
+    if steps == 0:
+        return
+    if placement is not None:
+        roles = read_placement(placement)
+        if roles["train"] == roles["rollout"]:
+            yield Clash(
+                ("trainer.async_steps", PLACEMENT),
+                f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} has both "
+                "take turns on the same devices; give each its own, or use --async_steps 0.",
+            )
+    elif not train_devices(config, gpus):
+        span = config.rollout.tensor_model_parallel_size
+        yield Clash(
+            ("trainer.async_steps", "trainer.n_gpus_per_node"),
+            f"trainer.async_steps {steps} needs GPUs that only sample, beside those that train; "
+            f"use --n_gpus {2 * span} or more, or --async_steps 0.",
+        )

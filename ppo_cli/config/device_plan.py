@@ -1,0 +1,54 @@
+"""Who works where, as `ppo plan` and the start of a run tell it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ppo_cli.config.effective import data_ranks, engine_name, learner_ranks, sampler_name
+from ppo_cli.config.placement import Placement, describe, placement_of
+from ppo_cli.config.schema import Config
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The devices of a run: where it runs, who samples, and the sentences about it."""
+
+    engine: str
+    sampler: str
+    learner_ranks: int
+    data_ranks: int
+    placement: Placement
+    sentences: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON takes it."""
+        told = asdict(self)
+        return {"engine": told.pop("engine"), **told.pop("placement"), **told}
+
+
+def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:
+    """Work out who works where; `gpus` are those visible on this node, None looks."""
+    placement = placement_of(config, gpus)
+    engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
+    said = describe(placement)
+    if engine == "ray":
+        said += [*_layout(config, gpus), f"the sampler is {sampler}, the processes are Ray's"]
+    ranks = learner_ranks(config, gpus)
+    return DevicePlan(engine, sampler, ranks, data_ranks(config, gpus), placement, tuple(said))
+
+
+def _layout(config: Config, gpus: int | None) -> list[str]:
+    """Tell how several ranks hold the models and share the rows."""
+    ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
+    rows = data_ranks(config, gpus)
+    size = config.actor.fsdp_config.fsdp_size
+    shards = rows if size == -1 else size
+    if ranks == 1:
+        return []
+    said = f"each model is sharded over {shards} ranks" if shards > 1 else "models are not sharded"
+    if shards < rows:
+        said += f", {rows // shards} copies of it" if shards > 1 else f", {rows} copies of each"
+    if tensor > 1:
+        said += f", each layer split over {tensor} ranks"
+    return [f"{said}; {rows} rank{'s' if rows > 1 else ''} share{'' if rows > 1 else 's'} the rows"]
