@@ -1,0 +1,36 @@
+"""The seven verbs over many processes and machines: the only room that knows Ray.
+
+Ray reads its settings from the environment when it is imported, so they are made here, before
+any module of this room imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from ppo_cli.errors import MissingPart
+
+
+def _prepare_ray() -> None:
+    """Settings of this process; what the user has set stands."""
+    # Ray ends a driver whose cluster is gone for so long; we want to report it and start anew.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Without a token anybody on the network could run code in our processes.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    known = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if not known and not (Path.home() / ".ray" / "auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+_prepare_ray()
+
+try:
+    import ray  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingPart(
+        "Training on several devices needs Ray, which is not installed: pip install "
+        "'ppo-cli[ray]'. Or train on one device with --engine local."
+    ) from error

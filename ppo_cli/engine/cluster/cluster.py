@@ -1,0 +1,172 @@
+"""The processes of a run: starts Ray, reserves nodes, hosts objects in workers, ends them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ppo_cli.config.placement import Placement
+from ppo_cli.engine.cluster.failures import Member
+from ppo_cli.engine.cluster.hosting import Proxy
+from ppo_cli.engine.cluster.nodes import reserve_nodes
+from ppo_cli.engine.cluster.session import Session
+from ppo_cli.engine.cluster.waits import Call, Waits
+from ppo_cli.engine.cluster.worker import Worker
+
+FAREWELL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker goes: the index of its node, and the GPUs that it sees there."""
+
+    title: str
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def log_name(self) -> str:
+        """`learner rank 1` writes into learner-1.log."""
+        return f"{self.title.replace(' rank ', '-').replace(' ', '-').replace('/', '-')}.log"
+
+
+class Cluster:
+    """Ray, the nodes of a run, and the workers on them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        logs: Path,
+        *,
+        worker_timeout: float,
+        node_timeout: float,
+        address: str | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+        stop_requested: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._placement = placement
+        self._logs = logs.absolute()
+        self._node_timeout = node_timeout
+        self._group: PlacementGroup | None = None
+        self._members: list[Member] = []
+        self._session: Session | None = Session(
+            gpus=placement.devices_per_node, logs=self._logs, address=address,
+            timeout_s=node_timeout, stop_requested=stop_requested,
+        )  # fmt: skip
+        self.waits = Waits(worker_timeout, self._session.trouble, stop_requested)
+        try:
+            self._group = reserve_nodes(
+                placement.nodes, placement.devices_per_node, self.waits, node_timeout, tell
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def seat(self, title: str, devices: Sequence[int], index: int = 0, of: int = 1) -> Seat:
+        """Choose the node of a worker: that of its GPUs, or, on the CPU, an even share of them."""
+        per_node = self._placement.devices_per_node
+        if not per_node:
+            return Seat(title, index * self._placement.nodes // of)
+        node = devices[0] // per_node
+        return Seat(title, node, tuple(device % per_node for device in devices))
+
+    def start(self, seats: Sequence[Seat]) -> list[Member]:
+        """Start a process for each seat, and wait until all have said where they are."""
+        fresh = [self._member(seat) for seat in seats]
+        self._members += fresh
+        greeted = self.waits.collect(
+            [self.ask(member, "start", "hello") for member in fresh],
+            self._node_timeout,
+            may_stop=True,
+        )
+        known = [
+            replace(member, node=hello.node, pid=hello.pid)
+            for member, hello in zip(fresh, greeted, strict=True)
+        ]
+        self._members = [m for m in self._members if m not in fresh] + known
+        return known
+
+    def share(self, value: Any) -> Any:
+        """Lay a value down once for all workers; returns the reference to pass to them."""
+        self.waits.check()
+        try:
+            return ray.put(value)
+        except Exception:
+            self.waits.check()  # a Ray that died meanwhile
+            raise
+
+    def ask(self, member: Member, name: str, method: str = "call", *args: Any) -> Call:
+        """Have a worker do something; the answer is waited for by `waits`.
+
+        `method` is the worker's: "call" and "stream" go on to the object's method `name`.
+        """
+        words = (name, *args) if method in ("call", "stream") else args
+        remote = getattr(member.handle, method)
+        if method == "stream":
+            remote = remote.options(num_returns="streaming")
+        return Call(member, name, remote.remote(*words))
+
+    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Proxy:
+        """Host any object in a process of its own; `factory` is pickled."""
+        (member,) = self.start([self.seat(role, devices)])
+        self.waits.collect([self.ask(member, "start", "build", factory)], may_stop=True)
+        return Proxy(member, self.ask, self.waits, self.dismiss)
+
+    def dismiss(self, member: Member) -> None:
+        """End a worker. Safe to call twice, and after `close`."""
+        if any(m.handle is member.handle for m in self._members):
+            self._members = [m for m in self._members if m.handle is not member.handle]
+            ray.kill(member.handle)
+
+    def close(self, polite: Sequence[Member] = ()) -> None:
+        """End all workers and leave Ray. Safe to call twice.
+
+        The objects of `polite` members are closed first: they may have processes of their own.
+        """
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            if session.trouble() is None:
+                self._part(polite)
+        finally:
+            self._members.clear()
+            session.close()
+
+    def _part(self, polite: Sequence[Member]) -> None:
+        with suppress(Exception):  # they end anyway, and why they cannot is in their logs
+            self.waits.collect([self.ask(member, "close") for member in polite], FAREWELL_S)
+        ends = [self.ask(member, "end", "hello") for member in self._members]
+        for member in self._members:
+            ray.kill(member.handle)
+        # Devices are free for the next engine only when their processes are gone.
+        if ends:
+            ray.wait([end.ref for end in ends], num_returns=len(ends), timeout=FAREWELL_S)
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def _member(self, seat: Seat) -> Member:
+        gpus = ",".join(str(device) for device in seat.gpus)
+        variables = {
+            "CUDA_VISIBLE_DEVICES": gpus,
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        }
+        if not seat.gpus:
+            # Threads of several processes on the same cores would wait for each other.
+            variables["OMP_NUM_THREADS"] = "1"
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=seat.node
+        )
+        log = self._logs / seat.log_name
+        actor = ray.remote(Worker).options(
+            num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0,
+            scheduling_strategy=strategy, runtime_env={"env_vars": variables},
+        )  # fmt: skip
+        return Member(seat.title, log, actor.remote(str(log)))

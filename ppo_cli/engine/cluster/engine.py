@@ -1,0 +1,178 @@
+"""The seven verbs over N learner ranks and M samplers, each in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums
+from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.dealing import deal_prompts
+from ppo_cli.engine.cluster.failures import Member, late
+from ppo_cli.engine.cluster.hosting import Proxy
+from ppo_cli.engine.cluster.publishing import Publisher
+from ppo_cli.engine.cluster.roles import LearnerPlan, LearnerRole, SamplerRole
+from ppo_cli.engine.cluster.waits import Call
+from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.learner import merge_annotations
+from ppo_cli.engine.sums import merge_sums
+from ppo_cli.records import Prompt, Rollout
+
+POLL_S = 0.2
+
+
+class ClusterEngine:
+    """Leads the workers; holds no model itself."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        total_steps: int,
+        placement: Placement,
+        logs: Path,
+        address: str | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+        stop_requested: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        trainer = config.trainer
+        self._weight_version = 0
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
+        self._learners: list[Member] = []
+        self._samplers: list[Member] = []
+        tell("Starting Ray" if address is None else f"Joining the Ray cluster at {address}")
+        self._cluster = Cluster(
+            placement, logs, address=address, worker_timeout=trainer.worker_timeout,
+            node_timeout=trainer.node_timeout, tell=tell, stop_requested=stop_requested,
+        )  # fmt: skip
+        try:
+            ranks, samplers = len(placement.train), len(placement.rollout)
+            tell(f"Starting {ranks} learner ranks and {samplers} samplers")
+            self._start_workers(placement)
+            self._build_models(config, tokenizer, total_steps, placement)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+        """Yield rollouts of all samplers as they finish."""
+        self._publisher.wake()
+        hands = deal_prompts(prompts, len(self._samplers), sampling.max_tokens)
+        calls: list[Call] = []
+        for sampler, hand in zip(self._samplers, hands, strict=True):
+            if hand:
+                words = ([_lighten(p) for p in hand], sampling, self._weight_version)
+                calls.append(self._cluster.ask(sampler, "generate", "stream", *words))
+        own = {prompt.uid: prompt for prompt in prompts}
+        for sent in self._cluster.waits.stream(calls):
+            yield from (rejoin_prompt(item, own) for item in sent)
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        """Add old and reference log-probs, entropy and values; each rank does its rows."""
+        self._publisher.sleep()
+        parts = self._all_learners("annotate", self._cluster.share(pack(batch)))
+        return merge_annotations(batch, [unpack(part) for part in parts])
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        """Take one optimizer step on all ranks."""
+        self._publisher.sleep()
+        return merge_sums(self._all_learners("step", self._cluster.share(pack(minibatch))))
+
+    def publish(self) -> None:
+        """Raise the weight version and bring the new weights to all samplers."""
+        self._all_learners("publish")
+        self._weight_version += 1
+        self._publisher.send()
+
+    def save(self, directory: Path) -> Future[None]:
+        """Keep what is to be saved and return; the future is done when all ranks have written."""
+        directory = directory.absolute()
+        self._all_learners("begin_save", directory)
+        return self._saver.submit(self._await_saved, time.monotonic())
+
+    def load(self, directory: Path) -> None:
+        """Take back all that was saved, and bring it to the samplers."""
+        self._all_learners("load", directory.absolute())
+        self._weight_version = self._all_learners("version")[0]
+        self._publisher.send()
+
+    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Proxy:
+        """Host what a picklable factory makes in a process of its own, on these devices."""
+        return self._cluster.host(factory, role=role, devices=devices)
+
+    def close(self) -> None:
+        """End all workers, and Ray if we started it. Safe to call twice."""
+        self._saver.shutdown(wait=False, cancel_futures=True)
+        samplers, self._samplers = self._samplers, []
+        self._cluster.close(samplers)
+
+    def _start_workers(self, placement: Placement) -> None:
+        seat = self._cluster.seat
+        train, rollout = placement.train, placement.rollout
+        seats = [
+            seat(f"learner rank {rank}", [device], rank, len(train))
+            for rank, device in enumerate(train)
+        ]
+        seats += [
+            seat(f"sampler {i}", devices, i, len(rollout)) for i, devices in enumerate(rollout)
+        ]
+        members = self._cluster.start(seats)
+        self._learners = members[: len(train)]
+        self._samplers = members[len(train) :]
+
+    def _build_models(
+        self, config: Config, tokenizer: Any, total_steps: int, placement: Placement
+    ) -> None:
+        cluster, collect = self._cluster, self._cluster.waits.collect
+        given = cluster.share(config), cluster.share(tokenizer)
+        loading = [cluster.ask(s, "start", "build", SamplerRole, *given) for s in self._samplers]
+        self._publisher = Publisher(
+            cluster, self._learners, self._samplers,
+            colocated=placement.colocated and placement.devices_per_node > 0,
+        )  # fmt: skip
+        if placement.colocated and placement.devices_per_node:
+            # Samplers measure the memory that is free, so they come before the learner's models.
+            collect(loading, may_stop=True)
+            loading = []
+            self._publisher.sleep()
+        plan = cluster.share(
+            LearnerPlan(config, tokenizer, total_steps, len(self._learners), placement.nodes == 1)
+        )
+        collect(
+            [
+                cluster.ask(learner, "start", "build", LearnerRole, rank, plan)
+                for rank, learner in enumerate(self._learners)
+            ],
+            may_stop=True,
+        )
+        first = self._learners[0]
+        (point,) = collect([cluster.ask(first, "meeting_point", "call", first.node)])
+        joining = [cluster.ask(one, "join", "call", one.node, point) for one in self._learners]
+        collect([*joining, *loading], may_stop=True)
+
+    def _all_learners(self, name: str, *args: Any) -> list[Any]:
+        calls = [self._cluster.ask(learner, name, "call", *args) for learner in self._learners]
+        return self._cluster.waits.collect(calls)
+
+    def _await_saved(self, since: float) -> None:
+        waits = self._cluster.waits
+        writing = list(self._learners)
+        while writing:
+            done = waits.collect([self._cluster.ask(one, "saved") for one in writing])
+            writing = [one for one, ended in zip(writing, done, strict=True) if not ended]
+            if writing and time.monotonic() - since > waits.timeout_s:
+                raise late(writing, "save", waits.timeout_s)
+            time.sleep(POLL_S if writing else 0)
+
+
+def _lighten(prompt: Prompt) -> Prompt:
+    """What a sampler reads of a prompt."""
+    return replace(prompt, messages=(), ground_truth=None, extra_info={}, rendered="")

@@ -1,0 +1,55 @@
+"""How the learner's weights reach the samplers, and when samplers sleep.
+
+Through shared memory: the first rank lays them down once, each node fetches them once, all its
+samplers read them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.failures import Member
+
+
+class Publisher:
+    """Keeps the samplers' weights equal to the learner's; colocated ones sleep meanwhile."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        learners: Sequence[Member],
+        samplers: Sequence[Member],
+        *,
+        colocated: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._learners = learners
+        self._samplers = samplers
+        self._colocated = colocated
+        self._awake = True
+
+    def wake(self) -> None:
+        """Make sure that samplers can sample: what slept gets its weights anew."""
+        if not self._awake:
+            self.send()
+
+    def sleep(self) -> None:
+        """Leave the devices to the learner, where they are shared."""
+        if self._colocated and self._awake:
+            self._all("sleep")
+            self._awake = False
+
+    def send(self) -> None:
+        """Bring the present weights to all samplers."""
+        calls = [self._cluster.ask(learner, "weights") for learner in self._learners]
+        self._cluster.waits.collect(calls)
+        if not self._awake:
+            self._all("wake_up")
+            self._awake = True
+        # The reference travels: samplers read what the first rank laid down.
+        self._all("load_weights", calls[0].ref)
+
+    def _all(self, name: str, *args: object) -> None:
+        waits = self._cluster.waits
+        waits.collect([self._cluster.ask(s, name, "call", *args) for s in self._samplers])

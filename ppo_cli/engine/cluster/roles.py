@@ -1,0 +1,159 @@
+"""What runs inside the workers of an engine: one rank of the learner, or a sampler.
+
+Thin shells: they unpack what comes, pack what goes, and meet the other ranks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.ranks import join_ranks
+from ppo_cli.engine.samplers import build_sampler
+from ppo_cli.records import Prompt, Rollout
+
+SIOCGIFADDR = 0x8915
+# Ranks give up on each other after the driver has: its sentence is the better one.
+AFTER_DRIVER_S = 60.0
+
+
+@dataclass(frozen=True)
+class LearnerPlan:
+    """All that a rank must know before it meets the others."""
+
+    config: Config
+    tokenizer: Any
+    total_steps: int
+    size: int
+    one_node: bool
+
+
+class LearnerRole:
+    """One rank of the learner."""
+
+    def __init__(self, rank: int, plan: LearnerPlan) -> None:
+        self._rank = rank
+        self._plan = plan
+        self._learner: Learner
+        self._writing: Future[None] | None = None
+
+    def meeting_point(self, node: str) -> str:
+        """An address on this node where nobody listens yet."""
+        host = "127.0.0.1" if self._plan.one_node else node
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    def join(self, node: str, meeting_point: str) -> None:
+        """Meet the other ranks there and load the models."""
+        trainer = self._plan.config.trainer
+        cuda = torch.cuda.is_available()
+        # gloo would look for the host's name, which often means another interface, or none.
+        if name := "lo" if self._plan.one_node else interface_of(node):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        ranks = join_ranks(
+            self._rank,
+            self._plan.size,
+            init_method=meeting_point,
+            device=torch.device("cuda" if cuda else "cpu"),
+            tensor_size=trainer.tensor_parallel_size,
+            shard_size=self._plan.config.actor.fsdp_config.fsdp_size,
+            timeout_s=trainer.worker_timeout + AFTER_DRIVER_S,
+        )
+        self._learner = Learner(
+            self._plan.config, self._plan.tokenizer, ranks, total_steps=self._plan.total_steps
+        )
+
+    def annotate(self, batch: PackedRecord) -> Any:
+        """This rank's share of the annotations."""
+        return pack(self._learner.annotate(unpack(batch)))
+
+    def step(self, minibatch: PackedRecord) -> Any:
+        """This rank's share of an optimizer step."""
+        return self._learner.step(unpack(minibatch))
+
+    def publish(self) -> None:
+        """Raise the weight version."""
+        self._learner.publish()
+
+    def version(self) -> int:
+        """The weight version."""
+        return self._learner.weight_version
+
+    def weights(self) -> Any:
+        """The weights for the samplers from the first rank, None from the others."""
+        return pack(self._learner.weights())
+
+    def begin_save(self, directory: Path) -> None:
+        """Keep what is to be written; the writing goes on in the background."""
+        self._writing = self._learner.begin_save(directory)
+
+    def saved(self) -> bool:
+        """Whether this rank has written all; raises what went wrong."""
+        if self._writing is None or not self._writing.done():
+            return self._writing is None
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def load(self, directory: Path) -> None:
+        """Take back what was saved."""
+        self._learner.load(directory)
+
+
+class SamplerRole:
+    """A sampler with weights of its own."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._sampler = build_sampler(config, tokenizer)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+    ) -> Iterator[tuple[str, Rollout]]:
+        """Yield rollouts without their prompts."""
+        for rollout in self._sampler.generate(prompts, sampling, weight_version):
+            yield shed_prompt(rollout)
+
+    def load_weights(self, weights: PackedRecord) -> None:
+        """Take new weights; they are read where they lie."""
+        self._sampler.load_weights(unpack(weights, copy=False))
+
+    def sleep(self) -> None:
+        """Give device memory back."""
+        self._sampler.sleep()
+
+    def wake_up(self) -> None:
+        """Take device memory again."""
+        self._sampler.wake_up()
+
+    def close(self) -> None:
+        """Free everything."""
+        self._sampler.close()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address; None when none says so."""
+    wanted = socket.gethostbyname(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                request = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)[20:24]
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(found) == wanted:
+                return name
+    return None

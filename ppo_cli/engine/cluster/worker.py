@@ -1,0 +1,111 @@
+"""The actor behind every role: holds one object and calls it, and never raises into Ray.
+
+What goes wrong travels as a value, so that the driver can raise it as it was, told once.
+No torch here: the environment of the process is made before its object brings that along.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ppo_cli.engine.cluster.logs import ignore_signals, write_into
+from ppo_cli.errors import PpoError
+from ppo_cli.redact import redact
+
+FLUSH_S = 0.02  # what finishes within that time travels together
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a worker: pickled when people caused it, and its traceback."""
+
+    told: bytes | None
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave, or how it failed."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Where a worker found itself."""
+
+    node: str
+    pid: int
+
+
+class Worker:
+    """Hosts the object that a factory makes."""
+
+    def __init__(self, log: str) -> None:
+        write_into(Path(log))
+        ignore_signals()
+        self._held: Any = None
+
+    def hello(self) -> Outcome:
+        """Say where this is."""
+        return Outcome(Hello(ray.util.get_node_ip_address(), os.getpid()))
+
+    def build(self, factory: Callable[..., Any], *args: Any) -> Outcome:
+        """Make the object that calls go to."""
+
+        def make() -> None:
+            self._held = factory(*args)
+
+        return _try(make)
+
+    def call(self, name: str, *args: Any) -> Outcome:
+        """Call a method of the object; what another worker gave is passed on as its value."""
+        values = [arg.value if isinstance(arg, Outcome) else arg for arg in args]
+        return _try(lambda: getattr(self._held, name)(*values))
+
+    def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
+        """Call a method that yields; what it yields comes in lists, as soon as there is any."""
+        items: list[Any] = []
+        flushed = 0.0
+        try:
+            for item in getattr(self._held, name)(*args):
+                items.append(item)
+                if time.monotonic() - flushed >= FLUSH_S:
+                    yield Outcome(items)
+                    items, flushed = [], time.monotonic()
+        except (Exception, SystemExit) as error:
+            yield Outcome(failure=_failure(error))
+            return
+        if items:
+            yield Outcome(items)
+
+
+def _try(work: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(work())
+    except (Exception, SystemExit) as error:  # an exit would look like a death
+        return Outcome(failure=_failure(error))
+
+
+def _failure(error: BaseException) -> Failure:
+    text = redact("".join(traceback.format_exception(error)))
+    print(text, flush=True)
+    # The system's errors (a full disk) are told by the program in words of its own, too.
+    if not isinstance(error, PpoError | OSError):
+        return Failure(None, text)
+    try:
+        told = pickle.dumps(error)
+        pickle.loads(told)
+    except Exception:
+        return Failure(None, text)
+    return Failure(told, text)
