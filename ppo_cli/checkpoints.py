@@ -1,7 +1,8 @@
 """The folder `checkpoints/`: whole checkpoints or none, the newest and the best kept.
 
 A checkpoint is written under a hidden name and renamed when it is complete, so that a name
-like `step_000010` always means a whole one, whenever the process was killed.
+like `step_000010` always means a whole one, whenever the process was killed. It is written
+while training goes on, one at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from ppo_cli.errors import ModelError, UserError
 
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
 RUST_FAILED = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
-TORCH_FAILED = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs")
 UNFINISHED = ".unfinished-"
 
 
@@ -27,19 +28,81 @@ class CheckpointStore:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self._keep = keep
+        self._in_flight: Future[None] | None = None
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """Give an empty folder to fill; on leaving, it becomes the checkpoint of `step`."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+    def open(self) -> Iterator[None]:
+        """Sweep what a killed run left; on leaving, wait for the checkpoint being written."""
         self._sweep()
-        name = f"step_{step:06d}"
-        unfinished = self.directory / f"{UNFINISHED}{name}"
-        unfinished.mkdir()
         try:
-            yield unfinished
-            _sync_tree(unfinished)
-        except Exception as error:
+            yield
+        except Exception:
+            # That error is the one to be told; what could be saved is whole all the same.
+            if self._in_flight is not None:
+                self._in_flight.exception()
+                self._in_flight = None
+            raise
+        self.settle()
+
+    def begin(
+        self, step: int, fill: Callable[[Path], Future[None]], *, best: bool = False
+    ) -> None:
+        """Let `fill` fill an empty folder, which becomes the checkpoint of `step` in time.
+
+        What `fill` returns is done when nothing more is written, well or not. `best` lets the
+        link `best` name this one, which pruning then spares. Waits for the checkpoint before.
+        """
+        self.settle()
+        self._sweep()
+        unfinished = self.directory / f"{UNFINISHED}step_{step:06d}"
+        with self._whole_or_nothing(step, unfinished):
+            unfinished.mkdir(parents=True)
+            filled = fill(unfinished)
+        in_flight: Future[None] = Future()
+        self._in_flight = in_flight
+
+        def finish(filled: Future[None]) -> None:
+            try:
+                with self._whole_or_nothing(step, unfinished):
+                    filled.result()
+                    _sync_tree(unfinished)
+                    self._install(unfinished, f"step_{step:06d}", best)
+            except BaseException as error:  # told by whoever settles
+                in_flight.set_exception(error)
+            else:
+                in_flight.set_result(None)
+
+        filled.add_done_callback(finish)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._in_flight is not None and not self._in_flight.done()
+
+    def check(self) -> None:
+        """Raise what went wrong with the checkpoint in the background, if it has ended."""
+        if not self.busy:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that was begun is whole; raises what went wrong with it.
+
+        UserError when the disk took it not.
+        """
+        in_flight = self._in_flight
+        if in_flight is not None:
+            try:
+                in_flight.result()
+            finally:
+                # An interrupt ends the waiting, not the writing.
+                self._in_flight = None if in_flight.done() else in_flight
+
+    @contextmanager
+    def _whole_or_nothing(self, step: int, unfinished: Path) -> Iterator[None]:
+        """Remove what is half-written when writing fails, and say so when it was the disk."""
+        try:
+            yield
+        except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             told = _disk_failure(error)
             if told is None:
@@ -49,20 +112,26 @@ class CheckpointStore:
                 f"{told}. Free some space or choose another --output_dir, then "
                 "run the same command again: it goes on from the last checkpoint."
             ) from error
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+
+    def _install(self, unfinished: Path, name: str, best: bool) -> None:
         final = self.directory / name
         doomed = self._set_aside(final) if final.exists() else None
         os.replace(unfinished, final)
         self._point("latest", name)
+        if best:
+            self._point("best", name)
         _sync(self.directory)
         if doomed is not None:
             shutil.rmtree(doomed)
+        self._prune()
 
-    def mark_best(self, step: int) -> None:
-        """Let `best` name the checkpoint of `step`, which pruning then spares."""
-        self._point("best", f"step_{step:06d}")
+    def _prune(self) -> None:
+        """Delete all but the newest `keep` checkpoints and the best one."""
+        spared = {self._target("latest"), self._target("best")}
+        for step in self.steps()[: -self._keep]:
+            folder = self.directory / f"step_{step:06d}"
+            if folder.name not in spared:
+                self._discard(folder)
 
     def drop_past(self, step: int) -> None:
         """Delete checkpoints after `step`: the run goes on from there on another branch."""
@@ -75,14 +144,6 @@ class CheckpointStore:
                 path.unlink()
         if newest := self.newest():
             self._point("latest", newest.name)
-
-    def prune(self) -> None:
-        """Delete all but the newest `keep` checkpoints and the best one."""
-        spared = {self._target("latest"), self._target("best")}
-        for step in self.steps()[: -self._keep]:
-            folder = self.directory / f"step_{step:06d}"
-            if folder.name not in spared:
-                self._discard(folder)
 
     def steps(self) -> list[int]:
         """Steps that have a whole checkpoint, oldest first."""
@@ -148,16 +209,15 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
     return path.resolve()
 
 
-def _disk_failure(error: Exception) -> str | None:
+def _disk_failure(error: BaseException) -> str | None:
     """What the disk refused; None when it was something else.
 
-    Safetensors and torch tell a full disk in errors of their own, known by their words.
+    Safetensors tells a full disk in an error of its own, known by its words.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    if found := RUST_FAILED.search(str(error)):
-        return found.group(1)
-    return "the disk took only a part" if TORCH_FAILED.search(str(error)) else None
+    found = RUST_FAILED.search(str(error))
+    return found.group(1) if found else None
 
 
 def _sync_tree(folder: Path) -> None:

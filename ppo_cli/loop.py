@@ -33,7 +33,7 @@ from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_state import MOST_UNSCORED, RunState, stream_seed
 from ppo_cli.shaping import shape_step
-from ppo_cli.step_metrics import StepSums, score_metrics
+from ppo_cli.step_metrics import StepSums, score_metrics, staleness_metrics
 from ppo_cli.tracker import Tracker
 
 TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams, one for each use
@@ -58,20 +58,23 @@ class Job:
     stop_requested: Callable[[], str | None]
     resume_command: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    in_flight: list[Future[Score]] = field(default_factory=list)  # of the round under way
 
 
 def run(job: Job, state: RunState) -> None:
     """Train from `state` to the last step; raises Interrupted when asked to stop early."""
     if state.unfinished is None and _out_of_patience(job, state):
         return
-    if state.step == 0 and job.config.trainer.val_before_train:
-        with _saved_when_stopped(job, state):
-            validate(job, state)
-    while state.step < job.total_steps or state.unfinished is not None:
-        if state.unfinished is None:
-            take_step(job, state)
-        if finish_step(job, state):
-            return
+    with job.store.open():
+        if state.step == 0 and job.config.trainer.val_before_train:
+            with _saved_when_stopped(job, state):
+                validate(job, state)
+        while state.step < job.total_steps or state.unfinished is not None:
+            if state.unfinished is None:
+                take_step(job, state)
+            if finish_step(job, state):
+                break
+        settle(job)
 
 
 def take_step(job: Job, state: RunState) -> None:
@@ -88,6 +91,7 @@ def take_step(job: Job, state: RunState) -> None:
         state.step -= 1
         job.order.load_state_dict(order)
         job.reward.load_state_dict(scales)
+        settle(job)
         if job.store.newest_step() != state.step:
             save(job, state)
         raise _resumable(job, state, str(stop)) from stop
@@ -101,6 +105,7 @@ def take_step(job: Job, state: RunState) -> None:
 
 def finish_step(job: Job, state: RunState) -> bool:
     """Validate, report and save as is due; returns whether the run is over."""
+    job.store.check()
     trainer = job.config.trainer
     last = state.step == job.total_steps
     if last or _due(state.step, trainer.test_freq):
@@ -128,6 +133,7 @@ def _saved_when_stopped(job: Job, state: RunState) -> Iterator[None]:
 
 
 def _resumable(job: Job, state: RunState, told: str) -> Interrupted:
+    settle(job)
     return Interrupted(
         f"{told} Everything up to step {state.step} of {job.total_steps} is saved. "
         f"Go on with: {job.resume_command}"
@@ -139,7 +145,7 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     config, tracker = job.config, job.tracker
     job.reward.begin_step(state.step)
     prompts = [job.prompts[i] for i in job.order.take()]
-    sampling = _train_sampling(config, state.step)
+    sampling = train_sampling(config, state.step)
     rollouts, futures = roll_out(job, prompts, sampling, "rollout", "train")
     baseline_futures = _submit_baselines(job, state, prompts)
     with tracker.phase("annotate"):
@@ -160,6 +166,8 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     job.engine.publish()
     metrics = score_metrics(scored) | job.reward.measure() | fair.metrics
     metrics |= shaped.metrics | sums.means()
+    if config.trainer.async_steps:
+        metrics |= staleness_metrics(scored, state.step - 1)
     tokens = int((annotated.prompt_len_B + annotated.response_len_B).sum())
     return list(fair.logged), metrics, tokens
 
@@ -170,9 +178,11 @@ def roll_out(
     """Sample responses, each submitted to the reward as it finishes; in prompt order."""
     place = {prompt.uid: i for i, prompt in enumerate(prompts)}
     pairs: list[tuple[Rollout, Future[Score]]] = []
+    job.in_flight[:] = [future for future in job.in_flight if not future.done()]
     with job.tracker.phase(phase, len(prompts) * sampling.n) as advance:
         for rollout in job.engine.generate(prompts, sampling):
             pairs.append((rollout, job.reward.submit(rollout)))
+            job.in_flight.append(pairs[-1][1])
             advance(1)
     job.reward.settle(kind)
     pairs.sort(key=lambda pair: (place[pair[0].prompt.uid], pair[0].sample))
@@ -259,18 +269,27 @@ def validate(job: Job, state: RunState) -> None:
 
 
 def save(job: Job, state: RunState) -> None:
-    """Write a whole checkpoint of engine, order, reward and state; keep the newest and best."""
+    """Take a snapshot of engine, order, reward and state; it is written while training goes on."""
+
+    def fill(folder: Path) -> Future[None]:
+        state.write(folder, order=job.order, reward=job.reward, fingerprint=job.fingerprint)
+        return job.engine.save(folder)
+
     with job.tracker.phase("save"):
-        with job.store.writing(state.step) as folder:
-            job.engine.save(folder)
-            state.write(folder, order=job.order, reward=job.reward, fingerprint=job.fingerprint)
-        if state.is_best:
-            job.store.mark_best(state.step)
-        job.store.prune()
+        job.store.begin(state.step, fill, best=state.is_best)
+
+
+def settle(job: Job) -> None:
+    """Wait until the last checkpoint is whole on the disk."""
+    if job.store.busy:
+        with job.tracker.phase("save"):
+            job.store.settle()
+    job.store.settle()
 
 
 def load(job: Job, folder: Path) -> RunState:
     """Take everything back that `save` wrote, and forget what was logged past it."""
+    job.store.settle()
     state = RunState.read(folder, order=job.order, reward=job.reward)
     job.engine.load(folder)
     job.tracker.resume_at(state.step)
@@ -278,7 +297,8 @@ def load(job: Job, folder: Path) -> RunState:
     return state
 
 
-def _train_sampling(config: Config, step: int) -> Sampling:
+def train_sampling(config: Config, step: int) -> Sampling:
+    """How the rollouts of a training step are sampled."""
     r = config.rollout
     return Sampling(
         temperature=r.temperature,

@@ -6,6 +6,7 @@ The loop knows nothing else of an engine. One process, many ranks, vLLM or not: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -61,8 +62,12 @@ class Engine(Protocol):
         """Hand the new weights to the sampler, drop its caches, raise the weight version."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write `actor/`, `critic/` and `state/` into `directory` (which exists, is empty)."""
+    def save(self, directory: Path) -> Future[None]:
+        """Write `actor/`, `critic/` and `state/` into `directory`, which exists.
+
+        Takes a snapshot at once, so that training may go on; all is on disk when the future is
+        done. It is done, well or not, only when nothing writes into `directory` any more.
+        """
         ...
 
     def load(self, directory: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,25 @@ from typing import Any
 import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
+from ppo_cli.engine.checkpoint import (
+    Trained,
+    model_files,
+    render_files,
+    restore,
+    saved_model,
+    take_snapshot,
+)
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner, merge_annotations
+from ppo_cli.engine.lora import adapter_tensors, write_adapter_config
 from ppo_cli.engine.micro_batches import tell_out_of_memory
-from ppo_cli.engine.models import (
-    DAMAGED,
-    decode_text,
-    load_policy,
-    load_value_model,
-    stop_token_ids,
-)
+from ppo_cli.engine.models import decode_text, stop_token_ids
+from ppo_cli.engine.ranks import ALONE
 from ppo_cli.engine.sums import merge_sums
-from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -37,6 +41,7 @@ class LocalEngine:
         self._tokenizer = tokenizer
         self._learner = Learner(config, tokenizer, total_steps=total_steps)
         self._sampler = self._build_sampler()
+        self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
@@ -55,39 +60,17 @@ class LocalEngine:
         """Raise the weight version and move the learning-rate schedules on."""
         self._learner.publish()
 
-    def save(self, directory: Path) -> None:
-        """Write `actor/`, `critic/` and `state/`."""
+    def save(self, directory: Path) -> Future[None]:
+        """Take a snapshot; `actor/`, `critic/` and `state/` are written in the background."""
         learner = self._learner
-        learner.policy.model.save_pretrained(directory / "actor")
-        self._tokenizer.save_pretrained(directory / "actor")
-        if learner._critic is not None:
-            learner._critic.value_model.model.save_pretrained(directory / "critic")
-            self._tokenizer.save_pretrained(directory / "critic")
-        state = directory / "state"
-        state.mkdir(exist_ok=True)
-        for name, part in learner._learners().items():
-            torch.save(part.optimizer.state_dict(), state / f"{name}_optimizer.pt")
         budgets = {name: [b.rows, b.halvings] for name, b in learner._budgets().items()}
-        told = {"weight_version": learner.weight_version, "budgets": budgets}
-        (state / "engine.json").write_text(json.dumps(told, indent=2))
+        state = {"weight_version": learner.weight_version, "budgets": budgets}
+        return take_snapshot(self._trained(), state, ALONE).write_in_background(directory)
 
     def load(self, directory: Path) -> None:
         """Take back weights, optimizers, budgets and the weight version, exactly."""
         learner = self._learner
-        try:
-            state = json.loads((directory / "state" / "engine.json").read_text())
-            for name, part in learner._learners().items():
-                path = directory / "state" / f"{name}_optimizer.pt"
-                part.optimizer.load_state_dict(torch.load(path, weights_only=True))
-            _copy_weights(load_policy(str(directory / "actor")).model, learner.policy.model)
-            if learner._critic is not None:
-                saved = load_value_model(str(directory / "critic"))
-                _copy_weights(saved.model, learner._critic.value_model.model)
-        except (*DAMAGED, ModelError) as error:
-            raise ModelError(
-                f"The checkpoint {directory} does not fit this run or is damaged: {error} "
-                "Start afresh with --resume never, or name another checkpoint with --resume PATH."
-            ) from error
+        state = restore(directory, self._trained(), ALONE)
         learner._weight_version = state["weight_version"]
         for name, budget in learner._budgets().items():
             rows, budget.halvings = state["budgets"][name]
@@ -97,6 +80,29 @@ class LocalEngine:
 
     def close(self) -> None:
         """Nothing outlives the process here."""
+
+    def _trained(self) -> list[Trained]:
+        learner, files = self._learner, self._files
+        models = {"actor": learner.policy.model}
+        if learner._critic is not None:
+            models["critic"] = learner._critic.value_model.model
+        found = []
+        for name, model in models.items():
+            optimizer = learner._learners()[name].optimizer
+            if name == "actor" and self._config.model.lora_rank:
+                files[name] = files.get(name) or self._adapter_files(model)
+                found.append(Trained(name, dict(adapter_tensors(model)), optimizer, files[name]))
+            else:
+                files[name] = files.get(name) or model_files(model, self._tokenizer)
+                found.append(saved_model(name, model, optimizer, files[name]))
+        return found
+
+    def _adapter_files(self, model: Any) -> dict[str, bytes]:
+        def write(folder: Path) -> None:
+            write_adapter_config(folder, model, model_folder(self._config.model.path))
+            self._tokenizer.save_pretrained(folder)
+
+        return render_files(write)
 
     def _build_sampler(self) -> HFSampler:
         compute = Compute.choose(self._config.model.dtype)
@@ -109,11 +115,3 @@ class LocalEngine:
             detokenize=partial(decode_text, self._tokenizer),
             autocast=None if compute.dtype == torch.float32 else compute.dtype,
         )
-
-
-@torch.no_grad()
-def _copy_weights(source: Any, target: Any) -> None:
-    """Copy all weights in place: optimizers keep pointing at the same tensors."""
-    fresh = source.state_dict()
-    for name, tensor in target.state_dict().items():
-        tensor.copy_(fresh[name])

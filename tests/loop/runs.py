@@ -81,20 +81,14 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 def assert_same_run(a: Path, b: Path) -> None:
     assert metrics(a) == metrics(b)
-    for model in ("actor", "critic"):
-        ours, theirs = (
-            load_file(out / "checkpoints" / "latest" / model / "model.safetensors")
-            for out in (a, b)
-        )
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert torch.equal(ours[name], theirs[name]), f"{model} {name}"
-        states = [
-            torch.load(out / "checkpoints" / "latest" / "state" / f"{model}_optimizer.pt")
-            for out in (a, b)
-        ]
-        for key, entry in states[0]["state"].items():
-            for name, value in entry.items():
-                assert torch.equal(value, states[1]["state"][key][name])
+    files = [
+        *(f"{model}/model.safetensors" for model in ("actor", "critic")),
+        *(f"state/{model}_optimizer.safetensors" for model in ("actor", "critic")),
+    ]
+    for name in files:
+        ours, theirs = (load_file(out / "checkpoints" / "latest" / name) for out in (a, b))
+        assert ours.keys() == theirs.keys() and ours
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), f"{name} {key}"
     for path in sorted((a / "rollouts").iterdir()):
         assert path.read_bytes() == (b / "rollouts" / path.name).read_bytes(), path.name

@@ -1,7 +1,10 @@
-"""Whole checkpoints or none; the newest and the best kept."""
+"""Whole checkpoints or none; the newest and the best kept; written while others work."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -9,11 +12,34 @@ import pytest
 from ppo_cli.checkpoints import CheckpointStore, find_resume
 from ppo_cli.errors import ModelError, UserError
 
+Fill = Callable[[Path], Future[None]]
 
-def write(store: CheckpointStore, step: int) -> None:
-    with store.writing(step) as folder:
+
+def done(error: Exception | None = None) -> Future[None]:
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
+
+
+def fill_with(step: int, filled: Future[None]) -> Fill:
+    def fill(folder: Path) -> Future[None]:
         (folder / "state").mkdir()
         (folder / "state" / "x").write_text(str(step))
+        return filled
+
+    return fill
+
+
+def write(store: CheckpointStore, step: int, *, best: bool = False) -> None:
+    store.begin(step, fill_with(step, done()), best=best)
+    store.settle()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_written_checkpoints_are_found_and_latest_points_to_the_newest(tmp_path: Path) -> None:
@@ -25,39 +51,107 @@ def test_written_checkpoints_are_found_and_latest_points_to_the_newest(tmp_path:
     assert (tmp_path / "latest" / "state" / "x").read_text() == "200"
 
 
-def test_a_failure_while_writing_leaves_the_old_ones_alone(tmp_path: Path) -> None:
+def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    filled: Future[None] = Future()
+    store.begin(5, fill_with(5, filled), best=True)
+    assert store.busy and store.steps() == [] and not (tmp_path / "latest").exists()
+    store.check()
+    filled.set_result(None)
+    assert not store.busy
+    assert names(tmp_path) == ["best", "latest", "step_000005"]
+    assert (tmp_path / "best" / "state" / "x").read_text() == "5"
+
+
+def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    filled: Future[None] = Future()
+    store.begin(5, fill_with(5, filled))
+    threading.Timer(0.2, filled.set_result, [None]).start()
+
+    def fill(folder: Path) -> Future[None]:
+        assert store.steps() == [5]
+        return done()
+
+    store.begin(6, fill)
+    store.settle()
+    assert store.steps() == [5, 6]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_while_writing_leaves_the_old_ones_alone(tmp_path: Path, late: bool) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     write(store, 5)
-    with pytest.raises(KeyError), store.writing(10) as folder:
+
+    def fill(folder: Path) -> Future[None]:
         (folder / "half").write_text("x")
+        if late:
+            return done(KeyError("bug"))
         raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        store.begin(10, fill)
+        store.settle()
     assert store.steps() == [5]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000005"]
+    assert names(tmp_path) == ["latest", "step_000005"]
+    write(store, 11)  # told once, and over
+    assert store.steps() == [5, 11]
 
 
 def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     told = r"step 7 could not be written.*No space left.*--output_dir"
-    with pytest.raises(UserError, match=told), store.writing(7):
-        raise OSError(28, "No space left on device")
-    assert store.steps() == []
+    full = OSError(28, "No space left on device")
+    store.begin(7, fill_with(7, done(full)))
+    with pytest.raises(UserError, match=told):
+        store.check()
+    rust = RuntimeError("I/O error: No space left on device (os error 28)")
+    store.begin(7, fill_with(7, done(rust)))
+    with pytest.raises(UserError, match=told):
+        store.begin(8, fill_with(8, done()))
+    assert store.steps() == [] and names(tmp_path) == []
 
 
-def test_what_a_killed_run_left_is_swept_by_the_next_write(tmp_path: Path) -> None:
+def test_leaving_waits_for_the_last_one_and_tells_its_failure(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
-    (tmp_path / ".unfinished-step_000003" / "deep").mkdir(parents=True)
+    filled: Future[None] = Future()
+    threading.Timer(0.2, filled.set_exception, [OSError(28, "No space left on device")]).start()
+    with pytest.raises(UserError, match="No space left"), store.open():
+        store.begin(7, fill_with(7, filled))
+    filled = Future()
+    threading.Timer(0.2, filled.set_result, [None]).start()
+    with pytest.raises(ZeroDivisionError), store.open():
+        store.begin(8, fill_with(8, filled))
+        raise ZeroDivisionError
+    assert store.steps() == [8]
+
+
+def test_a_second_interrupt_ends_the_waiting_not_the_writing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    filled: Future[None] = Future()
+    with pytest.raises(KeyboardInterrupt), store.open():
+        store.begin(8, fill_with(8, filled))
+        raise KeyboardInterrupt
+    filled.set_result(None)
+    assert store.steps() == [8]
+
+
+def test_what_a_killed_run_left_is_swept_by_the_next_start_or_write(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    left = tmp_path / ".unfinished-step_000003" / "deep"
+    left.mkdir(parents=True)
     assert store.steps() == []
     write(store, 4)
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert names(tmp_path) == ["latest", "step_000004"]
+    left.mkdir(parents=True)
+    with store.open():
+        assert names(tmp_path) == ["latest", "step_000004"]
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3, 4, 5):
-        write(store, step)
-        if step == 2:
-            store.mark_best(step)
-        store.prune()
+        write(store, step, best=step == 2)
     assert store.steps() == [2, 4, 5]
     assert (tmp_path / "best" / "state" / "x").read_text() == "2"
 
@@ -65,9 +159,14 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 1)
-    with store.writing(1) as folder:
+
+    def fill(folder: Path) -> Future[None]:
         (folder / "new").write_text("x")
-    assert [p.name for p in (tmp_path / "step_000001").iterdir()] == ["new"]
+        return done()
+
+    store.begin(1, fill)
+    store.settle()
+    assert names(tmp_path / "step_000001") == ["new"]
 
 
 def test_resume_modes(tmp_path: Path) -> None:
@@ -85,8 +184,7 @@ def test_resume_modes(tmp_path: Path) -> None:
 def test_going_on_from_an_older_step_drops_the_later_ones(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=5)
     for step in (2, 4, 6):
-        write(store, step)
-    store.mark_best(6)
+        write(store, step, best=step == 6)
     store.drop_past(4)
     assert store.steps() == [2, 4]
     assert (tmp_path / "latest" / "state" / "x").read_text() == "4"

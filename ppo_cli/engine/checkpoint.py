@@ -1,0 +1,343 @@
+"""Checkpoints of an engine: a snapshot at once, written in the background by all ranks.
+
+A trained model is a Hugging Face folder (or a PEFT adapter), its optimizer safetensors under the
+names of its parameters. Every rank keeps whole tensors, its share of them, and writes a file of
+its own. Any number of ranks reads them: the first from the disk, the others from the first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+
+from ppo_cli.engine.optimizer import MOMENTS, Optimizer
+from ppo_cli.engine.ranks import Ranks, gather_objects, together
+from ppo_cli.engine.sharding import fill_from_rank0, full_tensor
+from ppo_cli.engine.tensor_files import StoredTensors, file_name, write_file, write_tensors
+from ppo_cli.errors import ModelError
+
+ENGINE_FILE = "engine.json"
+LAYER = re.compile(r".*?\.\d+\.")
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A trained model as a checkpoint holds it, the same on all ranks.
+
+    `weights` are live tensors under the names of its files; DTensors where the model is in
+    pieces. `files` is what else its folder needs, on the first rank at least. `model` is the
+    Hugging Face model when all of it is saved, None for an adapter.
+    """
+
+    name: str
+    weights: Mapping[str, Tensor]
+    optimizer: Optimizer
+    files: Mapping[str, bytes]
+    model: Any = None
+
+    @property
+    def stem(self) -> str:
+        """Where the weights are in a checkpoint, up to the number of the file."""
+        return f"{self.name}/{'adapter_model' if self.model is None else 'model'}"
+
+    @property
+    def optimizer_stem(self) -> str:
+        """Where the optimizer's moments are, up to the number of the file."""
+        return f"state/{self.name}_optimizer"
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What this rank writes of a set of tensors, and who writes what.
+
+    `writers` holds, in the order of the files, the names of each writer's tensors as empty
+    ones; `number` is this rank's place among them, None when it has nothing to write.
+    """
+
+    stem: str
+    tensors: dict[str, Tensor]
+    writers: list[dict[str, Tensor]]
+    number: int | None
+    model: Any = None
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's file; no other rank is needed."""
+        if self.number is not None:
+            path = directory / file_name(self.stem, self.number, len(self.writers))
+            write_tensors(path, _to_disk(self.model, self.tensors))
+
+    def write_index(self, directory: Path) -> None:
+        """Write which tensor is in which of several files, as Hugging Face has it."""
+        if len(self.writers) == 1 or self.model is None:
+            return
+        places: dict[str, str] = {}
+        found: list[Tensor] = []
+        for number, empty in enumerate(self.writers):
+            stored = _to_disk(self.model, empty)
+            name = Path(file_name(self.stem, number, len(self.writers))).name
+            places |= dict.fromkeys(stored, name)
+            found += stored.values()
+        sizes = {
+            "total_parameters": sum(t.numel() for t in found),
+            "total_size": sum(t.numel() * t.element_size() for t in found),
+        }
+        index = {"metadata": sizes, "weight_map": places}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_file(directory / f"{self.stem}.safetensors.index.json", text.encode())
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What this rank writes of a checkpoint: copies in host memory, untouched by training."""
+
+    shares: Sequence[Share]
+    files: Mapping[str, bytes]
+    speaks: bool
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's files into `directory` and bring them to the disk; may be a thread's.
+
+        The checkpoint is whole when `write` has ended on all ranks.
+        """
+        for share in self.shares:
+            share.write(directory)
+            if self.speaks:
+                share.write_index(directory)
+        if self.speaks:
+            for name, content in self.files.items():
+                write_file(directory / name, content)
+
+    def write_in_background(self, directory: Path) -> Future[None]:
+        """Write in a thread of its own; the future holds what went wrong."""
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        try:
+            return thread.submit(self.write, directory)
+        finally:
+            thread.shutdown(wait=False)
+
+
+def saved_model(name: str, model: Any, optimizer: Optimizer, files: Mapping[str, bytes]) -> Trained:
+    """A model all of whose weights are saved; `name` is "actor" or "critic".
+
+    An adapter is `Trained(name, its tensors by PEFT's names, optimizer, files)`.
+    """
+    return Trained(name, stored_tensors(model), optimizer, files, model)
+
+
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """The live tensors that a model's files hold; a tied output head is left out."""
+    seen: set[int] = set()
+    left_out = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
+    found: dict[str, Tensor] = {}
+    # Named parameters may be gathered ones in the middle of a step; these never are.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in left_out and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor
+    return found
+
+
+def model_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """All files of a Hugging Face folder but the weights.
+
+    They stay the same for a whole run: render them once.
+    """
+
+    def write(folder: Path) -> None:
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        if model.is_remote_code():
+            custom_object_save(model, str(folder), config=model.config)
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return render_files(write)
+
+
+def render_files(write: Callable[[Path], object]) -> dict[str, bytes]:
+    """What `write` writes into a folder, by name: tokenizers and models only know folders."""
+    with tempfile.TemporaryDirectory(prefix="ppo-") as folder:
+        root = Path(folder)
+        write(root)
+        paths = sorted(path for path in root.rglob("*") if path.is_file())
+        return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+
+
+def take_snapshot(
+    trained: Sequence[Trained],
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    writers: int | None = None,
+) -> Snapshot:
+    """Copy this rank's share of all models, moments and `state`; all ranks call.
+
+    The first `writers` ranks write (all by default): those that see the run folder.
+    """
+    shares: list[Share] = []
+    files = {f"state/{ENGINE_FILE}": json.dumps(state, indent=2).encode()}
+    for part in trained:
+        most = ranks.size if writers is None else writers
+        several = 1 if part.model is None else most  # an adapter is always one file
+        shares.append(_cut_share(part.stem, part.weights, ranks, several, part.model))
+        shares.append(_cut_share(part.optimizer_stem, part.optimizer.moments(), ranks, most))
+        files |= {f"{part.name}/{name}": content for name, content in part.files.items()}
+    return Snapshot(shares, files, speaks=ranks.rank == 0)
+
+
+def take_share(
+    named: Iterable[tuple[str, Tensor]], ranks: Ranks, writers: int
+) -> dict[str, Tensor]:
+    """Whole copies, in host memory, of the tensors that this rank writes; all ranks call.
+
+    The same names in the same order on all ranks. Bytes are balanced over the first `writers`.
+    """
+    tensors = dict(named)
+    owners = assign_owners(tensors, writers)
+    share: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        ours = owners[name] == ranks.rank
+        if ours or isinstance(tensor, DTensor):
+            whole = full_tensor(tensor)
+            if ours:
+                share[name] = whole
+    return share
+
+
+def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
+    """Which rank writes each tensor: the largest layer next to the rank with the least.
+
+    A layer stays together, since a file may hold its tensors cut or joined in other ways.
+    """
+    layers: dict[str, list[str]] = defaultdict(list)
+    sizes: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors.items():
+        layer = LAYER.match(name)
+        key = layer.group() if layer else name
+        layers[key].append(name)
+        sizes[key] += tensor.numel() * tensor.element_size()
+    held = [0] * writers
+    owners: dict[str, int] = {}
+    for key in sorted(layers, key=lambda key: -sizes[key]):
+        rank = held.index(min(held))
+        held[rank] += sizes[key]
+        owners |= dict.fromkeys(layers[key], rank)
+    return owners
+
+
+def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[str, Any]:
+    """Put a checkpoint back into models and optimizers; returns its `state`; all ranks call.
+
+    Only the first rank reads. Raises ModelError, on all ranks, that names tensor and file.
+    """
+    try:
+        state = _share(ranks, lambda: _read_state(directory))
+        for part in trained:
+            _load_weights(directory, part, ranks)
+            _load_moments(directory, part, ranks)
+    except (ModelError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"The checkpoint {directory} does not fit this run or is damaged: {error} "
+            "Start afresh with --resume never, or name another checkpoint with --resume PATH."
+        ) from error
+    return state
+
+
+def _cut_share(
+    stem: str, tensors: Mapping[str, Tensor], ranks: Ranks, most: int, model: Any = None
+) -> Share:
+    owners = assign_owners(tensors, most)
+    places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
+    writers: list[dict[str, Tensor]] = [{} for _ in places]
+    for name, rank in owners.items():
+        tensor = tensors[name]
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        writers[places.index(rank)][name] = empty
+    number = places.index(ranks.rank) if ranks.rank in places else None
+    return Share(stem, take_share(tensors.items(), ranks, most), writers, number, model)
+
+
+def _to_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as the files of this family have them: experts one by one, say."""
+    return tensors if model is None else revert_weight_conversion(model, dict(tensors))
+
+
+def _read_state(directory: Path) -> dict[str, Any]:
+    path = directory / "state" / ENGINE_FILE
+    try:
+        state = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path.name} cannot be read ({error}).") from error
+    if not isinstance(state, dict):
+        raise ModelError(f"{path.name} holds no table.")
+    return state
+
+
+def _share(ranks: Ranks, read: Callable[[], Any]) -> Any:
+    """What the first rank reads, on all ranks."""
+    found = together(ranks, lambda: read() if ranks.rank == 0 else None)
+    return gather_objects(ranks, found)[0]
+
+
+@torch.no_grad()
+def _load_weights(directory: Path, part: Trained, ranks: Ranks) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in part.weights.items()}
+
+    def read() -> Mapping[str, Tensor] | StoredTensors:
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        on_disk = {name: tuple(t.shape) for name, t in _to_disk(part.model, empty).items()}
+        stored = StoredTensors(directory, part.stem)
+        stored.check(on_disk)
+        if on_disk == shapes:
+            return stored
+        stored.close()
+        whole = type(part.model).from_pretrained(directory / part.name, dtype=torch.float32)
+        return stored_tensors(whole)
+
+    stored = together(ranks, lambda: read() if ranks.rank == 0 else {})
+    for name, target in part.weights.items():
+        fill_from_rank0(target, stored[name] if ranks.rank == 0 else None, ranks)
+    if isinstance(stored, StoredTensors):
+        stored.close()
+
+
+def _load_moments(directory: Path, part: Trained, ranks: Ranks) -> None:
+    stored = together(ranks, lambda: _open_moments(directory, part) if ranks.rank == 0 else None)
+    names: Collection[str] = gather_objects(ranks, [] if stored is None else list(stored))[0]
+    asked: list[str] = []
+
+    def read(name: str) -> Tensor | None:
+        asked.append(name)
+        return None if stored is None else stored[name]
+
+    try:
+        part.optimizer.load_moments(names, read)
+    except ModelError:
+        raise
+    except ValueError as error:  # the shape of the last one
+        raise ModelError(f"{part.optimizer_stem}: {asked[-1]} does not fit ({error}).") from error
+    finally:
+        if stored is not None:
+            stored.close()
+
+
+def _open_moments(directory: Path, part: Trained) -> StoredTensors:
+    stored = StoredTensors(directory, part.optimizer_stem)
+    for parameter in {name.rpartition(".")[0] for name in stored}:
+        stored.require(f"{parameter}.{moment}" for moment in MOMENTS)
+    return stored
