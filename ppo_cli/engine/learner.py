@@ -23,8 +23,15 @@ from ppo_cli.engine.actor import ActorLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.lora import (
+    adapt,
+    adapter_tensors,
+    merged_tensors,
+    publishes_adapter,
+    reference_of,
+)
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
-from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.models import Adapt, Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import cut_slice, row_lengths
@@ -53,7 +60,9 @@ class Learner:
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
         self._weight_version = 0
-        self.policy = self._load_policy(model_folder(config.model.path), config.actor.fsdp_config)
+        self.policy = self._load_policy(
+            model_folder(config.model.path), config.actor.fsdp_config, adapt(config)
+        )
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
@@ -110,14 +119,20 @@ class Learner:
     def weights(self) -> Weights | None:
         """The policy's weights for a sampler, whole and on the CPU; on the first rank only."""
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self._published():
-            whole = full_tensor(tensor)
+        for name, whole in self._published():
             if self._ranks.rank == 0:
                 tensors[name] = whole
-        return Weights(tensors, self._weight_version) if self._ranks.rank == 0 else None
+        if self._ranks.rank != 0:
+            return None
+        return Weights(tensors, self._weight_version, adapter=publishes_adapter(self._config))
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
-        return self.policy.model.named_parameters()  # type: ignore[no-any-return]
+        model = self.policy.model
+        if not self._config.model.lora_rank:
+            return ((name, full_tensor(tensor)) for name, tensor in model.named_parameters())
+        if publishes_adapter(self._config):
+            return ((name, full_tensor(tensor)) for name, tensor in adapter_tensors(model))
+        return merged_tensors(model, full_tensor)
 
     def _learners(self) -> dict[str, ActorLearner | CriticLearner]:
         learners: dict[str, ActorLearner | CriticLearner] = {"actor": self._actor}
@@ -153,7 +168,7 @@ class Learner:
             found["values_BT"] = self._critic.values_BT(cut)
         return found
 
-    def _load_policy(self, path: str, sharding: Sharding) -> Policy:
+    def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
         model = self._config.model
         policy = load_spread_policy(
             path,
@@ -163,6 +178,7 @@ class Learner:
             trust_remote_code=model.trust_remote_code,
             attn_implementation=model.attn_implementation,
             gradient_checkpointing=model.enable_gradient_checkpointing,
+            adapt=adapter,
         )
         self._check_vocabulary(policy.model, path)
         return policy
@@ -180,6 +196,8 @@ class Learner:
         c = self._config
         if not uses_reference(c):
             return None
+        if c.model.lora_rank and c.ref.path is None:
+            return reference_of(self.policy)
         sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
         reference = self._load_policy(model_folder(c.ref.path or c.model.path), sharding)
         reference.model.requires_grad_(False).eval()
