@@ -10,9 +10,10 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -38,23 +39,53 @@ DAMAGED = (
     pickle.UnpicklingError,
 )  # fmt: skip
 Work = Callable[..., tuple[Tensor, ...]]
-Around = Callable[..., tuple[Tensor, ...]]  # called as around(work, *tensors)
 Adapt = Callable[[Any], Any]
 DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
 
 
+class Around(Protocol):
+    """Where work on a model is done when its weights are not simply there."""
+
+    def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Do the work with all weights at hand."""
+        ...
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Context in which the weights stay where the work is."""
+        ...
+
+    def forget(self) -> None:
+        """Come to rest after work, or its backward, that broke off."""
+        ...
+
+
+class _Asked:
+    """What policies and value models have in common: being asked where their weights are."""
+
+    around: Around | None
+
+    def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
+        return fn(*tensors) if self.around is None else self.around(fn, *tensors)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Context that keeps weights on the device: for a whole step, or for a sampler."""
+        return nullcontext() if self.around is None else self.around.awake()
+
+    def forget(self) -> None:
+        """Forget a forward or backward pass that broke off, as when memory ran out."""
+        if self.around is not None:
+            self.around.forget()
+
+
 @dataclass(frozen=True)
-class Policy:
+class Policy(_Asked):
     """A causal language model, split where its vocabulary begins."""
 
     model: Any
     backbone: nn.Module
     head: Callable[[Tensor], Tensor]
     around: Around | None = None
-
-    def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
-        return fn(*tensors) if self.around is None else self.around(fn, *tensors)
 
     def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
         """Last hidden states; rows are right-padded, so causal attention needs no mask."""
@@ -64,7 +95,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class ValueModel:
+class ValueModel(_Asked):
     """A backbone with one number a token."""
 
     model: Any
@@ -72,16 +103,12 @@ class ValueModel:
     head: nn.Module
     around: Around | None = None
 
-    def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
-        return fn(*tensors) if self.around is None else self.around(fn, *tensors)
-
     def values_BL(self, input_ids_BL: Tensor) -> Tensor:
         """Values at each position, in float32."""
         out = self.backbone(input_ids=input_ids_BL, use_cache=False)
         with torch.autocast(input_ids_BL.device.type, enabled=False):
-            values: Tensor = self.head(out.last_hidden_state.float()).squeeze(-1)
-        return values
+            values_N1: Tensor = self.head(out.last_hidden_state.float().flatten(0, 1))
+        return values_N1.view(input_ids_BL.shape)
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:

@@ -186,8 +186,8 @@ class Optimizer:
             torch._foreach_mul_(grads, self._grad_clip / norm)
 
     def _place_moments(self, *, at_work: bool) -> None:
-        """Hold moments where the weights are for the step, in host memory otherwise."""
-        if not self._offload:
+        """Hold moments where the weights are for the step; offloaded ones on the CPU after it."""
+        if not at_work and not self._offload:
             return
         for piece, state in self._adamw.state.items():
             device = piece.device if at_work else torch.device("cpu")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -44,6 +47,9 @@ from ppo_cli.engine.models import (
 from ppo_cli.engine.placeholders import take_weights
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.tensor_parallel import plan_split, split_modules
+
+# It advises against layouts that FSDP2 itself makes of tensor-parallel weights.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
@@ -139,8 +145,11 @@ class Root(nn.Module):
         self.model = model
 
     def forward(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Do the work; FSDP2 hooks its backward to the tensors that come out."""
-        return work(*tensors)
+        """Do the work; FSDP2 hooks its backward to the tensors that come out.
+
+        A view would lose that hook to whoever edits it in place.
+        """
+        return tuple(t.clone() if t._is_view() else t for t in work(*tensors))
 
 
 class Gathered:
@@ -149,47 +158,63 @@ class Gathered:
     def __init__(self, root: FSDPModule, reshard_after_forward: bool) -> None:
         self._root = root
         self._reshard_after_forward = reshard_after_forward
+        self._inside = False
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Gather, work, let go."""
+        if self._inside:  # a reference that shares the weights, asked by the policy's work
+            return work(*tensors)
+        self._inside = True
         try:
             found: tuple[Tensor, ...] = self._root(work, *tensors)  # type: ignore[operator]
         except BaseException:
-            self._root.reset_iter_state()
+            self.forget()
             raise
+        finally:
+            self._inside = False
         # Without a backward to come nobody else would let go of the weights.
         if not self._reshard_after_forward and not torch.is_grad_enabled():
             for module in _sharded_modules(self._root):
                 module.reshard()
         return found
 
+    def awake(self) -> AbstractContextManager[None]:
+        """Nothing to do: weights are gathered layer by layer, as work comes to them."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Take the model apart again; gradients under way are lost."""
+        self._root.reset_iter_state()
+
 
 class Hosted:
-    """Keeps the weights of a model on one device in host memory between uses.
-
-    Work with gradients leaves them on the device for its backward, until `rest` or the next
-    work without.
-    """
+    """Keeps the weights of a model on one device in host memory between uses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._depth = 0
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Bring the weights, work, and send them home unless a backward may follow."""
-        self.bring()
-        found = work(*tensors)
-        if not torch.is_grad_enabled():
-            self.rest()
-        return found
+        """Work on the device. A backward needs the weights there too: stay `awake` for it."""
+        with self.awake():
+            return work(*tensors)
 
-    def bring(self) -> None:
-        """Put the weights on the device."""
-        self._model.to(self._device)
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Bring the weights, with what gradients they have, and take them home at the end."""
+        if self._depth == 0:
+            self._model.to(self._device)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._model.to("cpu")
 
-    def rest(self) -> None:
-        """Put the weights into host memory; gradients go with them."""
-        self._model.to("cpu")
+    def forget(self) -> None:
+        """Nothing stays behind here."""
 
 
 def _load_or_build(
@@ -260,7 +285,7 @@ def _cut(
         shard(layer, mp_policy=precision)
     root = Root(model)
     weights.give(root, ranks, compute.device)
-    if isinstance(loaded, ValueModel):  # values are computed in float32
+    if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)
     for module in _sharded_modules(root):
@@ -308,9 +333,10 @@ def _share_generation_config(model: Any, ranks: Ranks) -> None:
 def _give_memory_back() -> None:
     """Return freed memory to the system: a whole model was held a moment ago."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _own_piece(whole: Tensor, target: DTensor) -> Tensor:

@@ -47,8 +47,8 @@ def plan_split(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
     }
     if not plan:
         raise ModelError(
-            f"{_family(config)} says nothing of how its layers are split: use "
-            "--tensor_parallel_size 1 with it, or another --model."
+            f"--tensor_parallel_size {size}: {_family(config)} does not say how its layers are "
+            "split. Leave it at 1, or take another --model."
         )
     _check_sizes(config, backbone, plan, size)
     return plan
@@ -107,16 +107,17 @@ def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size
     for name, style in plan.items():
         if style not in (*COLUMNS, *ROWS, NORM):
             raise ModelError(
-                f"{_family(config)} splits {name} in a way that is not known here ({style}): use "
-                "--tensor_parallel_size 1 with it, or another --model."
+                f"--tensor_parallel_size {size}: {_family(config)} splits {name} in a way that "
+                f"is not known here ({style}). Leave it at 1, or take another --model."
             )
         module = backbone.get_submodule(name)
         weight = getattr(module, "base_layer", module).weight
         if style == NORM:
             if weight.numel() != head_size:
                 raise ModelError(
-                    f"{_family(config)} normalises all heads together ({name}), which cannot be "
-                    "split: use --tensor_parallel_size 1 with it, or another --model."
+                    f"--tensor_parallel_size {size}: {_family(config)} normalises all heads "
+                    f"together ({name}), which cannot be split. Leave it at 1, or take another "
+                    "--model."
                 )
         elif weight.shape[0 if style in COLUMNS else 1] % size:
             shape = " x ".join(str(n) for n in weight.shape)
@@ -127,4 +128,4 @@ def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size
 
 
 def _family(config: Any) -> str:
-    return f"The architecture {config.model_type}"
+    return f"this {config.model_type} model"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,33 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ppo_cli.algo.tokens import gather_logprobs_entropy
+from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
+from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Optim, Sharding
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.lora import adapt, reference_of
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.ranks import ALONE, Ranks, join_ranks, leave_ranks, sum_over
+from ppo_cli.engine.ranks import (
+    ALONE,
+    Ranks,
+    gather_objects,
+    join_ranks,
+    leave_ranks,
+    sum_over,
+    together,
+)
 from ppo_cli.engine.sharding import (
     fill_from_rank0,
     full_tensor,
     load_spread_policy,
     load_spread_value_model,
 )
+from ppo_cli.errors import ConfigError
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 BFLOAT16 = Compute(torch.device("cpu"), torch.bfloat16)
-STEPS, ROWS, LENGTH = 4, 7, 12
+STEPS, ROWS, LENGTH = 3, 7, 12
 Found = dict[str, Any]
 
 
@@ -107,26 +120,42 @@ def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[n] - other[n]).abs().max().item() for n in one)
 
 
-def compare(spread: Trained, alone: Trained) -> Found:
+def compare(spread: Trained, alone: Trained | None) -> Found:
+    """How far apart two trainings ended; every rank tells its own norms."""
+    if alone is None:
+        return {"norms": spread.norms}
     return {
+        "norms": spread.norms,
         "loss": max(abs(a - b) for a, b in zip(spread.losses, alone.losses, strict=True)),
         "norm": max(abs(a / b - 1) for a, b in zip(spread.norms, alone.norms, strict=True)),
         "parameters": gap(spread.parameters, alone.parameters),
         "moments": gap(spread.moments, alone.moments),
-        "same_norms": spread.norms,
         "learned": alone.losses[0] - alone.losses[-1],
     }
 
 
+ALONE_ALREADY: dict[str, Trained] = {}
+
+
 def both(
     ranks: Ranks, path: str, *, value: bool = False, sharding: Sharding | None = None, **load: Any
-) -> tuple[Trained, Trained]:
-    """Train the same model spread and alone."""
+) -> tuple[Trained, Trained | None]:
+    """Train the same model spread, and on the first rank alone too."""
     loader: Callable[..., Any] = load_spread_value_model if value else load_spread_policy
     settings = sharding or Sharding()
     compute = load.pop("compute", FLOAT32)
     spread = train(loader(path, ranks, settings, compute, **load), ranks, compute)
-    return spread, train(loader(path, ALONE, settings, compute, **load), ALONE, compute)
+    if ranks.rank > 0:
+        return spread, None
+    key = f"{path} {value} {compute.dtype} {load.get('adapt')}"
+    if key not in ALONE_ALREADY:
+        ALONE_ALREADY[key] = train(loader(path, ALONE, settings, compute, **load), ALONE, compute)
+    return spread, ALONE_ALREADY[key]
+
+
+def drift(spread: Trained, ranks: Ranks) -> float:
+    """How far the whole parameters of the ranks are apart: tensor-parallel ones hold copies."""
+    return max(gap(spread.parameters, other) for other in gather_objects(ranks, spread.parameters))
 
 
 def mix(model: Any) -> Any:
@@ -177,6 +206,7 @@ def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     stop = model.generation_config.eos_token_id
     return compare(spread, alone) | {
         "tied": tied, "held": held(spread), "put_back": again, "stop": stop,
+        "drift": drift(spread, ranks),
     }  # fmt: skip
 
 
@@ -212,42 +242,118 @@ def heads_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(*both(ranks, models["normed"]))
 
 
+def gathered_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    return compare(*both(ranks, models["fused"]))
+
+
 def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(*both(ranks, models["untied"]))
 
 
+ADAPT = adapt(Config.model_validate({"model": {"lora_rank": 4}}))
+
+
+def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """Adapters of the first rank on all; the reference is asked inside of the policy's work."""
+    spread, alone = both(ranks, models["tied"], adapt=ADAPT)
+    found = compare(spread, alone) | {"adapters": sum("lora_" in n for n in spread.parameters)}
+    kls = []
+    for trained, of in ((spread, ranks), (alone, ALONE)):
+        if trained is None:
+            continue
+        policy = trained.model
+        assert isinstance(policy, Policy)
+        kls.append(divergence(policy, reference_of(policy), of))
+    return found | {"kls": kls}
+
+
 def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    """The reference asked in the middle of the actor's forward."""
-
-    def divergence(actor: Policy, reference: Policy) -> float:
-        ids = rows(0, 60)
-
-        def work(ids_BL: Tensor) -> tuple[Tensor, ...]:
-            logits = actor.head(actor.hidden_BLH(ids_BL))
-
-            def ask(ids_BL: Tensor) -> tuple[Tensor, ...]:
-                with torch.no_grad():
-                    return (reference.head(reference.hidden_BLH(ids_BL)),)
-
-            (asked,) = reference.run(ask, ids_BL)
-            return ((logits - asked).square().mean(),)
-
-        (loss,) = actor.run(work, ids)
-        loss.backward()
-        optimizer = Optimizer(
-            actor.model, Optim(), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=of
-        )
-        return loss.item() + optimizer.apply()[0] / (of.data_size)
-
+    """A reference of its own, asked inside of the policy's work."""
     found = []
     for of in (ranks, ALONE):
-        actor, reference = (
+        policy, reference = (
             load_spread_policy(models[name], of, Sharding(), FLOAT32)
             for name in ("untied", "other")
         )
         reference.model.requires_grad_(False)
-        found.append(divergence(actor, reference))
-    return {"spread": found[0], "alone": found[1]}
+        found.append(divergence(policy, reference, of))
+    return {"kls": found}
+
+
+def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
+    """KL of all rows and the norm of its gradient."""
+
+    def work(ids_BL: Tensor) -> tuple[Tensor, ...]:
+        hidden = policy.hidden_BLH(ids_BL).flatten(0, 1)
+
+        def ask(ids_BL: Tensor) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                asked = reference.hidden_BLH(ids_BL).flatten(0, 1)
+            return (full_kl(hidden, policy.head, asked, reference.head, 1.0, 8),)
+
+        return reference.run(ask, ids_BL)
+
+    (kl_N,) = policy.run(work, rows(9, 60)[ranks.data_rank :: ranks.data_size])
+    kl_N.sum().backward()
+    optimizer = Optimizer(
+        policy.model, Optim(lr=0.0), total_steps=1, grad_clip=0.0, clip_grad_value=None, ranks=ranks
+    )
+    return [sum_over(ranks, kl_N.sum().item()) / ranks.tensor_size, optimizer.apply()[0]]
+
+
+def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """Work that fails in the middle, and a backward that does, leave a model that works."""
+    policy = load_spread_policy(models["untied"], ranks, Sharding(), FLOAT32)
+    ids = rows(0, 60)
+
+    def fail(ids_BL: Tensor) -> tuple[Tensor, ...]:
+        policy.backbone.layers[0].register_forward_hook(stop)  # type: ignore[union-attr,operator]
+        return (policy.hidden_BLH(ids_BL),)
+
+    def stop(*_: Any) -> None:
+        raise MemoryError
+
+    failed = 0
+    try:
+        policy.run(fail, ids)
+    except MemoryError:
+        failed += 1
+        policy.backbone.layers[0]._forward_hooks.popitem()  # type: ignore[union-attr,operator]
+    try:
+        (hidden,) = policy.run(lambda ids_BL: (policy.hidden_BLH(ids_BL),), ids)
+        hidden.register_hook(stop)
+        hidden.sum().backward()
+    except MemoryError:
+        failed += 1
+        policy.forget()
+    again = policy_loss(policy, ids).item()
+    alone = load_spread_policy(models["untied"], ALONE, Sharding(), FLOAT32)
+    return {"failed": failed, "gap": abs(again - policy_loss(alone, ids).item())}
+
+
+def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """An error of the last rank, and one that cannot travel, come out on all of them."""
+
+    class Local(Exception):
+        pass
+
+    def work(error: Exception) -> int:
+        if ranks.rank == ranks.size - 1:
+            raise error
+        return ranks.rank
+
+    told = []
+    for error in (ConfigError(["one", "two"]), Local("three")):
+        try:
+            together(ranks, partial(work, error))
+        except Exception as caught:
+            told.append([type(caught).__name__, str(caught)])
+    return {
+        "told": told,
+        "fine": together(ranks, lambda: ranks.rank),
+        "sums": [sum_over(ranks, 2.0**-40 + ranks.rank), sum_over(ranks, float("nan"))],
+        "objects": gather_objects(ranks, {"rank": ranks.rank}),
+    }
 
 
 def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -285,14 +391,15 @@ Case = Callable[[Ranks, dict[str, str]], Found]
 CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
     2: {
         (1, 2): [
-            tied_case, frozen_case, offload_case, value_case, bfloat16_case, nested_case,
-            spoilt_case, refused_case,
+            tied_case, frozen_case, offload_case, value_case, bfloat16_case, lora_case, nested_case,
+            spoilt_case, refused_case, broken_off_case, together_case,
         ],
-        (1, 1): [tied_case, value_case],
-        (2, 1): [tied_case, untied_case, heads_case, frozen_case, value_case, spoilt_case,
-                 unsplit_case],
+        (1, 1): [untied_case],
+        (2, 1): [
+            tied_case, heads_case, gathered_case, value_case, lora_case, spoilt_case, unsplit_case,
+        ],
     },
-    4: {(2, 2): [tied_case, heads_case, offload_case, frozen_case], (2, 1): [untied_case]},
+    4: {(2, 2): [untied_case, heads_case, offload_case], (2, 1): [untied_case]},
 }  # fmt: skip
 
 
@@ -308,8 +415,10 @@ def main() -> None:
         )  # fmt: skip
         for case in cases:
             name = f"{case.__name__}-{tensor_size}-{shard_size}"
+            started = time.monotonic()
             try:
                 found[name] = case(ranks, models)
+                print(name, f"{time.monotonic() - started:.1f} s", flush=True)
             except Exception:
                 found[name] = {"error": traceback.format_exc()}
                 break

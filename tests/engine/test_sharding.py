@@ -1,0 +1,208 @@
+"""Models spread over ranks train as they do alone: same losses, norms, weights and moments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ppo_cli.config.bundled import model_folder
+
+# 63 tokens and 46 / 2 columns do not go into equal pieces.
+TINY = {
+    "vocab_size": 63, "hidden_size": 32, "intermediate_size": 46, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1} | {
+    "eos_token_id": 2
+}
+WORKER = Path(__file__).with_name("spread_worker.py")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    made = {
+        "untied": LlamaForCausalLM(LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
+        "other": LlamaForCausalLM(LlamaConfig(**TINY)),
+        "damaged": LlamaForCausalLM(LlamaConfig(**TINY)),
+        "normed": Qwen3ForCausalLM(Qwen3Config(**TINY)),
+        "fused": Phi3ForCausalLM(Phi3Config(**TINY)),
+        "one_kv_head": LlamaForCausalLM(LlamaConfig(**TINY | {"num_key_value_heads": 1})),
+        "no_plan": GPT2LMHeadModel(GPT2Config(**SMALL)),
+    }
+    torch.nn.init.constant_(made["damaged"].lm_head.weight, float("nan"))
+    for bias in (n for m in made.values() for name, n in m.named_parameters() if "bias" in name):
+        torch.nn.init.normal_(bias, std=0.1)
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+    return {name: str(folder / name) for name in made} | {
+        "tied": str(model_folder("embedded")),
+        "absent": str(folder / "absent"),
+    }
+
+
+def run_ranks(size: int, folder: Path, models: dict[str, str]) -> list[dict[str, Any]]:
+    """What each rank found; a rank that dies takes the others down with it."""
+    (folder / "models.json").write_text(json.dumps(models))
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(size), str(folder)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        said = [worker.communicate(timeout=180)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0] * size, "\n".join(said)
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, tmp_path_factory.mktemp("two"), models)
+
+
+@pytest.fixture(scope="module")
+def four(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(4, tmp_path_factory.mktemp("four"), models)
+
+
+def of_case(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    """What each rank found in a case; its traceback if it failed there."""
+    found = [rank.get(case) for rank in ranks]
+    for one in found:
+        assert one is not None and "error" not in one, (one or {}).get("error", "not reached")
+    return found  # type: ignore[return-value]
+
+
+def check_alike(ranks: list[dict[str, Any]], case: str) -> dict[str, Any]:
+    """The spread training ended where the lone one did, and all ranks saw the same norms."""
+    found = of_case(ranks, case)
+    first = found[0]
+    assert all(other["norms"] == first["norms"] for other in found)
+    assert abs(first["learned"]) > 1e-3
+    for what, limit in {"loss": 3e-6, "norm": 2e-6, "parameters": 5e-6, "moments": 1e-7}.items():
+        assert first[what] <= limit, (case, what, first[what])
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("offload_case-1-2", id="parameters in host memory"),
+        pytest.param("value_case-1-2", id="a value model"),
+        pytest.param("untied_case-1-1", id="two replicas"),
+        pytest.param("heads_case-2-1", id="tensor parallel, norms over heads"),
+        pytest.param("gathered_case-2-1", id="tensor parallel, fused projections"),
+        pytest.param("value_case-2-1", id="tensor parallel, a value model"),
+    ],
+)
+def test_two_ranks_train_as_one(two: list[dict[str, Any]], case: str) -> None:
+    check_alike(two, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tied_case-1-2", "tied_case-2-1"])
+def test_tied_weights_stay_tied_and_every_rank_holds_its_share(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    found = check_alike(two, case)
+    assert found["tied"] and found["held"] <= 0.55
+    assert found["drift"] == 0.0
+    assert found["stop"] == 281  # generation settings come with the weights
+    assert of_case(two, case)[1]["stop"] == 281
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tied_case-1-2", "tied_case-2-1"])
+def test_whole_weights_and_moments_go_back_into_pieces(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    for found in of_case(two, case):
+        back = found["put_back"]
+        assert back["parameters"] == back["moments"] == 0.0
+        assert "no whole tensor of shape (282, 128)" in back["refused"]
+
+
+@pytest.mark.slow
+def test_frozen_and_trained_weights_mix_in_a_layer(two: list[dict[str, Any]]) -> None:
+    found = check_alike(two, "frozen_case-1-2")
+    assert found["trained"] == 9  # down projections with biases, two norms a layer, the last one
+    assert found["pieces"]  # unsharded weights are let go after a pass without gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lora_case-1-2", "lora_case-2-1"])
+def test_adapters_train_alike_and_the_reference_is_asked_inside(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    found = check_alike(two, case)
+    assert found["adapters"] == 2 * 7 * 2
+    spread, alone = found["kls"]
+    assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
+
+
+@pytest.mark.slow
+def test_a_reference_of_its_own_is_asked_inside(two: list[dict[str, Any]]) -> None:
+    spread, alone = of_case(two, "nested_case-1-2")[0]["kls"]
+    assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
+
+
+@pytest.mark.slow
+def test_bfloat16_computes_in_it_and_keeps_float32_weights(two: list[dict[str, Any]]) -> None:
+    found = of_case(two, "bfloat16_case-1-2")[0]
+    assert found["dtypes"] == ["torch.float32"]
+    for model in (found["policy"], found["value"]):
+        assert 0 < model["loss"] < 2e-3 and model["norm"] < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["spoilt_case-1-2", "spoilt_case-2-1"])
+def test_a_gradient_broken_on_one_rank_stops_the_step_on_all(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    for found in of_case(two, case):
+        assert found == {"moved": 0.0, "moments": 0}
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_load_is_told_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    first, second = of_case(two, "refused_case-1-2")
+    assert first == second
+    assert "ModelError" in first["damaged"] and "not finite" in first["damaged"]
+    assert "ModelError" in first["absent"] and "no model folder" in first["absent"]
+
+
+@pytest.mark.slow
+def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any]]) -> None:
+    for found in of_case(two, "broken_off_case-1-2"):
+        assert found["failed"] == 2 and found["gap"] < 1e-6
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
+    for case in ("untied_case-2-2", "heads_case-2-2", "offload_case-2-2", "untied_case-2-1"):
+        check_alike(four, case)
