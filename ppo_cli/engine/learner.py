@@ -8,7 +8,10 @@ with the same arguments in the same order: each may hold collectives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,14 @@ from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Sharding
 from ppo_cli.engine.actor import ActorLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.checkpoint import (
+    Trained,
+    model_files,
+    render_files,
+    restore,
+    saved_model,
+    take_snapshot,
+)
 from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import (
@@ -29,6 +40,7 @@ from ppo_cli.engine.lora import (
     merged_tensors,
     publishes_adapter,
     reference_of,
+    write_adapter_config,
 )
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
 from ppo_cli.engine.models import Adapt, Policy, ValueModel
@@ -60,6 +72,7 @@ class Learner:
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
         self._weight_version = 0
+        self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
         self.policy = self._load_policy(
             model_folder(config.model.path), config.actor.fsdp_config, adapt(config)
         )
@@ -125,6 +138,54 @@ class Learner:
         if self._ranks.rank != 0:
             return None
         return Weights(tensors, self._weight_version, adapter=publishes_adapter(self._config))
+
+    @torch.no_grad()
+    def begin_save(self, directory: Path, writers: int | None = None) -> Future[None]:
+        """Copy this rank's share of a checkpoint at once, and write it in the background.
+
+        The first `writers` ranks write (all by default): those that see the run folder.
+        """
+        budgets = {name: [b.rows, b.halvings] for name, b in self._budgets().items()}
+        state = {"weight_version": self._weight_version, "budgets": budgets}
+        snapshot = take_snapshot(self._trained(), state, self._ranks, writers)
+        return snapshot.write_in_background(directory)
+
+    def load(self, directory: Path) -> None:
+        """Take back weights, optimizers, budgets and the weight version, exactly."""
+        state = restore(directory, self._trained(), self._ranks)
+        self._weight_version = state["weight_version"]
+        for name, budget in self._budgets().items():
+            rows, budget.halvings = state["budgets"][name]
+            if budget.halvings:  # else the setting of this run counts
+                budget.rows = min(rows, budget.rows or rows)
+        self._set_progress()
+
+    def _trained(self) -> list[Trained]:
+        """The trained models as a checkpoint holds them."""
+        policy, optimizer = self.policy.model, self._actor.optimizer
+        if self._config.model.lora_rank:
+            tensors = dict(adapter_tensors(policy))
+            found = [Trained("actor", tensors, optimizer, self._files_of("actor", policy))]
+        else:
+            found = [saved_model("actor", policy, optimizer, self._files_of("actor", policy))]
+        if self._critic is not None:
+            model = self._critic.value_model.model
+            files = self._files_of("critic", model)
+            found.append(saved_model("critic", model, self._critic.optimizer, files))
+        return found
+
+    def _files_of(self, name: str, model: Any) -> dict[str, bytes]:
+        """What a folder holds beside weights: rendered once, on the rank that writes it."""
+        if self._ranks.rank == 0 and name not in self._files:
+            if name == "actor" and self._config.model.lora_rank:
+                self._files[name] = render_files(partial(self._write_adapter_files, model))
+            else:
+                self._files[name] = model_files(model, self._tokenizer)
+        return self._files.get(name, {})
+
+    def _write_adapter_files(self, model: Any, folder: Path) -> None:
+        write_adapter_config(folder, model, model_folder(self._config.model.path))
+        self._tokenizer.save_pretrained(folder)
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
         model = self.policy.model
