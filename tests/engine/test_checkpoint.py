@@ -1,0 +1,254 @@
+"""Snapshots, the files they become, and their way back, in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.training import Optim
+from ppo_cli.engine.checkpoint import (
+    Trained,
+    assign_owners,
+    model_files,
+    restore,
+    saved_model,
+    stored_tensors,
+    take_share,
+    take_snapshot,
+)
+from ppo_cli.engine.models import load_policy, load_value_model
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.errors import ModelError
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+TIED = model_folder("embedded")
+
+
+def make(family: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    if family == "tied":
+        return load_policy(TIED).model
+    if family == "critic":
+        return load_value_model(TIED).model
+    if family == "experts":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **EXPERTS))
+    return LlamaForCausalLM(LlamaConfig(**TINY))
+
+
+def train(model: Any, steps: int = 2) -> Optimizer:
+    """Steps on made-up gradients: what is tested is where tensors go, not what is learnt."""
+    optimizer = Optimizer(
+        model, Optim(lr=0.01), total_steps=9, grad_clip=1.0, clip_grad_value=None
+    )  # fmt: skip
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.apply()
+    return optimizer
+
+
+def trained(model: Any, optimizer: Optimizer, name: str = "actor") -> Trained:
+    return saved_model(
+        name, model, optimizer, model_files(model, AutoTokenizer.from_pretrained(TIED))
+    )
+
+
+def write(folder: Path, *parts: Trained, ranks: int = 1) -> None:
+    """Write as so many ranks would that hold whole tensors each."""
+    for rank in range(ranks):
+        take_snapshot(parts, {"weight_version": 3}, Ranks(rank, ranks)).write(folder)
+
+
+def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return list(ours) == list(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def copied(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("family", ["tied", "untied", "critic", "experts"])
+def test_the_folder_is_what_hugging_face_itself_writes(tmp_path: Path, family: str) -> None:
+    model = make(family)
+    part = trained(model, train(model))
+    write(tmp_path / "ours", part)
+    model.save_pretrained(tmp_path / "theirs")
+    AutoTokenizer.from_pretrained(TIED).save_pretrained(tmp_path / "theirs")
+    theirs = {p.name: p.read_bytes() for p in (tmp_path / "theirs").iterdir()}
+    assert {p.name: p.read_bytes() for p in (tmp_path / "ours/actor").iterdir()} == theirs
+    assert not list(tmp_path.rglob(".unfinished*"))
+
+
+@pytest.mark.parametrize("family", ["tied", "untied", "critic", "experts"])
+def test_two_writers_make_a_folder_that_hugging_face_loads(tmp_path: Path, family: str) -> None:
+    model = make(family)
+    write(tmp_path, trained(model, train(model)), ranks=2)
+    folder = tmp_path / "actor"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert {n: f for f in files for n in load_file(folder / f)} == index["weight_map"]
+    loader = AutoModelForTokenClassification if family == "critic" else AutoModelForCausalLM
+    loaded, info = loader.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert equal(loaded.state_dict(), model.state_dict())
+    # The same numbers as Hugging Face gives to files of its own.
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
+    theirs = json.loads((tmp_path / "theirs/model.safetensors.index.json").read_text())
+    assert index["metadata"] == theirs["metadata"]
+    assert index["weight_map"].keys() == theirs["weight_map"].keys()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["tied", "critic", "experts"])
+def test_all_comes_back_exactly(tmp_path: Path, family: str, ranks: int) -> None:
+    model = make(family)
+    optimizer = train(model)
+    write(tmp_path, trained(model, optimizer), ranks=ranks)
+    again = make(family, seed=1)
+    fresh = train(again, steps=1)
+    assert restore(tmp_path, [trained(again, fresh)], ALONE) == {"weight_version": 3}
+    assert equal(again.state_dict(), model.state_dict())
+    assert equal(fresh.moments(), optimizer.moments())
+
+
+def test_an_optimizer_that_has_not_stepped_comes_back_so(tmp_path: Path) -> None:
+    model = make("tied")
+    write(tmp_path, trained(model, train(model, steps=0)), ranks=2)
+    optimizer = train(model, steps=1)
+    restore(tmp_path, [trained(model, optimizer)], ALONE)
+    assert optimizer.moments() == {}
+
+
+def test_what_is_trained_after_the_snapshot_does_not_leak_into_the_files(tmp_path: Path) -> None:
+    model = make("untied")
+    optimizer = train(model)
+    weights, moments = copied(stored_tensors(model)), copied(optimizer.moments())
+    snapshot = take_snapshot([trained(model, optimizer)], {}, ALONE)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.apply()
+    written = snapshot.write_in_background(tmp_path)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.apply()
+    written.result(timeout=60)
+    assert equal(load_file(tmp_path / "actor/model.safetensors"), dict(sorted(weights.items())))
+    found = load_file(tmp_path / "state/actor_optimizer.safetensors")
+    assert equal(found, dict(sorted(moments.items())))
+
+
+def test_what_the_disk_refuses_is_in_the_future(tmp_path: Path) -> None:
+    model = make("tied")
+    (tmp_path / "actor").write_text("in the way")
+    written = take_snapshot([trained(model, train(model))], {}, ALONE).write_in_background(tmp_path)
+    assert isinstance(written.exception(timeout=60), OSError)
+
+
+def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:
+    model = make("untied")
+    names = {f"base_model.model.{n}": p for n, p in model.named_parameters() if "q_proj" in n}
+    part = Trained("actor", names, train(model), {"adapter_config.json": b"{}"})
+    write(tmp_path, part, ranks=2)
+    files = sorted(path.name for path in (tmp_path / "actor").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
+    kept = copied(names)
+    with torch.no_grad():
+        for tensor in names.values():
+            tensor.zero_()
+    restore(tmp_path, [part], ALONE)
+    assert equal(copied(names), kept)
+
+
+def test_shares_are_whole_disjoint_and_balanced() -> None:
+    tensors = {f"layers.{i}.{part}": torch.randn(i + 1, 8) for i in range(20) for part in "ab"}
+    shares = [take_share(tensors.items(), Ranks(rank, 4), writers=3) for rank in range(4)]
+    assert shares[3] == {}
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    assert equal(
+        copied({n: t for s in shares for n, t in sorted(s.items())}),
+        copied({n: tensors[n] for s in shares for n in sorted(s)}),
+    )
+    sizes = [sum(t.numel() for t in share.values()) for share in shares[:3]]
+    assert max(sizes) - min(sizes) <= 2 * 20 * 8
+    owners = assign_owners(tensors, 3)
+    assert all(owners[f"layers.{i}.a"] == owners[f"layers.{i}.b"] for i in range(20))
+
+
+def spoil_tensors(path: Path, change: Any) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+NORM = "model.norm.weight"
+DAMAGE: dict[str, tuple[str, Any, str]] = {
+    "cut off": ("actor/model", lambda p: p.write_bytes(p.read_bytes()[:-9]),
+                r"actor/model\.safetensors cannot be read"),
+    "gone": ("actor/model", Path.unlink, r"actor/model\.safetensors is missing"),
+    "lacking": ("actor/model", lambda p: spoil_tensors(p, lambda t: t.pop(NORM)),
+                r"actor/model\.safetensors lacks the tensor model\.norm\.weight"),
+    "misshapen": ("actor/model",
+                  lambda p: spoil_tensors(p, lambda t: t.update({NORM: torch.ones(3)})),
+                  r"actor/model\.safetensors holds model\.norm\.weight as \(3,\)"),
+    "unknown": ("actor/model", lambda p: spoil_tensors(p, lambda t: t.update({"x": torch.ones(3)})),
+                r"actor/model\.safetensors holds a tensor that the model lacks: x"),
+    "no moments": ("state/actor_optimizer", lambda p: p.write_bytes(b"half"),
+                   r"state/actor_optimizer\.safetensors cannot be read"),
+    "half a moment": ("state/actor_optimizer",
+                      lambda p: spoil_tensors(p, lambda t: t.pop(f"{NORM}.exp_avg")),
+                      r"actor_optimizer\.safetensors lacks the tensor model\.norm\.weight\.e"),
+    "misshapen moment": ("state/actor_optimizer",
+                         lambda p: spoil_tensors(
+                             p, lambda t: t.update({f"{NORM}.exp_avg_sq": torch.ones(3)})),
+                         r"actor_optimizer: model\.norm\.weight\.exp_avg_sq does not fit"),
+    "other moments": ("state/actor_optimizer",
+                      lambda p: spoil_tensors(p, lambda t: t.update(
+                          {f"x.{m}": torch.ones(3) for m in ("step", "exp_avg", "exp_avg_sq")})),
+                      r"other parameters.*\(x\."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    model = make("untied")
+    part = trained(model, train(model))
+    write(tmp_path, part)
+    stem, spoil, told = DAMAGE[damage]
+    spoil(tmp_path / f"{stem}.safetensors")
+    with pytest.raises(ModelError, match=told) as caught:
+        restore(tmp_path, [part], ALONE)
+    assert "--resume never" in str(caught.value)
+    assert str(caught.value).count("\n") == 0
+
+
+def test_one_of_several_files_that_is_gone_is_named(tmp_path: Path) -> None:
+    model = make("untied")
+    part = trained(model, train(model))
+    write(tmp_path, part, ranks=2)
+    (tmp_path / "actor/model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"actor/model-00001-of-00002\.safetensors is missing"):
+        restore(tmp_path, [part], ALONE)
+    (tmp_path / "state/engine.json").write_text("{")
+    with pytest.raises(ModelError, match=r"engine\.json cannot be read"):
+        restore(tmp_path, [part], ALONE)
