@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, pvariance
 from typing import Any
 
+from ppo_cli.config.effective import gpus_per_node
 from ppo_cli.config.schema import Config
 
 History = Sequence[Mapping[str, Any]]
@@ -36,12 +37,15 @@ class Limits:
     max_response_length: int = 512
     warmup_steps: int = 0
     kl_setting: str = "--kl_coef"
+    logprob_diff: float = 1e-3
+    async_steps: int = 0
 
 
 def limits_of(config: Config) -> Limits:
     """Take from a config what the limits depend on."""
     actor, algorithm = config.actor, config.algorithm
     mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
+    rough = config.model.dtype == "bfloat16" or (not config.model.dtype and gpus_per_node(config))
     in_loss_only = actor.use_kl_loss and not algorithm.use_kl_in_reward
     return Limits(
         grad_clip=actor.grad_clip,
@@ -49,6 +53,8 @@ def limits_of(config: Config) -> Limits:
         max_response_length=config.data.max_response_length,
         warmup_steps=config.trainer.critic_warmup,
         kl_setting="actor.kl_loss_coef" if in_loss_only else "--kl_coef",
+        logprob_diff=0.2 if config.trainer.async_steps else 0.05 if rough else 1e-3,
+        async_steps=config.trainer.async_steps,
     )
 
 
@@ -156,6 +162,20 @@ def _ratio_off(steps: History, limits: Limits) -> str:
     return (
         f"ppo_ratio {ratio[0]:.2f} is outside {low:g}-{high:g}: the new policy has left the one "
         "that sampled. Lower --lr or --ppo_epochs."
+    )
+
+
+def _sampler_differs(steps: History, limits: Limits) -> str:
+    gap = _last(steps, "rollout/logprob_diff", 1)
+    if not gap or gap[0] <= limits.logprob_diff:
+        return ""
+    said = f"rollout/logprob_diff {gap[0]:.2g} is above {limits.logprob_diff:g}: "
+    if limits.async_steps:
+        return f"{said}the responses come from weights too old. Lower --async_steps or --lr."
+    return (
+        f"{said}sampler and trainer disagree on the same tokens, so the sampler lacks the newest "
+        "weights or computes otherwise. Compare with --rollout_name hf and --dtype float32; "
+        "algorithm.rollout_correction.rollout_is=token weighs it off."
     )
 
 
@@ -357,6 +377,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "clip_high": _clip_high,
     "clip_low": _clip_low,
     "ratio": _ratio_off,
+    "sampler": _sampler_differs,
     "reward_same": _reward_same,
     "entropy": _entropy_collapse,
     "critic": _critic_stuck,

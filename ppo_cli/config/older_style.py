@@ -26,6 +26,7 @@ RENAMED: Final[dict[str, tuple[str, ...]]] = {
         "critic.fsdp_config.optimizer_offload",
     ),
     "distributed.tensor_parallel_size": ("rollout.tensor_model_parallel_size",),
+    "distributed.pipeline_parallel_size": ("trainer.pipeline_parallel_size",),
     "composite_reward.*": ("reward.composite.*",),
 }
 SAME: Final[dict[str, tuple[tuple[str, ...], str]]] = {
@@ -33,12 +34,8 @@ SAME: Final[dict[str, tuple[tuple[str, ...], str]]] = {
         ("ppo",),
         "this program trains with PPO; choose another estimator with algorithm.adv_estimator",
     ),
-    "distributed.pipeline_parallel_size": (
-        ("1",),
-        "pipelines are not offered; models are sharded with FSDP2 over --n_gpus, which needs none",
-    ),
 }
 REMARKS: Final[dict[str, str]] = {
     "algorithm.learning_rate": "it sets the actor's; the critic has --critic_lr",
-    "distributed.tensor_parallel_size": "it sets the sampler's; the trainer shards with FSDP2",
+    "distributed.tensor_parallel_size": "it is the sampler's; see --tensor_parallel_size",
 }

@@ -85,7 +85,8 @@ class Rollout(Section):
     """How training samples."""
 
     name: Literal["hf", "vllm", "sglang", "trtllm"] | None = setting(
-        None, "Sampler; unset takes vllm on GPUs where it is installed and several work, else hf.",
+        None,
+        "Sampler; unset takes vllm on GPUs where it is installed and several work, else hf.",
         flag="--rollout_name",
     )
     n: int = setting(1, "Responses a prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1)

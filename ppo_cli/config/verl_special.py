@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from ppo_cli.config.device_list import read_placement
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.keys import table
 from ppo_cli.config.translation import Translation
@@ -83,12 +84,18 @@ def _count(entry: Entry) -> int:
 
 
 def _ranks(value: Callable[[str], Any], environ: Mapping[str, str]) -> int:
-    workers = value("trainer.num_workers")
-    if workers:
-        return int(workers)
-    gpus = value("trainer.n_gpus_per_node")
-    a_node = gpu_count(environ) if gpus is None else int(gpus)
-    return max(1, a_node) * int(value("trainer.nnodes"))
+    """Count the ranks that share rows, from settings that are not a whole configuration yet."""
+    gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
+    if value("trainer.placement") is not None:
+        ranks = len(read_placement(value("trainer.placement")).get("train", ()))
+    elif value("trainer.async_steps"):
+        raise ValueError("with --async_steps set the size per GPU: ppo_micro_batch_size_per_gpu.")
+    elif workers:
+        ranks = int(workers)
+    else:
+        a_node = min(1, gpu_count(environ)) if gpus is None else int(gpus)
+        ranks = max(1, a_node) * int(value("trainer.nnodes"))
+    return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
 
 def _adaptive(told: Translation, entry: Entry) -> None:

@@ -18,9 +18,20 @@ GDPO: Final = (
 OF_MODEL: Final = (
     "a reward model is set under reward.model: path, adapter, max_length, batch_tokens"
 )
+NOT_OFFERED: Final = (
+    "not offered: models are sharded with FSDP2, and layers split with --tensor_parallel_size; "
+    "leave it out"
+)
+OVERLAP: Final = "sampling overlaps with training by --async_steps; leave it out"
+OWN_DEVICES: Final = "give reward models devices of their own with --placement"
+IN_BACKGROUND: Final = "a checkpoint is written while training goes on, and counts once whole"
+CLUSTER: Final = (
+    "set the cluster with --nnodes, --node_rank and --master_addr, or name one in RAY_ADDRESS"
+)
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 
 RENAMED: Final[dict[str, tuple[str, ...]]] = {
+    "model.lora.merge": ("model.lora_merge",),
     "model.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
     "actor.fsdp_config.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
     "actor.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
@@ -77,9 +88,6 @@ TIED: Final[dict[str, str]] = {
     "critic.model.tokenizer_path": "model.path",
     "critic.model.trust_remote_code": "model.trust_remote_code",
     "critic.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
-    "critic.model.lora_rank": "model.lora_rank",
-    "critic.model.lora_alpha": "model.lora_alpha",
-    "critic.model.target_modules": "model.target_modules",
     "ref.fsdp_config.fsdp_size": "actor.fsdp_config.fsdp_size",
     "ref.fsdp_config.reshard_after_forward": "actor.fsdp_config.reshard_after_forward",
     # verl's name for the tokenizer that wrote the responses, not for the reward model's own.
@@ -93,7 +101,7 @@ TIED: Final[dict[str, str]] = {
 
 # What we do already: any other value is refused with the words beside it.
 _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "hybrid_engine": (ON, "trainer and sampler share their device"),
+    "hybrid_engine": (ON, "give samplers devices of their own with --placement"),
     "algorithm.use_pf_ppo": (OFF, "PF-PPO is not offered; leave it off"),
     "algorithm.filter_groups.enable": (OFF, "group filtering is not offered; leave it off"),
     "algorithm.filter_groups.max_num_gen_batches": (OFF, "group filtering is not offered"),
@@ -132,7 +140,6 @@ _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "model.use_shm": (OFF, "models are read from where they lie"),
     "model.custom_chat_template": (OFF, "put the template into the model's tokenizer"),
     "model.lora_adapter_path": (OFF, "merge the adapter into the model first"),
-    "model.lora.merge": (OFF, "adapters are kept apart from the weights"),
     "model.exclude_modules": (OFF, "name what LoRA adapts in model.target_modules"),
     "model.enable_activation_offload": (
         OFF,
@@ -142,6 +149,7 @@ _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "model.use_fused_kernels": (OFF, "fused kernels are not used; log-probs are chunked already"),
     "model.tiled_mlp.enabled": (OFF, "use a smaller actor.ppo_max_token_len_per_gpu"),
     "model.mtp.enable": (OFF, "multi-token prediction is not trained"),
+    "critic.model.lora_rank": (OFF, "LoRA adapts the actor; the critic trains all its weights"),
     "critic.model.external_lib": (OFF, "no outside module is imported; leave it out"),
     "critic.model.enable_activation_offload": (OFF, "use model.enable_gradient_checkpointing"),
     "critic.model.use_liger": (OFF, "Liger kernels are not used"),
@@ -155,9 +163,12 @@ _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "rollout.skip_rollout": (OFF, "rollouts are never skipped"),
     "rollout.multi_turn.enable": (OFF, "one prompt, one response: several turns are not offered"),
     "rollout.agent.default_agent_loop": (("single_turn_agent",), "several turns are not offered"),
-    "rollout.data_parallel_size": (("1",), "leave it out: one sampler serves the run"),
-    "rollout.expert_parallel_size": (("1",), "one device samples; leave it out"),
-    "rollout.pipeline_model_parallel_size": (("1",), "pipelines are not offered; leave it out"),
+    "rollout.data_parallel_size": (
+        ("1",),
+        "samplers follow from the devices and rollout.tensor_model_parallel_size; leave it out",
+    ),
+    "rollout.expert_parallel_size": (("1",), "experts are not spread over devices; leave it out"),
+    "rollout.pipeline_model_parallel_size": (("1",), f"pipelines are {NOT_OFFERED}"),
     "rollout.quantization": (OFF, "the sampler runs in model.dtype"),
     "rollout.full_determinism": (OFF, "runs on the CPU are exact; GPU kernels may differ"),
     "data.custom_cls.path": (OFF, "write the rows to a JSONL or parquet file instead"),
@@ -176,8 +187,8 @@ _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "data.val_batch_size": (OFF, "validation is cut to what the sampler takes"),
     "reward_model.launch_reward_fn_async": (ON, "responses are always scored while others sample"),
     "reward_model.use_reward_loop": (ON, "responses are always scored while others sample"),
-    "reward_model.enable_resource_pool": (OFF, "rewards share the machine; leave it out"),
-    "reward.reward_model.enable_resource_pool": (OFF, "rewards share the machine; leave it out"),
+    "reward_model.enable_resource_pool": (OFF, OWN_DEVICES),
+    "reward.reward_model.enable_resource_pool": (OFF, OWN_DEVICES),
     "reward_model.sandbox_fusion.url": (OFF, SANDBOX),
     "reward.sandbox_fusion.url": (OFF, SANDBOX),
     "reward_model.trust_remote_code": (OFF, NO_REMOTE_CODE),
@@ -195,12 +206,10 @@ _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "trainer.del_local_ckpt_after_load": (OFF, "a checkpoint is never deleted by resuming"),
     "trainer.esi_redundant_time": (OFF, "send SIGTERM: the run saves and exits with 3"),
     "trainer.profile_steps": (OFF, "profilers are not started from here"),
-    "trainer.v1.trainer_mode": (("sync",), "each step trains on responses of the newest weights"),
+    "trainer.v1.trainer_mode": (("sync",), OVERLAP),
     "global_profiler.tool": (OFF, "profilers are not started from here"),
     "global_profiler.steps": (OFF, "profilers are not started from here"),
     "ray_kwargs.timeline_json_file": (OFF, "no Ray timeline is written"),
-    "ray_init.num_cpus": (OFF, "Ray takes the cores that are there"),
-    "ray_kwargs.ray_init.num_cpus": (OFF, "Ray takes the cores that are there"),
     "transfer_queue.enable": (OFF, "there is one driver and no queue"),
 }
 
@@ -236,7 +245,6 @@ def _for_part(part: str) -> dict[str, tuple[tuple[str, ...], str]]:
         f"{part}.fsdp_config.forward_only": (OFF, "set by the program itself"),
         f"{part}.use_torch_compile": (OFF, "models are not compiled; leave it out"),
         f"{part}.entropy_checkpointing": (OFF, "the entropy is computed in chunks"),
-        f"{part}.checkpoint.async_save": (OFF, "checkpoints are whole before training goes on"),
         f"{part}.profiler.enable": (OFF, "profilers are not started from here"),
         f"{part}.router_replay.mode": (("disabled", *OFF), "routers are not replayed"),
     }
@@ -246,6 +254,8 @@ SAME: Final = _SAME_ONCE | _for_part("actor") | _for_part("critic") | _for_part(
 
 # Speed only, the result is the same: taken with a remark about what happens instead.
 TOLD: Final[dict[str, str]] = {
+    "ray_init.num_cpus": "Ray takes the cores that are there",
+    "ray_kwargs.ray_init.num_cpus": "Ray takes the cores that are there",
     "model.use_remove_padding": "rows of like length share a micro-batch, so little is padded",
     "critic.model.use_remove_padding": "rows of like length share a micro-batch",
     "actor.use_remove_padding": "rows of like length share a micro-batch",
@@ -260,6 +270,9 @@ TOLD: Final[dict[str, str]] = {
     "rollout.agent.num_workers": "the sampler serves all prompts of a step at once",
     "rollout.update_weights_bucket_megabytes": "weights are handed over as the engine needs",
     "rollout.checkpoint_engine.*": "weights are handed over as the engine needs",
+    "actor.checkpoint.async_save": IN_BACKGROUND,
+    "critic.checkpoint.async_save": IN_BACKGROUND,
+    "ref.checkpoint.async_save": IN_BACKGROUND,
     "actor.fsdp_config.forward_prefetch": "FSDP prefetches by its own plan",
     "critic.fsdp_config.forward_prefetch": "FSDP prefetches by its own plan",
     "ref.fsdp_config.forward_prefetch": "FSDP prefetches by its own plan",
@@ -269,7 +282,9 @@ TOLD: Final[dict[str, str]] = {
     "reward_model.model.use_remove_padding": "samples of like length share a batch",
     "reward_model.reward_kwargs.overlong_buffer_cfg.log": "penalties are always in the metrics",
     "reward.reward_kwargs.overlong_buffer_cfg.log": "penalties are always in the metrics",
-    "trainer.ray_wait_register_center_timeout": "there is no register centre to wait for",
+    "trainer.ray_wait_register_center_timeout": "nodes are waited for: --node_timeout",
+    "critic.model.lora_alpha": "the critic has no adapters",
+    "critic.model.target_modules": "the critic has no adapters",
     "trainer.use_v1": "there is one trainer here",
     "trainer.use_legacy_worker_impl": "there is one trainer here",
 }
@@ -277,9 +292,9 @@ TOLD: Final[dict[str, str]] = {
 # Understood, and not to be had: why, and what to use.
 REFUSED: Final[dict[str, str]] = {
     "actor.policy_loss.*": "other policy losses than vanilla are not offered",
-    "actor.megatron.*": "Megatron is not offered; leave it out, FSDP2 shards the models",
-    "critic.megatron.*": "Megatron is not offered; leave it out, FSDP2 shards the models",
-    "ref.megatron.*": "Megatron is not offered; leave it out, FSDP2 shards the models",
+    "actor.megatron.*": f"Megatron is {NOT_OFFERED}",
+    "critic.megatron.*": f"Megatron is {NOT_OFFERED}",
+    "ref.megatron.*": f"Megatron is {NOT_OFFERED}",
     "actor.checkpoint.*": "a checkpoint always holds weights, optimizer and state; "
     "see trainer.max_ckpt_to_keep",
     "critic.checkpoint.*": "a checkpoint always holds weights, optimizer and state",
@@ -330,16 +345,16 @@ REFUSED: Final[dict[str, str]] = {
     "reward.reward_kwargs.*": "arguments of a function go to reward.function_kwargs",
     "custom_reward_function.*": "use --reward_function FILE[:NAME]",
     "reward.custom_reward_function.*": "use --reward_function FILE[:NAME]",
-    "trainer.v1.*": "each step trains on responses of the newest weights",
+    "trainer.v1.*": OVERLAP,
     "trainer.controller_nsight_options.*": "profilers are not started from here",
     "trainer.worker_nsight_options.*": "profilers are not started from here",
     "global_profiler.*": "profilers are not started from here",
-    "ray_init.*": "set the cluster with --nnodes, --node_rank and --master_addr",
-    "ray_kwargs.*": "set the cluster with --nnodes, --node_rank and --master_addr",
+    "ray_init.*": CLUSTER,
+    "ray_kwargs.*": CLUSTER,
     "transfer_queue.*": "there is one driver and no queue",
-    "async_training.*": "each step trains on responses of the newest weights",
-    "actor_rollout_ref.nccl_timeout": "process groups keep torch's time limit",
-    "nccl_timeout": "process groups keep torch's time limit",
+    "async_training.*": OVERLAP,
+    "actor_rollout_ref.nccl_timeout": "a worker's time is --worker_timeout",
+    "nccl_timeout": "a worker's time is --worker_timeout",
     "model_engine": "models are sharded with FSDP2 (actor.strategy)",
     "hydra.*": "there is no Hydra here; set the run folder with --output_dir",
 }

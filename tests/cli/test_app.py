@@ -115,7 +115,7 @@ def test_config_files_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--lr", "-1"], "flag --lr: actor.optim.lr must be at least 0"),
         (["train", "--preset", "embeded"], "Did you mean 'embedded'?"),
         (["train", "--config", "no.yaml"], "no.yaml: there is no such settings file"),
-        (["train", "--engine", "ray"], "The engine 'ray' is not there yet"),
+        (["train", "--engine", "verl"], "The engine 'verl' is not there yet"),
         (["train", "--model", "a/b", "data.train_files=[]"], "There are no prompts to train on"),
         (["train", "rolout.n=3"], "Did you mean 'rollout.n'?"),
         (["presets", "show", "embeded"], "Did you mean 'embedded'?"),
@@ -166,6 +166,9 @@ Arithmetic
 1 micro-batch
   the run: 20 training rows, 6 steps, 12 actor optimizer steps
   reward: 96 calls in all, none of them for validation (--val_files)
+
+Devices
+  one process on the CPU trains and samples
 """
 
 
@@ -179,7 +182,7 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"values", "arithmetic", "reward", "notes"}
+    assert set(found) == {"values", "arithmetic", "placement", "reward", "notes"}
     assert set(found["values"]) == set(table())
     assert "No GPU and no --model" in found["notes"][0]
 
@@ -275,7 +278,7 @@ HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "numpy", "pyarrow")
         (["--version"], (*HEAVY, "pydantic", "yaml", "rich")),
         (["plan", "--preset", "embedded"], HEAVY),
         (["train", "--dry_run"], HEAVY),
-        (["train", "--engine", "ray"], HEAVY),
+        (["train", "--engine", "verl"], HEAVY),
         (["presets", "list"], HEAVY),
     ],
 )

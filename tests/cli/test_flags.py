@@ -8,21 +8,22 @@ from ppo_cli.cli.flags import flag_keys, help_line, spread
 from ppo_cli.config.keys import table
 
 FROZEN = """
-adv_estimator allow_unsandboxed batch_size clip_ratio cliprange_value code_sandbox code_score
-critic_epochs critic_lr critic_model dtype engine epochs gamma gpu_memory_utilization kl_coef lam
-logger lora_alpha lora_rank lr master_addr master_port max_prompt_length max_response_length
-max_steps mini_batch_size missing_eos_penalty model n_gpus nnodes node_rank num_workers
-output_dir overlong_buffer overlong_penalty patience placement ppo_epochs repetition_penalty
-resume reward reward_clip reward_config reward_function reward_model reward_model_adapter
-reward_model_device reward_model_max_length reward_model_offload reward_model_self_test
-reward_normalize rm_api_type rm_base_url rm_budget_tokens rm_budget_usd rm_cache rm_canary_every
-rm_concurrency rm_deadline rm_gate rm_hedge_after rm_key_env rm_max_failure_rate
-rm_max_response_chars rm_max_rpm rm_max_tokens rm_max_tpm rm_mode rm_model rm_monitor_base_url
-rm_monitor_model rm_monitor_share rm_monitor_type rm_on_failure rm_outage_wait rm_price_input
-rm_price_output rm_prices rm_prompt_file rm_prompt_preset rm_reasoning rm_scale rm_scoring_prompt
-rm_system_prompt rm_temperature rm_timeout rm_votes rollout_n rollout_name rollout_tp rule
-save_freq seed system_prompt temperature test_freq top_k top_p train_files use_api_reward
-val_files
+adv_estimator allow_unsandboxed async_steps batch_size clip_ratio cliprange_value code_sandbox
+code_score critic_epochs critic_lr critic_model dtype engine epochs gamma gpu_memory_utilization
+kl_coef lam logger lora_alpha lora_rank lr master_addr master_port max_prompt_length
+max_response_length max_restarts max_steps mini_batch_size missing_eos_penalty model n_gpus nnodes
+node_rank node_timeout num_samplers num_workers output_dir overlong_buffer overlong_penalty
+patience pipeline_parallel_size placement ppo_epochs repetition_penalty resume reward reward_clip
+reward_config reward_function reward_model reward_model_adapter reward_model_device
+reward_model_max_length reward_model_offload reward_model_self_test reward_normalize rm_api_type
+rm_base_url rm_budget_tokens rm_budget_usd rm_cache rm_canary_every rm_concurrency rm_deadline
+rm_gate rm_hedge_after rm_key_env rm_max_failure_rate rm_max_response_chars rm_max_rpm
+rm_max_tokens rm_max_tpm rm_mode rm_model rm_monitor_base_url rm_monitor_model rm_monitor_share
+rm_monitor_type rm_on_failure rm_outage_wait rm_price_input rm_price_output rm_prices
+rm_prompt_file rm_prompt_preset rm_reasoning rm_scale rm_scoring_prompt rm_system_prompt
+rm_temperature rm_timeout rm_votes rollout_n rollout_name rollout_tp rule save_freq seed
+system_prompt temperature tensor_parallel_size test_freq top_k top_p train_files use_api_reward
+val_files worker_timeout
 """
 
 

@@ -126,14 +126,28 @@ MISTAKES = {
     "rule and function": Mistake(
         f"{TRAIN} --rule exact --reward_function reward.py", "function.*rule", "Keep one, or mix"
     ),
+    # Devices, ranks, nodes
+    "workers in one process": Mistake(
+        f"{TRAIN} --engine local --num_workers 2", "local.*num_workers 2", "--engine ray"
+    ),
+    "GPUs that are not there": Mistake(f"{TRAIN} --n_gpus 2", "n_gpus_per_node is 2", "leave"),
+    "a role": Mistake(f"{TRAIN} --placement trian:0,rollout:1", "'trian'", "mean 'train'"),
+    "nobody samples": Mistake(f"{TRAIN} --placement train:0-1", "rollout", "rollout:4-7"),
+    "layers over too few": Mistake(
+        f"{TRAIN} --num_workers 3 --tensor_parallel_size 2", "3 learner", "--num_workers 4"
+    ),
+    "a node's address": Mistake("train --nnodes 2 --node_rank 1", "2 nodes", "--master_addr HOST"),
     # Parts that are not there
     "megatron": Mistake("train actor.strategy=megatron", "megatron", "Use fsdp2"),
-    "sglang": Mistake("train --rollout_name sglang", "sglang", "use vllm"),
+    "sglang": Mistake("train --rollout_name sglang", "sglang.*verl has", "Use vllm, or hf"),
     "a verl key": Mistake("train actor_rollout_ref.actor.megatron.x=1", "megatron", "leave it out"),
-    "ray": Mistake(f"{TRAIN} --engine ray", "'ray'", "--engine local"),
+    "pipelines": Mistake("train --pipeline_parallel_size 2", "pipeline_parallel_size 2", "Use 1"),
+    "verl": Mistake(f"{TRAIN} --engine verl", "'verl'", "--engine ray"),
+    "vllm": Mistake(
+        f"{TRAIN} --rollout_name vllm", "package vllm", "scripts/setup vllm.*--rollout_name hf"
+    ),
     "reward model": Mistake(f"{TRAIN} --reward_model ./modell", "modell", "mean 'model'"),
     "reward model without weights": Mistake(f"{TRAIN} --reward_model model", "model", "weights"),
-    "LoRA": Mistake(f"{TRAIN} --lora_rank 8", "LoRA", "--lora_rank"),
     "wandb": Mistake(f"{TRAIN} --logger wandb", "wandb", "pip install"),
     # YAML
     "missing settings": Mistake("train --config tinny.yaml", "tinny.yaml", "'tiny.yaml'"),
@@ -255,7 +269,7 @@ def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) ->
         assert err.startswith("error: ") and err.count("error: ") == 1
         assert told in err
         assert contents(desk) == before
-    (desk / "old/checkpoints/step_000001/state/actor_optimizer.pt").write_bytes(b"half")
+    (desk / "old/checkpoints/step_000001/state/actor_optimizer.safetensors").write_bytes(b"half")
     assert main([*typed, "--max_steps", "2"]) == 2
     err = capfd.readouterr().err
     assert re.search("error: .*step_000001.*damaged.*--resume never", err, re.DOTALL)

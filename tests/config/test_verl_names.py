@@ -102,7 +102,8 @@ def test_every_wrapped_spelling_is_the_setting(key: str) -> None:
         ("training.gradient_checkpointing=off", "model.enable_gradient_checkpointing", False),
         ("training.offload_optimizer=on", "critic.fsdp_config.optimizer_offload", True),
         ("distributed.data_parallel_size=2", "trainer.num_workers", 2),
-        ("distributed.tensor_parallel_size=2", "rollout.tensor_model_parallel_size", 2),
+        ("model.lora.merge=True", "model.lora_merge", True),
+        ("distributed.pipeline_parallel_size=1", "trainer.pipeline_parallel_size", 1),
     ],
 )
 def test_another_name_sets_our_setting(given: str, key: str, value: object) -> None:
@@ -190,7 +191,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
     ("given", "said"),
     [
         ("actor.strategy=megatron", "sharded with FSDP2"),
-        ("rollout.name=sglang", "use vllm on GPUs, or hf"),
+        ("rollout.name=sglang", "none of it, verl has. Use vllm, or hf"),
         ("actor.strategy=veomni", "not one of fsdp2, fsdp, megatron"),
         ("actor.policy_loss.loss_mode=gspo", "clipped surrogate"),
         ("algorithm.adv_estimator=gpg", "is not one of gae"),
@@ -209,7 +210,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
         ("trainer.logger=mlflow", "is not one of console, tensorboard, wandb"),
         ("actor.checkpoint.save_contents=[model]", "always holds model, optimizer and extra"),
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_2.0", "a window"),
-        ("distributed.pipeline_parallel_size=2", "pipelines are not offered"),
+        ("distributed.pipeline_parallel_size=2", "not offered: models are sharded with FSDP2"),
         ("algorithm.name=grpo", "algorithm.adv_estimator"),
         ("critic.enable=False", "only gae trains a critic"),
         ("trainer.val_only=True", "trainer.val_before_train"),

@@ -58,6 +58,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "clip_high": (2, always(clip_fraction=0.4), "--lr"),
     "clip_low": (30, always(clip_fraction=0.01, **FLAT), "--ppo_epochs"),
     "ratio": (1, always(ppo_ratio=1.3), "--lr"),
+    "sampler": (1, always(rollout__logprob_diff=2e-3), "--rollout_name hf"),
     "reward_same": (3, always(score__std=0.0, reward_mean=1.0), "--reward_function"),
     "entropy": (12, lambda s: {"entropy": 2.0 if s < 4 else 0.05}, "actor.entropy_coeff"),
     "critic": (20, always(explained_variance=-0.1), "--critic_lr"),
@@ -119,6 +120,7 @@ SILENT: dict[str, tuple[int, Change]] = {
     "a part that drowns later": (9, mixed(0.05)),
     "a part that fails now and then": (9, always(reward__judge__failed_share=0.1)),
     "no prompt cut": (3, always(model__prompts_cut=0.0)),
+    "a sampler that agrees": (3, always(rollout__logprob_diff=9e-4)),
     "nothing measured": (0, always()),
 }
 
@@ -135,6 +137,24 @@ def test_a_line_without_any_metric_is_fine() -> None:
 def test_limits_on_both_sides_of_the_ratio() -> None:
     for ratio, told in ((0.79, True), (0.81, False), (1.19, False), (1.21, True)):
         assert ("ratio" in kinds(1, always(ppo_ratio=ratio))) == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit", "advice"),
+    [
+        ({"model": {"dtype": "float32"}}, 1e-3, "--dtype float32"),
+        ({"model": {"dtype": "bfloat16"}}, 0.05, "--dtype float32"),
+        ({"trainer": {"n_gpus_per_node": 1}}, 0.05, "--dtype float32"),
+        ({"trainer": {"async_steps": 1}}, 0.2, "--async_steps"),
+    ],
+)
+def test_how_far_the_sampler_may_be_off(
+    settings: dict[str, Any], limit: float, advice: str
+) -> None:
+    limits = limits_of(Config.model_validate(settings))
+    assert kinds(1, always(rollout__logprob_diff=0.9 * limit), limits) == set()
+    (line,) = find_trouble(history(1, always(rollout__logprob_diff=1.1 * limit)), limits).values()
+    assert advice in line
 
 
 def test_all_zero_rewards_are_told_after_a_while() -> None:

@@ -1,0 +1,194 @@
+"""Clashes, remarks and missing parts of runs with several processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.config import parts
+from ppo_cli.config.parts import missing_parts, remarks
+from tests.config.settling import problems, settle
+
+SPAN = "rollout.tensor_model_parallel_size"
+EIGHT = "trainer.n_gpus_per_node=8"
+SIZE = "fsdp_config.fsdp_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("critic.strategy=megatron", "critic.strategy megatron is not offered: models are sh"),
+        ("trainer.pipeline_parallel_size=2", "pipeline_parallel_size 2 is not offered: models ar"),
+        ("distributed.pipeline_parallel_size=2", "with --tensor_parallel_size. Use 1."),
+        ("rollout.name=trtllm", "this engine has none of it, verl has. Use vllm, or hf."),
+        ("trainer.nnodes=2 trainer.master_addr=h", "--node_rank 0"),
+        ("trainer.nnodes=2 trainer.node_rank=2 trainer.master_addr=h", "ranks go from 0 to 1"),
+        ("trainer.nnodes=2 trainer.node_rank=1", "--master_addr HOST"),
+        ("trainer.n_gpus_per_node=2 trainer.num_workers=2", "without GPUs"),
+        # One process
+        ("trainer.engine=local trainer.num_workers=2", "cannot have trainer.num_workers 2"),
+        (f"trainer.engine=local {EIGHT}", "cannot have trainer.n_gpus_per_node 8"),
+        ("trainer.engine=local rollout.name=vllm", "use --engine ray, or leave this out"),
+        ("trainer.engine=local trainer.async_steps=1", "cannot have trainer.async_steps 1"),
+        ("trainer.engine=local trainer.tensor_parallel_size=2", "trainer.tensor_parallel_size 2"),
+        ("trainer.engine=local rollout.num_samplers=2", "cannot have rollout.num_samplers 2"),
+        ("trainer.engine=local trainer.placement=train:0,rollout:0", "have trainer.placement t"),
+        (
+            "trainer.engine=local trainer.nnodes=2 trainer.node_rank=0 trainer.num_workers=2",
+            "cannot have trainer.nnodes 2 and trainer.num_workers 2",
+        ),
+        # Placement
+        ("trainer.placement=trian:0,rollout:1", "trainer.placement: there is no role 'trian'"),
+        ("trainer.placement=train:0-x", "trainer.placement: '0-x' is no device; write a number"),
+        ("trainer.placement=rollout:0", "names no device for train; write train:0-3,rollout:4-7"),
+        ("trainer.placement=train:0,reward:1", "names no device for rollout"),
+        (f"{EIGHT} trainer.placement=train:0-7,rollout:8", "names GPU 8 for rollout, but the last"),
+        (f"{EIGHT} trainer.placement=train:0-7,rollout:8-9", "or --n_gpus 10"),
+        (
+            f"{EIGHT} trainer.nnodes=2 trainer.node_rank=0 trainer.placement=train:0-15,rollout:17",
+            "the last of the run's 16 is GPU 15; use lower numbers, or --n_gpus 9",
+        ),
+        (f"{EIGHT} trainer.placement=train:0-5,rollout:5-7", "share 5 and not the rest"),
+        (f"{EIGHT} {SPAN}=2 trainer.placement=train:0-4,rollout:5-7", "gives rollout 3 GPU(s)"),
+        (
+            f"trainer.n_gpus_per_node=4 trainer.nnodes=2 trainer.node_rank=0 {SPAN}=2 "
+            "trainer.placement=train:0-2,rollout:3-4",
+            "puts one sampler on GPUs 3-4, which are on two nodes (each has 4)",
+        ),
+        ("trainer.num_workers=3 trainer.placement=train:0-1,rollout:2", "has 2 slot(s) where trai"),
+        ("rollout.num_samplers=2 trainer.placement=train:0,rollout:1", "leave rollout.num_sampl"),
+        # Ranks
+        (
+            "trainer.num_workers=3 trainer.tensor_parallel_size=2",
+            "3 learner rank(s) cannot be split into groups of trainer.tensor_parallel_size 2; use "
+            "a divisor of 3, or --num_workers 4.",
+        ),
+        ("trainer.tensor_parallel_size=2", "or --num_workers 2"),
+        (f"{EIGHT} trainer.tensor_parallel_size=3", "or --n_gpus 9"),
+        (f"trainer.num_workers=4 actor.{SIZE}=3", "4 rank(s) that share the rows cannot"),
+        (
+            f"{EIGHT} trainer.tensor_parallel_size=2 actor.{SIZE}=8",
+            "4 rank(s) that share the rows cannot be split into sharding groups of "
+            "actor.fsdp_config.fsdp_size 8",
+        ),
+        (f"{EIGHT} trainer.placement=train:0-5,rollout:6-7 actor.{SIZE}=4", "6 rank(s)"),
+        (f"{EIGHT} actor.{SIZE}=4 critic.{SIZE}=2", "one mesh of ranks serves both models"),
+        (f"{EIGHT} critic.{SIZE}=4", "one mesh of ranks serves both models"),
+        (f"actor.{SIZE}=0", "0 means nothing; use -1 for all ranks"),
+        # Samplers
+        (f"{SPAN}=2", "none is used. Use --rollout_tp 1, or name the GPUs with --n_gpus"),
+        (f"{EIGHT} {SPAN}=2 rollout.name=hf", "the hf sampler uses one GPU"),
+        (f"trainer.n_gpus_per_node=3 {SPAN}=2", "3 GPU(s) of a node cannot be split into samp"),
+        # Ahead of training
+        (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "take turns"),
+        ("trainer.n_gpus_per_node=1 trainer.async_steps=1", "use --n_gpus 2 or more"),
+    ],
+)
+def test_a_clash_is_told_with_its_mend(overrides: str, said: str) -> None:
+    found = problems(*overrides.split())
+    assert said in "\n".join(found)
+    assert len(found) == 1
+    assert found[0].startswith("override: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "trainer.nnodes=2 trainer.node_rank=0",
+        f"{EIGHT} trainer.placement=train:0-5,rollout:6-7,reward:5",
+        f"{EIGHT} trainer.placement=train:0-7,rollout:0-7",
+        f"{EIGHT} trainer.tensor_parallel_size=2 actor.{SIZE}=2 critic.{SIZE}=2",
+        f"{EIGHT} actor.{SIZE}=4",
+        f"{EIGHT} actor.{SIZE}=8 critic.{SIZE}=8",
+        f"{EIGHT} trainer.async_steps=2 {SPAN}=2",
+        "trainer.num_workers=2 trainer.tensor_parallel_size=2 model.lora_rank=8 ref.path=a/b",
+        "trainer.num_workers=2 trainer.placement=train:0-1,rollout:2",
+        "trainer.engine=local trainer.num_workers=1",
+        "trainer.async_steps=1",
+    ],
+)
+def test_what_fits_together_is_taken(overrides: str) -> None:
+    assert settle(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        ("trainer.engine=verl", 0, "use --engine ray, or local for one process"),
+        ("trainer.n_gpus_per_node=1", 0, "no GPU is visible"),
+        ("trainer.n_gpus_per_node=4", 2, "2 GPU(s) are visible; use 2"),
+        ("rollout.name=vllm", 0, "run `scripts/setup vllm`, or use --rollout_name hf"),
+        (f"{EIGHT} {SPAN}=2", 8, "run `scripts/setup vllm`, or use --rollout_tp 1"),
+        ("trainer.num_workers=2", 0, "pip install ray"),
+        ("model.lora_rank=8", 0, "pip install peft"),
+    ],
+)
+def test_a_part_that_is_not_there_is_said_in_a_sentence(
+    given: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
+    absent = {name for name, word in lacking.items() if word in given}
+    monkeypatch.setattr(parts, "has_package", lambda name: name not in absent)
+    (sentence,) = missing_parts(settle(*given.split()), gpus, {})
+    assert said in sentence
+
+
+def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "has_package", lambda name: True)
+    assert missing_parts(settle(EIGHT), 0, {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        ("", 2, "2 GPUs are visible, and one is used; --n_gpus 2 uses them all."),
+        ("actor.strategy=fsdp", 0, "actor.strategy fsdp is FSDP2 here."),
+        ("trainer.async_steps=1", 0, "rollout_is is token unless you set it"),
+        ("trainer.placement=train:0,rollout:1,reward:2", 0, "no reward model runs on any of them"),
+        (
+            "trainer.num_workers=8 data.train_batch_size=4 actor.ppo_mini_batch_size=4",
+            0,
+            "actor.ppo_mini_batch_size makes 4 response(s) for 8 ranks: some have nothing to do",
+        ),
+        (
+            "trainer.num_workers=8 critic.ppo_mini_batch_size=4",
+            0,
+            "critic.ppo_mini_batch_size makes 4 response(s)",
+        ),
+        (
+            "trainer.n_gpus_per_node=3 trainer.nnodes=2 trainer.node_rank=0 "
+            "trainer.tensor_parallel_size=2",
+            3,
+            "split over two nodes, which is slow",
+        ),
+    ],
+)
+def test_what_may_surprise_is_remarked_on(given: str, gpus: int, said: str) -> None:
+    (note,) = remarks(settle(*given.split()), gpus, {})
+    assert said in note
+
+
+def test_a_cluster_that_is_not_used_is_remarked_on() -> None:
+    (note,) = remarks(settle(), 0, {"RAY_ADDRESS": "auto"})
+    assert "--engine ray runs it in that cluster" in note
+    assert remarks(settle("trainer.engine=ray"), 0, {"RAY_ADDRESS": "auto"}) == []
+
+
+def test_launchers_may_name_the_first_of_one_node() -> None:
+    found = settle(env={"MASTER_ADDR": "host", "NODE_RANK": "0", "MASTER_PORT": "29500"})
+    assert missing_parts(found, 0, {}) == []
+    (note,) = remarks(found, 0, {})[:1]
+    assert "with one node it changes nothing" in note
+
+
+def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_cli.config.checks.gpu_count", lambda environ: 2)
+    (line,) = problems("trainer.num_workers=2")
+    assert "use --n_gpus 2, or hide them" in line
+
+
+def test_offloading_needs_a_gpu_or_several_processes() -> None:
+    given = "actor.fsdp_config.optimizer_offload=true"
+    (line,) = missing_parts(settle(given), 0, {})
+    assert "everything is in host memory" in line
+    assert missing_parts(settle(given), 1, {}) == []
+    assert missing_parts(settle(given, "trainer.engine=ray"), 0, {}) == []

@@ -1,0 +1,59 @@
+"""The grammar of --placement."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.config.device_list import Roles, numbered, read_placement
+
+
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("train:0-5,rollout:6-7,reward:5", {"train": 6, "rollout": 2, "reward": 1}),
+        ("train:0-3,6,rollout:4,5,7", {"train": (0, 1, 2, 3, 6), "rollout": (4, 5, 7)}),
+        (" train: 1 , 0 , rollout : 2-2 ,", {"train": (0, 1), "rollout": (2,)}),
+        ("train:0,rollout:1,train:2", {"train": (0, 2), "rollout": (1,)}),
+        ("", {}),
+    ],
+)
+def test_roles_and_their_devices_are_read(text: str, roles: dict[str, object]) -> None:
+    found = read_placement(text)
+    sizes = {role: d if isinstance(roles[role], tuple) else len(d) for role, d in found.items()}
+    assert sizes == roles
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("trian:0", "there is no role 'trian'. Did you mean 'train'?"),
+        ("critic:0", "Roles are train, rollout and reward."),
+        ("train:0,rollouts:1", "Did you mean 'rollout'?"),
+        ("0-3,rollout:4", "'0-3' stands before any role; write train:0-3"),
+        ("train:0,0", "device 0 is named twice for train"),
+        ("train:0-3,2", "device 2 is named twice for train"),
+        ("train:", "'' is no device"),
+        ("train:gpu0", "'gpu0' is no device"),
+        ("train:-1", "'-1' is no device"),
+        ("train:0-", "'0-' is no device"),
+        ("train:5-3", "the range 5-3 runs backwards; write 3-5"),
+        ("train:0-99999999999", "is no device"),
+        ("train:a:0", "there is no role 'train:a'"),
+    ],
+)
+def test_what_cannot_be_read_is_told(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_placement(text)
+    assert said in str(caught.value)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["train", "rollout", "reward"]), st.sets(st.integers(0, 64)))
+)
+def test_what_is_written_is_read_again(roles: dict[str, set[int]]) -> None:
+    wanted = {role: tuple(sorted(devices)) for role, devices in roles.items() if devices}
+    text = ",".join(f"{role}:{numbered(devices)}" for role, devices in wanted.items())
+    found: Roles = read_placement(text)
+    assert found == wanted

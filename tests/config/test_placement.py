@@ -1,0 +1,221 @@
+"""Who works where: engine, sampler, ranks and devices, from the settings alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ppo_cli.config import effective
+from ppo_cli.config.device_plan import device_plan
+from ppo_cli.config.effective import (
+    data_ranks,
+    engine_name,
+    has_package,
+    learner_ranks,
+    rollout_is,
+    sampler_name,
+)
+from ppo_cli.config.placement import describe, placement_of
+from ppo_cli.config.plan import arithmetic, make_plan
+from ppo_cli.config.schema import Config
+from tests.config.settling import settle
+
+RM = "reward.model.path=a/b"
+SPAN = "rollout.tensor_model_parallel_size"
+
+
+def config(given: str) -> Config:
+    return settle(*given.split()).config
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "engine"),
+    [
+        ("", 0, "local"),
+        ("", 1, "local"),
+        ("", 8, "local"),
+        ("trainer.n_gpus_per_node=1", 1, "local"),
+        ("trainer.n_gpus_per_node=2", 2, "ray"),
+        ("trainer.nnodes=2 trainer.node_rank=0", 1, "ray"),
+        ("trainer.num_workers=1", 0, "local"),
+        ("trainer.num_workers=2", 0, "ray"),
+        ("rollout.num_samplers=2", 0, "ray"),
+        ("rollout.name=hf", 1, "local"),
+        ("rollout.name=vllm", 0, "ray"),
+        ("trainer.placement=train:0,rollout:1", 0, "ray"),
+        ("trainer.async_steps=1", 0, "ray"),
+        ("trainer.engine=ray", 0, "ray"),
+        ("trainer.engine=local", 1, "local"),
+    ],
+)
+def test_one_process_works_unless_something_needs_several(
+    given: str, gpus: int, engine: str
+) -> None:
+    assert engine_name(config(given), gpus) == engine
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "installed", "sampler"),
+    [
+        ("trainer.n_gpus_per_node=2", 2, True, "vllm"),
+        ("trainer.n_gpus_per_node=2", 2, False, "hf"),
+        ("trainer.n_gpus_per_node=2 rollout.name=hf", 2, True, "hf"),
+        ("trainer.num_workers=2", 0, True, "hf"),
+        ("trainer.n_gpus_per_node=1", 1, True, "hf"),
+        ("rollout.name=vllm", 0, False, "vllm"),
+    ],
+)
+def test_vllm_samples_where_ray_runs_on_gpus(
+    given: str, gpus: int, installed: bool, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effective, "has_package", lambda name: name == "vllm" and installed)
+    assert sampler_name(config(given), gpus) == sampler
+
+
+def test_a_package_is_looked_for_and_not_imported() -> None:
+    assert has_package("json") and not has_package("no_such_package_at_all")
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "train", "rollout", "reward", "colocated"),
+    [
+        ("", 0, 1, [(0,)], (), True),
+        ("trainer.engine=ray", 1, 1, [(0,)], (), True),
+        ("trainer.n_gpus_per_node=4", 4, 4, [(0,), (1,), (2,), (3,)], (), True),
+        (f"trainer.n_gpus_per_node=4 {SPAN}=2", 4, 4, [(0, 1), (2, 3)], (), True),
+        (f"trainer.n_gpus_per_node=2 {RM}", 2, 2, [(0,), (1,)], (1,), True),
+        (f"trainer.n_gpus_per_node=2 {RM} reward.model.device=cpu", 2, 2, [(0,), (1,)], (), True),
+        ("trainer.n_gpus_per_node=2 reward.model.path=http://h", 2, 2, [(0,), (1,)], (), True),
+        ("trainer.n_gpus_per_node=8 trainer.async_steps=1", 8, 6, [(6,), (7,)], (), False),
+        (f"trainer.n_gpus_per_node=8 trainer.async_steps=1 {RM}", 8, 6, [(6,), (7,)], (5,), False),
+        ("trainer.n_gpus_per_node=2 trainer.async_steps=1", 2, 1, [(1,)], (), False),
+        ("trainer.num_workers=2", 0, 2, [(2,)], (), False),
+        (f"trainer.num_workers=2 rollout.num_samplers=2 {RM}", 0, 2, [(2,), (3,)], (4,), False),
+        ("trainer.nnodes=2 trainer.node_rank=0", 0, 2, [(2,)], (), False),
+        ("trainer.async_steps=1", 0, 1, [(1,)], (), False),
+        ("trainer.placement=train:0-1,rollout:2,3", 0, 2, [(2,), (3,)], (), False),
+        ("trainer.placement=train:0-1,rollout:0-1", 0, 2, [(0,), (1,)], (), True),
+    ],
+)
+def test_everybody_has_a_place(
+    given: str,
+    gpus: int,
+    train: int,
+    rollout: list[tuple[int, ...]],
+    reward: tuple[int, ...],
+    colocated: bool,
+) -> None:
+    settings = config(given)
+    found = placement_of(settings, gpus)
+    assert found.train == tuple(range(train))
+    assert found.rollout == tuple(rollout)
+    assert (found.reward, found.colocated) == (reward, colocated)
+    assert learner_ranks(settings, gpus) == train
+
+
+def test_a_split_leaves_ranks_that_divide() -> None:
+    given = "trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.node_rank=0 trainer.async_steps=1"
+    settings = config(f"{given} trainer.tensor_parallel_size=2 {SPAN}=2")
+    assert (learner_ranks(settings, 8), data_ranks(settings, 8)) == (12, 6)
+    sharded = config(f"{given} actor.fsdp_config.fsdp_size=8")
+    assert learner_ranks(sharded, 8) == 8  # 12 would not make groups of 8
+    samplers = placement_of(settings, 8).rollout
+    assert samplers == ((12, 13), (14, 15))
+    assert {placement_of(settings, 8).node_of(d) for s in samplers for d in s} == {1}
+
+
+def test_slots_are_on_no_node_yet() -> None:
+    assert placement_of(config("trainer.num_workers=2"), 0).node_of(1) is None
+
+
+def test_a_split_counts_only_the_ranks_that_train() -> None:
+    given = "trainer.n_gpus_per_node=8 trainer.placement=train:0-3,rollout:4-7"
+    assert learner_ranks(config(given), 8) == 4
+    assert data_ranks(config(f"{given} trainer.tensor_parallel_size=4"), 8) == 1
+    whole = arithmetic(config("actor.ppo_micro_batch_size_per_gpu=1"))
+    parted = arithmetic(config(f"{given} actor.ppo_micro_batch_size_per_gpu=1"))
+    assert whole["actor_micro_batches_at_most"] == 64
+    assert parted["actor_micro_batches_at_most"] == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "lines"),
+    [
+        ("", 0, ["one process on the CPU trains and samples"]),
+        ("", 1, ["one process on the GPU trains and samples"]),
+        (
+            f"trainer.n_gpus_per_node=8 {SPAN}=2",
+            8,
+            [
+                "8 learner ranks on GPUs 0-7, 4 samplers of 2 GPUs on the same GPUs "
+                "(asleep while training)"
+            ],
+        ),
+        (
+            "trainer.n_gpus_per_node=8 trainer.placement=train:0-4,rollout:6-7,reward:4",
+            8,
+            [
+                "5 learner ranks on GPUs 0-4, 2 samplers of 1 GPU on GPUs 6-7",
+                "reward models on GPU 4",
+                "GPU 5 does nothing",
+            ],
+        ),
+        (
+            "trainer.n_gpus_per_node=2 trainer.nnodes=2 trainer.node_rank=0",
+            2,
+            [
+                "4 learner ranks on GPUs 0-3, 4 samplers of 1 GPU on the same GPUs "
+                "(asleep while training)",
+                "node 0 has GPUs 0-1, node 1 has GPUs 2-3",
+            ],
+        ),
+        (
+            "trainer.num_workers=2 trainer.nnodes=2 trainer.node_rank=0",
+            0,
+            [
+                "2 learner ranks on CPU slots 0-1, 1 sampler on CPU slot 2",
+                "the slots are spread over 2 nodes",
+            ],
+        ),
+        ("trainer.engine=ray", 0, ["1 learner rank on CPU slot 0, 1 sampler on CPU slot 1"]),
+    ],
+)
+def test_it_is_said_who_works_where(given: str, gpus: int, lines: list[str]) -> None:
+    assert describe(placement_of(config(given), gpus)) == lines
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "each model is sharded over 4 ranks; 4 ranks share the rows"),
+        (
+            "actor.fsdp_config.fsdp_size=2",
+            "each model is sharded over 2 ranks, 2 copies of it; 4 ranks share the rows",
+        ),
+        (
+            "actor.fsdp_config.fsdp_size=1",
+            "models are not sharded, 4 copies of each; 4 ranks share the rows",
+        ),
+        (
+            "trainer.tensor_parallel_size=4",
+            "models are not sharded, each layer split over 4 ranks; 1 rank shares the rows",
+        ),
+    ],
+)
+def test_the_plan_says_how_ranks_share_models_and_rows(given: str, said: str) -> None:
+    found = device_plan(config(f"trainer.num_workers=4 {given}"), 0)
+    assert found.sentences[1:] == (said, "the sampler is hf, the processes are Ray's")
+
+
+def test_the_plan_has_the_placement_for_programs() -> None:
+    told = make_plan(settle("trainer.num_workers=2")).as_dict()["placement"]
+    assert (told["engine"], told["sampler"], told["learner_ranks"]) == ("ray", "hf", 2)
+    assert json.loads(json.dumps(told))["rollout"] == [[2]]
+
+
+def test_stale_responses_are_weighted_by_token_unless_set() -> None:
+    assert rollout_is(config("")) is None
+    assert rollout_is(config("trainer.async_steps=1")) == "token"
+    level = "algorithm.rollout_correction.rollout_is=sequence"
+    assert rollout_is(config(f"trainer.async_steps=1 {level}")) == "sequence"
