@@ -32,6 +32,10 @@ COMMANDS = {
         "List and show judge prompts, or render the request for a data row.",
     ),
     "show": ("ppo_cli.cli.show:app", "Read a run folder: its steps, or the responses of one."),
+    "export": (
+        "ppo_cli.cli.export:app",
+        "Write a trained model as one Hugging Face folder, adapters merged.",
+    ),
     "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
     "reward": (
         "ppo_cli.cli.reward:reward_app",

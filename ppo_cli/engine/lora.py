@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -149,7 +151,8 @@ def merged_tensors(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tup
 def write_adapter_config(directory: Path, model: Any, base: str) -> None:
     """Write `adapter_config.json`; `base` is the user's model path or hub name."""
     saved = copy.copy(model.peft_config[ADAPTER])
-    saved.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    local = Path(base).expanduser()
+    saved.base_model_name_or_path = str(local.resolve()) if local.is_dir() else base
     saved.inference_mode = True
     if not isinstance(saved.target_modules, str):
         saved.target_modules = sorted(saved.target_modules)
@@ -157,8 +160,19 @@ def write_adapter_config(directory: Path, model: Any, base: str) -> None:
 
 
 def load_merged(model: Any, folder: Path) -> Any:
-    """Put the adapter saved in `folder` into its base model for good; returns that model."""
-    adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
+    """Put the adapter saved in `folder` into its base model for good; returns that model.
+
+    Raises ValueError when it is the adapter of another model.
+    """
+    with warnings.catch_warnings():
+        # What PEFT only warns of is looked at below.
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        saved = set(file.keys())
+    odd = sorted(saved ^ {name for name, _ in adapter_tensors(adapted.get_base_model())})
+    if odd:
+        raise ValueError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
     return adapted.merge_and_unload()
 
 

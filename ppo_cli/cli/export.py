@@ -1,0 +1,116 @@
+"""`ppo export`: one Hugging Face folder from a run or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ppo_cli.cli.wording import clean, fit
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_CHECKPOINT", show_default=False,
+        help="Run folder (its latest checkpoint is taken), checkpoint, or model folder in one.",
+    ),
+]  # fmt: skip
+Out = Annotated[
+    Path,
+    typer.Option("--out", metavar="DIR", show_default=False, help="Folder to write; new or empty."),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint", metavar="WHICH", show_default="latest",
+        help="Checkpoint of the run: best, latest, step_000010, or a folder.",
+    ),
+]  # fmt: skip
+Dtype = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(
+        "--dtype", show_default="as it was saved: float32",
+        help="Type of the weights; bfloat16 takes half the space, and is what servers compute in.",
+    ),
+]  # fmt: skip
+Critic = Annotated[bool, typer.Option("--critic", help="Export the critic, not the actor.")]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base", metavar="MODEL", show_default="what the adapter names",
+        help="Base model, folder or hub name, that a LoRA adapter is merged into.",
+    ),
+]  # fmt: skip
+Force = Annotated[bool, typer.Option("--force", help="Replace the model that DIR holds.")]
+Trust = Annotated[
+    bool, typer.Option("--trust_remote_code", help="Run Python code that comes with the base.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def export(
+    source: Source,
+    out: Out,
+    checkpoint: Checkpoint = None,
+    dtype: Dtype = None,
+    critic: Critic = False,
+    base: Base = None,
+    force: Force = False,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Write a trained model as one Hugging Face folder, tokenizer and chat template included.
+
+    A LoRA adapter is merged into its base. Weights stay in float32 unless --dtype says otherwise.
+    """
+    from ppo_cli.exporting import export as run_export
+
+    done = run_export(
+        source, out, checkpoint=checkpoint, critic=critic, dtype=dtype, base=base, force=force,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    record = {
+        "out": str(done.out),
+        "source": str(done.source),
+        "step": done.step,
+        "base": done.written.base,
+        "dtype": done.written.dtype,
+        "parameters": done.written.parameters,
+        "bytes": done.written.bytes,
+        "files": list(done.written.files),
+    }
+    text = json.dumps(record, indent=2) if as_json else told(record, critic=critic)
+    typer.echo(fit(text, sys.stdout.encoding))
+
+
+def told(record: dict[str, Any], *, critic: bool) -> str:
+    """Return what was written, from where, and what to do with it."""
+    step = "" if record["step"] is None else f" (step {record['step']})"
+    files = len(record["files"])
+    lines = [
+        f"Model in {record['out']}",
+        f"  from        {record['source']}{step}",
+        f"  parameters  {amount(record['parameters']).strip()}, {record['dtype']}",
+        f"  size        {amount(record['bytes'], 'G')}B in {files} file{'s' * (files > 1)}",
+    ]
+    if record["base"]:
+        lines.insert(2, f"  merged with {record['base']}")
+    if record["dtype"] == "float32":
+        lines[-1] += "; --dtype bfloat16 takes half"
+    flag = "--critic_model" if critic else "--model"
+    return clean("\n".join([*lines, f"Use it:  ppo train {flag} {record['out']} ..."]))
+
+
+def amount(count: int, billions: str = "B") -> str:
+    """Return a count as people say it: 494 M."""
+    for size, unit in ((1e9, billions), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} "
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(epilog="Example: ppo export outputs --out my_model --dtype bfloat16")(export)

@@ -1,0 +1,235 @@
+"""One Hugging Face folder from a saved model: standard weight files, an adapter merged.
+
+A checkpoint of many ranks is read tensor by tensor, so that no more than one file of the
+result is in memory at a time. An adapter needs its whole base model in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ppo_cli.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_merged
+from ppo_cli.engine.models import DAMAGED
+from ppo_cli.errors import ModelError
+
+FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Of a saved model, what is made anew; all else (tokenizer, templates, code) is copied.
+MADE_ANEW = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a written model comes to; `base` is what an adapter was merged into."""
+
+    parameters: int
+    bytes: int
+    dtype: str
+    files: tuple[str, ...]
+    base: str | None = None
+
+
+def write_model(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+) -> Written:
+    """Write the model saved in `source` into the empty folder `out`; None keeps its dtype.
+
+    `base` stands in for the base model that an adapter names. Raises ModelError when something
+    is missing, damaged or does not fit, OSError when `out` cannot be written.
+    """
+    wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
+    shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*MADE_ANEW))
+    if (source / ADAPTER_CONFIG).exists():
+        name = base or _base_name(source)
+        model = _merge(source, name, trust_remote_code=trust_remote_code)
+        _save_model(model if wanted is None else model.to(wanted), out)
+        if not (source / "tokenizer_config.json").exists():
+            _save_tokenizer(name, out, trust_remote_code=trust_remote_code)
+        return _describe(out, base=name)
+    if base is not None:
+        raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
+    _write_weights(_read_tensors(source, wanted), out)
+    written = _describe(out)
+    _tell_dtype(out / "config.json", written.dtype)
+    return written
+
+
+def _base_name(source: Path) -> str:
+    try:
+        name = json.loads((source / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{source / ADAPTER_CONFIG} is damaged or names no base model.") from error
+    if not name:
+        raise ModelError(f"{source} is an adapter that names no base model: give it with --base.")
+    return str(name)
+
+
+def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
+    """The base model in float32, as it was trained, with the adapter in its weights."""
+    local = Path(base).expanduser()
+    if not local.is_dir() and (local.is_absolute() or base.startswith((".", "~"))):
+        raise ModelError(
+            f"{source} is an adapter of {base}, which is not here: give its base model with --base."
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(local) if local.is_dir() else base,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+        )
+    except DAMAGED as error:
+        raise ModelError(
+            f"{source} is an adapter of {base}, which does not load ({_first_line(error)}). Give "
+            "its base model with --base."
+        ) from error
+    try:
+        return load_merged(model, source)
+    except DAMAGED as error:
+        raise ModelError(
+            f"The adapter in {source} is damaged or was not trained on {base} "
+            f"({_first_line(error)}). Give its base model with --base."
+        ) from error
+
+
+def _save_model(model: Any, out: Path) -> None:
+    try:
+        model.save_pretrained(out, max_shard_size=FILE_BYTES)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
+    except DAMAGED as error:
+        raise ModelError(f"The tokenizer of {base} does not load: {_first_line(error)}.") from error
+    tokenizer.save_pretrained(out)
+
+
+def _read_tensors(source: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the weight files with its name, cast if it holds fractions."""
+    for file, names in _weight_files(source).items():
+        try:
+            with safe_open(source / file, "pt") as opened:
+                for name in names or opened.keys():
+                    tensor: Tensor = opened.get_tensor(name)
+                    casts = dtype is not None and tensor.is_floating_point()
+                    yield name, tensor.to(dtype) if casts else tensor
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"The checkpoint is damaged: {source / file} ({_first_line(error)})."
+            ) from error
+
+
+def _weight_files(source: Path) -> dict[str, list[str] | None]:
+    """Weight file -> the names in it that count; None for all of them."""
+    if (source / INDEX).exists():
+        files: dict[str, list[str] | None] = {}
+        try:
+            for name, file in json.loads((source / INDEX).read_text())["weight_map"].items():
+                names = files.setdefault(file, [])
+                assert names is not None
+                names.append(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"The checkpoint is damaged: {source / INDEX}.") from error
+        return files
+    if not (source / WEIGHTS).exists():
+        raise ModelError(
+            f"{source} holds no weights: neither {WEIGHTS} nor {INDEX} nor {ADAPTER_WEIGHTS}."
+        )
+    return {WEIGHTS: None}
+
+
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], out: Path) -> None:
+    """Write files of at most FILE_BYTES, named as everybody names them, and their index."""
+    groups: list[list[str]] = []
+    total = parameters = 0
+    for group in _grouped(tensors):
+        groups.append(list(group))
+        total += sum(t.nbytes for t in group.values())
+        parameters += sum(t.numel() for t in group.values())
+        try:
+            save_file(group, out / _part(len(groups)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+    if len(groups) == 1:
+        os.replace(out / _part(1), out / WEIGHTS)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        os.replace(out / _part(number), out / file)
+        weight_map |= dict.fromkeys(names, file)
+    metadata = {"total_parameters": parameters, "total_size": total}
+    (out / INDEX).write_text(
+        json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    )
+
+
+def _grouped(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    group: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if group and size + tensor.nbytes > FILE_BYTES:
+            yield group
+            group, size = {}, 0
+        group[name] = tensor
+        size += tensor.nbytes
+    yield group
+
+
+def _part(number: int) -> str:
+    # How many there will be is known only at the end.
+    return f"model-{number:05d}.unfinished"
+
+
+def _describe(out: Path, base: str | None = None) -> Written:
+    """Count what lies in the weight files."""
+    parameters = size = 0
+    dtypes: dict[str, int] = {}
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    for file in files:
+        size += (out / file).stat().st_size
+        with safe_open(out / file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                held = opened.get_slice(name)
+                count = torch.Size(held.get_shape()).numel()
+                parameters += count
+                dtypes[held.get_dtype()] = dtypes.get(held.get_dtype(), 0) + count
+    dtype = max(dtypes, key=lambda name: dtypes[name])
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+    return Written(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
+
+
+def _tell_dtype(config_file: Path, dtype: str) -> None:
+    """Let the config name the dtype of the weights, so that loading keeps it."""
+    try:
+        config = json.loads(config_file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The checkpoint is damaged: {config_file.name} is no config.") from error
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(" .:")

@@ -1,0 +1,186 @@
+"""Which checkpoint is exported and where to: folders in, one whole folder out or none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_cli.checkpoints import STEP_NAME, CheckpointStore
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.export import Written, write_model
+from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
+
+UNFINISHED = ".unfinished-"
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and from where; `step` is that of the checkpoint, where it is known."""
+
+    out: Path
+    source: Path
+    step: int | None
+    written: Written
+
+
+def export(
+    source: Path,
+    out: Path,
+    *,
+    checkpoint: str | None = None,
+    critic: bool = False,
+    dtype: str | None = None,
+    base: str | None = None,
+    force: bool = False,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write the actor (or critic) of a run or checkpoint to `out` as one Hugging Face folder.
+
+    `checkpoint` is best, latest, a step's folder or a path; None is the latest.
+    """
+    folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
+    with _placing(out.expanduser(), folder, force=force) as fresh:
+        written = write_model(
+            folder,
+            fresh,
+            dtype=dtype,
+            base=model_folder(base) if base else None,
+            trust_remote_code=trust_remote_code,
+        )
+    found = STEP_NAME.match(folder.parent.name)
+    return Exported(out, folder, int(found.group(1)) if found else None, written)
+
+
+def find_model(source: Path, checkpoint: str | None, *, critic: bool) -> Path:
+    """The folder of the model that is meant; raises ModelError when there is none."""
+    if not source.is_dir():
+        near = [p.name for p in source.parent.iterdir()] if source.parent.is_dir() else []
+        raise ModelError(
+            f"There is no folder {source}.{did_you_mean(source.name, near)} Name a run (what "
+            "--output_dir named) or a checkpoint."
+        )
+    store = _store_of(source)
+    if store is not None:
+        return _part_of(_choose(store, checkpoint), critic=critic)
+    if checkpoint is not None:
+        raise ModelError(f"{source} is no run, so --checkpoint has nothing to choose from.")
+    if _holds_model(source):
+        if critic and source.name != "critic":
+            raise ModelError(f"{source} is one model: leave --critic out, or name its checkpoint.")
+        return source
+    return _part_of(source, critic=critic)
+
+
+def _store_of(source: Path) -> CheckpointStore | None:
+    """The checkpoints of a run folder, or of the folder `checkpoints/` itself."""
+    for folder in (source / "checkpoints", source):
+        store = CheckpointStore(folder, keep=1)
+        if store.steps():
+            return store
+    if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").exists():
+        raise ModelError(
+            f"{source} has no whole checkpoint yet. A run writes one each --save_freq steps, and "
+            "one at its end."
+        )
+    return None
+
+
+def _choose(store: CheckpointStore, checkpoint: str | None) -> Path:
+    """The checkpoint that `--checkpoint best|latest|step_000010|PATH` means."""
+    newest = store.newest()
+    assert newest is not None
+    if checkpoint in (None, "latest"):
+        return newest
+    known = [f"step_{step:06d}" for step in store.steps()]
+    if checkpoint in known or checkpoint == "best":
+        path = store.directory / checkpoint
+        if not path.is_dir():
+            raise ModelError(
+                f"{store.directory} has no best checkpoint: only validation (--val_files) tells "
+                f"which one it is. There are {', '.join(known)}."
+            )
+        return path
+    path = Path(str(checkpoint)).expanduser()
+    if not path.is_dir():
+        raise ModelError(
+            f"--checkpoint {checkpoint}: there is none of that name in {store.directory}, and no "
+            f"such folder.{did_you_mean(str(checkpoint), [*known, 'best', 'latest'])} There are "
+            f"{', '.join(known)}."
+        )
+    return path
+
+
+def _part_of(checkpoint: Path, *, critic: bool) -> Path:
+    folder = checkpoint / ("critic" if critic else "actor")
+    if _holds_model(folder):
+        return folder
+    if critic and _holds_model(checkpoint / "actor"):
+        raise ModelError(f"{checkpoint} has no critic: its advantages need none.")
+    raise ModelError(
+        f"{checkpoint} is neither a run, a checkpoint nor a model: {folder.name}/ with a "
+        "config.json is missing."
+    )
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in MODEL_FILES)
+
+
+@contextmanager
+def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
+    """Give a hidden folder to fill; on leaving, it takes the place of `out`."""
+    place = out.resolve()
+    _check_place(out, place, source, force=force)
+    fresh = place.with_name(f"{UNFINISHED}{place.name}")
+    old = place.with_name(f"{UNFINISHED}old-{place.name}")
+    try:
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        yield fresh
+        _sync_tree(fresh)
+        if place.exists():
+            os.replace(place, old)
+        os.replace(fresh, place)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"The model could not be written to {out}: {error.strerror or error}. Free some "
+            "space, or choose another --out."
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a folder.")
+    if source.is_relative_to(place) or place.is_relative_to(source):
+        raise ConfigError(f"--out {out}: that is where {source} lies. Name another folder.")
+    if place.is_dir() and any(place.iterdir()):
+        if not force:
+            raise ConfigError(
+                f"--out {out} is not empty. Name another folder, or replace all of it with --force."
+            )
+        if not _holds_model(place):
+            raise ConfigError(
+                f"--out {out} holds no model but other files, and --force would delete them all. "
+                "Name another folder."
+            )
+    parent = next(folder for folder in place.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"--out {out}: the folder {parent} cannot be written.")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,258 @@
+"""`ppo export` as people run it: which checkpoint, where to, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+)
+
+from ppo_cli.cli.app import main
+from ppo_cli.cli.export import amount
+from ppo_cli.config.bundled import bundled_path
+
+TINY = {
+    "vocab_size": 260, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+STEPS = (10, 20, 30)
+
+
+def actor(step: int) -> Any:
+    torch.manual_seed(step)
+    return LlamaForCausalLM(LlamaConfig(**TINY))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Any) -> Path:
+    """A run folder with three checkpoints, the second the best, each in several files."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    for step in STEPS:
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        actor(step).save_pretrained(folder / "actor", max_shard_size="10kB")
+        critic = LlamaForTokenClassification(LlamaConfig(**TINY, num_labels=1))
+        critic.save_pretrained(folder / "critic")
+        make_tokenizer().save_pretrained(folder / "actor")
+        (folder / "state").mkdir()
+    (run / "checkpoints" / "best").symlink_to("step_000020")
+    (run / "checkpoints" / "latest").symlink_to("step_000030")
+    (run / "metrics.jsonl").write_text("")
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    assert main(["export", *map(str, args)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    assert main(["export", *map(str, args)]) == 2
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def is_actor(folder: str | Path, step: int) -> bool:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = actor(step).state_dict()
+    return all(torch.equal(expected[name], t) for name, t in model.state_dict().items())
+
+
+def test_the_latest_checkpoint_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, run, "--out", "deep/model")
+    assert out.splitlines()[0] == "Model in deep/model"
+    assert f"{(run / 'checkpoints/step_000030/actor').resolve()} (step 30)" in out
+    assert "parameters  10.7 k, float32" in out
+    assert "size        43.9 kB in 1 file; --dtype bfloat16 takes half" in out
+    assert "ppo train --model deep/model" in out
+    assert is_actor("deep/model", 30)
+    assert AutoTokenizer.from_pretrained("deep/model").chat_template
+    assert [path.name for path in Path("deep").iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("where", "which", "step"),
+    [
+        ("", ["--checkpoint", "best"], 20),
+        ("", ["--checkpoint", "latest"], 30),
+        ("", ["--checkpoint=step_000010"], 10),
+        ("checkpoints", [], 30),
+        ("checkpoints/best", [], 20),
+        ("checkpoints/step_000010", [], 10),
+        ("checkpoints/step_000010/actor", [], 10),
+    ],
+)
+def test_what_may_be_named(
+    where: str, which: list[str], step: int, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads(told(capsys, run / where, "--out", "m", "--json", *which))
+    assert record["step"] == step
+    assert is_actor("m", step)
+
+
+def test_a_checkpoint_elsewhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, run, "--out", "m", "--checkpoint", run / "checkpoints" / "step_000010")
+    assert is_actor("m", 10)
+
+
+def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(told(capsys, run, "--out", "m", "--json", "--dtype", "bfloat16"))
+    parameters = sum(p.numel() for p in actor(30).parameters())
+    assert record == {
+        "out": "m",
+        "source": str((run / "checkpoints/step_000030/actor").resolve()),
+        "step": 30,
+        "base": None,
+        "dtype": "bfloat16",
+        "parameters": parameters,
+        "bytes": Path("m/model.safetensors").stat().st_size,
+        "files": ["model.safetensors"],
+    }
+    assert 0 < record["bytes"] - 2 * parameters < 2000
+
+
+def test_the_critic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, run, "--out", "c", "--critic")
+    assert "ppo train --critic_model c" in out
+    found = AutoModelForTokenClassification.from_pretrained("c").state_dict()
+    saved = load_file(run / "checkpoints/step_000030/critic/model.safetensors")
+    assert all(torch.equal(saved[name], t) for name, t in found.items())
+
+
+def test_force_replaces_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("m").mkdir()  # an empty folder is no obstacle
+    told(capsys, run, "--out", "m", "--checkpoint", "best")
+    Path("m/old").write_text("x")
+    assert "m is not empty" in refused(capsys, run, "--out", "m")
+    told(capsys, run, "--out", "m", "--force")
+    assert is_actor("m", 30)
+    assert not Path("m/old").exists()
+    assert [path.name for path in Path().iterdir()] == ["m"]
+
+
+def test_dashes_and_underscores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, run, "--out", "a", "--trust-remote-code")
+    told(capsys, run, "--out", "b", "--trust_remote_code")
+    assert is_actor("a", 30) and is_actor("b", 30)
+
+
+def test_an_adapter_is_merged_into_the_model_it_names(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = bundled_path("embedded", "model")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False),
+    )
+    model.peft_config["default"].base_model_name_or_path = "gone/away"
+    model.save_pretrained("ckpt/actor", save_embedding_layers=False)
+    err = refused(capsys, "ckpt", "--out", "m")
+    assert "adapter of gone/away" in err and "--base" in err
+    out = told(capsys, "ckpt", "--out", "m", "--base", "embedded")
+    assert f"merged with {base}" in out
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained("m")(input_ids=ids).logits
+        torch.testing.assert_close(merged, model(input_ids=ids).logits, atol=1e-4, rtol=0)
+    assert AutoTokenizer.from_pretrained("m").eos_token_id is not None
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["RUM", "--out", "m"], "There is no folder"),
+        (["RUN", "--out", "m", "--checkpoint", "step_000011"], "Did you mean 'step_000010'?"),
+        (["RUN", "--out", "m", "--checkpoint", "bset"], "Did you mean 'best'?"),
+        (["RUN/checkpoints/latest", "--out", "m", "--checkpoint", "best"], "is no run"),
+        (["RUN/checkpoints/latest/actor", "--out", "m", "--critic"], "leave --critic out"),
+        (["RUN", "--out", "RUN/checkpoints/step_000030/actor", "--force"], "Name another folder"),
+        (["RUN", "--out", "RUN", "--force"], "that is where"),
+        (["RUN", "--out", "full"], "full is not empty"),
+        (["RUN", "--out", "full", "--force"], "full holds no model but other files"),
+        (["RUN", "--out", "full/file"], "full/file is a file"),
+        (["full", "--out", "m"], "neither a run, a checkpoint nor a model"),
+        (["begun", "--out", "m"], "no whole checkpoint yet"),
+        (["RUN", "--out", "m", "--base", "x"], "leave --base out"),
+        (["RUN", "--out", "m", "--dtype", "float61"], "bfloat16"),
+        (["RUN"], "Missing option '--out'"),
+        ([], "Missing argument 'RUN_OR_CHECKPOINT'"),
+        (["RUN", "--outt", "m"], "--out"),
+    ],
+)
+def test_mistakes(
+    args: list[str], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("full").mkdir()
+    Path("full/file").write_text("x")
+    Path("begun/checkpoints/.unfinished-step_000010").mkdir(parents=True)
+    words = [arg.replace("RUN", str(run)).replace("RUM", f"{run}s") for arg in args]
+    assert said in refused(capsys, *words)
+
+
+def test_a_run_without_critic_or_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    actor(1).save_pretrained(tmp_path / "checkpoints" / "step_000001" / "actor")
+    out = tmp_path / "m"
+    assert main(["export", str(tmp_path), "--out", str(out), "--critic"]) == 2
+    assert "has no critic" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "--out", str(out), "--checkpoint", "best"]) == 2
+    assert "no best checkpoint: only validation" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_damage_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad/actor").mkdir(parents=True)
+    Path("bad/actor/config.json").write_text("{}")
+    save_file({"a": torch.zeros(9)}, "bad/actor/model.safetensors")
+    whole = Path("bad/actor/model.safetensors").read_bytes()
+    Path("bad/actor/model.safetensors").write_bytes(whole[:-8])
+    assert "The checkpoint is damaged: " in refused(capsys, "bad", "--out", "m")
+
+
+def test_a_full_disk_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    from ppo_cli.engine import export
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "save_file", no_space)
+    err = refused(capsys, run, "--out", "m")
+    assert "could not be written to m: I/O error: No space left" in err
+    assert "choose another --out" in err
+
+
+def test_it_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, "--help")
+    assert "Example: ppo export outputs --out my_model" in out
+    assert "float32" in out and "latest" in out
+
+
+def test_counts_are_said_as_people_do() -> None:
+    assert [amount(n) for n in (999, 1_500, 494_032_768, 7_615_616_512)] == [
+        "999 ", "1.5 k", "494 M", "7.62 B",
+    ]  # fmt: skip
+    assert amount(988_000_000_000, "G") + "B" == "988 GB"

@@ -1,0 +1,275 @@
+"""One folder from the pieces of many ranks or from an adapter, read back and compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from ppo_cli.config.schema import Config
+from ppo_cli.engine import export
+from ppo_cli.engine.export import write_model
+from ppo_cli.engine.lora import (
+    ADAPTER_WEIGHTS,
+    adapt,
+    adapter_tensors,
+    merged_tensors,
+    write_adapter_config,
+)
+from ppo_cli.errors import ModelError
+
+TINY = {
+    "vocab_size": 260, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+    model.generation_config.eos_token_id = [5, 7]
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def save_in_pieces(model: Any, folder: Path, ranks: int) -> None:
+    """As many ranks save: each some whole tensors, in a file of its own, and an index."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for rank in range(ranks):
+        file = f"model-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+        share = {name: t for i, (name, t) in enumerate(tensors.items()) if i % ranks == rank}
+        save_file(share, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(share, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def save_adapter(base: Path, folder: Path, **settings: Any) -> Any:
+    """An adapter as a run saves it; returns the adapted model."""
+    inject = adapt(Config.model_validate({"model": {"lora_rank": 2, **settings}}))
+    assert inject is not None
+    model = inject(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(model):
+            if "lora_B" in name:
+                tensor.normal_(std=0.3)
+    folder.mkdir(parents=True)
+    write_adapter_config(folder, model, str(base))
+    tensors = {name: t.detach().clone() for name, t in adapter_tensors(model)}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    return model
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_pieces_of_ranks_become_one_file(
+    ranks: int, tmp_path: Path, out: Path, tokenizer: Any
+) -> None:
+    source = tmp_path / "actor"
+    save_in_pieces(llama(), source, ranks)
+    tokenizer.save_pretrained(source)
+    (source / ".half-written").write_text("x")
+    written = write_model(source, out)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(llama()))
+    assert written.parameters == sum(p.numel() for p in llama().parameters())
+    assert written.files == ("model.safetensors",)
+    assert written.bytes == (out / "model.safetensors").stat().st_size
+    assert (written.dtype, written.base) == ("float32", None)
+    assert names_in(out) == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    again = AutoTokenizer.from_pretrained(out)
+    assert again.chat_template == tokenizer.chat_template
+    assert again("hello").input_ids == tokenizer("hello").input_ids
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
+
+
+def test_a_large_model_gets_several_files(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    source = tmp_path / "actor"
+    save_in_pieces(llama(), source, 2)
+    written = write_model(source, out)
+    count = len(written.files)
+    assert count > 2
+    assert written.files[0] == f"model-00001-of-{count:05d}.safetensors"
+    assert all((out / file).stat().st_size < 20_000 + 4096 for file in written.files)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(written.files)
+    assert index["metadata"]["total_parameters"] == written.parameters
+    assert index["metadata"]["total_size"] == 4 * written.parameters
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(llama()))
+
+
+def test_a_cast_model_loads_in_its_dtype(tmp_path: Path, out: Path) -> None:
+    source = tmp_path / "actor"
+    save_in_pieces(llama(), source, 2)
+    written = write_model(source, out, dtype="bfloat16")
+    assert written.dtype == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(model), logits(llama().to(torch.bfloat16)))
+
+
+def test_tied_weights_stay_tied(tmp_path: Path, out: Path) -> None:
+    torch.manual_seed(1)
+    model = Qwen2ForCausalLM(Qwen2Config(**TINY, tie_word_embeddings=True))
+    save_in_pieces(model, tmp_path / "actor", 2)
+    written = write_model(tmp_path / "actor", out)
+    assert written.parameters == model.num_parameters()
+    assert "lm_head.weight" not in load_file(out / "model.safetensors")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model))
+
+
+def test_a_critic_keeps_its_head(tmp_path: Path, out: Path) -> None:
+    torch.manual_seed(1)
+    model = LlamaForTokenClassification(LlamaConfig(**TINY, num_labels=1)).eval()
+    save_in_pieces(model, tmp_path / "critic", 2)
+    write_model(tmp_path / "critic", out)
+    found = AutoModelForTokenClassification.from_pretrained(out)
+    assert torch.equal(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_adapter_is_merged(dtype: str | None, tmp_path: Path, out: Path, tokenizer: Any) -> None:
+    base, source = tmp_path / "base", tmp_path / "actor"
+    llama().to(torch.bfloat16).save_pretrained(base)
+    model = save_adapter(base, source)
+    tokenizer.save_pretrained(source)
+    written = write_model(source, out, dtype=dtype)
+    assert written.dtype == (dtype or "float32")
+    assert written.base == str(base)
+    assert written.parameters == sum(p.numel() for p in llama().parameters())
+    found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert {p.dtype for p in found.parameters()} == {getattr(torch, dtype or "float32")}
+    weights = dict(found.named_parameters())
+    for name, tensor in merged_tensors(model, lambda t: t.detach().clone()):
+        expected = tensor.to(weights[name].dtype)
+        torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-2 if dtype else 1e-6)
+    atol = 0.1 if dtype else 1e-5
+    torch.testing.assert_close(logits(found).float(), logits(model), atol=atol, rtol=0)
+    assert not torch.allclose(logits(llama()), logits(model), atol=0.2)
+    assert "adapter_config.json" not in names_in(out)
+    assert {"generation_config.json", "chat_template.jinja", "tokenizer.json"} <= names_in(out)
+
+
+def test_an_adapter_of_chosen_modules_and_scale(tmp_path: Path, out: Path) -> None:
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    model = save_adapter(
+        base, tmp_path / "actor", target_modules=("q_proj", "down_proj"), lora_alpha=5
+    )
+    with pytest.raises(ModelError, match="tokenizer of"):
+        write_model(tmp_path / "actor", out)
+    (tmp_path / "actor" / "tokenizer_config.json").write_text("{}")
+    write_model(tmp_path / "actor", out)
+    found = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(logits(found), logits(model), atol=1e-5, rtol=0)
+
+
+def test_the_tokenizer_of_the_base_fills_in(tmp_path: Path, out: Path, tokenizer: Any) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "actor")
+    write_model(tmp_path / "actor", out)
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+
+
+def test_a_base_that_moved_is_given(tmp_path: Path, out: Path, tokenizer: Any) -> None:
+    base, source = tmp_path / "base", tmp_path / "actor"
+    llama().save_pretrained(base)
+    model = save_adapter(base, source)
+    tokenizer.save_pretrained(source)
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"base, which is not here: give .* with --base"):
+        write_model(source, out)
+    written = write_model(source, out, base=str(tmp_path / "elsewhere"))
+    assert written.base == str(tmp_path / "elsewhere")
+    found = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(logits(found), logits(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 24}, {"num_hidden_layers": 1}])
+def test_another_base_is_refused(changes: dict[str, int], tmp_path: Path, out: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "actor")
+    llama(**changes).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"was not trained on .*other .*--base"):
+        write_model(tmp_path / "actor", out, base=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("name", ["", "nobody/nothing"])
+def test_a_base_that_nobody_has(name: str, tmp_path: Path, out: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "actor")
+    file = tmp_path / "actor" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
+    with pytest.raises(ModelError, match=r"--base\.$"):
+        write_model(tmp_path / "actor", out)
+
+
+def test_a_base_for_a_whole_model_is_refused(tmp_path: Path, out: Path) -> None:
+    llama().save_pretrained(tmp_path / "actor")
+    with pytest.raises(ModelError, match="leave --base out"):
+        write_model(tmp_path / "actor", out, base="x/y")
+
+
+@pytest.mark.parametrize("harm", ["missing file", "cut file", "wrong index", "nothing", "name"])
+def test_damage_is_named(harm: str, tmp_path: Path, out: Path) -> None:
+    source = tmp_path / "actor"
+    save_in_pieces(llama(), source, 2)
+    second = source / "model-00002-of-00002.safetensors"
+    index = source / "model.safetensors.index.json"
+    if harm == "missing file":
+        second.unlink()
+    elif harm == "cut file":
+        second.write_bytes(second.read_bytes()[:-100])
+    elif harm == "wrong index":
+        index.write_text("[]")
+    elif harm == "name":
+        saved = json.loads(index.read_text())
+        saved["weight_map"]["model.absent"] = second.name
+        index.write_text(json.dumps(saved))
+    else:
+        index.unlink()
+    told = {"nothing": "holds no weights", "wrong index": "index.json"}.get(harm, second.name)
+    with pytest.raises(ModelError, match=told):
+        write_model(source, out)
+    shutil.rmtree(source)
