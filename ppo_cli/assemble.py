@@ -10,21 +10,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ppo_cli.checkpoints import CheckpointStore, find_resume
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.dump import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
+from ppo_cli.engines import Engines
 from ppo_cli.errors import Interrupted
-from ppo_cli.loop import Job, load, run
+from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
+from ppo_cli.restarts import run_with_restarts
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import explain_no_reward
 from ppo_cli.rewards.registry import build_reward
@@ -41,7 +42,17 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     return _load_tokenizer(model_folder(path), trust_remote_code=trust_remote_code)
 
 
-def train(resolved: Resolved, screen: Screen) -> None:
+class Cluster(Protocol):
+    """The nodes of a run that more than one machine shares."""
+
+    address: str
+
+    def wait_until_whole(self) -> None:
+        """Return when all nodes are there; raises WorkerLost when one does not come back."""
+        ...
+
+
+def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run what the config asks for, from the first check to the summary."""
     config = resolved.config
     check_loggers(config.trainer.logger)
@@ -59,15 +70,25 @@ def train(resolved: Resolved, screen: Screen) -> None:
         config.trainer.total_epochs * order.steps_per_epoch
     )
     with ExitStack() as closing:
-        reward = build_reward(config.reward, sources=_sources(prompts, val_prompts))
+        stop = StopOnSignal(screen.note)
+        engines = Engines(
+            config, tokenizer, prompts, order, total_steps,
+            logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
+            address=cluster.address if cluster else None,
+            wait_for_nodes=cluster.wait_until_whole if cluster else lambda: None,
+        )  # fmt: skip
+        closing.callback(engines.close)
+        reward = build_reward(
+            config.reward,
+            sources=_sources(prompts, val_prompts),
+            host=engines.host if engines.hosts_rewards() else None,
+        )
         closing.callback(reward.close)
         afresh = config.trainer.resume_mode == "never"
         if not afresh:
             reward.attach(folder.path)  # what earlier starts spent counts from the first call
         _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
-        screen.note(f"Loading {config.model.path}")
-        engine = LocalEngine(config, tokenizer, total_steps=total_steps)
-        closing.callback(engine.close)
+        engine = engines.get()
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
             folder.set_aside(all_of_it=afresh)
@@ -84,7 +105,7 @@ def train(resolved: Resolved, screen: Screen) -> None:
             experiment=config.trainer.experiment_name,
         )
         closing.callback(tracker.close)
-        stop = closing.enter_context(StopOnSignal(screen.note))
+        closing.enter_context(stop)
         job = Job(
             config=config,
             engine=engine,
@@ -103,7 +124,7 @@ def train(resolved: Resolved, screen: Screen) -> None:
             fingerprint=identity,
         )
         started = time.monotonic()
-        _run(job, resume_from, screen)
+        _run(job, engines, resume_from, screen)
         seconds = time.monotonic() - started
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
 
@@ -117,10 +138,14 @@ def _start_reward(
         raise Interrupted(f"{stop} Go on with: {_resume_command(resolved)}") from stop
 
 
-def _run(job: Job, resume_from: Path | None, screen: Screen) -> None:
+def _run(job: Job, engines: Engines, resume_from: Path | None, screen: Screen) -> None:
     """Start or go on; a run that is complete already says so."""
+    go_on = partial(
+        run_with_restarts, build=engines.renew, most=job.config.trainer.max_restarts,
+        origin=resume_from,
+    )  # fmt: skip
     if resume_from is None:
-        run(job, RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef))
+        go_on(job, RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef))
         return
     state = load(job, resume_from)
     if state.step >= job.total_steps and state.unfinished is None:
@@ -132,7 +157,7 @@ def _run(job: Job, resume_from: Path | None, screen: Screen) -> None:
     if job.config.algorithm.kl_ctrl.type == "fixed":
         state.kl_coef = job.config.algorithm.kl_ctrl.kl_coef
     screen.note(f"Going on after step {state.step}, from {resume_from}")
-    run(job, state)
+    go_on(job, state)
 
 
 def _load_prompt_sets(

@@ -1,0 +1,134 @@
+"""Real runs under Ray on the CPU: two ranks train as one process does, in every arrangement."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.loop.runs import metrics, train
+
+pytestmark = pytest.mark.slow
+
+# Twelve steps of two mini-batches: 24 optimizer steps of actor and critic.
+TWELVE = (
+    "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
+    "--max_steps", "12", "--save_freq", "6", "--test_freq", "12",
+    "--max_response_length", "8", "data.val_max_samples=16", "trainer.val_before_train=false",
+)  # fmt: skip
+TWO = ("--engine", "ray", "--num_workers", "2")
+LORA = ("--lora_rank", "8", "--lr", "1e-3")
+OFFLOADED = (
+    "actor.fsdp_config.param_offload=true", "actor.fsdp_config.optimizer_offload=true",
+    "critic.fsdp_config.param_offload=true", "critic.fsdp_config.optimizer_offload=true",
+    "ref.param_offload=true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    train(out, *TWELVE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pair") / "run"
+    train(out, *TWELVE, *TWO)
+    return out
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    assert found
+    return found
+
+
+def assert_same_weights(a: Path, b: Path, *, within: float = 1e-5) -> None:
+    for model in ("actor", "critic"):
+        ours, theirs = (weights(out / "checkpoints" / "latest" / model) for out in (a, b))
+        assert ours.keys() == theirs.keys()
+        gap = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+        assert gap <= within, f"{model}: {gap}"
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    lines = [
+        line
+        for path in sorted((out / "rollouts").glob("step_*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return [json.loads(line) for line in lines]
+
+
+def assert_same_rewards(a: Path, b: Path) -> None:
+    ours, theirs = rows(a), rows(b)
+    assert len(ours) == 12 * 16
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+    assert [row["score"] for row in ours] == [row["score"] for row in theirs]
+
+
+def assert_same_numbers(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+    """Metrics equal to rounding; extremes of single tokens and machine facts left out."""
+    for ours, theirs in zip(a, b, strict=True):
+        for name in (
+            "step", "reward_mean", "policy_loss", "value_loss", "clip_fraction", "ppo_ratio",
+            "entropy", "grad_norm", "critic_grad_norm", "kl_divergence", "explained_variance",
+            "response_length_mean", "actor/lr", "critic/lr",
+        ):  # fmt: skip
+            assert theirs[name] == pytest.approx(ours[name], rel=2e-4, abs=2e-6), name
+
+
+def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
+    assert_same_weights(alone, pair)
+    assert_same_rewards(alone, pair)
+    assert_same_numbers(metrics(alone), metrics(pair))
+
+
+def test_two_ranks_that_share_each_layer(alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, *TWELVE, *TWO, "--tensor_parallel_size", "2")
+    assert_same_weights(alone, out)
+    assert_same_rewards(alone, out)
+    assert_same_numbers(metrics(alone), metrics(out))
+
+
+def test_two_ranks_with_everything_in_host_memory(alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, *TWELVE, *TWO, *OFFLOADED)
+    assert_same_weights(alone, out)
+    assert_same_rewards(alone, out)
+
+
+@pytest.mark.parametrize("merge", ["false", "true"])
+def test_two_ranks_with_an_adapter(tmp_path: Path, merge: str) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train(whole, *TWELVE, *LORA)
+    train(out, *TWELVE, *LORA, *TWO, f"model.lora_merge={merge}")
+    assert_same_weights(whole, out)
+    assert_same_rewards(whole, out)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_of_two_ranks_goes_on_with_others(
+    pair: Path, tmp_path: Path, ranks: int
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(pair, out, symlinks=True)
+    shutil.rmtree(out / "checkpoints" / "step_000012")
+    (out / "checkpoints" / "latest").unlink()
+    others = () if ranks == 1 else ("--engine", "ray", "--num_workers", str(ranks))
+    told = train(out, *TWELVE, *others).stdout
+    assert "Going on after step 6" in told
+    assert_same_numbers(metrics(pair), metrics(out))
+    assert_same_weights(pair, out)
+    assert_same_rewards(pair, out)
