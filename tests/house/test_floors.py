@@ -17,7 +17,7 @@ FLOOR_2 = {
     "sinks", "step_metrics", "summary", "tracker",
 }  # fmt: skip
 # The loop and the pieces that it is cut into.
-LOOP = {"loop", "penalties", "placing", "run_state", "shaping"}
+LOOP = {"loop", "penalties", "placing", "restarts", "run_state", "shaping"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
@@ -28,18 +28,32 @@ MAY: dict[str, set[str]] = {
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # What the commands need of rewards and data, without an engine and without torch.
     "trust": GROUND | FLOOR_2 | {"rewards"},
-    "assemble": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards"},
+    "engines": GROUND | FLOOR_2 | LOOP | {"engine", "rewards"},
+    "assemble": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "engines", "rewards"},
+    # Brings the nodes together before there is anything to compute: no Ray, no torch.
+    "launch": GROUND | {"config"},
+    "exporting": GROUND | FLOOR_2 | {"engine"},
     # Trains a reward model: beside assemble, with the formats that will score by it.
     "fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
     # Commands reach the upper rooms through these, and only inside a function.
-    "cli": GROUND | FLOOR_2 | {"assemble", "fitting", "trust"},
+    "cli": GROUND | FLOOR_2 | {"assemble", "exporting", "fitting", "launch", "trust"},
     "__main__": {"cli"},
     "__init__": set(),
 }
+# What a command imports only inside a function: heavy, or not for every command.
+UPPER = ("assemble", "exporting", "fitting", "launch", "trust")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at whatever depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "torch": (*LOOP, "algo", "engine", "assemble", "fitting", "rewards.local_model"),
+    "torch": (
+        *LOOP,
+        "algo",
+        "engine",
+        "assemble",
+        "exporting",
+        "fitting",
+        "rewards.local_model",
+    ),
     "torch.distributed": ("engine",),
     "transformers": (
         "engine",
@@ -49,6 +63,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "data_sets",
         "rewards.local_model",
     ),
+    "peft": ("engine.lora",),
     "ray": ("engine.cluster",),
     "vllm": ("engine.vllm_sampler", "engine.weight_sync"),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
@@ -56,7 +71,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
 HEAVY = {
     "torch", "transformers", "datasets", "pyarrow", "pandas", "math_verify", "sympy", "ray",
-    "vllm", "tensorboard", "wandb", *SDKS,
+    "vllm", "peft", "tensorboard", "wandb", *SDKS,
 }  # fmt: skip
 HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local_model", *LOOP}
 
@@ -123,7 +138,7 @@ def breaches(module: str, source: str) -> list[str]:
             ours = name.removeprefix("ppo_cli.")
             if not lies_in(ours, MAY[room] | {room, "__version__"}):
                 found.append(f"{where} is not below")
-            if room == "cli" and at_top and lies_in(ours, ("assemble", "fitting", "trust")):
+            if room == "cli" and at_top and lies_in(ours, UPPER):
                 found.append(f"{where} belongs inside the command")
         for library, places in ONLY_IN.items():
             if lies_in(name, (library,)) and not lies_in(module, places):
