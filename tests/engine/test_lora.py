@@ -1,114 +1,38 @@
-"""LoRA against plain PEFT: the same adapter, the same step, the same files; off is the base."""
+"""LoRA against plain PEFT: the same adapter, the same step; switched off it is the base."""
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.lora import (
-    ADAPTER_WEIGHTS,
     adapt,
     adapter_tensors,
-    load_adapter,
-    load_merged,
     merged_tensors,
     publishes_adapter,
     reference_of,
     without_adapter,
-    write_adapter_config,
 )
-from ppo_cli.engine.models import Policy, load_policy
-from ppo_cli.errors import ModelError
-from ppo_cli.records import Prompt
-
-TINY = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
-}  # fmt: skip
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
-
-
-def llama() -> Any:
-    torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**TINY))
-
-
-def qwen() -> Any:
-    torch.manual_seed(1)
-    return Qwen2ForCausalLM(Qwen2Config(**TINY, tie_word_embeddings=True))
-
-
-def gemma() -> Any:
-    torch.manual_seed(1)
-    return Gemma2ForCausalLM(Gemma2Config(**TINY, final_logit_softcapping=2.0))
-
-
-def gpt2() -> Any:
-    torch.manual_seed(1)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
-
-
-FAMILIES = pytest.mark.parametrize("make", [llama, qwen, gemma, gpt2])
-
-
-def config(seed: int = 42, **model: Any) -> Config:
-    settings = {"lora_rank": 3, "lora_alpha": 6, **model}
-    return Config.model_validate({"model": settings, "trainer": {"seed": seed}})
-
-
-def adapted(make: Callable[[], Any], seed: int = 42, **model: Any) -> Any:
-    inject = adapt(config(seed, **model))
-    assert inject is not None
-    return inject(make())
-
-
-def trained(model: Any) -> Any:
-    """The same model as if its adapter had been trained: B is zero no more."""
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(model):
-            if "lora_B" in name:
-                tensor.normal_(std=0.3)
-    return model
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    found: Tensor = model(input_ids=IDS, use_cache=False).logits
-    return found
+from ppo_cli.engine.models import Policy
+from tests.engine.adapted_models import (
+    FAMILIES,
+    IDS,
+    TINY,
+    adapted,
+    config,
+    llama,
+    logits,
+    trained,
+    whole,
+)
 
 
 def policy_of(model: Any) -> Policy:
@@ -127,7 +51,7 @@ def test_without_a_rank_there_is_no_adapter() -> None:
     assert publishes_adapter(config()) and not publishes_adapter(config(lora_merge=True))
 
 
-@FAMILIES
+@pytest.mark.parametrize("make", FAMILIES)
 def test_a_new_adapter_changes_nothing(make: Callable[[], Any]) -> None:
     assert torch.equal(logits(adapted(make)), logits(make()))
 
@@ -142,7 +66,7 @@ def test_only_the_adapter_is_trained_and_counted() -> None:
     assert counted == sum(t.numel() for _, t in adapter_tensors(model)) == 2 * 3 * wide
 
 
-@FAMILIES
+@pytest.mark.parametrize("make", FAMILIES)
 def test_embeddings_and_head_are_left_alone(make: Callable[[], Any]) -> None:
     model = adapted(make)
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -205,7 +129,7 @@ def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
     assert not torch.equal(logits(ours), logits(llama()))
 
 
-@FAMILIES
+@pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_off_is_the_base_exactly(make: Callable[[], Any], training: bool) -> None:
     base, model = make(), trained(adapted(make))
@@ -249,146 +173,6 @@ def test_an_error_inside_switches_the_adapter_on_again() -> None:
     with pytest.raises(ZeroDivisionError), without_adapter(model):
         raise ZeroDivisionError
     assert torch.equal(logits(model), on)
-
-
-@FAMILIES
-def test_merged_weights_give_the_same_logits(make: Callable[[], Any]) -> None:
-    model = trained(adapted(make))
-    before = copy.deepcopy(model.state_dict())
-    tensors = dict(merged_tensors(model, whole))
-    base = make()
-    assert list(tensors) == [name for name, _ in base.named_parameters()]
-    base.load_state_dict(tensors, strict=False)
-    torch.testing.assert_close(logits(base), logits(model), atol=1e-5, rtol=0)
-    assert not torch.allclose(logits(make()), logits(model), atol=1e-3)
-    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
-
-
-def test_merging_asks_for_whole_tensors_in_one_order() -> None:
-    def asked(model: Any) -> list[torch.Size]:
-        seen: list[torch.Size] = []
-
-        def full(tensor: Tensor) -> Tensor:
-            seen.append(tensor.shape)
-            return whole(tensor)
-
-        list(merged_tensors(model, full))
-        return seen
-
-    model = adapted(llama)
-    assert asked(model) == asked(trained(adapted(llama)))
-    assert len(asked(model)) == len(list(model.parameters()))
-
-
-def test_a_sampler_takes_the_adapter_alone() -> None:
-    source, target = trained(adapted(llama)), adapted(llama, seed=5)
-    assert not torch.equal(logits(target), logits(source))
-    load_adapter(target, {name: whole(t) for name, t in adapter_tensors(source)})
-    assert torch.equal(logits(target), logits(source))
-    prompt = Prompt("p", "p", (), "", (5, 6, 7), data_source="", ground_truth="")
-
-    def sampled(model: Any) -> tuple[int, ...]:
-        sampler = HFSampler(
-            model, eos_token_ids=frozenset({2}), pad_token_id=0, max_num_seqs=4,
-            detokenize=lambda ids: "",
-        )  # fmt: skip
-        (rollout,) = sampler.generate([prompt], Sampling(0.0, max_tokens=12), 1)
-        torch.testing.assert_close(
-            torch.from_numpy(rollout.sampler_logprobs),
-            sampler_view(model, prompt.token_ids + rollout.token_ids)[-len(rollout.token_ids) :],
-            atol=1e-5,
-            rtol=0,
-        )
-        return rollout.token_ids
-
-    assert sampled(target) == sampled(source)
-
-
-@torch.no_grad()
-def sampler_view(model: Any, ids: tuple[int, ...]) -> Tensor:
-    ids_L = torch.tensor(ids)
-    scores_LV = model(input_ids=ids_L[None]).logits[0, :-1].log_softmax(-1)
-    return scores_LV.gather(-1, ids_L[1:, None]).squeeze(-1)
-
-
-@pytest.mark.parametrize(
-    ("other", "told"),
-    [
-        ({"lora_rank": 4}, "is (4, "),
-        ({"target_modules": ("q_proj",)}, "model.target_modules must be"),
-    ],
-)
-def test_an_adapter_of_another_shape_is_refused(other: dict[str, Any], told: str) -> None:
-    tensors = dict(adapter_tensors(adapted(llama, **other)))
-    with pytest.raises(ModelError) as error:
-        load_adapter(adapted(llama), tensors)
-    assert told in str(error.value)
-
-
-@pytest.mark.parametrize("make", [llama, qwen, gpt2])
-def test_peft_reads_what_is_saved(make: Callable[[], Any], tmp_path: Path) -> None:
-    base_dir, folder = tmp_path / "base", tmp_path / "actor"
-    make().save_pretrained(base_dir)
-    model = trained(adapted(make))
-    folder.mkdir()
-    write_adapter_config(folder, model, str(base_dir))
-    save_file({n: whole(t) for n, t in adapter_tensors(model)}, folder / ADAPTER_WEIGHTS)
-    told = json.loads((folder / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str(base_dir)
-    assert told["target_modules"] == sorted(told["target_modules"])
-    assert (told["r"], told["lora_alpha"], told["lora_dropout"]) == (3, 6, 0.0)
-    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
-    assert torch.equal(logits(PeftModel.from_pretrained(base, folder)), logits(model))
-    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
-    torch.testing.assert_close(logits(load_merged(base, folder)), logits(model), atol=1e-5, rtol=0)
-
-
-def test_a_loaded_policy_keeps_its_split(tmp_path: Path) -> None:
-    gemma().save_pretrained(tmp_path)
-    policy = load_policy(str(tmp_path))
-    inject = adapt(config())
-    assert inject is not None
-    assert inject(policy.model) is policy.model
-    trained(policy.model)
-    torch.testing.assert_close(policy.head(policy.hidden_BLH(IDS)), logits(policy.model))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "leaves"),
-    [
-        (("q_proj", "v_proj"), {"q_proj", "v_proj"}),
-        ("q_proj", {"q_proj"}),
-        (r".*\.(up|down)_proj", {"up_proj", "down_proj"}),
-        ("All-Linear", {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj",
-                        "gate_proj"}),
-        (("self_attn.o_proj",), {"o_proj"}),
-    ],
-)  # fmt: skip
-def test_target_modules(wanted: Any, leaves: set[str]) -> None:
-    names = [name for name, _ in adapter_tensors(adapted(llama, target_modules=wanted))]
-    assert {name.split(".")[-3] for name in names} == leaves
-    assert len(names) == 2 * 2 * len(leaves)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "told"),
-    [
-        ("q_porj", "no module 'q_porj'. Did you mean 'q_proj'?"),
-        (("q_proj", "v_prj"), "no module 'v_prj'. Did you mean 'v_proj'?"),
-        ("q_proj,v_proj", "A list is written [a,b]."),
-        ("*_proj", "is neither the name of a module nor a pattern"),
-        ("lm_head", "lm_head, but embeddings and output layer stay"),
-        (("embed_tokens",), "embeddings and output layer stay"),
-        (("self_attn",), "no linear layer. LoRA adapts these here: down_proj, gate_proj"),
-        (".*", "is no linear layer"),
-        ((), "model.target_modules is empty"),
-    ],
-)
-def test_target_modules_that_fit_nothing(wanted: Any, told: str) -> None:
-    with pytest.raises(ModelError) as error:
-        adapted(llama, target_modules=wanted)
-    assert told in str(error.value)
-    assert "model.target_modules" in str(error.value)
 
 
 @pytest.fixture
