@@ -1,0 +1,126 @@
+"""Workers that are killed in the middle of a run: it starts again by itself and ends the same.
+
+`PPO_KILLS=20` runs so many kills instead of the few of every day.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.loop.runs import assert_same_run, metrics, start, train, wait_for
+
+pytestmark = pytest.mark.slow
+
+EIGHT = (
+    "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
+    "--max_steps", "8", "--save_freq", "2", "--test_freq", "4", "--max_response_length", "8",
+    "data.val_max_samples=16", "--engine", "ray", "--num_workers", "2",
+)  # fmt: skip
+KINDS = ("learner-0", "learner-1", "sampler-0", "raylet", "gcs_server")
+KILLS = int(os.environ.get("PPO_KILLS", "0"))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("calm") / "run"
+    train(out, *EIGHT)
+    return out
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Pid -> (parent, command line) of all that run."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended meanwhile
+                continue
+            found[int(folder.name)] = (parent, words)
+    return found
+
+
+def below(pid: int) -> set[int]:
+    """All processes that a process has started, and those that they have."""
+    everything = processes()
+    found = {pid}
+    while True:
+        more = {child for child, (parent, _) in everything.items() if parent in found} | found
+        if more == found:
+            return found - {pid}
+        found = more
+
+
+def logs_into(pid: int, log: Path) -> bool:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/1")) == log
+    except OSError:
+        return False
+
+
+def find(kind: str, out: Path, family: set[int]) -> int | None:
+    """The process of one kind among those of a run."""
+    for pid in family:
+        words = processes().get(pid, (0, ""))[1]
+        if kind in ("raylet", "gcs_server"):
+            if Path(words.split(" ")[0]).name == kind:
+                return pid
+        elif logs_into(pid, out / "logs" / f"{kind}.log"):
+            return pid
+    return None
+
+
+def run_with_a_kill(out: Path, kind: str, after: int, moment: float) -> str:
+    """Run, and kill one worker a moment after so many steps; returns what was told."""
+    process = start(out, *EIGHT)
+    family: set[int] = set()
+    try:
+        wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process, seconds=200)
+        time.sleep(moment)
+        family = below(process.pid)
+        victim = find(kind, out, family)
+        assert victim is not None, f"there is no {kind}"
+        os.kill(victim, signal.SIGKILL)
+        told = process.communicate(timeout=240)[0]
+    except (AssertionError, subprocess.TimeoutExpired):
+        process.kill()
+        raise
+    assert process.returncode == 0, told
+    assert_nothing_is_left(out, family)
+    return told
+
+
+def assert_nothing_is_left(out: Path, family: set[int]) -> None:
+    end = time.monotonic() + 20
+    while family & processes().keys():
+        assert time.monotonic() < end, [processes().get(pid) for pid in family]
+        time.sleep(0.2)
+    hidden = [path for path in out.rglob(".*") if path.name.startswith(".unfinished")]
+    assert hidden == []
+    assert [line["step"] for line in metrics(out)] == [*range(9)]
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[2:4])
+def test_a_killed_worker_costs_some_time_and_nothing_else(
+    calm: Path, tmp_path: Path, kind: str
+) -> None:
+    told = run_with_a_kill(tmp_path / "run", kind, after=3, moment=0.1)
+    assert "Starting again (1 of 3)" in told and "Traceback" not in told
+    assert_same_run(calm, tmp_path / "run")
+
+
+@pytest.mark.skipif(not KILLS, reason="set PPO_KILLS to the number of kills")
+@pytest.mark.parametrize("turn", range(KILLS))
+def test_kills_at_random_moments(calm: Path, tmp_path: Path, turn: int) -> None:
+    dice = random.Random(turn)
+    kind = KINDS[turn % len(KINDS)]
+    run_with_a_kill(tmp_path / "run", kind, dice.randint(1, 7), dice.uniform(0.0, 2.0))
+    assert_same_run(calm, tmp_path / "run")
