@@ -89,12 +89,15 @@ class Session:
         self._folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=_short_root()))
         wish = {
             "folder": str(self._folder),
-            "num_cpus": 1,
+            "num_cpus": os.cpu_count() or 1,  # as many workers as that start at the same time
             "num_gpus": gpus,
             "object_store_memory": _object_store_bytes(),
         }
         # Its own session: Ctrl-C is for us alone. Its workers end soon after their cluster.
-        settings = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20", "PYTHONUNBUFFERED": "1"}
+        settings = {
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+            "RAY_prestart_worker_first_driver": "0",  # ours have environments of their own
+        }
         paths = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("ab") as log:
             self._head = subprocess.Popen(

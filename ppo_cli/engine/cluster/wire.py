@@ -77,6 +77,7 @@ def shed_prompt(rollout: Rollout) -> tuple[str, Rollout]:
 
 
 def rejoin_prompt(sent: tuple[str, Rollout], prompts: Mapping[str, Prompt]) -> Rollout:
-    """Undo `shed_prompt`."""
+    """Undo `shed_prompt`; what is kept of it is ours, not a window on shared memory."""
     uid, rollout = sent
-    return replace(rollout, prompt=prompts[uid])
+    logprobs = rollout.sampler_logprobs.copy()
+    return replace(rollout, prompt=prompts[uid], sampler_logprobs=logprobs)

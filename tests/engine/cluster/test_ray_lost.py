@@ -1,0 +1,180 @@
+"""When Ray itself, or the driver, is lost: it is said within seconds, and nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.placement import Placement
+from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.errors import Interrupted, WorkerLost
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).resolve().parents[3]
+ONE_NODE = Placement(1, 0, (0, 1), ((2,),), (), colocated=False)
+TWO_NODES = Placement(2, 0, (0, 1), ((2,),), (), colocated=False)
+
+
+class Sleeper:
+    def sleep(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+
+def session_of(pid: int) -> dict[int, str]:
+    """Processes of the same session that run, by id: name."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            head, _, tail = (entry / "stat").read_text().rpartition(")")
+            state, _, _, session = tail.split()[:4]
+            if int(session) == pid and state != "Z":
+                found[int(entry.name)] = head.partition("(")[2]
+    return found
+
+
+def await_end(session: int, seconds: float) -> dict[int, str]:
+    until = time.monotonic() + seconds
+    while session_of(session) and time.monotonic() < until:
+        time.sleep(0.1)
+    return session_of(session)
+
+
+def kill_part(session: int, name: str) -> None:
+    (pid,) = (pid for pid, known in session_of(session).items() if known == name)
+    os.kill(pid, signal.SIGKILL)
+
+
+def seconds_until_lost(work: Callable[[], object], match: str) -> float:
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match=match):
+        work()
+    return time.monotonic() - started
+
+
+def test_a_lost_raylet_is_told_and_leaves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=90)
+    session = cluster._session
+    assert session is not None and session._head is not None and session._folder is not None
+    head = session._head.pid
+    try:
+        thing = cluster.host(Sleeper, role="thing 0")
+        threading.Timer(0.5, kill_part, (head, "raylet")).start()
+        assert seconds_until_lost(lambda: thing.call("sleep", 60), "lost its raylet") < 6
+        with pytest.raises(WorkerLost, match="lost its raylet"):
+            cluster.share([1] * 100_000)
+    finally:
+        started = time.monotonic()
+        cluster.close()
+        cluster.close()
+    assert time.monotonic() - started < 15
+    assert await_end(head, 3) == {}
+    assert not session._folder.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Iterator[tuple[int, str]]:
+    """A Ray that is not ours: process id and address."""
+    folder = Path("/tmp") / f"ppo-test-{os.getpid()}"
+    folder.mkdir()
+    wish = {"folder": str(folder), "num_cpus": 1, "num_gpus": 0, "object_store_memory": 100_000_000}
+    with subprocess.Popen(
+        [sys.executable, "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True, cwd=ROOT,
+    ) as head:  # fmt: skip
+        assert head.stdin is not None and head.stdout is not None
+        yield head.pid, json.loads(head.stdout.readline())["address"]
+        head.stdin.close()
+        head.wait(20)
+    assert not folder.exists()
+
+
+def test_a_joined_cluster_is_waited_for_used_left_and_lost(
+    foreign: tuple[int, str], tmp_path: Path
+) -> None:
+    head, address = foreign
+    told: list[str] = []
+    with pytest.raises(WorkerLost, match="After 1 s still waiting for 2 nodes; the cluster has 1"):
+        Cluster(TWO_NODES, tmp_path, worker_timeout=60, node_timeout=1, address=address)
+    with pytest.raises(Interrupted, match="SIGINT"):
+        Cluster(
+            TWO_NODES, tmp_path, worker_timeout=60, node_timeout=60, address=address,
+            tell=told.append, stop_requested=lambda: "SIGINT",
+        )  # fmt: skip
+    first = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
+    worker = first.host(Sleeper, role="thing 0").call("sleep", 0)
+    first.close()
+    assert worker not in session_of(head)
+    assert "raylet" in session_of(head).values()  # not ours, so it goes on
+
+    second = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
+    try:
+        thing = second.host(Sleeper, role="thing 0")
+        threading.Timer(0.2, kill_part, (head, "gcs_server")).start()
+        assert seconds_until_lost(lambda: thing.call("sleep", 60), "does not answer") < 20
+    finally:
+        second.close()
+
+
+DRIVER = """
+import signal, sys, time
+from pathlib import Path
+from ppo_cli.config.placement import Placement
+from ppo_cli.engine.cluster.cluster import Cluster
+from tests.engine.cluster.test_ray_lost import ONE_NODE, Sleeper
+
+cluster = Cluster(ONE_NODE, Path(sys.argv[1]), worker_timeout=60, node_timeout=90)
+handled = signal.getsignal(signal.SIGTERM)
+assert handled == signal.SIG_DFL, handled
+seen = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: seen.append(number))
+thing = cluster.host(Sleeper, role="thing 0")
+pid = thing.call("sleep", 0)
+print(cluster._session._head.pid, cluster._session._folder, flush=True)
+while len(seen) < 2:
+    time.sleep(0.05)
+assert thing.call("sleep", 0.3) == pid
+print("still there", flush=True)
+thing.call("sleep", 60)
+"""
+
+
+def test_signals_of_the_terminal_spare_the_workers_and_a_dead_driver_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "driver.log"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, cwd=ROOT,
+        ) as driver,
+    ):  # fmt: skip
+        assert driver.stdout is not None
+        words = driver.stdout.readline().split()
+        assert words, log.read_text()
+        head, folder = int(words[0]), Path(words[1])
+        os.killpg(driver.pid, signal.SIGINT)
+        os.killpg(driver.pid, signal.SIGTERM)
+        assert driver.stdout.readline() == "still there\n", log.read_text()
+        names = set(session_of(head).values())
+        assert {"raylet", "gcs_server"} <= names
+        driver.kill()
+        driver.wait(10)
+    assert await_end(head, 8) == {}
+    assert not folder.exists()

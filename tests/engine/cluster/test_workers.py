@@ -1,0 +1,208 @@
+"""Workers without models: errors, deadlines, deaths, streams and logs, over one real Ray."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.placement import Placement
+from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.hosting import Proxy
+from ppo_cli.errors import ConfigError, WorkerLost
+
+pytestmark = pytest.mark.ray
+ONE_NODE = Placement(1, 0, (0, 1), ((2,),), (), colocated=False)
+
+
+class Thing:
+    """What the workers of these tests host."""
+
+    def add(self, *numbers: int) -> int:
+        return sum(numbers)
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def say(self, text: str) -> None:
+        print(text)
+        print(f"{text}, loudly", file=sys.stderr)
+        os.write(2, f"{text}, from C\n".encode())
+
+    def make_a_bug(self) -> float:
+        try:
+            return 1 / 0
+        except ZeroDivisionError as error:
+            raise RuntimeError("the outer one") from error
+
+    def refuse(self) -> None:
+        raise ConfigError(["one thing", "another thing"])
+
+    def fill_the_disk(self) -> None:
+        raise OSError(28, "No space left on device", "some/file")
+
+    def leave(self) -> None:
+        sys.exit(3)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def fail_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        raise RuntimeError("Connection closed by peer")
+
+    def count(self, upto: int, pause: float, fails: bool = False) -> Iterator[int]:
+        for number in range(upto):
+            yield number
+            time.sleep(pause)
+        if fails:
+            raise ValueError("no more")
+
+
+class Unbuildable:
+    def __init__(self) -> None:
+        raise ConfigError("this cannot be built")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def cluster(logs: Path) -> Iterator[Cluster]:
+    made = Cluster(ONE_NODE, logs, worker_timeout=30, node_timeout=90)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def things(cluster: Cluster) -> list[Proxy]:
+    return [cluster.host(Thing, role=f"thing {i}") for i in range(2)]
+
+
+def test_calls_give_values_and_futures(things: list[Proxy]) -> None:
+    assert things[0].call("add", 1, 2) == 3
+    futures = [things[1].submit("add", i) for i in range(5)]
+    assert [future.result(20) for future in futures] == list(range(5))
+
+
+def test_workers_have_an_environment_of_their_own(things: list[Proxy]) -> None:
+    assert things[0].call("environment", "OMP_NUM_THREADS") == "1"
+    assert things[0].call("environment", "CUDA_VISIBLE_DEVICES") == ""
+
+
+def test_a_users_mistake_comes_out_as_itself(things: list[Proxy]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        things[0].call("refuse")
+    assert caught.value.problems == ("one thing", "another thing")
+    assert caught.value.__cause__ is None
+    with pytest.raises(OSError) as full:
+        things[0].call("fill_the_disk")
+    assert (full.value.errno, full.value.filename) == (28, "some/file")
+
+
+def test_a_bug_shows_the_workers_traceback_once(things: list[Proxy]) -> None:
+    with pytest.raises(WorkerFault) as caught:
+        things[1].call("make_a_bug")
+    text = str(caught.value)
+    assert text.startswith("thing 1 on node ")
+    assert text.count("ZeroDivisionError") == 1
+    assert text.rstrip().endswith("RuntimeError: the outer one")
+    assert "ray" not in text.lower()
+    assert caught.value.__cause__ is None
+    with pytest.raises(WorkerFault, match="SystemExit: 3"):
+        things[1].call("leave")
+
+
+def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Proxy]) -> None:
+    members = [thing._member for thing in things]
+    calls = [cluster.ask(member, "count", "stream", 6, 0.1) for member in members]
+    seen = [number for part in cluster.waits.stream(calls) for number in part]
+    assert sorted(seen) == sorted([*range(6)] * 2)
+    assert seen[:6] != [*range(6)]  # the second did not wait for the end of the first
+
+
+def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Proxy]) -> None:
+    call = cluster.ask(things[0]._member, "count", "stream", 3, 0.03, True)
+    seen = []
+    with pytest.raises(WorkerFault, match="ValueError: no more"):
+        for part in cluster.waits.stream([call]):
+            seen += part
+    assert seen == [0, 1, 2]
+
+
+def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Proxy], logs: Path) -> None:
+    call = cluster.ask(things[0]._member, "sleep", "call", 1.5)
+    started = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        cluster.waits.collect([call], 0.5)
+    assert time.monotonic() - started < 1.4
+    assert "Thing 0 on node" in str(caught.value)
+    assert "has not answered `sleep` for 0.5 s" in str(caught.value)
+    assert str(logs / "thing-0.log") in str(caught.value)
+    assert things[0].call("add", 1) == 1  # it was only slow
+
+
+def test_logs_hold_all_that_a_worker_says(
+    things: list[Proxy], logs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    things[1].call("say", "hello there")
+    text = (logs / "thing-1.log").read_text()
+    assert "hello there\n" in text
+    assert "hello there, loudly\n" in text
+    assert "hello there, from C\n" in text
+    assert "hello there" not in (logs / "thing-0.log").read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_cannot_be_built_says_so(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="this cannot be built"):
+        cluster.host(Unbuildable, role="wreck")
+
+
+def test_a_killed_worker_is_named_at_once(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    victim = cluster.host(Thing, role="victim 7")
+    threading.Timer(0.3, os.kill, (victim._member.pid, 9)).start()
+    started = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        victim.call("sleep", 60)
+    assert time.monotonic() - started < 5
+    assert "Victim 7 on node " in str(caught.value)
+    assert "was killed (signal 9; out of memory?) during `sleep`" in str(caught.value)
+    with pytest.raises(WorkerLost, match="Victim 7"):
+        victim.call("add", 1)
+    victim.close()
+    time.sleep(0.5)  # Ray's own words come later, if at all
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_crash_is_told_with_its_last_words(cluster: Cluster) -> None:
+    victim = cluster.host(Thing, role="victim 8")
+    with pytest.raises(WorkerLost) as caught:
+        victim.call("crash")
+    assert "crashed during `crash`" in str(caught.value)
+    assert "Fatal Python error: Segmentation fault" in str(caught.value)
+
+
+def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Proxy]) -> None:
+    victim = cluster.host(Thing, role="victim 9")
+    calls = [
+        cluster.ask(things[0]._member, "fail_after", "call", 0.3),
+        cluster.ask(victim._member, "sleep", "call", 60),
+    ]
+    threading.Timer(1.0, os.kill, (victim._member.pid, 9)).start()
+    with pytest.raises(WorkerLost, match="Victim 9"):
+        cluster.waits.collect(calls)
