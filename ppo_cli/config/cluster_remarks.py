@@ -10,6 +10,7 @@ from ppo_cli.config.effective import (
     data_ranks,
     engine_name,
     gpus_per_node,
+    has_package,
     uses_critic,
 )
 from ppo_cli.config.placement import hosts_reward
@@ -32,6 +33,12 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
             )
         return
     yield from _ranks(config, gpus)
+    on_gpus = gpus_per_node(config, gpus) > 0
+    if on_gpus and config.rollout.name is None and not has_package("vllm"):
+        yield (
+            "vLLM is not installed, so the hf sampler takes its place, which is much slower: "
+            "`scripts/setup vllm` installs it."
+        )
     if trainer.async_steps and config.algorithm.rollout_correction.rollout_is is None:
         yield (
             f"With --async_steps {trainer.async_steps} responses come from older weights, so "

@@ -40,15 +40,18 @@ def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:
 
 def _layout(config: Config, gpus: int | None) -> list[str]:
     """Tell how several ranks hold the models and share the rows."""
-    ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
-    rows = data_ranks(config, gpus)
-    size = config.actor.fsdp_config.fsdp_size
+    ranks, rows = learner_ranks(config, gpus), data_ranks(config, gpus)
+    tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
     shards = rows if size == -1 else size
-    if ranks == 1:
-        return []
-    said = f"each model is sharded over {shards} ranks" if shards > 1 else "models are not sharded"
-    if shards < rows:
-        said += f", {rows // shards} copies of it" if shards > 1 else f", {rows} copies of each"
+    said = []
+    if shards > 1:
+        said.append(f"each model is sharded over {shards} ranks")
     if tensor > 1:
-        said += f", each layer split over {tensor} ranks"
-    return [f"{said}; {rows} rank{'s' if rows > 1 else ''} share{'' if rows > 1 else 's'} the rows"]
+        said.append(f"each layer is split over {tensor} ranks")
+    if shards < rows:
+        said.append(f"there are {rows // shards} copies of each model")
+    if 1 < rows < ranks:
+        said.append(f"{rows} groups of ranks share the rows")
+    elif rows > 1:
+        said.append(f"{rows} ranks share the rows")
+    return [", ".join(said)] if said else []

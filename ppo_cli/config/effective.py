@@ -72,11 +72,12 @@ def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ra
     trainer = config.trainer
     if trainer.engine is not None:
         return "local" if trainer.engine == "local" else "ray"
+    per_node = gpus_per_node(config, gpus)
     several = (
-        gpus_per_node(config, gpus) > 1
+        per_node > 1
         or trainer.nnodes > 1
         or (trainer.num_workers or 1) > 1
-        or (config.rollout.num_samplers or 1) > 1
+        or (per_node == 0 and (config.rollout.num_samplers or 1) > 1)
         or config.rollout.name == "vllm"  # vLLM needs a process of its own
         or trainer.placement is not None
         or trainer.async_steps > 0

@@ -47,22 +47,30 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     else:
         roles = _usual(config, train_devices(config, gpus), per_node * nodes)
     train, rollout = roles.get("train", ()), roles.get("rollout", ())
+    reward = roles.get("reward") or _reward_devices(config, train, rollout, per_node)
     samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
-    return Placement(
-        nodes, per_node, train, samplers, roles.get("reward", ()), colocated=train == rollout
-    )
+    return Placement(nodes, per_node, train, samplers, reward, colocated=train == rollout)
 
 
 def _usual(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
     """Place roles that nobody placed: all GPUs do both, or, on the CPU, each has its own slot."""
-    hosted = hosts_reward(config)
+    first = len(train)
     if gpus == 0:
-        first = len(train)
-        count = (config.rollout.num_samplers or 1) * config.rollout.tensor_model_parallel_size
-        rollout = tuple(range(first, first + count))
-        return {"train": train, "rollout": rollout, "reward": (first + count,) if hosted else ()}
-    rollout = tuple(range(len(train), gpus)) if config.trainer.async_steps else train
-    return {"train": train, "rollout": rollout, "reward": train[-1:] if hosted else ()}
+        slots = range(first, first + (config.rollout.num_samplers or 1))
+        return {"train": train, "rollout": tuple(slots)}
+    return {
+        "train": train,
+        "rollout": tuple(range(first, gpus)) if config.trainer.async_steps else train,
+    }
+
+
+def _reward_devices(
+    config: Config, train: tuple[int, ...], rollout: tuple[int, ...], per_node: int
+) -> tuple[int, ...]:
+    """Give reward models the last GPU that trains, or the first slot that is free."""
+    if not hosts_reward(config):
+        return ()
+    return train[-1:] if per_node else (max((*train, *rollout)) + 1,)
 
 
 def hosts_reward(config: Config) -> bool:

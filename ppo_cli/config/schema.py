@@ -174,7 +174,10 @@ class Trainer(Section):
         6379, "Port of node 0.", flag="--master_port", env="MASTER_PORT", ge=1, le=65535
     )
     num_workers: int | None = setting(
-        None, "Learner ranks without GPUs.", flag="--num_workers", ge=1
+        None,
+        "Learner ranks without GPUs, over all nodes; unset is one a node.",
+        flag="--num_workers",
+        ge=1,
     )
     tensor_parallel_size: int = setting(
         1, "Learner ranks that share each layer.", flag="--tensor_parallel_size", ge=1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config import parts
+from ppo_cli.config import cluster_remarks, parts
 from ppo_cli.config.parts import missing_parts, remarks
 from tests.config.settling import problems, settle
 
@@ -162,9 +162,24 @@ def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.M
         ),
     ],
 )
-def test_what_may_surprise_is_remarked_on(given: str, gpus: int, said: str) -> None:
+def test_what_may_surprise_is_remarked_on(
+    given: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_remarks, "has_package", lambda name: True)
     (note,) = remarks(settle(*given.split()), gpus, {})
     assert said in note
+
+
+@pytest.mark.parametrize(
+    ("given", "installed", "said"),
+    [(EIGHT, False, 1), (EIGHT, True, 0), (f"{EIGHT} rollout.name=hf", False, 0)],
+)
+def test_the_slower_sampler_does_not_come_in_silence(
+    given: str, installed: bool, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_remarks, "has_package", lambda name: installed)
+    notes = remarks(settle(*given.split()), 8, {})
+    assert sum("scripts/setup vllm" in note for note in notes) == said == len(notes)
 
 
 def test_a_cluster_that_is_not_used_is_remarked_on() -> None:

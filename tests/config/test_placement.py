@@ -41,6 +41,7 @@ def config(given: str) -> Config:
         ("trainer.num_workers=1", 0, "local"),
         ("trainer.num_workers=2", 0, "ray"),
         ("rollout.num_samplers=2", 0, "ray"),
+        ("rollout.num_samplers=2", 1, "local"),
         ("rollout.name=hf", 1, "local"),
         ("rollout.name=vllm", 0, "ray"),
         ("trainer.placement=train:0,rollout:1", 0, "ray"),
@@ -95,6 +96,8 @@ def test_a_package_is_looked_for_and_not_imported() -> None:
         ("trainer.nnodes=2 trainer.node_rank=0", 0, 2, [(2,)], (), False),
         ("trainer.async_steps=1", 0, 1, [(1,)], (), False),
         ("trainer.placement=train:0-1,rollout:2,3", 0, 2, [(2,), (3,)], (), False),
+        (f"trainer.placement=train:0-1,rollout:2 {RM}", 0, 2, [(2,)], (3,), False),
+        (f"trainer.placement=train:0-1,rollout:2,reward:1 {RM}", 0, 2, [(2,)], (1,), False),
         ("trainer.placement=train:0-1,rollout:0-1", 0, 2, [(0,), (1,)], (), True),
     ],
 )
@@ -188,19 +191,22 @@ def test_it_is_said_who_works_where(given: str, gpus: int, lines: list[str]) -> 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("", "each model is sharded over 4 ranks; 4 ranks share the rows"),
+        ("", "each model is sharded over 4 ranks, 4 ranks share the rows"),
         (
             "actor.fsdp_config.fsdp_size=2",
-            "each model is sharded over 2 ranks, 2 copies of it; 4 ranks share the rows",
+            "each model is sharded over 2 ranks, there are 2 copies of each model, 4 ranks share "
+            "the rows",
         ),
         (
             "actor.fsdp_config.fsdp_size=1",
-            "models are not sharded, 4 copies of each; 4 ranks share the rows",
+            "there are 4 copies of each model, 4 ranks share the rows",
         ),
         (
-            "trainer.tensor_parallel_size=4",
-            "models are not sharded, each layer split over 4 ranks; 1 rank shares the rows",
+            "trainer.tensor_parallel_size=2",
+            "each model is sharded over 2 ranks, each layer is split over 2 ranks, 2 groups of "
+            "ranks share the rows",
         ),
+        ("trainer.tensor_parallel_size=4", "each layer is split over 4 ranks"),
     ],
 )
 def test_the_plan_says_how_ranks_share_models_and_rows(given: str, said: str) -> None:
