@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import cast
@@ -89,15 +90,15 @@ class AheadEngine:
         self._published += 1
         self._rounds = [r for r in self._rounds if not r.taken]
 
-    def save(self, directory: Path) -> None:
-        """Write the inner engine, and every whole round that no published step has used.
+    def save(self, directory: Path) -> Future[None]:
+        """Save the inner engine, and every whole round that no published step has used.
 
         A round under way began under the very weights that are saved here, so a resumed run
         samples it again, the same. What stopped such a round does not keep a checkpoint from
         being written: it is raised by the next `publish` or `generate`.
         """
-        self._inner.save(directory)
         write_rounds(directory, [r for r in self._rounds if r.whole], self._published)
+        return self._inner.save(directory)
 
     def load(self, directory: Path) -> None:
         """Take back what `save` wrote.

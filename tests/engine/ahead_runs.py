@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,10 +98,13 @@ class SmallEngine:
         self.version += 1
         self.sampler_weights = self.weights
 
-    def save(self, directory: Path) -> None:
-        (directory / "state").mkdir()
+    def save(self, directory: Path) -> Future[None]:
+        (directory / "state").mkdir(exist_ok=True)
         state = [self.weights, self.sampler_weights, self.version]
         (directory / "state" / "engine.json").write_text(json.dumps(state))
+        saved: Future[None] = Future()
+        saved.set_result(None)
+        return saved
 
     def load(self, directory: Path) -> None:
         state = json.loads((directory / "state" / "engine.json").read_text())
@@ -200,7 +204,7 @@ class Run:
 
     def save(self, folder: Path) -> Path:
         folder.mkdir()
-        self.engine.save(folder)
+        assert self.engine.save(folder).result(timeout=10) is None
         state = {"step": self.step, "order": self.order.state_dict()}
         (folder / "run.json").write_text(json.dumps(state))
         return folder

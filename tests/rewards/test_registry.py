@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from ppo_cli.config.rewarding import Composite, ModelReward
-from ppo_cli.errors import RewardError
+from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.records import Rollout
 from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.composite import CompositeReward
+from ppo_cli.rewards.hosting import Factory, Host
+from ppo_cli.rewards.local_model.reward import LocalModelReward
+from ppo_cli.rewards.local_model.scoring import ModelScorer
+from ppo_cli.rewards.registry import build_reward
 
 Build = Callable[..., Reward]
 
@@ -67,3 +75,33 @@ def test_settings_of_a_rule(build: Build) -> None:
         build(rule="length", function_kwargs={"max_char": 10})
     with pytest.raises(RewardError, match="neither is set"):
         build({"length"}, function_kwargs={"max_chars": 10})
+
+
+def test_models_are_hosted_where_they_are_told_to() -> None:
+    """Also those in a mixture; a judge, a rule and a served model need no place."""
+    asked: dict[str, Any] = {}
+
+    def host(factory: Factory, name: str) -> Host:
+        asked[name] = pickle.loads(pickle.dumps(factory))()
+        raise WorkerLost("no place")
+
+    mixture = RewardSettings(
+        parts=("rule:0.5", "model:0.25", "model:safe:0.25"),
+        model=ModelReward(path="some/model"),
+        composite=Composite(parts={"safe": {"kind": "model", "model": {"path": "some/other"}}}),
+    )
+    alone = RewardSettings(model=ModelReward(path="a/third"))
+    for settings in (mixture, alone):
+        reward = build_reward(settings, sources={"openai/gsm8k"}, host=host)
+        try:
+            parts = reward._rewards.values() if isinstance(reward, CompositeReward) else [reward]
+            for part in parts:
+                if isinstance(part, LocalModelReward):
+                    with pytest.raises(WorkerLost, match="no place"):
+                        part.start([])
+        finally:
+            reward.close()
+        assert all(isinstance(made, ModelScorer) for made in asked.values())
+        paths = {name: made._settings.path for name, made in asked.items()}
+        expected = {"model": "some/model", "safe": "some/other"}
+        assert paths == (expected if settings is mixture else expected | {"model": "a/third"})

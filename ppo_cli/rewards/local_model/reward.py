@@ -205,11 +205,11 @@ class LocalModelReward(Reward):
         try:
             self._score_batches(settled)
         except Exception as error:
-            if isinstance(error, WorkerLost):
-                self._leave_host()
             for entry in settled.entries:
                 if not entry.future.done():
                     entry.future.set_exception(error)
+            if isinstance(error, WorkerLost):
+                self._leave_host()
         finally:
             for entry in settled.entries:  # closed half-way
                 entry.future.cancel()

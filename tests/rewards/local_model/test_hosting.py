@@ -1,0 +1,330 @@
+"""A reward model in another place: the same scores to the bit, and what happens when it is lost."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from threading import Event
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.errors import ModelError, RewardError, WorkerLost
+from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.rewards.hosting import Factory, Host, InProcess, in_process
+from ppo_cli.rewards.local_model.base import LoadedModel, Scores
+from ppo_cli.rewards.local_model.reward import LocalModelReward
+from tests.rewards.local_model.spawned import Spawned
+from tests.rewards.local_model.twins import armorm_twin
+
+Make = Callable[..., LoadedModel]
+RewardOf = Callable[..., LocalModelReward]
+
+
+def rollouts_of(count: int, seed: int = 3) -> list[Rollout]:
+    words, made = random.Random(seed), []
+    for i in range(count):
+        question = "Why is the sky blue? " * (i % 3 + 1)
+        messages = ({"role": "user", "content": question},)
+        prompt = Prompt(f"row-{i // 2}", question, messages, question, (1,), ground_truth=str(i))
+        text = "".join(words.choices("abc def. ", k=words.randrange(1, 60)))
+        made.append(Rollout(prompt, i % 2, (1,), np.zeros(1, np.float32), text, "stop"))
+    return made
+
+
+def submit_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> list[Future[Score]]:
+    return [reward.submit(rollout) for rollout in rollouts]
+
+
+def score_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> list[Score]:
+    futures = submit_all(reward, rollouts)
+    reward.settle()
+    return [future.result(timeout=60) for future in futures]
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if reached():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
+class Posted(InProcess):
+    """A host whose every word goes through the post: it is pickled there and back."""
+
+    def __init__(self, factory: Factory) -> None:
+        # The test's model stays here; what a real run sends is `partial(ModelScorer, settings)`.
+        super().__init__(factory)
+
+    def call(self, method: str, *args: Any) -> Any:
+        try:
+            return _post(super().call(method, *_post(args)))
+        except Exception as error:
+            raise _post(error) from None
+
+
+def _post(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+class Frail(InProcess):
+    """A host that can be lost: in a call that was named, or with the cluster under it."""
+
+    made: ClassVar[list[Frail]] = []
+
+    def __init__(self, factory: Factory) -> None:
+        super().__init__(factory)
+        self.dies_in = ""
+        self.cluster_is_there = True
+        self.methods: list[str] = []
+
+    @property
+    def alive(self) -> bool:
+        return super().alive and self.cluster_is_there
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.methods.append(method)
+        if method == self.dies_in or not self.cluster_is_there:
+            raise WorkerLost(f"reward on node b died in {method}")
+        return super().call(method, *args)
+
+
+def frail(factory: Factory, name: str) -> Frail:
+    Frail.made.append(Frail(factory))
+    return Frail.made[-1]
+
+
+@pytest.fixture
+def reward_of(loaded: Make) -> Iterator[RewardOf]:
+    """Build rewards around a small model; all of them are closed in the end, and their hosts."""
+    built: list[LocalModelReward] = []
+    Frail.made.clear()
+
+    def make(host: Any = in_process, network: Any = None, **settings: Any) -> LocalModelReward:
+        model = loaded(network=network)
+        asked = ModelReward(path="made/model", **{"self_test": "off", **settings})
+        built.append(LocalModelReward(asked, load=lambda _: model, host=host))
+        return built[-1]
+
+    yield make
+    for reward in built:
+        reward.close()
+    assert not any(host.alive for host in Frail.made)
+
+
+def test_the_same_scores_in_a_process_of_its_own_and_after_it_was_lost(tmp_path: Path) -> None:
+    settings = ModelReward(
+        path=str(armorm_twin(tmp_path / "twin")), device="cpu", offload=True, batch_tokens=300,
+        max_length=200, self_test="warn",
+    )  # fmt: skip
+    rollouts = rollouts_of(15)
+    long = rollouts_of(1)[0]
+    rollouts.append(Rollout(long.prompt, 7, (1,), long.sampler_logprobs, "word " * 900, "length"))
+    hosts: list[Host] = []
+
+    def host(factory: Factory, name: str) -> Host:
+        hosts.append(InProcess(factory) if hosts else Spawned(factory, f"reward {name}"))
+        return hosts[-1]
+
+    here, there = LocalModelReward(settings), LocalModelReward(settings, host=host)
+    try:
+        told: tuple[list[str], list[str]] = ([], [])
+        here.start([r.prompt for r in rollouts], tell=told[0].append)
+        there.start([r.prompt for r in rollouts], tell=told[1].append)
+        assert told[0] == told[1]
+        assert len(told[0]) == 2
+        for _ in range(2):
+            expected, found = score_all(here, rollouts), score_all(there, rollouts)
+            assert found == expected
+            assert found[-1].value is None
+            assert len({score.value for score in found}) > 8
+            assert _steady(there) == _steady(here)
+        # Told that there is no batch left, the round lets go of its host.
+        wait_until(lambda: not there._rounds)
+        futures = submit_all(there, rollouts)
+        spawned = hosts[0]
+        assert isinstance(spawned, Spawned)
+        spawned.seems_alive = True
+        spawned.process.kill()
+        spawned.process.join(10)
+        there.settle()
+        for future in futures:
+            with pytest.raises(WorkerLost, match="reward model died in begin"):
+                future.result(timeout=60)
+        assert score_all(there, rollouts) == expected
+        assert len(hosts) == 2
+    finally:
+        here.close()
+        there.close()
+    assert not any(host.alive for host in hosts)
+
+
+def _steady(reward: LocalModelReward) -> dict[str, float]:
+    """Metrics without the clock."""
+    metrics = reward.measure()
+    return {k: v for k, v in metrics.items() if not k.endswith(("seconds", "tokens_per_s"))}
+
+
+def test_all_that_is_said_can_be_posted(reward_of: RewardOf, loaded: Make) -> None:
+    def post(factory: Factory, name: str) -> Posted:
+        return Posted(factory)
+
+    rollouts = rollouts_of(10)
+    for settings in ({}, {"batch_tokens": 64}, {"offload": True}):
+        here, there = reward_of(**settings), reward_of(post, **settings)
+        assert score_all(there, rollouts) == score_all(here, rollouts)
+        assert _steady(there) == _steady(here)
+
+
+def test_what_goes_wrong_there_comes_out_here_as_itself() -> None:
+    def refuse(settings: ModelReward) -> LoadedModel:
+        raise ModelError("no such model")
+
+    reward = LocalModelReward(
+        ModelReward(path="nowhere"), load=refuse, host=lambda factory, _: Posted(factory)
+    )
+    with pytest.raises(ModelError, match="no such model"):
+        reward.start([])
+    future = reward.submit(rollouts_of(1)[0])
+    reward.settle()
+    with pytest.raises(ModelError, match="no such model"):
+        future.result(timeout=10)
+    reward.close()
+
+
+def test_a_network_that_breaks_there_is_named_here(reward_of: RewardOf) -> None:
+    class Broken:
+        module = torch.nn.Linear(1, 1)
+
+        def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
+            raise IndexError("index 7 is out of range")
+
+    reward = reward_of(lambda factory, _: Posted(factory), Broken())
+    future = reward.submit(rollouts_of(1)[0])
+    reward.settle()
+    with pytest.raises(RewardError, match=r"made/model broke while scoring: IndexError: index 7"):
+        future.result(timeout=10)
+
+
+@pytest.mark.parametrize("method", ["begin", "next_batch"])
+def test_a_lost_host_stops_its_round_and_the_next_round_has_a_new_one(
+    reward_of: RewardOf, method: str
+) -> None:
+    rollouts = rollouts_of(8)
+    expected = score_all(reward_of(), rollouts)
+    reward = reward_of(frail)
+    assert score_all(reward, rollouts) == expected
+    Frail.made[0].dies_in = method
+    futures = submit_all(reward, rollouts)
+    reward.settle()
+    for future in futures:
+        with pytest.raises(WorkerLost, match=f"died in {method}"):
+            future.result(timeout=10)
+    assert score_all(reward, rollouts) == expected
+    assert len(Frail.made) == 2
+    assert not Frail.made[0].alive
+
+
+def test_a_host_that_went_with_its_cluster_is_no_second_loss(
+    reward_of: RewardOf,
+) -> None:
+    rollouts = rollouts_of(8)
+    reward = reward_of(frail)
+    expected = score_all(reward, rollouts)
+    Frail.made[0].cluster_is_there = False
+    assert score_all(reward, rollouts) == expected
+    assert len(Frail.made) == 2
+    assert Frail.made[0].methods[-1] == "next_batch"
+
+
+def test_no_host_where_there_is_no_cluster(reward_of: RewardOf) -> None:
+    def refuse(factory: Factory, name: str) -> Any:
+        raise WorkerLost(f"no place for {name}")
+
+    reward = reward_of(refuse)
+    with pytest.raises(WorkerLost, match="no place for model"):
+        reward.start([])
+    future = reward.submit(rollouts_of(1)[0])
+    reward.settle()
+    with pytest.raises(WorkerLost, match="no place for model"):
+        future.result(timeout=10)
+
+
+def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None:
+    """A budget that running out of memory has lowered holds there too."""
+
+    class Small:
+        module = torch.nn.Linear(1, 1)
+        sizes: ClassVar[list[int]] = []
+
+        def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
+            self.sizes.append(len(ids_BL))
+            if len(ids_BL) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return Scores(mask_BL.sum(1).float())
+
+    reward = reward_of(frail, Small())
+    score_all(reward, rollouts_of(12))
+    state = reward.state_dict()
+    assert max(Small.sizes) > 3
+    Frail.made[0].cluster_is_there = False
+    Small.sizes.clear()
+    score_all(reward, rollouts_of(12))
+    assert max(Small.sizes) <= 3
+    assert reward.state_dict() == state
+
+
+def test_the_host_is_closed_with_the_reward(reward_of: RewardOf) -> None:
+    reward = reward_of(frail)
+    score_all(reward, rollouts_of(2))
+    assert Frail.made[0].alive
+    reward.close()
+    assert not Frail.made[0].alive
+
+
+def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(
+    reward_of: RewardOf,
+) -> None:
+    rollouts = rollouts_of(12)
+    expected = score_all(reward_of(batch_tokens=200), rollouts)
+    reward = reward_of(batch_tokens=200)
+    left_over = submit_all(reward, rollouts_of(5, seed=8))
+    reward.load_state_dict({})
+    assert score_all(reward, rollouts) == expected
+    assert reward.measure()["model/samples"] == 12
+    for future in left_over:
+        with pytest.raises(CancelledError):
+            future.result(timeout=1)
+
+
+def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf) -> None:
+    begun, go_on, sizes = Event(), Event(), []
+
+    class Slow:
+        module = torch.nn.Linear(1, 1)
+
+        def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids: Any = None) -> Scores:
+            sizes.append(len(ids_BL))
+            begun.set()
+            assert go_on.wait(10)
+            return Scores(mask_BL.sum(1).float())
+
+    reward = reward_of(network=Slow(), batch_tokens=16)
+    futures = submit_all(reward, rollouts_of(6))
+    reward.settle()
+    assert begun.wait(10)
+    reward.load_state_dict({})
+    go_on.set()
+    assert all(future.cancelled() for future in futures)
+    assert len(score_all(reward, rollouts_of(3))) == 3
+    assert len(sizes) == 1 + 3
+    assert reward.measure()["model/samples"] == 3
