@@ -1,0 +1,114 @@
+"""One rank of a few that writes a checkpoint, reads one, or both.
+
+Run as `python checkpoint_worker.py RANK SIZE FOLDER write|read`; the ranks meet over files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ppo_cli.config.training import Optim, Sharding
+from ppo_cli.engine.checkpoint import Trained, restore, saved_model, take_snapshot
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import Ranks, join_ranks, leave_ranks
+from ppo_cli.engine.sharding import full_tensor, load_spread_policy, load_spread_value_model
+from ppo_cli.errors import ModelError
+
+CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def join(rank: int, size: int, folder: Path, name: str, tensor_size: int = 1) -> Ranks:
+    return join_ranks(
+        rank, size, init_method=f"file://{folder / name}", device=CPU.device,
+        tensor_size=tensor_size, timeout_s=60,
+    )  # fmt: skip
+
+
+def load(folder: Path, ranks: Ranks) -> list[Trained]:
+    """An actor and a critic in pieces, with fresh optimizers."""
+    actor = load_spread_policy(str(folder / "model"), ranks, Sharding(), CPU)
+    critic = load_spread_value_model(str(folder / "model"), ranks, Sharding(), CPU)
+    return [
+        saved_model(name, model, build_optimizer(model, ranks), {})
+        for name, model in (("actor", actor.model), ("critic", critic.model))
+    ]
+
+
+def build_optimizer(model: nn.Module, ranks: Ranks) -> Optimizer:
+    return Optimizer(
+        model, Optim(lr=0.01), total_steps=9, grad_clip=1.0, clip_grad_value=None, ranks=ranks
+    )
+
+
+def move(part: Trained) -> None:
+    """An optimizer step on gradients that are other in every element."""
+    for tensor in part.weights.values():
+        tensor.grad = (tensor.detach() * 3 + 1).clone()
+    part.optimizer.apply()
+
+
+def write(rank: int, size: int, folder: Path) -> None:
+    ranks = join(rank, size, folder, "meet-write")
+    parts = load(folder, ranks)
+    for part in parts:
+        move(part)
+        move(part)
+    snapshot = take_snapshot(parts, {"weight_version": 7}, ranks)
+    truth = {
+        f"{part.name}.{n}": full_tensor(t)
+        for part in parts
+        for n, t in (*part.weights.items(), *part.optimizer.moments().items())
+    }
+    for part in parts:  # after the snapshot: must not be seen in the files
+        move(part)
+    snapshot.write_in_background(folder / "written").result(60)
+    if rank == 0:
+        torch.save(truth, folder / "truth.pt")
+    refuse_damage(folder, ranks, parts)
+    leave_ranks()
+    # The same checkpoint, read by ranks that hold every layer together.
+    ranks = join(rank, size, folder, "meet-tensor", tensor_size=2)
+    copy(folder, ranks, "tensor")
+    leave_ranks()
+
+
+def refuse_damage(folder: Path, ranks: Ranks, parts: list[Trained]) -> None:
+    """Every rank is told what the first has seen, and none waits for another."""
+    torch.distributed.barrier()
+    if ranks.rank == 0:
+        shutil.copytree(folder / "written", folder / "damaged")
+        (folder / "damaged/critic/model-00002-of-00002.safetensors").write_bytes(b"half")
+    try:
+        restore(folder / "damaged", parts, ranks)
+    except ModelError as error:
+        assert "critic/model-00002-of-00002.safetensors cannot be read" in str(error)
+    else:
+        raise AssertionError("a damaged checkpoint was read")
+
+
+def copy(folder: Path, ranks: Ranks, name: str) -> None:
+    """Read the checkpoint and write it again: all of it must be there, from wherever it was."""
+    parts = load(folder, ranks)
+    # The others may be on nodes that do not see the folder.
+    seen = folder / ("nowhere" if ranks.rank else "written")
+    assert restore(seen, parts, ranks) == {"weight_version": 7}
+    take_snapshot(parts, {}, ranks, writers=2).write(folder / name)
+
+
+def main(rank: int, size: int, folder: Path, what: str) -> None:
+    if what == "write":
+        write(rank, size, folder)
+        return
+    ranks = join(rank, size, folder, "meet-read")
+    copy(folder, ranks, "copied")
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

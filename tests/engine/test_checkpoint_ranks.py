@@ -1,0 +1,124 @@
+"""Checkpoints of several ranks: written by two, read by one, two and three."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ppo_cli.config.training import Optim
+from ppo_cli.engine.checkpoint import restore, saved_model
+from ppo_cli.engine.models import load_policy, load_value_model
+from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.ranks import ALONE
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+PARTS = ("actor", "critic")
+
+
+def run_ranks(size: int, folder: Path, what: str) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(size), str(folder), what],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        said = [worker.communicate(timeout=180)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0] * size, "\n".join(said)
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by model and name, from as many files as there are."""
+    found: dict[str, Tensor] = {}
+    for part in PARTS:
+        for path in (folder / part).glob("*.safetensors"):
+            found |= {f"{part}.{n}": t for n, t in load_file(path).items()}
+        for path in (folder / "state").glob(f"{part}_optimizer*.safetensors"):
+            found |= {f"{part}.{n}": t for n, t in load_file(path).items()}
+    return found
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, different
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that two ranks wrote, and the tensors that they held together."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 46, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = LlamaConfig(vocab_size=63, pad_token_id=0, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    run_ranks(2, folder, "write")
+    return folder
+
+
+def truth(desk: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(desk / "truth.pt")
+    return found
+
+
+def test_two_ranks_write_one_folder(desk: Path) -> None:
+    assert_equal(read_all(desk / "written"), truth(desk))
+    names = {p.relative_to(desk / "written").as_posix() for p in (desk / "written").rglob("*.*")}
+    both = [f"{stem}-0000{n}-of-00002.safetensors" for n in (1, 2) for stem in (
+        "actor/model", "critic/model", "state/actor_optimizer", "state/critic_optimizer",
+    )]  # fmt: skip
+    index = [f"{part}/model.safetensors.index.json" for part in PARTS]
+    assert names == {*both, *index, "state/engine.json"}
+    small, large = sorted(path.stat().st_size for path in (desk / "written/state").glob("actor*"))
+    assert small > 0.6 * large
+
+
+def test_hugging_face_loads_what_ranks_wrote(desk: Path) -> None:
+    folder = desk / "written" / "actor"
+    (folder / "config.json").write_bytes((desk / "model/config.json").read_bytes())
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    held = truth(desk)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, held[f"actor.{name}"]), name
+
+
+def test_tensor_parallel_ranks_read_it(desk: Path) -> None:
+    assert_equal(read_all(desk / "tensor"), truth(desk))
+
+
+def test_three_ranks_read_it_and_two_of_them_write(desk: Path) -> None:
+    run_ranks(3, desk, "read")
+    assert_equal(read_all(desk / "copied"), truth(desk))
+    assert json.loads((desk / "copied/state/engine.json").read_text()) == {}
+    assert len(list((desk / "copied/actor").glob("*.safetensors"))) == 2
+
+
+def test_one_process_reads_it(desk: Path) -> None:
+    models = {"actor": load_policy(str(desk / "model")).model}
+    models["critic"] = load_value_model(str(desk / "model")).model
+    found: dict[str, Tensor] = {}
+    for name, model in models.items():
+        optimizer = Optimizer(model, Optim(), total_steps=9, grad_clip=1.0, clip_grad_value=None)
+        part = saved_model(name, model, optimizer, {})
+        restore(desk / "written", [part], ALONE)
+        for tensors in (part.weights, optimizer.moments()):
+            found |= {f"{name}.{n}": t.detach() for n, t in tensors.items()}
+    assert_equal(found, truth(desk))
