@@ -1,0 +1,146 @@
+"""Where node 0 is met: addresses that are ours or not, ports that are free, taken or closed."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+from ppo_cli.errors import ConfigError
+from ppo_cli.launch.lines import Broken, Line, words
+
+RAY_PORT = 6379
+PROBE_S = 3.0
+
+
+def resolve_host(host: str) -> str:
+    """Return the address behind a name, IPv4 before IPv6; a ConfigError where there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR '{host}' is not a name or address that this machine knows; give the "
+            "address of node 0, as `hostname -I` shows it there."
+        ) from error
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def is_literal(host: str) -> bool:
+    """Whether this is an address itself, not a name for one."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_mine(address: str) -> bool:
+    """Whether this machine has this address."""
+    try:
+        with socket.socket(_family(address)) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def listen(master: str | None, port: int) -> socket.socket:
+    """Open node 0's door: on the given address, or on all when only a name (or nothing) is."""
+    address = resolve_host(master) if master else ""
+    if master and not is_mine(address):
+        raise ConfigError(
+            f"MASTER_ADDR {master} is not an address of this machine ({socket.gethostname()}), "
+            "which is node 0: give every node an address of node 0, or make that machine node 0."
+        )
+    # A name may stand for 127.0.1.1 here and for the right address elsewhere.
+    door = address if master and is_literal(master) else ""
+    try:
+        return _serve(door, port, _family(address) if address else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(_who_holds(address or "127.0.0.1", port)) from error
+        raise ConfigError(f"port {port} cannot be opened: {error.strerror}; MASTER_PORT=…") from (
+            error
+        )
+
+
+def _serve(door: str, port: int, family: socket.AddressFamily) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Lets a run start right after another; a port that is listened on stays taken.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((door, port))
+        sock.listen(64)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def free_port(address: str, preferred: int = 0) -> int:
+    """Return the preferred port when it is free at this address, or any that is."""
+    for port in (preferred, 0):
+        try:
+            with _serve(address, port if port <= 65535 else 0, _family(address)) as probe:
+                return int(probe.getsockname()[1])
+        except OSError as error:
+            failure = error
+    raise ConfigError(f"no port can be opened at {address}: {failure.strerror}.")
+
+
+def reaches(address: str, port: int, own: str | None = None) -> bool:
+    """Whether a connection can be made."""
+    try:
+        source = (own, 0) if own else None
+        with socket.create_connection((address, port), PROBE_S, source_address=source):
+            return True
+    except OSError:
+        return False
+
+
+def _who_holds(address: str, port: int) -> str:
+    """Say who has the port: another run of ours, an old Ray, or something else."""
+    other = f"MASTER_PORT={port + 1000 if port < 64000 else port - 1000}"
+    try:
+        line = Line(socket.create_connection((address, port), PROBE_S))
+    except OSError:
+        line = None
+    if line is not None:
+        try:
+            line.send("who")
+            answer = line.read(PROBE_S)
+        except Broken:
+            answer = None
+        finally:
+            line.close()
+        if answer is not None and answer.get("type") == "ppo":
+            pid = words(answer.get("pid"), 20)
+            return (
+                f"a run is going on here already: process {pid} is node 0 on port {port}. Each "
+                f"node is started once; for a second run beside it say {other} on every node."
+            )
+    ray = " (Ray's own port: is an old `ray start --head` running?)" if port == RAY_PORT else ""
+    return f"port {port} is in use by another program{ray}: say {other} on every node."
+
+
+def own_address(environ_address: str | None) -> str | None:
+    """Check NODE_ADDR, which says by which of its addresses a node is to be reached."""
+    if environ_address is None:
+        return None
+    address = resolve_host(environ_address)
+    if not is_mine(address):
+        raise ConfigError(f"NODE_ADDR {environ_address} is not an address of this machine.")
+    return address
+
+
+def strerror(error: OSError) -> str:
+    """Return the reason of a failed connection in a word or two."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,235 @@
+"""A node's side of the meeting: find node 0, do what it says, end as it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+from ppo_cli.errors import EXIT_BUG, EXIT_RESUMABLE, ConfigError, PpoError, WorkerLost
+from ppo_cli.launch.addresses import PROBE_S, own_address, reaches, resolve_host, strerror
+from ppo_cli.launch.lines import Broken, Line, Message, words
+from ppo_cli.launch.preflight import NodeFacts
+from ppo_cli.launch.ray_process import RayProcess
+from ppo_cli.launch.rendezvous import BEAT_S, PROTOCOL
+
+RETRY_S = 0.5
+TICK_S = 0.2
+HEAD_SILENCE_S = 30.0
+SAY_S = 15.0
+
+Tell = Callable[[str], None]
+
+
+def find_head(master: str, port: int, own: str | None, timeout: float, tell: Tell) -> Line:
+    """Connect to node 0, waiting for it to start; a ConfigError when it does not come."""
+    address, deadline, said = resolve_host(master), time.monotonic() + timeout, 0.0
+    while True:
+        try:
+            source = (own, 0) if own else None
+            return Line(socket.create_connection((address, port), PROBE_S, source_address=source))
+        except OSError as error:
+            reason = strerror(error)
+        now = time.monotonic()
+        if now > deadline:
+            raise ConfigError(
+                f"node 0 is not there: {address}:{port} says '{reason}' for {timeout:g} s. Is the "
+                "same line started on node 0, is MASTER_ADDR its address, is the port open?"
+            )
+        if now - said > SAY_S:
+            tell(f"waiting for node 0 at {address}:{port} ({reason})")
+            said = now
+        time.sleep(RETRY_S)
+
+
+class Signals:
+    """Notes the first SIGINT or SIGTERM, so that node 0 can save; the second one leaves."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+class Membership:
+    """One node's stay in the run, from its hello to node 0's exit code."""
+
+    def __init__(
+        self,
+        line: Line,
+        facts: NodeFacts,
+        ray: Callable[[str, str, str], RayProcess],
+        restarts: int,
+        tell: Tell,
+    ) -> None:
+        self._line, self._facts, self._tell = line, facts, tell
+        self._start_ray, self._restarts = ray, restarts
+        self._ray: RayProcess | None = None
+        self._where: tuple[str, str] | None = None
+        self._listener = socket.create_server(
+            (line.here, 0), family=socket.AF_INET6 if ":" in line.here else socket.AF_INET
+        )
+        self._heard = time.monotonic()
+        self._welcome = False
+        self._over = threading.Event()
+
+    def run(self, key: str, settings: Mapping[str, str]) -> int:
+        """Stay until the end; returns node 0's exit code."""
+        job = os.environ.get("SLURM_JOB_ID", "")
+        try:
+            self._line.send(
+                "hello", protocol=PROTOCOL, run=key, facts=self._facts.as_dict(),
+                settings=dict(settings), job=job,
+            )  # fmt: skip
+            threading.Thread(target=self._beat, daemon=True).start()
+            with Signals() as signals:
+                return self._stay(signals)
+        except Broken as error:
+            raise self._lost_head(error) from error
+        finally:
+            self._over.set()
+            self._listener.close()
+            if self._ray is not None:
+                self._ray.stop()
+            self._line.close()
+
+    def _lost_head(self, error: Broken) -> PpoError:
+        if self._welcome:
+            return WorkerLost(f"node 0 ({self._line.there}) is gone: it {error}.")
+        return ConfigError(
+            f"what answers at {self._line.there} is not node 0 of this run: it {error}. Is "
+            "MASTER_PORT the port of another program there?"
+        )
+
+    def _stay(self, signals: Signals) -> int:
+        asked = False
+        try:
+            while True:
+                message = self._line.read(TICK_S)
+                if message is not None:
+                    self._heard = time.monotonic()
+                    code = self._obey(message)
+                    if code is not None:
+                        return code
+                elif time.monotonic() - self._heard > HEAD_SILENCE_S:
+                    raise Broken(f"has been silent for {HEAD_SILENCE_S:g} s")
+                self._watch_ray()
+                if signals.name and not asked:
+                    asked = True
+                    self._line.send("stop_asked")
+                    self._tell(
+                        f"{signals.name}: node 0 is asked to stop. Once more leaves at once."
+                    )
+        except KeyboardInterrupt:
+            self._line.send("left", why="left on a signal")
+            return EXIT_RESUMABLE
+
+    def _obey(self, message: Message) -> int | None:
+        kind = message["type"]
+        if kind == "refused":
+            raise ConfigError(words(message.get("why"), 500))
+        if kind == "stop":
+            raw = message.get("problems")
+            raise ConfigError([words(p, 500) for p in raw] if isinstance(raw, list) else words(raw))
+        if kind == "welcome":
+            self._welcome = True
+            self._tell(f"node {self._facts.rank} is with node 0 ({self._line.there})")
+        elif kind == "check":
+            self._check(words(message.get("address")))
+        elif kind == "start":
+            self._where = words(message.get("address")), words(message.get("token"))
+            self._begin_ray()
+        elif kind == "end":
+            return self._end(message.get("code"))
+        return None
+
+    def _check(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        found = port.isdecimal() and reaches(host.strip("[]"), int(port), self._line.here)
+        self._line.send("checked", reaches=found, listens=self._listener.getsockname()[1])
+
+    def _begin_ray(self) -> None:
+        if self._where is None:
+            raise Broken("sent no address")
+        self._ray = self._start_ray(*self._where, self._line.here)
+        try:
+            self._ray.wait()
+        except WorkerLost as error:
+            self._line.send("failed", why=str(error))
+            raise
+        self._line.send("ready")
+        self._tell(f"node {self._facts.rank} works for node 0 ({self._line.there})")
+
+    def _watch_ray(self) -> None:
+        """Start Ray anew when it died here; node 0 hears of both."""
+        if self._ray is None or self._ray.alive():
+            return
+        why = self._ray.ended()
+        self._line.send("failed", why=why)
+        self._tell(f"{why}\n{self._ray.tail()}")
+        self._ray.stop()
+        self._ray = None
+        if self._restarts <= 0:
+            raise WorkerLost(f"{why} It died too often (trainer.max_restarts).")
+        self._restarts -= 1
+        self._begin_ray()
+
+    def _end(self, raw: object) -> int:
+        code = raw if isinstance(raw, int) and 0 <= raw <= 255 else EXIT_BUG
+        if self._ray is not None:
+            self._ray.stop()
+            self._ray = None
+        self._line.send("bye", why="ended")
+        if code:
+            self._tell(f"node 0 ({self._line.there}) ended with exit code {code}; so does this one")
+        return code
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            try:
+                self._line.send("beat")
+            except Broken:
+                return
+
+
+def join(
+    master: str,
+    port: int,
+    facts: NodeFacts,
+    key: str,
+    settings: Mapping[str, str],
+    ray: Callable[[str, str, str], RayProcess],
+    *,
+    environ: Mapping[str, str],
+    timeout: float,
+    restarts: int,
+    tell: Tell,
+) -> int:
+    """Find node 0, join it, and return its exit code."""
+    own = own_address(environ.get("NODE_ADDR"))
+    line = find_head(master, port, own, timeout, tell)
+    return Membership(line, facts, ray, restarts, tell).run(key, settings)

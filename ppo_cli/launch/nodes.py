@@ -1,0 +1,363 @@
+"""The nodes of a run: open them on node 0, join them on the others.
+
+`open_cluster` gives the Ray to connect to and watches the nodes; `join_cluster` gives a machine
+to node 0 until that ends. With RAY_ADDRESS nothing is started, and with one node no one is
+waited for. NODE_ADDR, where it is set, is the address by which the others reach this node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import EXIT_BUG, EXIT_DONE, EXIT_RESUMABLE, ConfigError, PpoError, WorkerLost
+from ppo_cli.launch.addresses import free_port, listen, own_address, reaches
+from ppo_cli.launch.environment import outside_step, slurm_hosts
+from ppo_cli.launch.member import join
+from ppo_cli.launch.preflight import (
+    describe,
+    facts_here,
+    fingerprint,
+    own_problems,
+    run_key,
+    wanted_gpus,
+)
+from ppo_cli.launch.ray_process import STOP_S, RayProcess, ray_variables
+from ppo_cli.launch.rendezvous import Rendezvous
+
+SAY_S = 15.0
+# Problems of those who are here are told after this long, though others still lack.
+GRACE_S = 30.0
+
+Tell = Callable[[str], None]
+
+
+class Nodes:
+    """What a driver needs of its nodes; close it, or use it as a context."""
+
+    def __init__(
+        self,
+        address: str,
+        names: dict[int, str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        ray: RayProcess | None = None,
+        meeting: Rendezvous | None = None,
+        timeout: float = 300.0,
+        tell: Tell = print,
+    ) -> None:
+        self.address, self.names = address, names
+        self.variables = dict(variables or {})
+        self._ray, self._meeting = ray, meeting
+        self._timeout, self._tell = timeout, tell
+
+    def lost(self) -> str | None:
+        """Say which node is gone, and how; None while all are here."""
+        if self._ray is not None and not self._ray.alive():
+            return self._ray.ended()
+        meeting = self._meeting
+        if meeting is None:
+            return None
+        with meeting.changed:
+            for rank in meeting.others():
+                member = meeting.members[rank]
+                if member.phase == "gone":
+                    return f"{meeting.label(rank)} is gone: it {member.why}."
+                if member.phase != "ready":
+                    return f"{meeting.label(rank)} does not work: {member.why or 'it starts'}"
+        return None
+
+    def stop_asked(self) -> str | None:
+        """Say that a node was asked to stop by a signal, when one was."""
+        return self._meeting.stop_asked if self._meeting is not None else None
+
+    def wait_until_whole(self, timeout: float | None = None) -> None:
+        """Wait until every node is here and works; raises WorkerLost when that takes too long."""
+        limit = self._timeout if timeout is None else timeout
+        deadline, said = time.monotonic() + limit, -SAY_S
+        while (lost := self.lost()) is not None:
+            if self._ray is not None and not self._ray.alive():
+                raise WorkerLost(f"{lost} The other nodes hang on it: start the run again.")
+            now = time.monotonic()
+            if now > deadline:
+                raise WorkerLost(
+                    f"{lost} It did not come back within {limit:g} s (trainer.node_timeout)."
+                )
+            if now - said > SAY_S:
+                self._tell(f"{lost} Waiting for it: start the same line there again.")
+                said = now
+            self._pause(min(1.0, max(0.0, deadline - now)))
+
+    def close(self, exit_code: int) -> None:
+        """Send every node home with this exit code, and stop what was started here."""
+        meeting, self._meeting = self._meeting, None
+        ray, self._ray = self._ray, None
+        try:
+            if meeting is not None:
+                meeting.end(exit_code, STOP_S)
+        finally:
+            if ray is not None:
+                ray.stop()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(exit_code_of(error))
+
+    def _pause(self, seconds: float) -> None:
+        if self._meeting is None:
+            time.sleep(seconds)
+            return
+        with self._meeting.changed:
+            self._meeting.changed.wait(seconds)
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code with which a run ends that this error ends."""
+    if error is None:
+        return EXIT_DONE
+    if isinstance(error, PpoError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF
+    return EXIT_RESUMABLE if isinstance(error, KeyboardInterrupt) else EXIT_BUG
+
+
+def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
+    """Bring the nodes together on node 0 and return them when all of them work."""
+    trainer = config.trainer
+    check_variables(config, environ)
+    if environ.get("RAY_ADDRESS", "").strip():
+        return _existing(config, environ, tell)
+    if trainer.nnodes == 1:
+        return _alone(config, environ, tell)
+    own_address(environ.get("NODE_ADDR"))
+    door = listen(trainer.master_addr, trainer.master_port)
+    host = socket.gethostname()
+    meeting = Rendezvous(
+        door,
+        facts_here(config, environ, 0, host),
+        fingerprint(config),
+        run_key(config),
+        slurm_hosts(environ),
+        tell,
+    )
+    try:
+        return _gather(config, environ, meeting, tell)
+    except BaseException as error:
+        meeting.end(exit_code_of(error), 5.0)
+        raise
+
+
+def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
+    """Give this node to node 0 until the run ends; returns node 0's exit code."""
+    trainer = config.trainer
+    check_variables(config, environ)
+    if not trainer.node_rank or trainer.master_addr is None:
+        raise ConfigError("a node that joins needs NODE_RANK above 0 and MASTER_ADDR of node 0.")
+
+    def start_ray(address: str, token: str, own: str) -> RayProcess:
+        options = ["--address", address, "--node-ip-address", own, *_resources(config, environ)]
+        return RayProcess(options, {**environ, **ray_variables(token)}, "this node")
+
+    return join(
+        trainer.master_addr,
+        trainer.master_port,
+        facts_here(config, environ, trainer.node_rank, socket.gethostname()),
+        run_key(config),
+        fingerprint(config),
+        start_ray,
+        environ=environ,
+        timeout=trainer.node_timeout,
+        restarts=trainer.max_restarts,
+        tell=tell,
+    )
+
+
+def check_variables(config: Config, environ: Mapping[str, str]) -> None:
+    """Name what is wrong with the start of this node, before anything is started."""
+    trainer, address = config.trainer, environ.get("RAY_ADDRESS", "").strip()
+    if address and trainer.node_rank:
+        raise ConfigError(
+            f"RAY_ADDRESS {address} names a cluster that runs already, so ppo is started once, "
+            f"not as node {trainer.node_rank}: leave out NODE_RANK, or RAY_ADDRESS."
+        )
+    if address or trainer.nnodes == 1:
+        return
+    rank = trainer.node_rank
+    if rank is None:
+        raise ConfigError(
+            f"{trainer.nnodes} nodes need the rank of this one: NODE_RANK=0 on the first."
+        )
+    if rank >= trainer.nnodes:
+        raise ConfigError(
+            f"NODE_RANK {rank} does not exist among {trainer.nnodes} nodes; ranks go from 0 to "
+            f"{trainer.nnodes - 1}."
+        )
+    if rank and trainer.master_addr is None:
+        raise ConfigError(f"node {rank} needs the address of node 0: MASTER_ADDR=HOST.")
+
+
+def _gather(config: Config, environ: Mapping[str, str], meeting: Rendezvous, tell: Tell) -> Nodes:
+    deadline = time.monotonic() + config.trainer.node_timeout
+    _await(meeting, environ, lambda: bool(meeting.members), deadline, tell)
+    token = secrets.token_hex(32)
+    # The address by which the first node came in is one by which nodes reach us.
+    own = next(iter(meeting.members.values())).line.here
+    port = free_port(own, config.trainer.master_port + 1)
+    ray = _head(config, {**environ, **ray_variables(token)}, own, port)
+    try:
+        ray.wait()
+        meeting.offer(f"{own}:{port}", token)
+        _examine(meeting, environ, deadline, tell)
+        meeting.start_all()
+        names = {rank: meeting.label(rank) for rank in range(config.trainer.nnodes)}
+        nodes = Nodes(
+            f"{own}:{port}",
+            names,
+            variables=ray_variables(token),
+            ray=ray,
+            meeting=meeting,
+            timeout=config.trainer.node_timeout,
+            tell=tell,
+        )
+        _await(meeting, environ, lambda: nodes.lost() is None, deadline, tell)
+    except BaseException as error:
+        meeting.end(exit_code_of(error), 5.0)
+        ray.stop()
+        raise
+    tell(f"{len(names)} of {len(names)} nodes work together")
+    return nodes
+
+
+def _examine(meeting: Rendezvous, environ: Mapping[str, str], deadline: float, tell: Tell) -> None:
+    """Wait until all nodes are here and examined; raises every problem of every node."""
+    grace = [deadline]
+
+    def examined() -> bool:
+        if len(meeting.in_phase("checked")) == len(meeting.others()):
+            return True
+        if len(grace) == 1 and meeting.problems():
+            grace.append(min(deadline, time.monotonic() + GRACE_S))
+        return time.monotonic() > grace[-1] and len(grace) > 1
+
+    _await(meeting, environ, examined, deadline, tell)
+    problems = meeting.problems()
+    tell(describe(meeting.facts, meeting.label(0)))
+    for rank in meeting.in_phase("checked"):
+        tell(describe(meeting.members[rank].facts, meeting.label(rank)))
+    if problems:
+        meeting.refuse_all(problems)
+        lacking = [f"{name} is not here yet." for name in meeting.missing()]
+        raise ConfigError([problem.text for problem in problems] + lacking)
+
+
+def _await(
+    meeting: Rendezvous,
+    environ: Mapping[str, str],
+    done: Callable[[], bool],
+    deadline: float,
+    tell: Tell,
+) -> None:
+    """Wait until `done`, telling who is missing; a ConfigError with their names in the end."""
+    said, last = "", 0.0
+    while not done():
+        missing, now = meeting.missing(), time.monotonic()
+        total = meeting.facts.nnodes
+        here = f"{total - len(missing)} of {total} nodes are here"
+        state = f"{here}; waiting for {', '.join(missing)}" if missing else f"{here}; starting Ray"
+        if now > deadline:
+            late = ", ".join(missing) if missing else (_late(meeting) or "Ray on a node")
+            hint = (
+                " Under SLURM start it on every node: srun --ntasks-per-node=1 ./train.sh …"
+                if missing and outside_step(environ)
+                else " Is the same line started there, with its own NODE_RANK?"
+            )
+            raise ConfigError(f"{here}; did not come in time (trainer.node_timeout): {late}.{hint}")
+        if state != said or now - last > SAY_S:
+            tell(state)
+            said, last = state, now
+        with meeting.changed:
+            meeting.changed.wait(min(0.5, max(0.01, deadline - now)))
+
+
+def _late(meeting: Rendezvous) -> str:
+    slow = [
+        f"{meeting.label(rank)} {meeting.members[rank].why}".strip()
+        for rank in meeting.in_phase("here", "checked", "started")
+    ]
+    return ", ".join(slow)
+
+
+def _alone(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
+    problems = own_problems(facts_here(config, environ, 0, socket.gethostname()), {0: "this node"})
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    token, own = secrets.token_hex(32), _outward()
+    port = free_port(own)
+    ray = _head(config, {**environ, **ray_variables(token)}, own, port)
+    try:
+        ray.wait()
+    except BaseException:
+        ray.stop()
+        raise
+    return Nodes(
+        f"{own}:{port}",
+        {0: socket.gethostname()},
+        variables=ray_variables(token),
+        ray=ray,
+        tell=tell,
+    )
+
+
+def _existing(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
+    address = environ["RAY_ADDRESS"].strip()
+    found = re.fullmatch(r"\[?([^\[\]/]+)\]?:(\d{1,5})", address)
+    if address != "auto" and found is None:
+        raise ConfigError(
+            f"RAY_ADDRESS '{address}' is not HOST:PORT of a Ray head (such as 10.0.0.1:6379); run "
+            "ppo on a machine of that cluster."
+        )
+    if found is not None and not reaches(found.group(1), int(found.group(2))):
+        raise ConfigError(f"nothing answers at RAY_ADDRESS {address}; is that cluster running?")
+    tell(f"using the Ray cluster at {address}")
+    return Nodes(address, {}, timeout=config.trainer.node_timeout, tell=tell)
+
+
+def _head(config: Config, environ: Mapping[str, str], own: str, port: int) -> RayProcess:
+    options = ["--head", "--port", str(port), "--node-ip-address", own]
+    client = ["--ray-client-server-port", str(free_port(own))]
+    quiet = ["--include-dashboard", "false"]
+    options += [*client, *quiet, *_resources(config, environ)]
+    return RayProcess(options, environ, f"node 0 ({socket.gethostname()})")
+
+
+def _resources(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Return what a node offers; without GPUs enough logical CPUs for every rank and sampler."""
+    gpus = wanted_gpus(config, environ)
+    ranks = (config.trainer.num_workers or 1) + (config.rollout.num_samplers or 1)
+    cpus = max(os.cpu_count() or 1, 0 if gpus else ranks + 2)
+    agent = ["--dashboard-agent-listen-port", "0"]
+    return ["--num-cpus", str(cpus), "--num-gpus", str(gpus), *agent]
+
+
+def _outward() -> str:
+    """Return the address that this machine uses towards others; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,127 @@
+"""Ray on this machine, as a process of its own that cannot outlive the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import ppo_cli
+from ppo_cli.errors import WorkerLost
+from ppo_cli.launch import keeper
+from ppo_cli.redact import redact
+
+UP = "Ray runtime started."
+UP_S = 120.0
+STOP_S = 2 * keeper.GRACE_S + 2
+TICK_S = 0.05
+# A socket's path may have 107 characters, and Ray puts about 62 behind the folder.
+LONGEST_FOLDER = 40
+_TAIL = 1500
+
+
+def ray_variables(token: str) -> dict[str, str]:
+    """Return the variables with which every process of one cluster is started, ours too."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+class RayProcess:
+    """`ray start --block` under a keeper; as a context it is stopped at the end."""
+
+    def __init__(self, options: list[str], environ: Mapping[str, str], label: str) -> None:
+        self._label = label
+        self._environ = environ
+        self.folder = Path(tempfile.mkdtemp(prefix="ppo-ray-", dir=_short_folder()))
+        self._log = self.folder / "start.log"
+        common = ["--block", "--disable-usage-stats", "--log-color", "false"]
+        self._process = self._start([*options, *common, "--temp-dir", str(self.folder)])
+
+    def wait(self, timeout: float = UP_S) -> None:
+        """Wait until Ray runs; raises WorkerLost with Ray's own words when it does not."""
+        deadline = time.monotonic() + timeout
+        while UP not in self._words():
+            if not self.alive():
+                raise WorkerLost(f"{self.ended()}\n{self.tail()}")
+            if time.monotonic() > deadline:
+                tail = self.tail()
+                raise WorkerLost(f"Ray does not start on {self._label} in {timeout:g} s.\n{tail}")
+            time.sleep(TICK_S)
+
+    def alive(self) -> bool:
+        """Whether Ray still runs."""
+        return self._process.poll() is None
+
+    def ended(self) -> str:
+        """Say that Ray ended here, and how."""
+        return f"Ray stopped on {self._label} (exit {self._process.poll()})."
+
+    def tail(self) -> str:
+        """Return Ray's last words."""
+        lines = [line for line in self._words()[-_TAIL:].splitlines() if line.strip()]
+        return redact("\n".join(lines[-8:]), self._environ)
+
+    def stop(self) -> None:
+        """Stop Ray and all that it started, and remove its folder."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(keeper.GRACE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> RayProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start(self, options: list[str]) -> subprocess.Popen[bytes]:
+        # -P: a folder called ray beside the run must not be taken for Ray.
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options]
+        watched = [str(os.getpid()), str(self.folder), *command]
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, *watched],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_with_ours(self._environ),
+            )
+
+    def _words(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._log.read_text(errors="replace")
+        return ""
+
+
+def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
+    """Let Ray's workers find the package that runs here, and no other cluster."""
+    env = {name: text for name, text in environ.items() if name != "RAY_ADDRESS"}
+    root = str(Path(ppo_cli.__file__).resolve().parents[1])
+    if "site-packages" not in root:
+        paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+        env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, root]))
+    return env
+
+
+def _short_folder() -> str | None:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= LONGEST_FOLDER - len("/ppo-ray-12345678") else "/tmp"

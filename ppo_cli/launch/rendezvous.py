@@ -1,0 +1,326 @@
+"""Node 0's side of the meeting: who is here, who fits, who is gone.
+
+One thread takes connections, one reads each node, one sends a beat to all; the state behind
+`changed` is theirs together. A node is admitted by the run's key and a free rank, tells its
+facts, is examined, started, and then watched until the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ppo_cli.launch.addresses import reaches
+from ppo_cli.launch.lines import Broken, Line, Message, words
+from ppo_cli.launch.preflight import (
+    NodeFacts,
+    Problem,
+    compare,
+    different_keys,
+    own_problems,
+    read_facts,
+)
+
+PROTOCOL = 1
+HELLO_S = 10.0
+BEAT_S = 1.0
+SILENCE_S = 10.0
+MOST_CONNECTIONS = 4096
+
+
+@dataclass
+class Member:
+    """A node that is or was here; `phase` is here, checked, started, ready or gone."""
+
+    facts: NodeFacts
+    line: Line
+    different: list[str]
+    phase: str = "here"
+    why: str = ""
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        """Host and address, in words."""
+        host, address = self.facts.host, self.line.there
+        return host if host == address else f"{host}, {address}"
+
+
+class Rendezvous:
+    """The door of node 0, open from the start to the end of the run."""
+
+    def __init__(
+        self,
+        door: socket.socket,
+        facts: NodeFacts,
+        settings: Mapping[str, str],
+        key: str,
+        hosts: list[str],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.facts, self.members = facts, dict[int, Member]()
+        self.changed = threading.Condition()
+        self.address, self.token, self.started = "", "", False
+        self.stop_asked: str | None = None
+        self._door, self._settings, self._key = door, settings, key
+        self._hosts, self._tell = hosts, tell
+        self._closed = threading.Event()
+        self._open = 0
+        for task in (self._accept, self._beat):
+            threading.Thread(target=task, daemon=True, name=f"nodes-{task.__name__}").start()
+
+    def label(self, rank: int) -> str:
+        """Return a node's name: `node 1 (host-b, 10.0.0.2)` as far as it is known."""
+        if rank == self.facts.rank:
+            return f"node {rank} ({self.facts.host})"
+        member = self.members.get(rank)
+        if member is not None:
+            return f"node {rank} ({member.where})"
+        known = len(self._hosts) == self.facts.nnodes
+        return f"node {rank} ({self._hosts[rank]})" if known else f"node {rank}"
+
+    def others(self) -> range:
+        """Return the ranks beside this one."""
+        return range(1, self.facts.nnodes)
+
+    def in_phase(self, *phases: str) -> list[int]:
+        """Return the ranks that are in one of these phases."""
+        return [r for r in self.others() if r in self.members and self.members[r].phase in phases]
+
+    def missing(self) -> list[str]:
+        """Return the names of the nodes that are not here."""
+        here = self.in_phase("here", "checked", "started", "ready")
+        return [self.label(rank) for rank in self.others() if rank not in here]
+
+    def offer(self, address: str, token: str) -> None:
+        """Ray runs here: every node tries to reach it, those that come later as well."""
+        with self.changed:
+            self.address, self.token = address, token
+            waiting = [self.members[rank] for rank in self.in_phase("here")]
+        for member in waiting:
+            self._send(member, "check", address=address)
+
+    def problems(self) -> list[Problem]:
+        """Return all that keeps the nodes that are here from starting together."""
+        labels = {rank: self.label(rank) for rank in range(self.facts.nnodes)}
+        found = own_problems(self.facts, labels)
+        for rank in sorted(self.members):
+            found += self._problems_of(self.members[rank], labels)
+        return found
+
+    def refuse_all(self, problems: list[Problem]) -> None:
+        """Tell each node what is wrong with it, or that the run does not start."""
+        for rank, member in self.members.items():
+            own = [problem.text for problem in problems if problem.rank == rank]
+            rest = f"The run does not start; node 0 ({self.facts.host}) says why."
+            self._send(member, "stop", problems=own or [rest])
+
+    def start_all(self) -> None:
+        """Let every node start its Ray; later ones are started when they come and fit."""
+        with self.changed:
+            self.started = True
+            checked = [self.members[rank] for rank in self.in_phase("checked")]
+        for member in checked:
+            self._start(member)
+
+    def end(self, code: int, timeout: float) -> None:
+        """Send the exit code, and wait a little until the nodes have cleaned up."""
+        if self._closed.is_set():
+            return
+        for member in list(self.members.values()):
+            self._send(member, "end", code=code)
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while self.in_phase("here", "checked", "started", "ready"):
+                if not self.changed.wait(max(0.0, deadline - time.monotonic())):
+                    break
+        self.close()
+
+    def close(self) -> None:
+        """Shut the door and hang up."""
+        self._closed.set()
+        self._door.close()
+        for member in list(self.members.values()):
+            member.line.close()
+
+    def _accept(self) -> None:
+        self._door.settimeout(0.5)
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._door.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if self._open >= MOST_CONNECTIONS:
+                sock.close()
+                continue
+            self._open += 1
+            threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        try:
+            with contextlib.suppress(Broken, OSError):
+                line = Line(sock)
+                try:
+                    self._greet(line)
+                finally:
+                    line.close()
+        finally:
+            self._open -= 1
+
+    def _greet(self, line: Line) -> None:
+        hello = line.read(HELLO_S)
+        if hello is not None and hello["type"] == "who":
+            line.send("ppo", pid=os.getpid(), host=self.facts.host)
+        elif hello is not None and hello["type"] == "hello":
+            member = self._admit(hello, line)
+            if isinstance(member, str):
+                line.send("refused", why=member)
+                self._tell(f"Refused a node at {line.there}: {member}")
+            else:
+                self._follow(member)
+
+    def _admit(self, hello: Message, line: Line) -> Member | str:
+        if hello.get("protocol") != PROTOCOL:
+            return "it has another version of ppo-cli: install the same on all nodes."
+        if hello.get("run") != self._key:
+            return (
+                f"the run of node 0 ({self.facts.host}) is another one: its output_dir, "
+                "project_name or experiment_name differ. Give the same, or another MASTER_PORT."
+            )
+        facts, settings = read_facts(hello.get("facts")), hello.get("settings")
+        if facts is None or not isinstance(settings, dict):
+            return "it told nothing of itself that can be read."
+        job, ours = words(hello.get("job") or ""), os.environ.get("SLURM_JOB_ID", "")
+        if job and ours and job != ours:
+            return f"it is of the SLURM job {job}, node 0 of {ours}; give one another MASTER_PORT."
+        with self.changed:
+            refusal = self._rank_problem(facts, line)
+            if refusal:
+                return refusal
+            member = Member(facts, line, different_keys(self._settings, settings))
+            self.members[facts.rank] = member
+            self.changed.notify_all()
+        return member
+
+    def _rank_problem(self, facts: NodeFacts, line: Line) -> str | None:
+        rank, last = facts.rank, self.facts.nnodes - 1
+        if rank > last:
+            return f"NODE_RANK {rank} does not exist: node 0 has NNODES={last + 1}, so 0 to {last}."
+        taken = rank == 0 or bool(self.in_phase_of(rank))
+        if taken:
+            host = self.facts.host if rank == 0 else self.members[rank].facts.host
+            there = line.here if rank == 0 else self.members[rank].line.there
+            return f"NODE_RANK {rank} is taken by {host} ({there}): each node needs its own."
+        same = [r for r in self.in_phase("here", "checked", "started", "ready")
+                if self.members[r].line.there == line.there]  # fmt: skip
+        if facts.wanted_gpus and (same or line.there == line.here):
+            other = same[0] if same else 0
+            return (
+                f"node {other} runs on {facts.host} ({line.there}) already: ppo is started once a "
+                "node, and takes all its GPUs by N_GPUS."
+            )
+        return None
+
+    def in_phase_of(self, rank: int) -> str:
+        """Return the phase of a node that is here, or an empty string."""
+        member = self.members.get(rank)
+        return member.phase if member is not None and member.phase != "gone" else ""
+
+    def _follow(self, member: Member) -> None:
+        """Read a node until it is gone; silence counts as gone."""
+        try:
+            with self.changed:
+                address = self.address
+            member.line.send("welcome", beat=BEAT_S)
+            if address:
+                member.line.send("check", address=address)
+            while not self._closed.is_set():
+                message = member.line.read(SILENCE_S)
+                if message is None:
+                    raise Broken(f"has been silent for {SILENCE_S:g} s")
+                if self._hear(member, message):
+                    return
+        except Broken as error:
+            self._gone(member, str(error))
+
+    def _hear(self, member: Member, message: Message) -> bool:
+        """Act on one message; True when the node says goodbye."""
+        kind = message["type"]
+        if kind == "checked":
+            self._checked(member, message)
+        elif kind == "ready":
+            self._enter(member, "ready")
+        elif kind == "failed":
+            self._enter(member, "started", words(message.get("why"), 600))
+        elif kind == "stop_asked":
+            self.stop_asked = f"{self.label(member.facts.rank)} was asked to stop"
+        elif kind in ("bye", "left"):
+            self._gone(member, words(message.get("why") or "left"))
+            return True
+        return False
+
+    def _checked(self, member: Member, message: Message) -> None:
+        port, rank = message.get("listens"), member.facts.rank
+        there, ray = member.line.there, self.address
+        found = []
+        if message.get("reaches") is not True:
+            found.append(
+                f"{self.label(rank)} cannot reach {ray}; open it, and the ports above 1024 "
+                "between the nodes, in the firewall."
+            )
+        if not isinstance(port, int) or not 0 < port < 65536 or not reaches(there, port):
+            found.append(
+                f"node 0 ({self.facts.host}) cannot reach {self.label(rank)} on port "
+                f"{words(port, 10)}; open the ports above 1024 between the nodes in the firewall."
+            )
+        member.problems = [Problem(rank, text) for text in found]
+        self._enter(member, "checked")
+        if self.started:
+            self._start_late(member)
+
+    def _start_late(self, member: Member) -> None:
+        labels = {rank: self.label(rank) for rank in range(self.facts.nnodes)}
+        problems = self._problems_of(member, labels)
+        if problems:
+            for problem in problems:
+                self._tell(problem.text)
+            self._send(member, "stop", problems=[problem.text for problem in problems])
+        else:
+            self._start(member)
+
+    def _problems_of(self, member: Member, labels: Mapping[int, str]) -> list[Problem]:
+        return [
+            *own_problems(member.facts, labels),
+            *compare(self.facts, member.facts, member.different, labels),
+            *member.problems,
+        ]
+
+    def _start(self, member: Member) -> None:
+        self._enter(member, "started")
+        self._send(member, "start", address=self.address, token=self.token)
+
+    def _enter(self, member: Member, phase: str, why: str = "") -> None:
+        with self.changed:
+            member.phase, member.why = phase, why
+            self.changed.notify_all()
+
+    def _gone(self, member: Member, why: str) -> None:
+        self._enter(member, "gone", why)
+
+    def _send(self, member: Member, kind: str, **fields: object) -> None:
+        # A node that cannot be written to is found gone by its reader.
+        with contextlib.suppress(Broken):
+            member.line.send(kind, **fields)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            for member in list(self.members.values()):
+                if member.phase != "gone":
+                    self._send(member, "beat")
