@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ppo_cli.engine.cluster.waits import Call
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
 from ppo_cli.engine.learner import merge_annotations
 from ppo_cli.engine.sums import merge_sums
+from ppo_cli.errors import ConfigError
 from ppo_cli.records import Prompt, Rollout
 
 POLL_S = 0.2
@@ -45,6 +47,7 @@ class ClusterEngine:
     ) -> None:
         trainer = config.trainer
         self._weight_version = 0
+        self._one_node = placement.nodes == 1
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._learners: list[Member] = []
         self._samplers: list[Member] = []
@@ -95,7 +98,8 @@ class ClusterEngine:
     def save(self, directory: Path) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
         directory = directory.absolute()
-        self._all_learners("begin_save", directory)
+        writers = len(self._learners) if self._one_node else self._count_writers(directory)
+        self._all_learners("begin_save", directory, writers)
         return self._saver.submit(self._await_saved, time.monotonic())
 
     def load(self, directory: Path) -> None:
@@ -144,7 +148,7 @@ class ClusterEngine:
             loading = []
             self._publisher.sleep()
         plan = cluster.share(
-            LearnerPlan(config, tokenizer, total_steps, len(self._learners), placement.nodes == 1)
+            LearnerPlan(config, tokenizer, total_steps, len(self._learners), self._one_node)
         )
         collect(
             [
@@ -161,6 +165,22 @@ class ClusterEngine:
     def _all_learners(self, name: str, *args: Any) -> list[Any]:
         calls = [self._cluster.ask(learner, name, "call", *args) for learner in self._learners]
         return self._cluster.waits.collect(calls)
+
+    def _count_writers(self, directory: Path) -> int:
+        """How many of the first ranks see the folder: nodes may have disks of their own."""
+        mark = directory / f".seen-{uuid.uuid4().hex}"
+        mark.touch()
+        try:
+            sees = self._all_learners("sees", mark)
+        finally:
+            mark.unlink()
+        if not sees[0]:
+            raise ConfigError(
+                f"{self._learners[0]} does not see the run folder, in which it has to write "
+                f"{directory}. Put --output_dir on a file system that all nodes share, or let "
+                "training begin on the first node (--placement)."
+            )
+        return next((rank for rank, seen in enumerate(sees) if not seen), len(sees))
 
     def _await_saved(self, since: float) -> None:
         waits = self._cluster.waits

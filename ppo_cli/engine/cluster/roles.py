@@ -97,9 +97,13 @@ class LearnerRole:
         """The weights for the samplers from the first rank, None from the others."""
         return pack(self._learner.weights())
 
-    def begin_save(self, directory: Path) -> None:
+    def sees(self, mark: Path) -> bool:
+        """Whether a file that the driver has made is there on this node, too."""
+        return mark.exists()
+
+    def begin_save(self, directory: Path, writers: int) -> None:
         """Keep what is to be written; the writing goes on in the background."""
-        self._writing = self._learner.begin_save(directory)
+        self._writing = self._learner.begin_save(directory, writers)
 
     def saved(self) -> bool:
         """Whether this rank has written all; raises what went wrong."""

@@ -1,0 +1,217 @@
+"""Two learner ranks and a sampler under Ray against one process; then each is killed in turn."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.cluster.engine import ClusterEngine
+from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.errors import DataError, ModelError, WorkerLost
+from ppo_cli.records import Prompt, Rollout
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+PLACEMENT = Placement(1, 0, (0, 1), ((2,),), (), colocated=False)
+SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
+Verbs = LocalEngine | ClusterEngine
+
+
+def make_config(**model: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "embedded", "dtype": "float32"} | model,
+            "rollout": {"name": "hf"},
+            "data": {"max_response_length": SAMPLING.max_tokens},
+            "algorithm": {"use_kl_in_reward": True},
+            "trainer": {"worker_timeout": 120, "node_timeout": 120},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(model_folder("embedded"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[Prompt]:
+    texts = [f"{i} + {7 * i} =" for i in range(12)]
+    return [
+        Prompt(uid=f"p{i}", text=text, messages=(), rendered=text,
+               token_ids=tuple(tokenizer(text).input_ids), extra_info={"row": i})
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run") / "logs"
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer: Any, logs: Path) -> Iterator[Callable[[], ClusterEngine]]:
+    engines: list[ClusterEngine] = []
+
+    def make() -> ClusterEngine:
+        for engine in engines:
+            engine.close()
+        engines.append(
+            ClusterEngine(make_config(), tokenizer, total_steps=8, placement=PLACEMENT, logs=logs)
+        )
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[[], ClusterEngine]) -> ClusterEngine:
+    return start()
+
+
+@pytest.fixture(scope="module")
+def local(tokenizer: Any) -> LocalEngine:
+    return LocalEngine(make_config(), tokenizer, total_steps=8)
+
+
+def sample(engine: Verbs, prompts: list[Prompt], sampling: Sampling = SAMPLING) -> list[Rollout]:
+    return sorted(engine.generate(prompts, sampling), key=lambda r: (int(r.key[0][1:]), r.sample))
+
+
+def scored(annotated: AnnotatedBatch) -> TrainBatch:
+    shape = annotated.response_mask_BT.shape
+    torch.manual_seed(3)
+    return TrainBatch(
+        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
+        scores_B=torch.zeros(shape[0]),
+        valid_B=torch.arange(shape[0]) % 5 != 3,
+        token_rewards_BT=torch.zeros(shape),
+        advantages_BT=torch.randn(shape),
+        returns_BT=torch.randn(shape),
+        is_weight_BT=torch.ones(shape),
+    )
+
+
+def train_step(engine: Verbs, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
+    rollouts = sample(engine, prompts)
+    annotated = engine.annotate(build_batch(rollouts, pad))
+    sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=True))
+    engine.publish()
+    return rollouts, annotated, sums
+
+
+def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...], version: int) -> None:
+    for mine, other in zip(ours[0], theirs[0], strict=True):
+        assert mine.key == other.key and mine.token_ids == other.token_ids
+        assert mine.text == other.text and mine.finish_reason == other.finish_reason
+        assert mine.weight_version == other.weight_version == version
+        assert mine.prompt is other.prompt
+    names = ("old_logprobs_BT", "ref_logprobs_BT", "entropy_BT", "values_BT", "input_ids_BL")
+    for name in names:
+        a, b = getattr(ours[1], name), getattr(theirs[1], name)
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5, msg=name)
+    assert ours[2].keys() == theirs[2].keys()
+    for name, (total, count) in ours[2].items():
+        assert count == pytest.approx(theirs[2][name][1], rel=1e-6), name
+        assert total == pytest.approx(theirs[2][name][0], rel=1e-3, abs=1e-4), name
+
+
+def test_the_verbs_give_what_one_process_gives(
+    engine: ClusterEngine, local: LocalEngine, prompts: list[Prompt], tokenizer: Any, tmp_path: Path
+) -> None:
+    pad = tokenizer.pad_token_id
+    for version in range(2):
+        assert_same(train_step(engine, prompts, pad), train_step(local, prompts, pad), version)
+    folders = [tmp_path / "cluster", tmp_path / "local"]
+    for folder, one in zip(folders, (engine, local), strict=True):
+        folder.mkdir()
+        saving = one.save(folder)
+        assert isinstance(saving, Future)
+        saving.result(60)
+    assert {p.name for p in folders[0].iterdir()} == {"actor", "critic", "state"}
+    wanted = train_step(local, prompts, pad)
+    assert_same(train_step(engine, prompts, pad), wanted, 2)
+    # Each reads what the other wrote, and goes on as before.
+    engine.load(folders[1])
+    assert_same(train_step(engine, prompts, pad), wanted, 2)
+    local.load(folders[0])
+    assert_same(train_step(local, prompts, pad), wanted, 2)
+
+
+def test_rollouts_stream(engine: ClusterEngine, prompts: list[Prompt]) -> None:
+    started, arrivals = time.monotonic(), []
+    sampling = Sampling(n=100, max_tokens=24, seed=5)
+    for _ in engine.generate(prompts, sampling):
+        arrivals.append(time.monotonic() - started)
+    assert len(arrivals) == 12 * 100
+    assert arrivals[0] < 0.7 * arrivals[-1]  # the first is here before the last is sampled
+
+
+def test_a_users_mistake_in_a_sampler_and_on_all_ranks(
+    engine: ClusterEngine, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    empty = Prompt(uid="p99", text="", messages=(), rendered="", token_ids=())
+    with pytest.raises(DataError, match="p99 has no tokens"):
+        list(engine.generate([*prompts, empty], SAMPLING))
+    with pytest.raises(ModelError, match="nowhere"):
+        engine.load(tmp_path / "nowhere")
+    assert len(sample(engine, prompts)) == 24
+
+
+def test_every_worker_has_a_log(engine: ClusterEngine, logs: Path) -> None:
+    names = {path.name for path in logs.iterdir()}
+    assert {"learner-0.log", "learner-1.log", "sampler-0.log", "ray.log"} <= names
+
+
+def kill_soon(pid: int) -> None:
+    threading.Timer(0.3, os.kill, (pid, 9)).start()
+
+
+def await_loss(work: Callable[[], object], match: str) -> None:
+    """Call until somebody is missed, which has to be soon."""
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match=match):
+        while time.monotonic() - started < 30:
+            work()
+    assert time.monotonic() - started < 10
+
+
+def test_a_killed_sampler_is_named(engine: ClusterEngine, prompts: list[Prompt]) -> None:
+    many = Sampling(n=64, max_tokens=24, seed=1)
+    kill_soon(engine._samplers[0].pid)
+    await_loss(lambda: sample(engine, prompts, many), "Sampler 0 on node .* was killed")
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_killed_rank_is_named_and_a_new_engine_goes_on(
+    start: Callable[[], ClusterEngine], engine: ClusterEngine, prompts: list[Prompt],
+    tokenizer: Any, rank: int,
+) -> None:  # fmt: skip
+    mine = engine if rank == 1 else start()  # the first one's sampler is dead by now
+    ids = tuple(tokenizer("7").input_ids)
+    rollouts = [
+        Rollout(prompt, 0, ids * 24, torch.zeros(24 * len(ids)).numpy(), "", "length")
+        for prompt in prompts * 4
+    ]
+    batch = build_batch(rollouts, tokenizer.pad_token_id)
+    minibatch = MiniBatch(scored(mine.annotate(batch)), actor=True, critic=True)
+    kill_soon(mine._learners[rank].pid)
+    await_loss(lambda: mine.step(minibatch), f"Learner rank {rank} on node .* was killed")
+    started = time.monotonic()
+    mine.close()
+    assert time.monotonic() - started < 25
