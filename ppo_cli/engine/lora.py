@@ -38,9 +38,8 @@ class AdapterOff(Policy):
     """A policy as it was before its adapter was trained; weights are shared, none is copied."""
 
     def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
-        """Last hidden states without the adapter, and without gradients."""
-        # Recomputed activations of a backward pass would see the adapter on again.
-        with torch.no_grad(), without_adapter(self.model):
+        """Last hidden states without the adapter; nothing in them is trained."""
+        with without_adapter(self.model):
             return super().hidden_BLH(input_ids_BL)
 
 
@@ -90,8 +89,8 @@ def without_adapter(model: Any) -> Iterator[None]:
     layers = _layers(model)
     for layer in layers.values():
         layer.enable_adapters(False)
-    # PEFT freezes what it switches off. A sharded layer keeps two tensors for one weight, and
-    # by the time of switching on the other may be in its place: leave the flag as it was.
+    # PEFT freezes what it switches off. Sharding looks at that once, when weights are first
+    # gathered, and would then never reduce the adapter's gradients in the dtype it should.
     for name, tensor in model.named_parameters():
         if PIECE.search(name):
             tensor.requires_grad_(True)

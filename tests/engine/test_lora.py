@@ -185,23 +185,42 @@ def one_rank() -> Iterator[Any]:
     distributed.destroy_process_group()
 
 
-def test_a_sharded_model_goes_on_training_after_a_reference_pass(one_rank: Any) -> None:
+def sharded(model: Any, mesh: Any, **options: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    model, plain = trained(adapted(llama)), trained(adapted(llama))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=one_rank)
-    fully_shard(model, mesh=one_rank)
-    assert torch.equal(logits(model), logits(plain))
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def gradients_of(model: Any) -> list[Tensor]:
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    found = [tensor.grad for _, tensor in adapter_tensors(model)]
+    return [getattr(grad, "full_tensor", lambda grad=grad: grad)() for grad in found]
+
+
+def test_a_sharded_model_is_the_same(one_rank: Any) -> None:
+    model, plain = sharded(trained(adapted(llama)), one_rank), trained(adapted(llama))
     with without_adapter(model):
         assert torch.equal(logits(model), logits(llama()))
-    for one in (model, plain):
-        one(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-    for (_, sharded), (name, tensor) in zip(
-        adapter_tensors(model), adapter_tensors(plain), strict=True
-    ):
-        assert sharded.grad is not None and tensor.grad is not None, name
-        torch.testing.assert_close(sharded.grad.full_tensor(), tensor.grad)
+    assert torch.equal(logits(model), logits(plain))
+    for ours, theirs in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
     merged = dict(merged_tensors(model, lambda tensor: tensor.full_tensor().detach()))
     for name, tensor in merged_tensors(plain, whole):
         assert torch.equal(merged[name], tensor), name
+
+
+def test_a_reference_pass_comes_first_and_gradients_keep_their_dtype(one_rank: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    for reference_first in (False, True):
+        model = sharded(trained(adapted(llama)), one_rank, mp_policy=precision)
+        if reference_first:
+            with without_adapter(model):
+                logits(model)
+        found.append(gradients_of(model))
+    assert {grad.dtype for grad in found[1]} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
