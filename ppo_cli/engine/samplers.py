@@ -13,12 +13,13 @@ from transformers import AutoConfig, GenerationConfig
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.effective import sampler_name, sampler_seed
 from ppo_cli.config.schema import Config
+from ppo_cli.engine.adapter_files import LoRA
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.lora import adapt, load_adapter, publishes_adapter
 from ppo_cli.engine.models import adapt_policy, decode_text, load_policy, stop_token_ids
 from ppo_cli.engine.sampler import Sampler
-from ppo_cli.engine.vllm_sampler import LoRA, VLLMSampler, check_vllm
+from ppo_cli.engine.vllm_sampler import VLLMSampler, check_vllm
 from ppo_cli.errors import ModelError
 
 # Keys and values on the CPU: enough for all sequences at full length, but no more than this.
@@ -64,7 +65,7 @@ def _build_hf(config: Config, tokenizer: Any) -> HFSampler:
         max_num_seqs=config.rollout.max_num_seqs,
         detokenize=partial(decode_text, tokenizer),
         autocast=None if compute.dtype == torch.float32 else compute.dtype,
-        load_adapter=load_adapter,
+        load_adapter=load_adapter if inject is not None else None,
     )
 
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import logging
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
+from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.token_draw import stream_key
@@ -33,18 +31,19 @@ from ppo_cli.records import Prompt, Rollout
 
 EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "nccl": "nccl", "ipc": "ipc"}
-# Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 SHARED_MEMORY = Path("/dev/shm")
-LORA_PIECES = (".lora_A.", ".lora_B.", ".lora_embedding_")
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """What an adapter's file does not say of it."""
-
-    rank: int
-    alpha: float
+# What vLLM raises for models and settings that it does not take; all else is a bug.
+REFUSALS = (
+    ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, KeyError, TypeError,
+    AttributeError, ImportError,
+)  # fmt: skip
+# Words of vLLM's -> what to do about them.
+MENDS = {
+    "max_model_len": "Lower --max_prompt_length or --max_response_length",
+    "memory": "Free memory, or lower --gpu_memory_utilization or rollout.max_num_seqs",
+    "tensor_parallel_size": "Choose another --rollout_tp",
+    "attention heads": "Choose another --rollout_tp",
+}
 
 
 def check_vllm() -> None:
@@ -70,6 +69,10 @@ def set_environment() -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }.items():
         os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        # Without it a few small functions of vLLM's are compiled, for seconds and no gain.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        torch._dynamo.config.disable = True
     # Not ours to mend, and said at each import.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.reduce_op` is deprecated")
@@ -136,7 +139,7 @@ class VLLMSampler:
             "worker_extension_cls": EXTENSION,
         }
         if lora is not None:
-            options |= _lora_options(lora)
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.padded_rank()}
         if not on_gpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             options["kv_cache_memory_bytes"] = cpu_cache_bytes
         self._start(options, transfer)
@@ -170,7 +173,7 @@ class VLLMSampler:
             self.update_weights({"tensors": dict(weights.tensors)})
         else:
             path = self._memory() / "weights.safetensors"
-            save_file(_separate(weights.tensors), path)
+            save_file({name: t.contiguous() for name, t in weights.tensors.items()}, path)
             try:
                 self.update_weights({"path": str(path)})
             finally:
@@ -214,9 +217,6 @@ class VLLMSampler:
     def close(self) -> None:
         """Free everything. Safe to call twice."""
         engine, self._engine = self._engine, None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
         if engine is not None:
             from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -224,6 +224,13 @@ class VLLMSampler:
             del engine
             gc.collect()
             cleanup_dist_env_and_memory()
+        if self._folder is not None:
+            # vLLM's processes met by a file here, and left shared memory named after it.
+            for met in self._folder.glob("vllm_dist_*"):
+                for left in SHARED_MEMORY.glob(f"{met.name}-*"):
+                    left.unlink(missing_ok=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def _start(self, options: dict[str, Any], transfer: str) -> None:
         from vllm import EngineArgs
@@ -231,11 +238,14 @@ class VLLMSampler:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
+        usual, tempfile.tempdir = tempfile.tempdir, str(self._memory())
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
-        except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError,
-                KeyError, TypeError, AttributeError, ImportError) as error:  # fmt: skip
+        except REFUSALS as error:
+            self.close()
             raise ModelError(_why_not(options["model"], error)) from error
+        finally:
+            tempfile.tempdir = usual
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
@@ -322,9 +332,7 @@ class VLLMSampler:
 
         self._adapters += 1
         folder = self._memory() / f"adapter-{self._adapters}"
-        folder.mkdir()
-        save_file(_separate(weights.tensors), folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(_peft_config(self._lora, weights)))
+        write_adapter(folder, self._lora, weights.tensors)
         fresh = LoRARequest(f"version {weights.version}", self._adapters, str(folder))
         try:
             if self._adapter is not None:
@@ -340,51 +348,29 @@ class VLLMSampler:
         self._adapter = fresh
 
     def _memory(self) -> Path:
-        """A folder of our own, in shared memory where there is any."""
+        """A folder of our own that `close` removes, in shared memory where there is any."""
         if self._folder is None:
             place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self._folder = Path(tempfile.mkdtemp(prefix="ppo-sampler-", dir=place))
         return self._folder
 
-    def _rpc(self, method: str, **values: Any) -> None:
-        self._engine.collective_rpc(method, kwargs=values)
-
-
-def _lora_options(lora: LoRA) -> dict[str, Any]:
-    fitting = [rank for rank in LORA_RANKS if rank >= lora.rank]
-    if not fitting:
-        raise ModelError(
-            f"vLLM takes LoRA adapters up to rank {LORA_RANKS[-1]}, not {lora.rank}: lower "
-            "--lora_rank, or publish merged weights with model.lora_merge=true."
-        )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0]}
-
-
-def _peft_config(lora: LoRA, weights: Weights) -> dict[str, Any]:
-    """What PEFT would write beside the tensors; the modules are told by the tensors' names."""
-    owners = {name.split(piece)[0] for name in weights.tensors for piece in LORA_PIECES
-              if piece in name}  # fmt: skip
-    return {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted({owner.rpartition(".")[2] for owner in owners}),
-    }
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as a safetensors file takes them: contiguous."""
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    def _rpc(self, method: str, **values: Any) -> list[Any]:
+        """Run a method of each of vLLM's workers."""
+        return list(self._engine.collective_rpc(method, kwargs=values))
 
 
 def _why_not(model: str, error: Exception) -> str:
     said = _first_line(error)
+    mend = next((mend for word, mend in MENDS.items() if word in said), "Mend that")
     return (
-        f"vLLM cannot sample from {model}: {said}. Mend that, or sample without vLLM "
+        f"vLLM cannot sample from {model}: {said}. {mend}, or sample without vLLM "
         "(--rollout_name hf)."
     )
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(" .")
+    """The first sentence of what went wrong; a validation error begins with a count of them."""
+    text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return first.removeprefix("Value error, ").partition(". ")[0].rstrip(" .")

@@ -1,0 +1,103 @@
+"""A Hugging Face sampler with a model of its own takes new weights, whole or as an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.lora import adapt, adapter_tensors
+from ppo_cli.engine.models import load_policy, load_tokenizer
+from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.samplers import build_sampler, check_sampler
+from ppo_cli.errors import MissingPart
+from ppo_cli.records import Prompt, Rollout
+
+SAMPLING = Sampling(n=3, max_tokens=16)
+
+
+def read_config(*words: str) -> Config:
+    given = ["rollout.name=hf", "model.path=embedded", *words]
+    return resolve(flags={}, preset=None, config_files=[], overrides=given, environ={}).config
+
+
+def make_prompt(tokenizer: Any) -> Prompt:
+    ids = tuple(tokenizer("<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
+    return Prompt("p", "2+2=", (), "2+2=", ids)
+
+
+@torch.no_grad()
+def gap(model: Any, rollouts: list[Rollout]) -> float:
+    gaps = []
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
+        logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
+        chosen = torch.tensor(rollout.token_ids)[:, None]
+        ours = logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+        gaps.append(np.abs(ours - rollout.sampler_logprobs).max())
+    return float(max(gaps))
+
+
+def shake_all(model: Any) -> Weights:
+    for weight in model.parameters():
+        weight.data.add_(torch.randn_like(weight) * 0.02)
+    return Weights({n: w.detach().clone() for n, w in model.named_parameters()}, 1)
+
+
+def shake_adapter(model: Any) -> Weights:
+    for _, tensor in adapter_tensors(model):
+        tensor.data.normal_(std=0.3)
+    return Weights({n: t.detach().clone() for n, t in adapter_tensors(model)}, 1, adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "shake"), [((), shake_all), (("model.lora_rank=4",), shake_adapter)]
+)
+def test_new_weights_are_the_ones_that_sample(
+    words: tuple[str, ...], shake: Callable[[Any], Weights]
+) -> None:
+    config = read_config(*words)
+    if config.model.lora_rank:
+        pytest.importorskip("peft")
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    prompts = [make_prompt(tokenizer)]
+    sampler = build_sampler(config, tokenizer)
+    model = load_policy(model_folder("embedded")).model
+    before = list(sampler.generate(prompts, SAMPLING, 0))
+    assert gap(model, before) < 1e-4
+    if (inject := adapt(config)) is not None:
+        inject(model)
+    torch.manual_seed(0)
+    sampler.sleep()
+    sampler.wake_up()
+    sampler.load_weights(shake(model))
+    after = list(sampler.generate(prompts, SAMPLING, 1))
+    assert gap(model, after) < 1e-4 < 1e-2 < gap(model, before)
+    assert {rollout.weight_version for rollout in after} == {1}
+    sampler.close()
+    sampler.close()
+
+
+def test_weights_of_another_model_are_a_bug() -> None:
+    sampler = build_sampler(read_config(), load_tokenizer(model_folder("embedded")))
+    with pytest.raises(RuntimeError, match="not those of this model"):
+        sampler.load_weights(Weights({"odd": torch.zeros(1)}, 1))
+    with pytest.raises(RuntimeError, match="without LoRA"):
+        build_sampler(
+            read_config("model.lora_rank=4", "model.lora_merge=true"),
+            load_tokenizer(model_folder("embedded")),
+        ).load_weights(Weights({}, 1, adapter=True))
+
+
+def test_a_sampler_that_is_not_installed_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_sampler(read_config())
+    with pytest.raises(MissingPart, match="scripts/setup vllm"):
+        check_sampler(read_config("rollout.name=vllm"))

@@ -1,0 +1,246 @@
+"""Asks a real vLLM everything the tests want to know, in a process of its own.
+
+python vllm_probe.py FOLDER        prints one line of JSON; FOLDER takes models made here
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.lora import adapt, adapter_tensors
+from ppo_cli.engine.models import decode_text, load_policy, load_tokenizer, stop_token_ids
+from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.samplers import build_sampler
+from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.errors import DataError, ModelError
+from ppo_cli.records import Prompt, Rollout
+
+LONGEST = 128
+SAMPLINGS = {
+    "plain": Sampling(n=4, max_tokens=24),
+    "cool": Sampling(temperature=0.7, n=4, max_tokens=24),
+    "warm top_p": Sampling(temperature=1.5, top_p=0.8, n=4, max_tokens=24, seed=3),
+    "cool top_k": Sampling(temperature=0.5, top_k=3, n=4, max_tokens=24),
+    "both": Sampling(temperature=1.2, top_p=0.9, top_k=5, n=4, max_tokens=24),
+    "greedy": Sampling(temperature=0.0, top_p=0.5, top_k=2, n=2, max_tokens=24),
+}
+
+
+def make_prompts(tokenizer: Any) -> list[Prompt]:
+    found = []
+    for i in range(8):
+        asked = [{"role": "user", "content": f"{7 * i}+{3 * i}="}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        ids = tuple(tokenizer(text)["input_ids"])
+        found.append(Prompt(f"p{i}", text, (), text, ids))
+    return found
+
+
+@torch.no_grad()
+def gap(model: Any, rollouts: Sequence[Rollout], temperature: float) -> float:
+    """Largest difference to the log-probs of a plain forward pass."""
+    gaps = []
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
+        logits = model(ids).logits[0, len(rollout.prompt.token_ids) - 1 : -1].float()
+        logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
+        ours = logprobs.gather(-1, torch.tensor(rollout.token_ids)[:, None])[:, 0].numpy()
+        gaps.append(np.abs(ours - rollout.sampler_logprobs).max())
+    return float(max(gaps))
+
+
+@torch.no_grad()
+def shake(model: Any, size: float = 0.2) -> None:
+    for weight in model.parameters():
+        weight.add_(torch.randn_like(weight) * size * weight.std(correction=0))
+
+
+def snapshot(model: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def same(first: Sequence[Rollout], second: Sequence[Rollout]) -> bool:
+    """Whether the rollouts that both hold are equal."""
+    known = {rollout.key: rollout for rollout in first}
+    return all(
+        known[r.key].token_ids == r.token_ids and known[r.key].text == r.text for r in second
+    )
+
+
+def sentence(call: Any) -> str:
+    try:
+        call()
+    except (DataError, ModelError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def probe_publishing(sampler: VLLMSampler, model: Any, prompts: list[Prompt]) -> dict[str, Any]:
+    """Gaps to the new and to the old weights over several updates."""
+    plain = SAMPLINGS["plain"]
+    found: dict[str, Any] = {"new": [], "old": [], "versions": []}
+    before = snapshot(model)
+    for version in (5, 6, 7):
+        shake(model)
+        sampler.load_weights(Weights(snapshot(model), version))
+        found["versions"].append(sampler.weight_version)
+        rollouts = list(sampler.generate(prompts, plain, version))
+        found["new"].append(gap(model, rollouts, 1.0))
+        after = snapshot(model)
+        model.load_state_dict(before, strict=False)
+        found["old"].append(gap(model, rollouts, 1.0))
+        model.load_state_dict(after, strict=False)
+        before = after
+    found["stamps"] = sorted({rollout.weight_version for rollout in rollouts})
+    return found
+
+
+def probe_bundled(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """The bundled model, whose output head is tied to its embedding."""
+    found: dict[str, Any] = {}
+    prompts = make_prompts(tokenizer)
+    model = load_policy(model_folder("embedded")).model
+    sampler = build_sampler(config, tokenizer)
+    assert isinstance(sampler, VLLMSampler)
+    hf = HFSampler(
+        model,
+        eos_token_ids=stop_token_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        max_num_seqs=64,
+        detokenize=partial(decode_text, tokenizer),
+    )
+    greedy = SAMPLINGS["greedy"]
+    ours = list(sampler.generate(prompts, greedy, 2))
+    theirs = list(hf.generate(prompts, greedy, 2))
+    found["greedy"] = same(ours, theirs) and len(ours) == len(theirs) == 16
+    found["finish"] = sorted({rollout.finish_reason for rollout in ours})
+    eos = stop_token_ids(model, tokenizer)
+    found["ends"] = all((r.token_ids[-1] in eos) == (r.finish_reason == "stop") for r in ours)
+    cut = list(sampler.generate(prompts, Sampling(n=1, temperature=0.0, max_tokens=1), 2))
+    found["cut"] = {(r.finish_reason, len(r.token_ids)) for r in cut} == {("length", 1)}
+    found["gaps"], found["alike"], found["spread"] = {}, {}, {}
+    for name, sampling in SAMPLINGS.items():
+        rollouts = list(sampler.generate(prompts, sampling, 2))
+        found["gaps"][name] = gap(model, rollouts, sampling.temperature)
+        again = list(sampler.generate([prompts[6], prompts[1]], sampling, 2))
+        found["alike"][name] = same(rollouts, again) and len(again) == 2 * sampling.n
+        found["spread"][name] = len({r.token_ids for r in rollouts})
+    # A caller that walks away leaves nothing behind.
+    stream = sampler.generate(prompts, SAMPLINGS["plain"], 2)
+    next(stream)
+    stream.close()
+    found["after a break"] = len(list(sampler.generate(prompts, SAMPLINGS["plain"], 2)))
+    found["too long"] = sentence(lambda: sampler.generate(prompts, Sampling(max_tokens=LONGEST), 2))
+    found["publishing"] = probe_publishing(sampler, model, prompts)
+    weights = snapshot(model)
+    weights["model.norm.weight"].fill_(float("nan"))
+    sampler.load_weights(Weights(weights, 8))
+    found["nan"] = sentence(lambda: list(sampler.generate(prompts, SAMPLINGS["plain"], 8)))
+    sampler.close()
+    sampler.close()
+    return found
+
+
+def probe_untied(folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """A random model with an output head of its own."""
+    torch.manual_seed(0)
+    shape = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(shape).eval()
+    model.save_pretrained(folder)
+    sampler = VLLMSampler(
+        str(folder),
+        eos_token_ids=frozenset({tokenizer.eos_token_id}),
+        detokenize=partial(decode_text, tokenizer),
+        max_model_len=LONGEST,
+        max_num_seqs=16,
+    )
+    found = probe_publishing(sampler, model, make_prompts(tokenizer))
+    sampler.close()
+    return found
+
+
+def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Only the adapter travels."""
+    inject = adapt(config)
+    assert inject is not None
+    prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
+    model = load_policy(model_folder("embedded")).model
+    sampler = build_sampler(config, tokenizer)
+    found: dict[str, Any] = {"new": [], "old": []}
+    rollouts = list(sampler.generate(prompts, plain, 0))
+    found["base"] = gap(model, rollouts, 1.0)
+    inject(model)
+    for version in (1, 2, 3):
+        for _, tensor in adapter_tensors(model):
+            tensor.data.normal_(std=0.2)
+        tensors = {name: t.detach().clone() for name, t in adapter_tensors(model)}
+        found["old"].append(gap(model, rollouts, 1.0))
+        sampler.load_weights(Weights(tensors, version, adapter=True))
+        rollouts = list(sampler.generate(prompts, plain, version))
+        found["new"].append(gap(model, rollouts, 1.0))
+    sampler.close()
+    return found
+
+
+def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
+    """Models that vLLM does not take."""
+    odd = folder / "odd"
+    GPT2Config(vocab_size=300, n_embd=30, n_head=2, n_layer=1).save_pretrained(odd)
+    config = json.loads((odd / "config.json").read_text())
+    strange = folder / "strange"
+    strange.mkdir()
+    (strange / "config.json").write_text(
+        json.dumps(config | {"architectures": ["NoSuchModelForCausalLM"]})
+    )
+
+    def start(path: Path | str, longest: int = LONGEST) -> Any:
+        return VLLMSampler(
+            str(path), eos_token_ids=frozenset({1}), detokenize=str, max_model_len=longest
+        )
+
+    return {
+        "too long": sentence(lambda: start(model_folder("embedded"), 1_000_000)),
+        "architecture": sentence(lambda: start(strange)),
+        "no weights": sentence(lambda: start(odd)),
+        "no folder": sentence(lambda: start(folder / "nowhere")),
+    }
+
+
+def read_config(*words: str) -> Config:
+    given = ["rollout.name=vllm", "data.max_prompt_length=64", "data.max_response_length=64",
+             "rollout.max_num_seqs=32", "model.path=embedded", *words]  # fmt: skip
+    return resolve(flags={}, preset=None, config_files=[], overrides=given, environ={}).config
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    found = {
+        "bundled": probe_bundled(read_config(), tokenizer),
+        "untied": probe_untied(folder / "untied", tokenizer),
+        "lora": probe_lora(read_config("model.lora_rank=4", "model.lora_alpha=8"), tokenizer),
+        "mistakes": probe_mistakes(folder, tokenizer),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
