@@ -64,7 +64,7 @@ _SHARDS = Idle(_local, "one process holds whole models and shards nothing; leave
 _OFFLOAD = Idle(
     _local_on_cpu, "in one process without a GPU everything is in host memory; leave it out"
 )
-_RESTARTS = Idle(_local, "one process has no workers that could be lost; leave it out")
+_RESTARTS = Idle(_local, "one process has no workers and no nodes to lose; leave it out")
 _LORA = Idle(
     lambda c: c.model.lora_rank == 0,
     "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
@@ -114,7 +114,7 @@ EFFECTS: dict[str, Idle] = {
     "model.lora_merge": _MERGE,
     "trainer.max_restarts": _RESTARTS,
     "trainer.worker_timeout": _RESTARTS,
-    "trainer.node_timeout": _NODES,
+    "trainer.node_timeout": _RESTARTS,
     "trainer.master_addr": _NODES,
     "trainer.master_port": _NODES,
     "trainer.node_rank": _NODES,

@@ -1,0 +1,86 @@
+"""Whatever settings of a cluster are accepted come to a placement that can be served."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_cli.config.cluster_checks import cluster_clashes
+from ppo_cli.config.cluster_remarks import cluster_remarks
+from ppo_cli.config.device_list import numbered
+from ppo_cli.config.device_plan import device_plan
+from ppo_cli.config.effective import data_ranks, engine_name, learner_ranks
+from ppo_cli.config.placement import describe, placement_of
+from ppo_cli.config.schema import Config
+
+SMALL = st.integers(1, 4)
+SIZE = st.sampled_from([1, 1, 2, 2, 3])
+DEVICES = st.sets(st.integers(0, 9), max_size=6).map(lambda found: tuple(sorted(found)))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> str:
+    """Most of them split devices in two, or share them; some do anything."""
+    end, cut = draw(st.sampled_from([2, 4, 8])), draw(st.integers(1, 7))
+    split = (tuple(range(min(cut, end))), tuple(range(min(cut, end), end)))
+    shared = (tuple(range(end)), tuple(range(end)))
+    train, rollout = draw(st.one_of(st.just(split), st.just(shared), st.tuples(DEVICES, DEVICES)))
+    roles = {"train": train, "rollout": rollout, "reward": draw(DEVICES)}
+    return ",".join(f"{role}:{numbered(found)}" for role, found in roles.items() if found)
+
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "trainer": st.fixed_dictionaries(
+            {},
+            optional={
+                "engine": st.sampled_from(["local", "ray"]),
+                "n_gpus_per_node": st.sampled_from([0, 2, 4, 8]),
+                "nnodes": SIZE,
+                "num_workers": SMALL,
+                "tensor_parallel_size": SIZE,
+                "async_steps": st.integers(0, 2),
+                "placement": placements(),
+            },
+        ),
+        "rollout": st.fixed_dictionaries(
+            {},
+            optional={
+                "name": st.sampled_from(["hf", "vllm"]),
+                "tensor_model_parallel_size": SIZE,
+                "num_samplers": SMALL,
+            },
+        ),
+        "actor": st.fixed_dictionaries(
+            {}, optional={"fsdp_config": st.fixed_dictionaries({"fsdp_size": st.integers(-1, 4)})}
+        ),
+        "reward": st.fixed_dictionaries({}, optional={"model": st.just({"path": "a/b"})}),
+    }
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
+def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> None:
+    config = Config.model_validate(given)
+    clashes = [clash.text for clash in cluster_clashes(config, gpus)]
+    assert all(text[-1] == "." and "\n" not in text for text in clashes)
+    if [text for text in clashes if "nodes need" not in text]:
+        return
+    found, ranks = placement_of(config, gpus), learner_ranks(config, gpus)
+    assert ranks == len(found.train)
+    assert ranks == data_ranks(config, gpus) * config.trainer.tensor_parallel_size
+    assert found.rollout
+    sampling = {device for sampler in found.rollout for device in sampler}
+    assert len(sampling) == sum(len(sampler) for sampler in found.rollout)
+    assert sampling == {*found.train} if found.colocated else sampling.isdisjoint(found.train)
+    assert not (found.colocated and config.trainer.async_steps)
+    if engine_name(config, gpus) == "local":
+        assert found.alone and found.train == (0,)
+    if found.devices_per_node:
+        span = config.rollout.tensor_model_parallel_size
+        assert max(*found.train, *sampling, *found.reward) < found.nodes * found.devices_per_node
+        assert all(len({found.node_of(d) for d in sampler}) == 1 for sampler in found.rollout)
+        assert {len(sampler) for sampler in found.rollout} == {span}
+    assert all(describe(found)) and all(device_plan(config, gpus).sentences)
+    assert all(note[-1] == "." for note in cluster_remarks(config, gpus, {}))
