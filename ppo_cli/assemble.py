@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,10 @@ class Cluster(Protocol):
         """Return when all nodes are there; raises WorkerLost when one does not come back."""
         ...
 
+    def stop_asked(self) -> str | None:
+        """The signal that asked another node to stop, if one did."""
+        ...
+
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run what the config asks for, from the first check to the summary."""
@@ -71,11 +75,14 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
     )
     with ExitStack() as closing:
         stop = StopOnSignal(screen.note)
+
+        def stop_requested() -> str | None:
+            return stop.reason() or (cluster.stop_asked() if cluster else None)
+
         engines = Engines(
             config, tokenizer, prompts, order, total_steps,
-            logs=folder.logs, tell=screen.note, stop_requested=stop.reason,
+            logs=folder.logs, tell=screen.note, stop_requested=stop_requested,
             address=cluster.address if cluster else None,
-            wait_for_nodes=cluster.wait_until_whole if cluster else lambda: None,
         )  # fmt: skip
         closing.callback(engines.close)
         reward = build_reward(
@@ -119,12 +126,16 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
             diagnose=explain_no_reward,
-            stop_requested=stop.reason,
+            stop_requested=stop_requested,
             resume_command=_resume_command(resolved),
             fingerprint=identity,
         )
         started = time.monotonic()
-        _run(job, engines, resume_from, screen)
+        again = partial(
+            run_with_restarts, build=engines.renew, most=config.trainer.max_restarts,
+            origin=resume_from, gather=cluster.wait_until_whole if cluster else lambda: None,
+        )  # fmt: skip
+        _run(job, again, resume_from, screen)
         seconds = time.monotonic() - started
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
 
@@ -138,12 +149,10 @@ def _start_reward(
         raise Interrupted(f"{stop} Go on with: {_resume_command(resolved)}") from stop
 
 
-def _run(job: Job, engines: Engines, resume_from: Path | None, screen: Screen) -> None:
+def _run(
+    job: Job, go_on: Callable[[Job, RunState], None], resume_from: Path | None, screen: Screen
+) -> None:
     """Start or go on; a run that is complete already says so."""
-    go_on = partial(
-        run_with_restarts, build=engines.renew, most=job.config.trainer.max_restarts,
-        origin=resume_from,
-    )  # fmt: skip
     if resume_from is None:
         go_on(job, RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef))
         return

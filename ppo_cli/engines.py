@@ -37,8 +37,6 @@ class Engines:
     stop_requested: Callable[[], str | None]
     # The Ray cluster that several nodes have formed; None starts one where it is needed.
     address: str | None = None
-    # Called before a lost engine is made anew: returns when all nodes are there again.
-    wait_for_nodes: Callable[[], None] = lambda: None
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # the engine without what runs ahead
 
@@ -53,7 +51,6 @@ class Engines:
     def renew(self) -> Engine:
         """Another engine in the place of one that was lost."""
         self.close()
-        self.wait_for_nodes()
         return self.get()
 
     def close(self) -> None:

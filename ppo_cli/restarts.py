@@ -21,31 +21,50 @@ Build = Callable[[], Engine]
 
 
 def run_with_restarts(
-    job: Job, state: RunState, *, build: Build, most: int, origin: Path | None = None
+    job: Job,
+    state: RunState,
+    *,
+    build: Build,
+    most: int,
+    gather: Callable[[], None] = lambda: None,
+    origin: Path | None = None,
 ) -> None:
     """Run to the end, with at most `most` new starts.
 
-    `build` makes the engine anew once the lost one is closed; it may raise WorkerLost itself,
-    when what was lost does not come back. Without a checkpoint of its own the run begins again
-    at `origin`, the one that it started from, or at the first step. Raises Interrupted when
-    there are too many losses.
+    Once a lost engine is closed, `gather` waits until all nodes are there again, and `build`
+    makes another; both may raise WorkerLost. Without a checkpoint of its own the run begins
+    again at `origin`, the one that it started from, or at the first step. Raises Interrupted
+    when there are too many losses, or when what was lost does not come back.
     """
     begun = job.order.state_dict(), job.reward.state_dict()
-    restarts = 0
-    while True:
+    lost: WorkerLost | None = None
+    for restarts in range(most + 1):
         try:
+            if lost is not None:
+                _tell(job, lost, f"({restarts} of {most})")
+                _leave(job)
+                _wait_for_nodes(job, gather)
+                job = replace(job, engine=build())
+                newest = job.store.newest() or origin
+                state = _begin_again(job, begun) if newest is None else load(job, newest)
             return run(job, state)
-        except WorkerLost as lost:
-            restarts += 1
-            saved = job.store.newest_step()
-            if restarts > most:
-                raise _too_many(job, lost, most, saved) from lost
-            where = f"step {saved}, the last checkpoint" if saved else "the first step"
-            job.tracker.screen.health(f"{lost} Starting again ({restarts} of {most}) from {where}.")
-        _leave(job)
-        job = replace(job, engine=build())
-        newest = job.store.newest() or origin
-        state = _begin_again(job, begun) if newest is None else load(job, newest)
+        except WorkerLost as error:
+            lost = error
+    more = f"That is one loss more than --max_restarts {most} allows."
+    raise _given_up(job, f"{lost} {more}") from lost
+
+
+def _tell(job: Job, lost: WorkerLost, count: str) -> None:
+    saved = job.store.newest_step()
+    where = f"step {saved}, the last checkpoint" if saved else "the first step"
+    job.tracker.screen.health(f"{lost} Starting again {count} from {where}.")
+
+
+def _wait_for_nodes(job: Job, gather: Callable[[], None]) -> None:
+    try:
+        gather()
+    except WorkerLost as gone:
+        raise _given_up(job, str(gone)) from gone
 
 
 def _leave(job: Job) -> None:
@@ -70,9 +89,7 @@ def _begin_again(job: Job, begun: tuple[dict[str, Any], dict[str, Any]]) -> RunS
     return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
 
 
-def _too_many(job: Job, lost: WorkerLost, most: int, saved: int | None) -> Interrupted:
-    told = f"step {saved} of {job.total_steps} is saved" if saved else "nothing is saved yet"
-    return Interrupted(
-        f"{lost} That is one loss more than --max_restarts {most} allows; {told}. "
-        f"Go on with: {job.resume_command}"
-    )
+def _given_up(job: Job, told: str) -> Interrupted:
+    saved = job.store.newest_step()
+    kept = f"Step {saved} of {job.total_steps} is saved." if saved else "Nothing is saved yet."
+    return Interrupted(f"{told} {kept} Go on with: {job.resume_command}")

@@ -53,14 +53,14 @@ class Given:
     overrides: tuple[str, ...]
     extras: Mapping[str, Any]
 
-    def resolve(self) -> Resolved:
+    def resolve(self, environ: Mapping[str, str] | None = None) -> Resolved:
         """Put what was typed over the other layers."""
         return resolve(
             flags=self.flags,
             preset=self.preset,
             config_files=self.config_files,
             overrides=self.overrides,
-            environ=os.environ,
+            environ=os.environ if environ is None else environ,
         )
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.cli.plan import print_plan
+from ppo_cli.config.effective import engine_name
 from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.errors import ConfigError, MissingPart, PpoError
+
+if TYPE_CHECKING:
+    from ppo_cli.tracker import Screen
 
 EPILOG = (
     "Example: ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28   "
@@ -21,7 +27,10 @@ EPILOG = (
 
 def train(given: Given) -> None:
     """Train a model with PPO."""
-    resolved = given.resolve()
+    from ppo_cli.launch.environment import node_environment
+
+    around = node_environment(os.environ, set(given.flags))
+    resolved = given.resolve({**os.environ, **around})
     if given.extras["dry_run"]:
         print_plan(resolved)
         return
@@ -40,18 +49,43 @@ def _refuse(resolved: Resolved) -> None:
 
 
 def _run(resolved: Resolved) -> None:
-    from ppo_cli.assemble import train as train_now
     from ppo_cli.cli.screen import make_screen
 
     screen = make_screen()
+    if resolved.config.trainer.node_rank:
+        raise typer.Exit(_join(resolved, screen))
     for note in (*resolved.notes, *remarks(resolved)):
         screen.note(note)
     try:
-        train_now(resolved, screen)
+        _drive(resolved, screen)
     except (PpoError, OSError):
         raise
     except Exception as bug:
         raise Crash(Path(resolved.config.trainer.output_dir)) from bug
+
+
+def _join(resolved: Resolved, screen: Screen) -> int:
+    """Give this machine to node 0; returns the exit code of the run."""
+    from ppo_cli.launch.nodes import join_cluster
+
+    return join_cluster(resolved.config, os.environ, screen.note)
+
+
+def _drive(resolved: Resolved, screen: Screen) -> None:
+    """Train from here, with the other nodes where there are any."""
+    several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS")
+    if not several or engine_name(resolved.config) == "local":
+        from ppo_cli.assemble import train as train_now
+
+        train_now(resolved, screen)
+        return
+    from ppo_cli.launch.nodes import open_cluster
+
+    with open_cluster(resolved.config, os.environ, screen.note) as nodes:
+        os.environ.update(nodes.variables)  # read when Ray is imported
+        from ppo_cli.assemble import train as train_now
+
+        train_now(resolved, screen, nodes)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
