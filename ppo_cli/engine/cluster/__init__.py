@@ -18,6 +18,8 @@ def _prepare_ray() -> None:
     # Ray ends a driver whose cluster is gone for so long; we want to report it and start anew.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Nobody but us starts a Ray: a call after the end of one would start another by itself.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     # Without a token anybody on the network could run code in our processes.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     known = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()

@@ -82,7 +82,10 @@ class Cluster:
         fresh = [self._member(seat) for seat in seats]
         self._members += fresh
         greeted = self.waits.collect(
-            [self.ask(member, "start", "hello") for member in fresh],
+            [
+                self.ask(member, "start", "arrive", str(member.log), seat.gpus)
+                for member, seat in zip(fresh, seats, strict=True)
+            ],
             self._node_timeout,
             may_stop=True,
         )
@@ -143,7 +146,7 @@ class Cluster:
     def _part(self, polite: Sequence[Member]) -> None:
         with suppress(Exception):  # they end anyway, and why they cannot is in their logs
             self.waits.collect([self.ask(member, "close") for member in polite], FAREWELL_S)
-        ends = [self.ask(member, "end", "hello") for member in self._members]
+        ends = [self.ask(member, "end", "rest") for member in self._members]
         for member in self._members:
             ray.kill(member.handle)
         # Devices are free for the next engine only when their processes are gone.
@@ -153,11 +156,8 @@ class Cluster:
             remove_placement_group(self._group)
 
     def _member(self, seat: Seat) -> Member:
-        gpus = ",".join(str(device) for device in seat.gpus)
-        variables = {
-            "CUDA_VISIBLE_DEVICES": gpus,
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        }
+        # Ray hides all GPUs from a worker that asks it for none; this one sees to that itself.
+        variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if not seat.gpus:
             # Threads of several processes on the same cores would wait for each other.
             variables["OMP_NUM_THREADS"] = "1"
@@ -169,4 +169,4 @@ class Cluster:
             num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0,
             scheduling_strategy=strategy, runtime_env={"env_vars": variables},
         )  # fmt: skip
-        return Member(seat.title, log, actor.remote(str(log)))
+        return Member(seat.title, log, actor.remote())

@@ -57,8 +57,8 @@ class ClusterEngine:
             node_timeout=trainer.node_timeout, tell=tell, stop_requested=stop_requested,
         )  # fmt: skip
         try:
-            ranks, samplers = len(placement.train), len(placement.rollout)
-            tell(f"Starting {ranks} learner ranks and {samplers} samplers")
+            ranks = _counted(len(placement.train), "learner rank")
+            tell(f"Starting {ranks} and {_counted(len(placement.rollout), 'sampler')}")
             self._start_workers(placement)
             self._build_models(config, tokenizer, total_steps, placement)
         except BaseException:
@@ -191,6 +191,10 @@ class ClusterEngine:
             if writing and time.monotonic() - since > waits.timeout_s:
                 raise late(writing, "save", waits.timeout_s)
             time.sleep(POLL_S if writing else 0)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _lighten(prompt: Prompt) -> Prompt:

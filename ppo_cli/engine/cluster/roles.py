@@ -21,6 +21,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
 from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.engine.samplers import build_sampler
 from ppo_cli.records import Prompt, Rollout
@@ -128,8 +129,9 @@ class SamplerRole:
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
     ) -> Iterator[tuple[str, Rollout]]:
         """Yield rollouts without their prompts."""
-        for rollout in self._sampler.generate(prompts, sampling, weight_version):
-            yield shed_prompt(rollout)
+        with tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
+            for rollout in self._sampler.generate(prompts, sampling, weight_version):
+                yield shed_prompt(rollout)
 
     def load_weights(self, weights: PackedRecord) -> None:
         """Take new weights; they are read where they lie."""

@@ -68,6 +68,7 @@ class Session:
 
     def close(self) -> None:
         """Leave Ray; end it when it is ours. Safe to call twice."""
+        self._gone = self._gone or "The workers have been sent home."
         if ray.is_initialized():
             ray.shutdown()
         head, self._head = self._head, None

@@ -10,7 +10,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import ray
 
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
-from ppo_cli.errors import PpoError
+from ppo_cli.errors import ConfigError, PpoError
 from ppo_cli.redact import redact
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 FLUSH_S = 0.02  # what finishes within that time travels together
 
 
@@ -51,14 +52,23 @@ class Hello:
 class Worker:
     """Hosts the object that a factory makes."""
 
-    def __init__(self, log: str) -> None:
-        write_into(Path(log))
-        ignore_signals()
+    def __init__(self) -> None:
         self._held: Any = None
 
-    def hello(self) -> Outcome:
-        """Say where this is."""
-        return Outcome(Hello(ray.util.get_node_ip_address(), os.getpid()))
+    def arrive(self, log: str, gpus: tuple[int, ...]) -> Outcome:
+        """Open the log, see these GPUs of the node and no others, and say where this is."""
+
+        def settle() -> Hello:
+            write_into(Path(log))
+            ignore_signals()
+            os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
+            return Hello(ray.util.get_node_ip_address(), os.getpid())
+
+        return _try(settle)
+
+    def rest(self) -> Outcome:
+        """Do nothing; whoever waits for it learns of this worker's end."""
+        return Outcome()
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Outcome:
         """Make the object that calls go to."""
@@ -88,6 +98,19 @@ class Worker:
             return
         if items:
             yield Outcome(items)
+
+
+def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
+    """Name some of the GPUs that this node lets us see, by their number among those."""
+    if not inherited:
+        return ",".join(str(gpu) for gpu in gpus)
+    names = [name.strip() for name in inherited.split(",")]
+    if gpus and max(gpus) >= len(names):
+        raise ConfigError(
+            f"This node shows GPUs {inherited} ({VISIBLE}), so it has no GPU number {max(gpus)}; "
+            "lower --n_gpus or show more."
+        )
+    return ",".join(names[gpu] for gpu in gpus)
 
 
 def _try(work: Callable[[], Any]) -> Outcome:
