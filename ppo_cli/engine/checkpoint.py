@@ -8,10 +8,8 @@ its own. Any number of ranks reads them: the first from the disk, the others fro
 from __future__ import annotations
 
 import json
-import re
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +18,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.engine.optimizer import MOMENTS, Optimizer
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.sharding import fill_from_rank0, full_tensor
-from ppo_cli.engine.tensor_files import StoredTensors, file_name, write_file, write_tensors
+from ppo_cli.engine.sharding import fill_from_rank0
+from ppo_cli.engine.shares import Share, cut_share, to_disk
+from ppo_cli.engine.tensor_files import StoredTensors, write_file
 from ppo_cli.errors import ModelError
 
 ENGINE_FILE = "engine.json"
-LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,46 +57,6 @@ class Trained:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """What this rank writes of a set of tensors, and who writes what.
-
-    `writers` holds, in the order of the files, the names of each writer's tensors as empty
-    ones; `number` is this rank's place among them, None when it has nothing to write.
-    """
-
-    stem: str
-    tensors: dict[str, Tensor]
-    writers: list[dict[str, Tensor]]
-    number: int | None
-    model: Any = None
-
-    def write(self, directory: Path) -> None:
-        """Write this rank's file; no other rank is needed."""
-        if self.number is not None:
-            path = directory / file_name(self.stem, self.number, len(self.writers))
-            write_tensors(path, _to_disk(self.model, self.tensors))
-
-    def write_index(self, directory: Path) -> None:
-        """Write which tensor is in which of several files, as Hugging Face has it."""
-        if len(self.writers) == 1 or self.model is None:
-            return
-        places: dict[str, str] = {}
-        found: list[Tensor] = []
-        for number, empty in enumerate(self.writers):
-            stored = _to_disk(self.model, empty)
-            name = Path(file_name(self.stem, number, len(self.writers))).name
-            places |= dict.fromkeys(stored, name)
-            found += stored.values()
-        sizes = {
-            "total_parameters": sum(t.numel() for t in found),
-            "total_size": sum(t.numel() * t.element_size() for t in found),
-        }
-        index = {"metadata": sizes, "weight_map": places}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_file(directory / f"{self.stem}.safetensors.index.json", text.encode())
-
-
-@dataclass(frozen=True, eq=False)
 class Snapshot:
     """What this rank writes of a checkpoint: copies in host memory, untouched by training."""
 
@@ -113,6 +69,7 @@ class Snapshot:
 
         The checkpoint is whole when `write` has ended on all ranks.
         """
+        self._make_folders(directory)
         for share in self.shares:
             share.write(directory)
             if self.speaks:
@@ -120,6 +77,11 @@ class Snapshot:
         if self.speaks:
             for name, content in self.files.items():
                 write_file(directory / name, content)
+
+    def _make_folders(self, directory: Path) -> None:
+        """Make all folders first: one that has been given up must not come to life again."""
+        for name in (*(share.stem for share in self.shares), *self.files):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
 
     def write_in_background(self, directory: Path) -> Future[None]:
         """Write in a thread of its own; the future holds what went wrong."""
@@ -194,50 +156,10 @@ def take_snapshot(
     for part in trained:
         most = ranks.size if writers is None else writers
         several = 1 if part.model is None else most  # an adapter is always one file
-        shares.append(_cut_share(part.stem, part.weights, ranks, several, part.model))
-        shares.append(_cut_share(part.optimizer_stem, part.optimizer.moments(), ranks, most))
+        shares.append(cut_share(part.stem, part.weights, ranks, several, part.model))
+        shares.append(cut_share(part.optimizer_stem, part.optimizer.moments(), ranks, most))
         files |= {f"{part.name}/{name}": content for name, content in part.files.items()}
     return Snapshot(shares, files, speaks=ranks.rank == 0)
-
-
-def take_share(
-    named: Iterable[tuple[str, Tensor]], ranks: Ranks, writers: int
-) -> dict[str, Tensor]:
-    """Whole copies, in host memory, of the tensors that this rank writes; all ranks call.
-
-    The same names in the same order on all ranks. Bytes are balanced over the first `writers`.
-    """
-    tensors = dict(named)
-    owners = assign_owners(tensors, writers)
-    share: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        ours = owners[name] == ranks.rank
-        if ours or isinstance(tensor, DTensor):
-            whole = full_tensor(tensor)
-            if ours:
-                share[name] = whole
-    return share
-
-
-def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
-    """Which rank writes each tensor: the largest layer next to the rank with the least.
-
-    A layer stays together, since a file may hold its tensors cut or joined in other ways.
-    """
-    layers: dict[str, list[str]] = defaultdict(list)
-    sizes: dict[str, int] = defaultdict(int)
-    for name, tensor in tensors.items():
-        layer = LAYER.match(name)
-        key = layer.group() if layer else name
-        layers[key].append(name)
-        sizes[key] += tensor.numel() * tensor.element_size()
-    held = [0] * writers
-    owners: dict[str, int] = {}
-    for key in sorted(layers, key=lambda key: -sizes[key]):
-        rank = held.index(min(held))
-        held[rank] += sizes[key]
-        owners |= dict.fromkeys(layers[key], rank)
-    return owners
 
 
 def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[str, Any]:
@@ -246,7 +168,7 @@ def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[s
     Only the first rank reads. Raises ModelError, on all ranks, that names tensor and file.
     """
     try:
-        state = _share(ranks, lambda: _read_state(directory))
+        state: dict[str, Any] = _read_on_first(ranks, lambda: _read_state(directory))
         for part in trained:
             _load_weights(directory, part, ranks)
             _load_moments(directory, part, ranks)
@@ -258,29 +180,10 @@ def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[s
     return state
 
 
-def _cut_share(
-    stem: str, tensors: Mapping[str, Tensor], ranks: Ranks, most: int, model: Any = None
-) -> Share:
-    owners = assign_owners(tensors, most)
-    places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
-    writers: list[dict[str, Tensor]] = [{} for _ in places]
-    for name, rank in owners.items():
-        tensor = tensors[name]
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        writers[places.index(rank)][name] = empty
-    number = places.index(ranks.rank) if ranks.rank in places else None
-    return Share(stem, take_share(tensors.items(), ranks, most), writers, number, model)
-
-
-def _to_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as the files of this family have them: experts one by one, say."""
-    return tensors if model is None else revert_weight_conversion(model, dict(tensors))
-
-
 def _read_state(directory: Path) -> dict[str, Any]:
     path = directory / "state" / ENGINE_FILE
     try:
-        state = json.loads(path.read_text())
+        state: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path.name} cannot be read ({error}).") from error
     if not isinstance(state, dict):
@@ -288,7 +191,7 @@ def _read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def _share(ranks: Ranks, read: Callable[[], Any]) -> Any:
+def _read_on_first(ranks: Ranks, read: Callable[[], Any]) -> Any:
     """What the first rank reads, on all ranks."""
     found = together(ranks, lambda: read() if ranks.rank == 0 else None)
     return gather_objects(ranks, found)[0]
@@ -300,7 +203,7 @@ def _load_weights(directory: Path, part: Trained, ranks: Ranks) -> None:
 
     def read() -> Mapping[str, Tensor] | StoredTensors:
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        on_disk = {name: tuple(t.shape) for name, t in _to_disk(part.model, empty).items()}
+        on_disk = {name: tuple(t.shape) for name, t in to_disk(part.model, empty).items()}
         stored = StoredTensors(directory, part.stem)
         stored.check(on_disk)
         if on_disk == shapes:

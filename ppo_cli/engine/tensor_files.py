@@ -26,7 +26,7 @@ def file_name(stem: str, number: int, of: int) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file as Hugging Face does, and bring it to the disk."""
-    unfinished = _make_room(path)
+    unfinished = _hidden(path)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, unfinished, metadata={"format": "pt"})
     with unfinished.open("rb") as file:
@@ -36,7 +36,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file and bring it to the disk."""
-    unfinished = _make_room(path)
+    unfinished = _hidden(path)
     with unfinished.open("wb") as file:
         file.write(content)
         file.flush()
@@ -115,9 +115,8 @@ def _find_files(directory: Path, stem: str) -> list[Path]:
     return paths
 
 
-def _make_room(path: Path) -> Path:
+def _hidden(path: Path) -> Path:
     """The name to write under until the file is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".unfinished-{path.name}")
 
 

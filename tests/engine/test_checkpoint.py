@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,16 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.training import Optim
 from ppo_cli.engine.checkpoint import (
     Trained,
-    assign_owners,
     model_files,
     restore,
     saved_model,
     stored_tensors,
-    take_share,
     take_snapshot,
 )
 from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.shares import Share, assign_owners, take_share
 from ppo_cli.errors import ModelError
 
 TINY = {
@@ -163,6 +163,24 @@ def test_what_the_disk_refuses_is_in_the_future(tmp_path: Path) -> None:
     (tmp_path / "actor").write_text("in the way")
     written = take_snapshot([trained(model, train(model))], {}, ALONE).write_in_background(tmp_path)
     assert isinstance(written.exception(timeout=60), OSError)
+
+
+def test_a_folder_that_was_given_up_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("tied")
+    snapshot = take_snapshot([trained(model, train(model))], {}, ALONE)
+    write_share = Share.write
+
+    def give_up(share: Share, directory: Path) -> None:
+        write_share(share, directory)
+        shutil.rmtree(directory)
+
+    monkeypatch.setattr(Share, "write", give_up)
+    (tmp_path / "gone").mkdir()
+    # Another rank's disk was full: whoever waited has removed what was written.
+    assert snapshot.write_in_background(tmp_path / "gone").exception(timeout=60) is not None
+    assert not (tmp_path / "gone").exists()
 
 
 def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:

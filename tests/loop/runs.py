@@ -24,6 +24,30 @@ SMALL = (
 )  # fmt: skip
 
 
+# Writes as ever, then holds the checkpoint of step 4 back; FULL lets the disk then be full.
+SLOW_DISK = """
+import os, sys, time
+from pathlib import Path
+from ppo_cli.engine.checkpoint import Snapshot
+
+write = Snapshot.write
+
+def slow(self, directory):
+    write(self, directory)
+    if "step_000004" in directory.name:
+        (Path(os.environ["DESK"]) / "held").touch()
+        end = time.monotonic() + float(os.environ["HOLD"])
+        while time.monotonic() < end:
+            time.sleep(0.05)
+        if os.environ.get("FULL"):
+            raise OSError(28, "No space left on device")
+
+Snapshot.write = slow
+from ppo_cli.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def command(out: Path, *args: str) -> list[str]:
     return [sys.executable, "-m", "ppo_cli", "train", *args, "--output_dir", str(out)]
 
@@ -48,6 +72,23 @@ def start(out: Path, *args: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start_slow(out: Path, *args: str, hold: float, **more: str) -> subprocess.Popen[str]:
+    """Start a run on a disk that takes `hold` seconds for the checkpoint of step 4."""
+    out.parent.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW_DISK, "train", *args, "--output_dir", str(out)],
+        env=environment() | {"DESK": str(out.parent), "HOLD": str(hold)} | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def hidden(out: Path) -> list[str]:
+    """Checkpoints that are not whole."""
+    return sorted(name for name in os.listdir(out / "checkpoints") if name.startswith("."))
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:

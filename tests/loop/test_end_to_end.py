@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from tests.loop.runs import (
     SMALL,
     assert_same_run,
     environment,
+    hidden,
     metrics,
     start,
+    start_slow,
     train,
     train_killed_halfway,
     wait_for,
@@ -36,6 +39,26 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_killed_halfway(out, *SMALL)
+    assert_same_run(uninterrupted, out)
+
+
+@pytest.mark.slow
+def test_killed_while_saving_it_goes_on_from_the_save_before(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed" / "run"
+    process = start_slow(out, *SMALL, hold=600)
+    try:
+        # Step 5 is trained, and 6 begun, while step 4 is still being written.
+        wait_for(out / "rollouts" / "step_000006.jsonl", process)
+        assert (tmp_path / "killed" / "held").exists()
+        assert hidden(out) == [".unfinished-step_000004"]
+        assert os.readlink(out / "checkpoints" / "latest") == "step_000002"
+    finally:
+        process.kill()
+        process.communicate()
+    assert "Going on after step 2" in train(out, *SMALL).stdout
+    assert hidden(out) == []
     assert_same_run(uninterrupted, out)
 
 
