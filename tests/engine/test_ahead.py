@@ -6,13 +6,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ppo_cli.engine.ahead import AheadEngine
+from ppo_cli.engine.ahead_rounds import Round
+from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import ModelError, WorkerLost
-from tests.engine.ahead_runs import Run, SmallEngine, wait_until
+from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, wait_until
 
 Start = Callable[..., Run]
 
@@ -102,6 +105,28 @@ def test_validations_see_the_newest_weights(start: Start) -> None:
     for version in (1, 2, 3):
         run.train(1)
         assert {r.weight_version for r in run.validate()} == {version}
+
+
+def test_what_is_sampled_in_the_middle_of_a_step_waits_for_the_round(start: Start) -> None:
+    run, go_on = start(1).train(1), threading.Event()
+    run.inner.pause = run.inner.wait_in_round(go_on)
+    run.begin_step()
+    wait_until(lambda: run.inner.is_sampling)
+    threading.Timer(0.1, go_on.set).start()
+    assert len(run.validate()) == 4
+    assert run.inner.calls[-1] == "generate 3000"
+
+
+def test_rows_of_the_same_words_are_not_taken_for_each_other() -> None:
+    kept = Round(PROMPTS[:2], Sampling(seed=1), begun_at=0)
+    assert kept.asks_for(list(PROMPTS[:2]), Sampling(seed=1))
+    assert not kept.asks_for(PROMPTS[:2], Sampling(seed=2))
+    assert not kept.asks_for(PROMPTS[1::-1], Sampling(seed=1))
+    assert not kept.asks_for(PROMPTS[:1], Sampling(seed=1))
+    twin = replace(PROMPTS[1], uid="row:77")
+    assert not kept.asks_for([PROMPTS[0], twin], Sampling(seed=1))
+    other_words = replace(PROMPTS[1], token_ids=(1, 99))
+    assert not kept.asks_for([PROMPTS[0], other_words], Sampling(seed=1))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,14 @@ def test_a_stop_at_every_step(start: Start, tmp_path: Path) -> None:
     assert (run.inner.weights, run.inner.version) == (whole.inner.weights, whole.inner.version)
 
 
+def test_the_same_engine_may_go_back_to_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    whole, run = start(2).train(8), start(2).train(3)
+    folder = run.save(tmp_path / "saved")
+    run.train(2).load(folder).train(5)
+    assert run.trained[-5:] == whole.trained[-5:]
+    assert (run.inner.weights, run.inner.version) == (whole.inner.weights, whole.inner.version)
+
+
 def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> None:
     folder = start(2).train(3).save(tmp_path / "saved")
     resumed = start(2).load(folder)

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_cli.config.mixing import MixPart
 from ppo_cli.config.rewarding import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.rewards.composite import BuiltPart, CompositeReward
 from ppo_cli.rewards.hosting import Factory, Host, InProcess, in_process
 from ppo_cli.rewards.local_model.base import LoadedModel, Scores
 from ppo_cli.rewards.local_model.reward import LocalModelReward
@@ -328,3 +330,25 @@ def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf)
     assert len(score_all(reward, rollouts_of(3))) == 3
     assert len(sizes) == 1 + 3
     assert reward.measure()["model/samples"] == 3
+
+
+def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: RewardOf) -> None:
+    def mixture() -> CompositeReward:
+        parts = [MixPart(name=name, kind="model", weight=0.5) for name in ("a", "b")]
+        return CompositeReward([BuiltPart(p, reward_of(batch_tokens=200)) for p in parts])
+
+    def values(reward: CompositeReward) -> list[float | None]:
+        futures = [reward.submit(rollout) for rollout in rollouts_of(10)]
+        reward.settle()
+        return [future.result(timeout=30).value for future in futures]
+
+    calm, stopped = mixture(), mixture()
+    expected = [values(calm) for _ in range(2)]
+    first = values(stopped)
+    state = stopped.state_dict()
+    left_over = [stopped.submit(rollout) for rollout in rollouts_of(7, seed=8)]
+    stopped.load_state_dict(state)
+    assert [first, values(stopped)] == expected
+    assert all(future.done() for future in left_over)
+    calm.close()
+    stopped.close()
