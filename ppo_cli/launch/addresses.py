@@ -12,6 +12,7 @@ from ppo_cli.launch.lines import Broken, Line, words
 
 RAY_PORT = 6379
 PROBE_S = 3.0
+WHO_S = 1.0
 
 
 def resolve_host(host: str) -> str:
@@ -110,7 +111,7 @@ def _who_holds(address: str, port: int) -> str:
     if line is not None:
         try:
             line.send("who")
-            answer = line.read(PROBE_S)
+            answer = line.read(WHO_S)
         except Broken:
             answer = None
         finally:

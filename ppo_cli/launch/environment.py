@@ -143,7 +143,7 @@ def _count(text: str | None) -> int:
 
 def _split(listed: str) -> list[str]:
     """Split at the commas outside brackets."""
-    return [item for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", listed) if item.strip()]
+    return [item for item in re.split(r",(?![^\[]*\])", listed) if item.strip()]
 
 
 def _expand(item: str, listed: str) -> list[str]:

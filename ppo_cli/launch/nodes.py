@@ -70,7 +70,9 @@ class Nodes:
                 if member.phase == "gone":
                     return f"{meeting.label(rank)} is gone: it {member.why}."
                 if member.phase != "ready":
-                    return f"{meeting.label(rank)} does not work: {member.why or 'it starts'}"
+                    return (
+                        f"{meeting.label(rank)} does not work: {member.why or 'Ray starts there.'}"
+                    )
         return None
 
     def stop_asked(self) -> str | None:
@@ -233,9 +235,9 @@ def _gather(config: Config, environ: Mapping[str, str], meeting: Rendezvous, tel
             timeout=config.trainer.node_timeout,
             tell=tell,
         )
-        _await(meeting, environ, lambda: nodes.lost() is None, deadline, tell)
+        _await(meeting, environ, lambda: nodes.lost() is None, deadline, tell, "starting Ray")
     except BaseException as error:
-        meeting.end(exit_code_of(error), 5.0)
+        meeting.end(exit_code_of(error), STOP_S)
         ray.stop()
         raise
     tell(f"{len(names)} of {len(names)} nodes work together")
@@ -253,7 +255,7 @@ def _examine(meeting: Rendezvous, environ: Mapping[str, str], deadline: float, t
             grace.append(min(deadline, time.monotonic() + GRACE_S))
         return time.monotonic() > grace[-1] and len(grace) > 1
 
-    _await(meeting, environ, examined, deadline, tell)
+    _await(meeting, environ, examined, deadline, tell, "comparing them")
     problems = meeting.problems()
     tell(describe(meeting.facts, meeting.label(0)))
     for rank in meeting.in_phase("checked"):
@@ -270,6 +272,7 @@ def _await(
     done: Callable[[], bool],
     deadline: float,
     tell: Tell,
+    doing: str = "",
 ) -> None:
     """Wait until `done`, telling who is missing; a ConfigError with their names in the end."""
     said, last = "", 0.0
@@ -277,7 +280,7 @@ def _await(
         missing, now = meeting.missing(), time.monotonic()
         total = meeting.facts.nnodes
         here = f"{total - len(missing)} of {total} nodes are here"
-        state = f"{here}; waiting for {', '.join(missing)}" if missing else f"{here}; starting Ray"
+        state = f"{here}; " + (f"waiting for {', '.join(missing)}" if missing else doing)
         if now > deadline:
             late = ", ".join(missing) if missing else (_late(meeting) or "Ray on a node")
             hint = (

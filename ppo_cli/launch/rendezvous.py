@@ -267,6 +267,8 @@ class Rendezvous:
         return False
 
     def _checked(self, member: Member, message: Message) -> None:
+        if member.phase != "here":
+            return
         port, rank = message.get("listens"), member.facts.rank
         there, ray = member.line.there, self.address
         found = []

@@ -21,6 +21,11 @@ from pathlib import Path
 
 HOSTS = ("host-a", "host-b")
 MARK = "PPO_TEST_NODE"
+# A host name of its own, and names that are answered at once: there is no DNS to ask.
+SETTLE = (
+    'hostname "$0" && folder=$1 && shift && mount --bind "$folder/hosts" /etc/hosts && '
+    'mount --bind "$folder/resolv.conf" /etc/resolv.conf && exec "$@"'
+)
 
 
 @dataclass
@@ -97,7 +102,7 @@ class Pair:
         if self.kind == "loopback":
             return list(command)
         enter = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts"]
-        return [*enter, "sh", "-c", 'hostname "$0" && exec "$@"', HOSTS[rank], *command]
+        return [*enter, "sh", "-c", SETTLE, HOSTS[rank], str(self.folder), *command]
 
     def left(self, rank: int) -> list[int]:
         """Return the processes that still run on a node: all that its commands started."""
@@ -171,6 +176,9 @@ def open_pair(kind: str | None = None) -> Iterator[Pair]:
             names, addresses = ("", ""), ("127.0.0.2", "127.0.0.3")
             with socket.create_server((addresses[0], 0)) as probe:
                 port = probe.getsockname()[1]
+        lines = [f"{a} {h}" for a, h in zip(addresses, HOSTS, strict=True)]
+        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
         pair = Pair(chosen, addresses, port, names, folder, mark)
         stack.callback(pair.end)
         yield pair

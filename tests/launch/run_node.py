@@ -29,9 +29,10 @@ def settings() -> Config:
 
 
 def count_alive(nodes: Nodes) -> int:
+    # Ray reads how it is to speak to the cluster when it is imported.
+    os.environ.update(nodes.variables)
     import ray
 
-    os.environ.update(nodes.variables)
     ray.init(address=nodes.address, logging_level="ERROR", log_to_driver=False)
     try:
         deadline = time.monotonic() + 20

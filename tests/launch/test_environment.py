@@ -1,0 +1,141 @@
+"""SLURM's variables, its node lists, and launchers that start one process a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.errors import ConfigError
+from ppo_cli.launch.environment import (
+    expand_hosts,
+    node_environment,
+    node_variables,
+    outside_step,
+    slurm_hosts,
+)
+
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NNODES": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "gpu-[07-08],login",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}
+
+
+@pytest.mark.parametrize(
+    ("listed", "hosts"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("a-[1-3,5]", ["a-1", "a-2", "a-3", "a-5"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("r[1-2]n[1-2].x", ["r1n1.x", "r1n2.x", "r2n1.x", "r2n2.x"]),
+        ("a[1,3]-ib,b,c[2]", ["a1-ib", "a3-ib", "b", "c2"]),
+        ("", []),
+    ],
+)
+def test_node_lists_are_expanded(listed: str, hosts: list[str]) -> None:
+    assert expand_hosts(listed) == hosts
+
+
+@pytest.mark.parametrize("listed", ["a[", "a[1-x]", "a]1[", "a[1-999999999]", "a[]"])
+def test_node_lists_that_cannot_be_read(listed: str) -> None:
+    with pytest.raises(ConfigError, match="node list"):
+        expand_hosts(listed)
+
+
+def test_a_step_of_three_nodes() -> None:
+    assert node_environment(STEP) == {
+        "NNODES": "3",
+        "NODE_RANK": "2",
+        "MASTER_ADDR": "gpu-07",
+        "N_GPUS": "8",
+    }
+
+
+def test_origins_name_slurm() -> None:
+    origins = node_variables(STEP).origins
+    assert origins["NODE_RANK"] == "env SLURM_NODEID"
+    assert origins["NNODES"] == "env SLURM_NNODES"
+    assert origins.keys() == node_environment(STEP).keys()
+
+
+def test_what_is_said_outright_stays() -> None:
+    found = node_environment({**STEP, "MASTER_ADDR": "10.0.0.1", "N_GPUS": "4"})
+    assert found == {"NNODES": "3", "NODE_RANK": "2"}
+
+
+def test_what_a_flag_says_stays() -> None:
+    assert "NODE_RANK" not in node_environment(STEP, given=["trainer.node_rank"])
+
+
+def test_one_node_needs_nothing() -> None:
+    assert node_environment({**STEP, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}) == {}
+
+
+def test_nnodes_of_ones_own_stands_before_slurm() -> None:
+    assert node_environment({**STEP, "NNODES": "1"}) == {}
+
+
+def test_outside_a_step_nothing_is_guessed() -> None:
+    assert node_environment({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}) == {}
+    assert outside_step({"SLURM_NNODES": "2"})
+    assert not outside_step(STEP)
+
+
+def test_the_older_name_of_the_count() -> None:
+    env = {**STEP, "SLURM_JOB_NUM_NODES": "4"}
+    del env["SLURM_NNODES"]
+    assert node_environment(env)["NNODES"] == "4"
+
+
+def test_without_gpus_none_are_named() -> None:
+    env = {**STEP, "SLURM_GPUS_ON_NODE": ""}
+    assert "N_GPUS" not in node_environment(env)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"SLURM_LOCALID": "1"},
+        {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+        {"SLURM_STEP_TASKS_PER_NODE": "1,8"},
+        {"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_NTASKS_PER_NODE": "8"},
+        {"SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4"},
+    ],
+)
+def test_several_tasks_on_a_node_are_a_mistake(more: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"once a node.*--ntasks-per-node=1"):
+        node_environment({**STEP, **more})
+
+
+def test_one_node_with_tasks_for_other_steps_is_none() -> None:
+    alone = {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "8"}
+    assert node_environment(alone) == {}
+
+
+def test_torchrun_is_named() -> None:
+    env = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8"}
+    with pytest.raises(ConfigError, match=r"RANK=3 LOCAL_RANK=3 WORLD_SIZE=8 .* once a node, not"):
+        node_environment(env)
+    assert node_environment({**env, "NNODES": "1"}) == {}
+    assert node_environment(env, given=["trainer.nnodes"]) == {}
+
+
+def test_ranks_that_may_count_nodes_are_named_with_the_mend() -> None:
+    with pytest.raises(ConfigError, match="NNODES=2 NODE_RANK=1"):
+        node_environment({"RANK": "1", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_plain_shell_is_fine(env: dict[str, str]) -> None:
+    assert node_environment(env) == {}
+
+
+def test_hosts_for_names() -> None:
+    assert slurm_hosts(STEP) == ["gpu-07", "gpu-08", "login"]
+    assert slurm_hosts({}) == []
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "a[", "PATH": ""}) == []

@@ -1,0 +1,115 @@
+"""Nothing outlives the keeper's command, its parent or the keeper itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.launch import keeper
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
+
+# A child that ignores SIGTERM and an orphan in a session of its own, as hard to end as it gets.
+TREE = (
+    "import os,signal,sys,time\n"
+    "signal.signal(signal.SIGTERM, getattr(signal, sys.argv[2]))\n"
+    "if os.fork() == 0:\n"
+    "    os.setsid()\n"
+    "    if os.fork():\n"
+    "        os._exit(0)\n"
+    "open(sys.argv[1] + '/' + str(os.getpid()), 'w').close()\n"
+    "time.sleep(60)\n"
+)
+
+
+def wait_until_gone(pids: list[int], timeout: float = 15) -> None:
+    deadline = time.monotonic() + timeout
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def start(folder: Path, parent: int, kept: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", TREE, str(folder), "SIG_IGN"]
+    words = [sys.executable, "-I", "-S", keeper.__file__, str(parent), str(kept), *command]
+    return subprocess.Popen(words, start_new_session=True)
+
+
+def pids_in(folder: Path) -> list[int]:
+    deadline = time.monotonic() + 20
+    while len(found := [int(p.name) for p in folder.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def test_told_to_end_it_ends_the_stubborn_and_the_orphans(tmp_path: Path) -> None:
+    process = start(tmp_path, os.getpid(), tmp_path / "none")
+    below = pids_in(tmp_path)
+    process.terminate()
+    process.wait(15)
+    wait_until_gone(below)
+
+
+def test_the_commands_exit_code_is_followed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit(7)"]
+    words = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(tmp_path), *command]
+    assert subprocess.run(words, timeout=20).returncode == 7
+    assert tmp_path.exists()
+
+
+def test_a_parent_killed_hard_takes_everything_along(tmp_path: Path) -> None:
+    tree, kept = tmp_path / "tree", tmp_path / "kept"
+    tree.mkdir()
+    kept.mkdir()
+    command = [sys.executable, "-I", "-S", keeper.__file__]
+    rest = [str(kept), sys.executable, "-c", TREE, str(tree), "SIG_DFL"]
+    middle = (
+        "import os,subprocess,time\n"
+        f"command = {command!r} + [str(os.getpid())] + {rest!r}\n"
+        "p = subprocess.Popen(command, start_new_session=True)\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", middle], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    below = [int(parent.stdout.readline()), *pids_in(tree)]
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    wait_until_gone(below)
+    assert not kept.exists()
+
+
+def test_a_keeper_killed_hard_takes_its_command_along(tmp_path: Path) -> None:
+    process = start(tmp_path, os.getpid(), tmp_path / "none")
+    below = pids_in(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while all(alive(pid) for pid in below):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for pid in filter(alive, below):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_descendants_are_found() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        assert child.pid in keeper.descendants(os.getpid())
+        child.kill()
+    assert child.pid not in keeper.descendants(os.getpid())

@@ -1,0 +1,169 @@
+"""Mistakes named before anything is started, and clusters that run already."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import ConfigError, Interrupted, WorkerLost
+from ppo_cli.launch.addresses import free_port, is_literal, is_mine, listen, resolve_host
+from ppo_cli.launch.nodes import Nodes, exit_code_of, join_cluster, open_cluster
+from ppo_cli.launch.preflight import facts_here
+from ppo_cli.launch.ray_process import RayProcess
+from ppo_cli.launch.rendezvous import Rendezvous
+
+
+def config(**trainer: Any) -> Config:
+    return Config.model_validate({"trainer": {"nnodes": 2, "node_rank": 0, **trainer}})
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def refusal(settings: Config, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_cluster(settings, environ or {}, lambda text: None)
+    return str(caught.value)
+
+
+def test_a_rank_is_needed() -> None:
+    assert "2 nodes need the rank of this one" in refusal(config(node_rank=None))
+
+
+def test_a_rank_above_the_count() -> None:
+    assert "NODE_RANK 2 does not exist among 2 nodes" in refusal(config(node_rank=2))
+
+
+def test_joining_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        join_cluster(config(node_rank=1), {}, print)
+
+
+def test_a_name_that_nobody_knows() -> None:
+    said = refusal(config(master_addr="no-such-host.invalid"))
+    assert "MASTER_ADDR 'no-such-host.invalid' is not a name" in said
+
+
+def test_an_address_of_another_machine() -> None:
+    assert "198.51.100.7 is not an address of this machine" in refusal(
+        config(master_addr="198.51.100.7")
+    )
+
+
+def test_an_address_of_ones_own_that_is_not() -> None:
+    environ = {"NODE_ADDR": "198.51.100.7"}
+    assert "NODE_ADDR 198.51.100.7 is not" in refusal(config(master_addr="127.0.0.1"), environ)
+
+
+def test_a_port_that_another_program_has() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refusal(config(master_addr="127.0.0.1", master_port=port))
+    assert said.startswith(f"port {port} is in use by another program: say MASTER_PORT=")
+
+
+def test_rays_own_port_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr("ppo_cli.launch.addresses.RAY_PORT", port)
+        assert "ray start --head" in refusal(config(master_addr="127.0.0.1", master_port=port))
+
+
+def test_started_twice_is_named() -> None:
+    facts = facts_here(config(), {}, 0, "host-a")
+    door = listen("127.0.0.1", unused_port())
+    meeting = Rendezvous(door, facts, {}, "key", [], print)
+    try:
+        said = refusal(config(master_addr="127.0.0.1", master_port=door.getsockname()[1]))
+    finally:
+        meeting.close()
+    assert "a run is going on here already: process" in said
+
+
+def test_nodes_that_do_not_come_are_named() -> None:
+    said: list[str] = []
+    begun = time.monotonic()
+    settings = config(master_addr="127.0.0.1", master_port=unused_port(), node_timeout=1)
+    environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
+    with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
+        open_cluster(settings, environ, said.append)
+    assert time.monotonic() - begun < 5
+    assert said[0] == "1 of 2 nodes are here; waiting for node 1 (gpu2)"
+
+
+def test_the_door_is_shut_again() -> None:
+    port = unused_port()
+    settings = config(master_addr="127.0.0.1", master_port=port, node_timeout=1)
+    refusal(settings)
+    with listen("127.0.0.1", port):
+        pass
+
+
+def test_a_cluster_that_runs_already() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with open_cluster(config(), {"RAY_ADDRESS": address}, lambda text: None) as nodes:
+            assert nodes.address == address
+            assert nodes.lost() is None
+            assert nodes.stop_asked() is None
+            nodes.wait_until_whole(0.1)
+
+
+def test_a_cluster_that_does_not_answer() -> None:
+    assert "nothing answers" in refusal(config(), {"RAY_ADDRESS": f"127.0.0.1:{unused_port()}"})
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "somewhere", "a:b"])
+def test_an_address_that_is_none(address: str) -> None:
+    assert "is not HOST:PORT" in refusal(config(), {"RAY_ADDRESS": address})
+
+
+def test_a_running_cluster_needs_no_rank() -> None:
+    said = refusal(config(node_rank=1), {"RAY_ADDRESS": "10.0.0.1:6379"})
+    assert "leave out NODE_RANK, or RAY_ADDRESS" in said
+
+
+def test_exit_codes() -> None:
+    found = [exit_code_of(e) for e in (None, ConfigError("x"), WorkerLost("x"), Interrupted("x"))]
+    assert found == [0, 2, 3, 3]
+    assert exit_code_of(SystemExit(5)) == 5
+    assert exit_code_of(KeyboardInterrupt()) == 3
+    assert exit_code_of(ValueError()) == 1
+
+
+def test_addresses() -> None:
+    assert resolve_host("127.0.0.1") == "127.0.0.1"
+    assert is_literal("::1")
+    assert not is_literal("localhost")
+    assert is_mine("127.0.0.1")
+    assert not is_mine("198.51.100.7")
+
+
+def test_a_taken_port_gives_another() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert free_port("127.0.0.1", port) != port
+    assert free_port("127.0.0.1", 70000) > 0
+
+
+def test_ray_that_cannot_start_says_why() -> None:
+    with RayProcess(["--no-such-option"], {"PATH": "/usr/bin:/bin"}, "node 1 (host-b)") as ray:
+        folder = Path(ray.folder)
+        with pytest.raises(WorkerLost, match=r"Ray stopped on node 1 \(host-b\) \(exit 2\)"):
+            ray.wait(60)
+        assert "no-such-option" in ray.tail()
+    assert not folder.exists()
+
+
+def test_nothing_to_close_is_fine() -> None:
+    nodes = Nodes("auto", {})
+    nodes.close(0)
+    nodes.close(1)
+    assert nodes.lost() is None
