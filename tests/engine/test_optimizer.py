@@ -10,6 +10,7 @@ from torch import nn
 
 from ppo_cli.config.training import Optim
 from ppo_cli.engine.optimizer import Optimizer, lr_factor
+from ppo_cli.errors import ModelError
 
 
 def test_constant_without_warm_up() -> None:
@@ -75,3 +76,34 @@ def test_norm_weights_and_biases_do_not_decay() -> None:
     optimizer.apply()
     for p, old in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(p.detach(), old * 0.95 if p.ndim == 2 else old)
+
+
+def stepped(module: nn.Module) -> Optimizer:
+    optimizer = build(module)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.apply()
+    return optimizer
+
+
+def test_moments_have_the_names_of_the_parameters_and_go_back() -> None:
+    torch.manual_seed(0)
+    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert build(nn.Linear(3, 2)).moments() == {}
+    saved = {name: t.clone() for name, t in stepped(one).moments().items()}
+    assert set(saved) == {
+        f"{p}.{what}" for p in ("weight", "bias") for what in ("step", "exp_avg", "exp_avg_sq")
+    }
+    fresh = build(other)
+    fresh.load_moments(list(saved), saved.get)
+    assert all(torch.equal(t, saved[name]) for name, t in fresh.moments().items())
+    fresh.load_moments([], saved.get)
+    assert fresh.moments() == {}
+
+
+def test_moments_of_other_parameters_are_refused() -> None:
+    saved = stepped(nn.Linear(3, 2)).moments()
+    with pytest.raises(ModelError, match=r"other parameters than are trained now \(bias\.exp_avg"):
+        build(nn.Linear(3, 2, bias=False)).load_moments(list(saved), saved.get)
+    with pytest.raises(ValueError, match="no whole tensor of shape"):
+        build(nn.Linear(4, 2)).load_moments(list(saved), saved.get)
