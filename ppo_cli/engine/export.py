@@ -214,6 +214,8 @@ def _describe(out: Path, base: str | None = None) -> Written:
                 count = torch.Size(held.get_shape()).numel()
                 parameters += count
                 dtypes[held.get_dtype()] = dtypes.get(held.get_dtype(), 0) + count
+    if not dtypes:
+        raise ModelError("The checkpoint is damaged: its weight files are empty.")
     dtype = max(dtypes, key=lambda name: dtypes[name])
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
     return Written(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)

@@ -251,7 +251,9 @@ def test_a_base_for_a_whole_model_is_refused(tmp_path: Path, out: Path) -> None:
         write_model(tmp_path / "actor", out, base="x/y")
 
 
-@pytest.mark.parametrize("harm", ["missing file", "cut file", "wrong index", "nothing", "name"])
+@pytest.mark.parametrize(
+    "harm", ["missing file", "cut file", "wrong index", "nothing", "name", "empty"]
+)
 def test_damage_is_named(harm: str, tmp_path: Path, out: Path) -> None:
     source = tmp_path / "actor"
     save_in_pieces(llama(), source, 2)
@@ -263,13 +265,17 @@ def test_damage_is_named(harm: str, tmp_path: Path, out: Path) -> None:
         second.write_bytes(second.read_bytes()[:-100])
     elif harm == "wrong index":
         index.write_text("[]")
+    elif harm == "empty":
+        index.write_text(json.dumps({"weight_map": {}}))
     elif harm == "name":
         saved = json.loads(index.read_text())
         saved["weight_map"]["model.absent"] = second.name
         index.write_text(json.dumps(saved))
     else:
         index.unlink()
-    told = {"nothing": "holds no weights", "wrong index": "index.json"}.get(harm, second.name)
+    told = {
+        "nothing": "holds no weights", "wrong index": "index.json", "empty": "are empty",
+    }.get(harm, second.name)  # fmt: skip
     with pytest.raises(ModelError, match=told):
         write_model(source, out)
     shutil.rmtree(source)

@@ -1,0 +1,135 @@
+"""A whole engine with LoRA: its reference, its sampler, its checkpoint and what is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.config.bundled import bundled_path
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.export import write_model
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.lora import adapter_tensors
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.records import Prompt
+
+MODEL = str(bundled_path("embedded", "model"))
+GREEDY = Sampling(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(MODEL)
+
+
+def config(**model: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": MODEL, "lora_rank": 4, **model},
+            "algorithm": {"use_kl_in_reward": True},
+            "actor": {"optim": {"lr": 1e-2, "lr_warmup_steps": 0}},
+        }
+    )
+
+
+def engine_of(tokenizer: Any, **model: Any) -> LocalEngine:
+    return LocalEngine(config(**model), tokenizer, total_steps=4)
+
+
+def prompts(tokenizer: Any) -> list[Prompt]:
+    texts = ("1+2=", "13+4=", "7+7=", "20+5=")
+    return [Prompt(t, t, (), t, tuple(tokenizer(t).input_ids)) for t in texts]
+
+
+def sampled(engine: LocalEngine, tokenizer: Any) -> dict[str, Any]:
+    return {r.prompt.uid: r for r in engine.generate(prompts(tokenizer), GREEDY)}
+
+
+def annotated(engine: LocalEngine, rollouts: dict[str, Any]) -> AnnotatedBatch:
+    return engine.annotate(build_batch(list(rollouts.values()), pad_token_id=0))
+
+
+def train(engine: LocalEngine, batch: AnnotatedBatch) -> dict[str, tuple[float, float]]:
+    shape = batch.response_mask_BT.shape
+    torch.manual_seed(3)
+    noise = torch.randn(shape)
+    ready = TrainBatch(
+        **{name: getattr(batch, name) for name in AnnotatedBatch.__dataclass_fields__},
+        scores_B=torch.zeros(shape[0]),
+        valid_B=torch.ones(shape[0], dtype=torch.bool),
+        token_rewards_BT=torch.zeros(shape),
+        advantages_BT=noise,
+        returns_BT=noise,
+        is_weight_BT=torch.ones(shape),
+    )
+    for _ in range(2):  # B starts at zero, so that A is moved from the second step on
+        found = engine.step(MiniBatch(ready, actor=True, critic=True))
+    engine.publish()
+    return found
+
+
+def test_the_reference_stays_and_the_policy_moves(tokenizer: Any) -> None:
+    engine = engine_of(tokenizer)
+    rollouts = sampled(engine, tokenizer)
+    before = annotated(engine, rollouts)
+    assert before.ref_logprobs_BT is not None
+    assert torch.equal(before.old_logprobs_BT, before.ref_logprobs_BT)
+    assert train(engine, before)["grad_norm"][0] > 0
+    after = annotated(engine, rollouts)
+    assert after.ref_logprobs_BT is not None
+    assert torch.equal(after.ref_logprobs_BT, before.ref_logprobs_BT)
+    assert (after.old_logprobs_BT - before.old_logprobs_BT).abs().max() > 0.05
+    fresh = sampled(engine, tokenizer)
+    again = annotated(engine, fresh)
+    for row, rollout in enumerate(fresh.values()):
+        count = len(rollout.token_ids)
+        torch.testing.assert_close(
+            again.old_logprobs_BT[row, :count],
+            torch.from_numpy(rollout.sampler_logprobs),
+            atol=1e-4,
+            rtol=0,
+        )
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_what_is_published_is_what_was_trained(merge: bool, tokenizer: Any) -> None:
+    engine = engine_of(tokenizer, lora_merge=merge)
+    train(engine, annotated(engine, sampled(engine, tokenizer)))
+    learner: Learner = engine._learner
+    weights = learner.weights()
+    assert weights is not None and weights.adapter is not merge
+    live = dict(adapter_tensors(learner.policy.model))
+    if merge:
+        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        assert weights.tensors.keys() == dict(base.named_parameters()).keys()
+    else:
+        assert weights.tensors.keys() == live.keys()
+        assert all(torch.equal(weights.tensors[name], t) for name, t in live.items())
+
+
+def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) -> None:
+    engine = engine_of(tokenizer)
+    train(engine, annotated(engine, sampled(engine, tokenizer)))
+    engine.save(tmp_path).result(timeout=60)
+    saved = {path.name for path in (tmp_path / "actor").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= saved
+    assert not any(name.startswith("model") for name in saved)
+    rollouts = sampled(engine, tokenizer)
+    other = engine_of(tokenizer)
+    other.load(tmp_path)
+    first, second = annotated(engine, rollouts), annotated(other, rollouts)
+    assert torch.equal(first.old_logprobs_BT, second.old_logprobs_BT)
+    assert train(engine, first) == train(other, second)
+
+    (tmp_path / "out").mkdir()
+    write_model(tmp_path / "actor", tmp_path / "out")
+    exported = engine_of(tokenizer, path=str(tmp_path / "out"), lora_rank=0)
+    whole = annotated(exported, rollouts)
+    torch.testing.assert_close(whole.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
