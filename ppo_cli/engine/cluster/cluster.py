@@ -90,7 +90,7 @@ class Cluster:
             may_stop=True,
         )
         known = [
-            replace(member, node=hello.node, pid=hello.pid)
+            replace(member, node=hello.node, node_id=hello.node_id, pid=hello.pid)
             for member, hello in zip(fresh, greeted, strict=True)
         ]
         self._members = [m for m in self._members if m not in fresh] + known

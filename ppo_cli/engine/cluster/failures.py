@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from ppo_cli.engine.cluster.logs import CRASH, last_lines
 from ppo_cli.engine.cluster.worker import Failure
 from ppo_cli.errors import WorkerLost
-
-NODE_LOST = re.compile(r"node (has|was) (died|crashed|dead|lost)|[Nn]ode .{0,80}(died|is dead)")
 
 
 class WorkerFault(Exception):
@@ -27,6 +24,7 @@ class Member:
     log: Path
     handle: Any
     node: str = ""
+    node_id: str = ""
     pid: int = 0
 
     def __str__(self) -> str:
@@ -41,11 +39,14 @@ def reported(member: Member, failure: Failure) -> Exception:
     return WorkerFault(f"{member} failed:\n{failure.traceback.rstrip()}")
 
 
-def lost(member: Member, doing: str, words: str) -> WorkerLost:
+def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> WorkerLost:
     """A worker whose process is gone; `words` are Ray's, which name the cause now and then."""
+    if not node_lives:
+        return WorkerLost(
+            f"Node {member.node} does not answer any more, and {member.title} on it is lost "
+            f"(during `{doing}`)."
+        )
     lines = last_lines(member.log, member.pid)
-    if NODE_LOST.search(words):
-        return WorkerLost(f"Node {member.node} is lost, and with it {member.title} (`{doing}`).")
     if "running low on memory" in words:
         cause = "was ended by Ray, as its node was running out of memory"
     elif any(line.startswith(CRASH) for line in lines):

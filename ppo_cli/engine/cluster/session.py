@@ -164,6 +164,19 @@ class Session:
         return f"The Ray cluster at {self._address} does not answer any more."
 
 
+def node_answers(node_id: str) -> bool:
+    """Whether somebody is at home on a node; Ray itself takes long to miss one."""
+    for node in ray.nodes():
+        if node["NodeID"] == node_id:
+            door = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            try:
+                socket.create_connection(door, timeout=5).close()
+            except OSError:
+                return False
+            return bool(node["Alive"])
+    return not node_id
+
+
 def _keep_quiet(log: Path) -> None:
     """Ray prints what it thinks of lost workers; that belongs into a log."""
 

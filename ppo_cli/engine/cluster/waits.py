@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from ppo_cli.engine.cluster.failures import Member, late, lost, reported
+from ppo_cli.engine.cluster.session import node_answers
 from ppo_cli.engine.cluster.worker import Outcome
 from ppo_cli.errors import Interrupted, PpoError, WorkerLost
 
@@ -23,6 +24,7 @@ TICK_S = 0.25
 FETCH_S = 30.0
 # A rank that fails because its neighbour died may report before the death is known.
 GRACE_S = 3.0
+NODE_OR_RAY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,7 @@ class Waits:
                 if time.monotonic() > deadline:
                     raise late([call.member], call.doing, seconds) from None
             except RayError as error:
-                self.check()
-                raise lost(call.member, call.doing, str(error)) from None
+                raise self._lost(call, error) from None
 
     def _look_for_dead(self, others: list[Call]) -> None:
         """Raise WorkerLost if one of these workers died: then what failed is only an echo."""
@@ -131,4 +132,12 @@ class Waits:
                 except (GetTimeoutError, StopIteration):
                     continue
                 except RayError as error:
-                    raise lost(call.member, call.doing, str(error)) from None
+                    raise self._lost(call, error) from None
+
+    def _lost(self, call: Call, error: RayError) -> WorkerLost:
+        self.check()
+        lives = node_answers(call.member.node_id)
+        if not lives:
+            time.sleep(NODE_OR_RAY_S)  # was it that node, or Ray as a whole?
+            self.check()
+        return lost(call.member, call.doing, str(error), node_lives=lives)

@@ -46,6 +46,7 @@ class Hello:
     """Where a worker found itself."""
 
     node: str
+    node_id: str
     pid: int
 
 
@@ -62,7 +63,8 @@ class Worker:
             write_into(Path(log))
             ignore_signals()
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
-            return Hello(ray.util.get_node_ip_address(), os.getpid())
+            here = ray.get_runtime_context().get_node_id()
+            return Hello(ray.util.get_node_ip_address(), here, os.getpid())
 
         return _try(settle)
 
