@@ -219,26 +219,36 @@ def _gather(config: Config, environ: Mapping[str, str], meeting: Rendezvous, tel
     # The address by which the first node came in is one by which nodes reach us.
     own = next(iter(meeting.members.values())).line.here
     port = free_port(own, config.trainer.master_port + 1)
-    ray = _head(config, {**environ, **ray_variables(token)}, own, port)
-    try:
-        ray.wait()
-        meeting.offer(f"{own}:{port}", token)
+    address = f"{own}:{port}"
+    # Ray's port is tried before Ray is there, so that mistakes are told at once.
+    with listen(own, port):
+        meeting.offer(address, token)
         _examine(meeting, environ, deadline, tell)
+    ray = _head(config, {**environ, **ray_variables(token)}, own, port)
+    names = {rank: meeting.label(rank) for rank in range(config.trainer.nnodes)}
+    nodes = Nodes(
+        address,
+        names,
+        variables=ray_variables(token),
+        ray=ray,
+        meeting=meeting,
+        timeout=config.trainer.node_timeout,
+        tell=tell,
+    )
+    try:
+        tell("starting Ray on node 0")
+        ray.wait()
         meeting.start_all()
-        names = {rank: meeting.label(rank) for rank in range(config.trainer.nnodes)}
-        nodes = Nodes(
-            f"{own}:{port}",
-            names,
-            variables=ray_variables(token),
-            ray=ray,
-            meeting=meeting,
-            timeout=config.trainer.node_timeout,
-            tell=tell,
+        _await(
+            meeting,
+            environ,
+            lambda: nodes.lost() is None,
+            deadline,
+            tell,
+            "starting Ray on the others",
         )
-        _await(meeting, environ, lambda: nodes.lost() is None, deadline, tell, "starting Ray")
     except BaseException as error:
-        meeting.end(exit_code_of(error), STOP_S)
-        ray.stop()
+        nodes.close(exit_code_of(error))
         raise
     tell(f"{len(names)} of {len(names)} nodes work together")
     return nodes

@@ -80,6 +80,7 @@ class Pair:
             "MASTER_PORT": str(self.port),
             "NODE_ADDR": self.addresses[rank],
             MARK: f"{self.mark}-{rank}",
+            "TMPDIR": str(self.folder),
         }
 
     def start(
@@ -167,7 +168,11 @@ def open_pair(kind: str | None = None) -> Iterator[Pair]:
     """Make two nodes, as namespaces where that is allowed, and clean up behind them."""
     chosen = kind or ("namespaces" if namespaces_work() else "loopback")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-nodes-")))
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="ppo-2n-", ignore_cleanup_errors=True)
+            )
+        )
         mark = uuid.uuid4().hex
         if chosen == "namespaces":
             names = stack.enter_context(_namespaces())

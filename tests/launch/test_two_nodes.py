@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import Pair, Started, open_pair
+
+from tests.launch.namespaces import Pair, Started, open_pair
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -47,10 +48,8 @@ def pair() -> Iterator[Pair]:
 
 
 def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
-    (pair.folder / "count").touch()
     head, node = start(pair, 0), start(pair, 1)
     head.wait_for("whole: ", START_S)
-    assert head.wait_for("alive: ", 60) == "alive: 2"
 
     begun = time.monotonic()
     node.kill(signal.SIGKILL)
@@ -63,7 +62,6 @@ def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
     seen = len(head.output())
     back = start(pair, 1)
     head.wait_for("whole again", START_S, seen)
-    assert head.wait_for("alive: ", 60, seen) == "alive: 2"
 
     twin = start(pair, 1)
     assert twin.wait(60) == 2
@@ -72,12 +70,15 @@ def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
     seen = len(head.output())
     os.kill(find(pair, 1, "/raylet"), signal.SIGKILL)
     assert "Ray stopped" in head.wait_for("lost: ", 20, seen)
+    (pair.folder / "count").touch()
     head.wait_for("whole again", START_S, seen)
+    assert head.wait_for("alive: ", 60, seen) == "alive: 2"
 
     (pair.folder / "end-3").touch()
     assert (back.wait(60), head.wait(60)) == (3, 3)
     for rank in (0, 1):
         pair.wait_until_empty(rank, 15)
+    assert list(pair.folder.glob("ppo-ray-*")) == []
 
 
 def test_node_0_killed_takes_all_along() -> None:
