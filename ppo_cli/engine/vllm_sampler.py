@@ -113,6 +113,7 @@ class VLLMSampler:
         self._busy = False
         self._temperature = 1.0
         self._engine: Any = None
+        self._met_at: list[str] = []
         check_vllm()
         set_environment()
         on_gpu = torch.cuda.is_available()
@@ -225,9 +226,8 @@ class VLLMSampler:
             gc.collect()
             cleanup_dist_env_and_memory()
         if self._folder is not None:
-            # vLLM's processes met by a file here, and left shared memory named after it.
-            for met in self._folder.glob("vllm_dist_*"):
-                for left in SHARED_MEMORY.glob(f"{met.name}-*"):
+            for name in self._met_at:
+                for left in SHARED_MEMORY.glob(f"{name}-*"):
                     left.unlink(missing_ok=True)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -238,6 +238,8 @@ class VLLMSampler:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
+        # All files that vLLM makes go where `close` removes them.
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._memory())
         usual, tempfile.tempdir = tempfile.tempdir, str(self._memory())
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**options))
@@ -246,6 +248,8 @@ class VLLMSampler:
             raise ModelError(_why_not(options["model"], error)) from error
         finally:
             tempfile.tempdir = usual
+        # vLLM's processes met by a file here; shared memory named after it stays behind them.
+        self._met_at = [path.name for path in self._memory().glob("vllm_dist_*")]
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int

@@ -93,6 +93,19 @@ class TestReal:
     def test_an_adapter_starts_as_the_base_model(self, probe: dict[str, Any]) -> None:
         assert probe["lora"]["base"] < TOLERANCE
 
+    def test_samplers_are_led_together_through_an_exchange(self, probe: dict[str, Any]) -> None:
+        assert probe["client"]["waits"] == 8
+        assert probe["client"]["calls"] == [
+            [0, "init_weight_transfer", {"rank_offset": 1, "world_size": 5}],
+            [1, "init_weight_transfer", {"rank_offset": 3, "world_size": 5}],
+            [0, "start_weight_update", None],
+            [1, "start_weight_update", None],
+            [0, "update_weights", ["w"]],
+            [1, "update_weights", ["w"]],
+            [0, "finish_weight_update", 9],
+            [1, "finish_weight_update", 9],
+        ]
+
     @pytest.mark.parametrize(
         ("mistake", "words"),
         [

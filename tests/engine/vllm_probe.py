@@ -200,6 +200,36 @@ def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
     return found
 
 
+def probe_client() -> dict[str, Any]:
+    """How two samplers of two GPUs each are led through an exchange; no GPU takes part."""
+    from ppo_cli.engine.weight_sync import SamplerClient, Sender, TensorSource
+
+    calls: list[tuple[int, str, Any]] = []
+
+    def call(sampler: int, method: str, words: tuple[Any, ...]) -> Any:
+        calls.append((sampler, method, words[0] if words else None))
+        return lambda: calls.append((sampler, "waited", None))
+
+    class Backend:
+        """Stands where vLLM's sender does, which needs a GPU."""
+
+        def send_weights(self) -> None:
+            client.start_weight_update()
+            client.update_weights([m.name for m in source.metadata()])
+            client.finish_weight_update()
+
+        def shutdown(self) -> None:
+            """Hold nothing."""
+
+    source = TensorSource([("w", torch.float32, (2,))], lambda: iter([("w", torch.ones(2))]))
+    client = SamplerClient(call, num_samplers=2, gpus_each=2)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + client.num_gpus})
+    sender = Sender(Backend(), client)
+    sender.send(9)
+    sender.close()
+    return {"calls": [c for c in calls if c[1] != "waited"], "waits": len(calls) // 2}
+
+
 def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
     """Models that vLLM does not take."""
     odd = folder / "odd"
@@ -237,6 +267,7 @@ def main() -> None:
         "bundled": probe_bundled(read_config(), tokenizer),
         "untied": probe_untied(folder / "untied", tokenizer),
         "lora": probe_lora(read_config("model.lora_rank=4", "model.lora_alpha=8"), tokenizer),
+        "client": probe_client(),
         "mistakes": probe_mistakes(folder, tokenizer),
     }
     print(json.dumps(found))
