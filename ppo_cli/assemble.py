@@ -74,15 +74,10 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         config.trainer.total_epochs * order.steps_per_epoch
     )
     with ExitStack() as closing:
-        stop = StopOnSignal(screen.note)
-
-        def stop_requested() -> str | None:
-            return stop.reason() or (cluster.stop_asked() if cluster else None)
-
+        stop = StopOnSignal(screen.note, cluster.stop_asked if cluster else lambda: None)
         engines = Engines(
-            config, tokenizer, prompts, order, total_steps,
-            logs=folder.logs, tell=screen.note, stop_requested=stop_requested,
-            address=cluster.address if cluster else None,
+            config, tokenizer, prompts, order, total_steps, logs=folder.logs, tell=screen.note,
+            stop_requested=stop.reason, address=cluster.address if cluster else None,
         )  # fmt: skip
         closing.callback(engines.close)
         reward = build_reward(
@@ -126,7 +121,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
             diagnose=explain_no_reward,
-            stop_requested=stop_requested,
+            stop_requested=stop.reason,
             resume_command=_resume_command(resolved),
             fingerprint=identity,
         )

@@ -243,6 +243,11 @@ class PromptOrder:
         """Full batches in an epoch."""
         return self.size // self.batch_size
 
+    @property
+    def taken(self) -> int:
+        """How many batches were taken since the first."""
+        return self._epoch * self.steps_per_epoch + self._position // self.batch_size
+
     def total_steps(self, epochs: int) -> int:
         """Return the number of batches in so many epochs."""
         return epochs * self.steps_per_epoch

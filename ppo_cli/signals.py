@@ -12,16 +12,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopOnSignal:
-    """Context in which signals are noted; `reason` tells which one came."""
+    """Context in which signals are noted; `reason` tells which one came.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    `elsewhere` tells of one that reached another node of the run.
+    """
+
+    def __init__(
+        self, tell: Callable[[str], None], elsewhere: Callable[[], str | None] = lambda: None
+    ) -> None:
         self._tell = tell
+        self._elsewhere = elsewhere
         self._name: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
         """Name of the signal that asked to stop, or None."""
-        return self._name
+        return self._name or self._elsewhere()
 
     def __enter__(self) -> StopOnSignal:
         # Python delivers signals to the main thread only, and only it may set handlers.

@@ -123,10 +123,11 @@ class ActorLearner:
                 loss.backward()
             return table
 
-        table = run_within_memory(
-            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
-        )
-        norm, stepped = self.optimizer.apply()
+        with self.policy.awake():
+            table = run_within_memory(
+                row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
+            )
+            norm, stepped = self.optimizer.apply()
         told = {"actor/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
         if stepped:
             told["grad_norm"] = (norm, 1.0)

@@ -71,10 +71,11 @@ class CriticLearner:
                 table.add("critic/clip_fraction", result.clip_sum.item(), result.token_count.item())
             return table
 
-        table = run_within_memory(
-            row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
-        )
-        norm, stepped = self.optimizer.apply()
+        with self.value_model.awake():
+            table = run_within_memory(
+                row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
+            )
+            norm, stepped = self.optimizer.apply()
         told = {"critic/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
         if stepped:
             told["critic_grad_norm"] = (norm, 1.0)

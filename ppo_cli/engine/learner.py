@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,9 +105,12 @@ class Learner:
                 torch.cat(rows), {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
             )
 
-        return run_within_memory(
-            row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks
-        )
+        with ExitStack() as awake:
+            for model in self._models():
+                awake.enter_context(model.awake())
+            return run_within_memory(
+                row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks
+            )
 
     def step(self, minibatch: MiniBatch) -> Table:
         """Take one optimizer step with the actor, the critic or both."""
@@ -194,6 +198,15 @@ class Learner:
         if publishes_adapter(self._config):
             return ((name, full_tensor(tensor)) for name, tensor in adapter_tensors(model))
         return merged_tensors(model, full_tensor)
+
+    def _models(self) -> list[Policy | ValueModel]:
+        """All models that an annotation asks."""
+        found: list[Policy | ValueModel] = [self.policy]
+        if self._reference is not None:
+            found.append(self._reference)
+        if self._critic is not None:
+            found.append(self._critic.value_model)
+        return found
 
     def _learners(self) -> dict[str, ActorLearner | CriticLearner]:
         learners: dict[str, ActorLearner | CriticLearner] = {"actor": self._actor}

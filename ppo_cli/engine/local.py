@@ -33,7 +33,8 @@ class LocalEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
-        with tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
+        awake = self._learner.policy.awake()
+        with tell_out_of_memory("Sampling", "rollout.max_num_seqs"), awake:
             yield from self._sampler.generate(prompts, sampling, self._learner.weight_version)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:

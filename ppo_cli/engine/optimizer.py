@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,17 +143,6 @@ class Optimizer:
                 fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
             self._adamw.state[piece] = state
         self._place_moments(at_work=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts."""
-        return dict(self._adamw.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back moments and step counts; settings stay as they are now."""
-        kept = [{k: v for k, v in g.items() if k != "params"} for g in self._adamw.param_groups]
-        self._adamw.load_state_dict(state)
-        for group, settings in zip(self._adamw.param_groups, kept, strict=True):
-            group.update(settings)
 
     def _norm(self) -> float:
         """The norm of all gradients, the same on every rank."""
