@@ -46,6 +46,7 @@ class Nodes:
         address: str,
         names: dict[int, str],
         *,
+        ips: Mapping[int, str] | None = None,
         variables: Mapping[str, str] | None = None,
         ray: RayProcess | None = None,
         meeting: Rendezvous | None = None,
@@ -53,7 +54,8 @@ class Nodes:
         tell: Tell = print,
     ) -> None:
         self.address, self.names = address, names
-        self.variables = dict(variables or {})
+        # Where Ray knows each node, and what its driver needs set before it imports ray.
+        self.ips, self.variables = dict(ips or {}), dict(variables or {})
         self._ray, self._meeting = ray, meeting
         self._timeout, self._tell = timeout, tell
 
@@ -229,6 +231,7 @@ def _gather(config: Config, environ: Mapping[str, str], meeting: Rendezvous, tel
     nodes = Nodes(
         address,
         names,
+        ips={0: own, **{rank: node.line.there for rank, node in meeting.members.items()}},
         variables=ray_variables(token),
         ray=ray,
         meeting=meeting,
@@ -329,6 +332,7 @@ def _alone(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     return Nodes(
         f"{own}:{port}",
         {0: socket.gethostname()},
+        ips={0: own},
         variables=ray_variables(token),
         ray=ray,
         tell=tell,

@@ -144,6 +144,9 @@ class Rendezvous:
     def close(self) -> None:
         """Shut the door and hang up."""
         self._closed.set()
+        # Closing alone would leave the port open as long as the other thread waits on it.
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
         for member in list(self.members.values()):
             member.line.close()

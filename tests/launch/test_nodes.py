@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +169,33 @@ def test_nothing_to_close_is_fine() -> None:
     nodes.close(0)
     nodes.close(1)
     assert nodes.lost() is None
+
+
+def test_what_is_known_is_told_though_a_node_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_cli.launch.nodes.GRACE_S", 0.3)
+    given = {"nnodes": 3, "master_addr": "127.0.0.1", "master_port": unused_port()}
+    ends: dict[int, ConfigError] = {}
+    said: list[str] = []
+
+    def run(rank: int, start: Callable[..., object], **settings: Any) -> threading.Thread:
+        trainer = {**given, "node_rank": rank, "node_timeout": 30}
+        node = Config.model_validate({"trainer": trainer, **settings})
+
+        def live() -> None:
+            try:
+                start(node, {"CUDA_VISIBLE_DEVICES": ""}, said.append)
+            except ConfigError as error:
+                ends[rank] = error
+
+        thread = threading.Thread(target=live, daemon=True)
+        thread.start()
+        return thread
+
+    threads = [run(0, open_cluster), run(1, join_cluster, actor={"ppo_epochs": 3})]
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    problem = ends[1].problems[0]
+    assert problem.endswith("was started with other settings: actor.ppo_epochs.")
+    assert ends[0].problems == (problem, "node 2 is not here yet.")
+    assert sum(": no GPU, ppo-cli" in line for line in said) == 2

@@ -74,8 +74,10 @@ def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
     head.wait_for("whole again", START_S, seen)
     assert head.wait_for("alive: ", 60, seen) == "alive: 2"
 
-    (pair.folder / "end-3").touch()
+    back.kill(signal.SIGTERM)
+    assert "node 1" in head.wait_for("stop: ", 20)
     assert (back.wait(60), head.wait(60)) == (3, 3)
+    assert "ended with exit code 3; so does this one" in back.output()
     for rank in (0, 1):
         pair.wait_until_empty(rank, 15)
     assert list(pair.folder.glob("ppo-ray-*")) == []
