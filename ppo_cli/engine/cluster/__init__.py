@@ -20,11 +20,12 @@ def _prepare_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Nobody but us starts a Ray: a call after the end of one would start another by itself.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    # Without a token anybody on the network could run code in our processes.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    known = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    if not known and not (Path.home() / ".ray" / "auth_token").exists():
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if not {"RAY_ADDRESS", "RAY_AUTH_MODE"} & os.environ.keys():
+        # A Ray of our own: without a token anybody on the network could run code in it.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        known = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+        if not known and not (Path.home() / ".ray" / "auth_token").exists():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 _prepare_ray()
