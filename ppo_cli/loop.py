@@ -163,7 +163,8 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
         shaped = shape_step(config, annotated, fair.scored, state.kl_coef, baselines, placed)
     state.kl_coef, state.moments = shaped.next_kl_coef, fair.moments
     sums = update(job, state, shaped.batch)
-    job.engine.publish()
+    with tracker.phase("publish"):
+        job.engine.publish()
     metrics = score_metrics(scored) | job.reward.measure() | fair.metrics
     metrics |= shaped.metrics | sums.means()
     if config.trainer.async_steps:

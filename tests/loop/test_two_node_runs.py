@@ -1,0 +1,72 @@
+"""`ppo train` on two machines, started by the same line on each: they end as one, and survive."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.namespaces import Pair, Started, open_pair
+from tests.loop.runs import ROOT, metrics
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(sys.platform != "linux", reason="Ray's nodes are tried on Linux"),
+]
+RUN = (
+    "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
+    "--max_steps", "8", "--save_freq", "2", "--test_freq", "4", "--max_response_length", "8",
+    "data.val_max_samples=16", "--num_workers", "2",
+)  # fmt: skip
+LONG_S = 240.0
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with open_pair() as made:
+        yield made
+
+
+def start(pair: Pair, rank: int, out: Path, *more: str) -> Started:
+    line = [sys.executable, "-m", "ppo_cli", "train", *RUN, *more, "--output_dir", str(out)]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    surroundings = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return pair.start(rank, line, surroundings)
+
+
+def test_a_node_is_killed_comes_back_and_both_end_well(pair: Pair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    head, node = start(pair, 0, out), start(pair, 1, out)
+    head.wait_for("step 3/8", LONG_S)
+    node.kill()
+    lost = head.wait_for("node 1", 60, after=len(head.output()))
+    assert pair.names[1] == "" or "host-b" in lost
+    pair.wait_until_empty(1, 30)
+    again = start(pair, 1, out)
+    assert head.wait(LONG_S) == 0, head.output()
+    assert again.wait(60) == 0, again.output()
+    told = head.output()
+    assert "Starting again (1 of 3) from step" in told and "Traceback" not in told
+    assert [line["step"] for line in metrics(out)] == [*range(9)]
+    for rank in (0, 1):
+        pair.wait_until_empty(rank, 30)
+
+
+def test_a_node_that_stays_away_ends_the_run_resumably(pair: Pair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    # Long enough for a busy machine to start two nodes in, and then waited for once.
+    longer = ("--node_timeout", "60", "--max_steps", "200")
+    head, node = (start(pair, rank, out, *longer) for rank in (0, 1))
+    head.wait_for("step 3/200", LONG_S)
+    node.kill()
+    assert head.wait(LONG_S) == 3, head.output()
+    told = head.output()
+    assert "node 1" in told and "Go on with:" in told and "Traceback" not in told
+    assert (out / "checkpoints" / "step_000002").is_dir()
+    assert not list((out / "checkpoints").glob(".unfinished*"))
+    pair.wait_until_empty(0, 30)
