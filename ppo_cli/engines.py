@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from ppo_cli.config.effective import engine_name
@@ -39,19 +40,23 @@ class Engines:
     address: str | None = None
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # the engine without what runs ahead
+    # Rewards ask for their hosts in threads of their own, perhaps while an engine is made anew.
+    _lock: RLock = field(default_factory=RLock, init=False)
 
     def get(self) -> Engine:
         """The engine; made at the first call."""
-        if self._engine is None:
-            self.tell(f"Loading {self.config.model.path}")
-            self._base = self._make()
-            self._engine = self._ahead(self._base)
-        return self._engine
+        with self._lock:
+            if self._engine is None:
+                self.tell(f"Loading {self.config.model.path}")
+                self._base = self._make()
+                self._engine = self._ahead(self._base)
+            return self._engine
 
     def renew(self) -> Engine:
         """Another engine in the place of one that was lost."""
-        self.close()
-        return self.get()
+        with self._lock:
+            self.close()
+            return self.get()
 
     def close(self) -> None:
         """Close the engine, if there is one."""
@@ -65,11 +70,11 @@ class Engines:
 
     def host(self, factory: Callable[[], Any], name: str) -> Host:
         """Let the cluster make an object and keep it."""
-        self.get()
-        hosted: Host = self._base.host(
-            factory, role=f"reward-{name}", devices=self._placement().reward
-        )
-        return hosted
+        with self._lock:
+            self.get()
+            devices = self._placement().reward
+            hosted: Host = self._base.host(factory, role=f"reward {name}", devices=devices)
+            return hosted
 
     def _placement(self) -> Placement:
         return placement_of(self.config)

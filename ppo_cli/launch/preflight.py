@@ -157,7 +157,7 @@ def own_problems(node: NodeFacts, labels: Mapping[int, str]) -> list[Problem]:
     """Return what one node lacks by itself."""
     who, said = labels.get(node.rank, f"node {node.rank}"), []
     if node.ray == _ABSENT:
-        said.append(f"{who} has no ray: pip install 'ppo-cli[ray]' there.")
+        said.append(f"{who} has no ray: pip install ray there.")
     if node.gpus < node.wanted_gpus:
         said.append(
             f"{who} shows {node.gpus} GPUs, but N_GPUS is {node.wanted_gpus}; see nvidia-smi and "

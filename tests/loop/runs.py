@@ -116,7 +116,13 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     """All that must be the same in two equal runs: everything but the clock."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines
+        {
+            k: v
+            for k, v in line.items()
+            if not k.startswith(("time/", "perf/"))
+            and not k.endswith(("/seconds", "/tokens_per_s"))
+        }
+        for line in lines
     ]
 
 

@@ -13,7 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ppo_cli.config.bundled import model_folder
 from tests.loop.runs import assert_same_run, metrics, start, train, wait_for
 
 pytestmark = pytest.mark.slow
@@ -78,9 +81,9 @@ def find(kind: str, out: Path, family: set[int]) -> int | None:
     return None
 
 
-def run_with_a_kill(out: Path, kind: str, after: int, moment: float) -> str:
+def run_with_a_kill(out: Path, kind: str, after: int, moment: float, *more: str) -> str:
     """Run, and kill one worker a moment after so many steps; returns what was told."""
-    process = start(out, *EIGHT)
+    process = start(out, *EIGHT, *more)
     family: set[int] = set()
     try:
         wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process, seconds=200)
@@ -115,6 +118,26 @@ def test_a_killed_worker_costs_some_time_and_nothing_else(
     told = run_with_a_kill(tmp_path / "run", kind, after=3, moment=0.1)
     assert "Starting again (1 of 3)" in told and "Traceback" not in told
     assert_same_run(calm, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model of the embedded size; its opinions are random, and always the same."""
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    torch.manual_seed(7)
+    embedded = model_folder("embedded")
+    model = AutoModelForSequenceClassification.from_pretrained(embedded, num_labels=1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(embedded).save_pretrained(folder)
+    return folder
+
+
+def test_a_killed_reward_model_is_hosted_anew(reward_model: Path, tmp_path: Path) -> None:
+    judged = ("--reward_model", str(reward_model), "--reward_model_self_test", "off")
+    train(tmp_path / "calm", *EIGHT, *judged)
+    told = run_with_a_kill(tmp_path / "run", "reward-model", 3, 0.1, *judged)
+    assert "Traceback" not in told
+    assert_same_run(tmp_path / "calm", tmp_path / "run")
 
 
 @pytest.mark.skipif(not KILLS, reason="set PPO_KILLS to the number of kills")

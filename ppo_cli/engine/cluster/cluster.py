@@ -19,6 +19,7 @@ from ppo_cli.engine.cluster.nodes import reserve_nodes
 from ppo_cli.engine.cluster.session import Session
 from ppo_cli.engine.cluster.waits import Call, Waits
 from ppo_cli.engine.cluster.worker import Worker
+from ppo_cli.errors import WorkerLost
 
 FAREWELL_S = 10.0
 
@@ -72,7 +73,7 @@ class Cluster:
     def seat(self, title: str, devices: Sequence[int], index: int = 0, of: int = 1) -> Seat:
         """Choose the node of a worker: that of its GPUs, or, on the CPU, an even share of them."""
         per_node = self._placement.devices_per_node
-        if not per_node:
+        if not per_node or not devices:
             return Seat(title, index * self._placement.nodes // of)
         node = devices[0] // per_node
         return Seat(title, node, tuple(device % per_node for device in devices))
@@ -118,9 +119,16 @@ class Cluster:
 
     def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Proxy:
         """Host any object in a process of its own; `factory` is pickled."""
+        if self._session is None:
+            raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
         (member,) = self.start([self.seat(role, devices)])
         self.waits.collect([self.ask(member, "start", "build", factory)], may_stop=True)
-        return Proxy(member, self.ask, self.waits, self.dismiss)
+        return Proxy(member, self.ask, self.waits, self.dismiss, self.lives)
+
+    def lives(self, member: Member) -> bool:
+        """Whether a worker was neither dismissed nor ended with the cluster."""
+        there = any(m.handle is member.handle for m in self._members)
+        return there and self._session is not None
 
     def dismiss(self, member: Member) -> None:
         """End a worker. Safe to call twice, and after `close`."""

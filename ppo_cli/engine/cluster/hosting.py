@@ -8,6 +8,7 @@ from typing import Any
 
 from ppo_cli.engine.cluster.failures import Member
 from ppo_cli.engine.cluster.waits import Call, Waits
+from ppo_cli.errors import WorkerLost
 
 
 class Proxy:
@@ -22,16 +23,37 @@ class Proxy:
         ask: Callable[..., Call],
         waits: Waits,
         dismiss: Callable[[Member], None],
+        lives: Callable[[Member], bool],
     ) -> None:
         self._member = member
         self._ask = ask
         self._waits = waits
         self._dismiss = dismiss
+        self._lives = lives
+        self._lost = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"ppo-{member.title}")
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be called: not lost, not closed, nor the cluster under it."""
+        return not self._lost and self._lives(self._member)
+
     def call(self, name: str, *args: Any) -> Any:
-        """Call a method and wait for what it gives; raises what it raised."""
-        return self._waits.collect([self._ask(self._member, name, "call", *args)])[0]
+        """Call a method and wait for what it gives; raises what it raised.
+
+        Raises WorkerLost when the worker died, hangs, or was closed, at any moment of the call.
+        """
+        if not self.alive:
+            raise WorkerLost(f"The {self._member.title} has ended.")
+        try:
+            return self._waits.collect([self._ask(self._member, name, "call", *args)])[0]
+        except WorkerLost:
+            self._lost = True
+            raise
+        except Exception as error:
+            if self.alive:
+                raise
+            raise WorkerLost(f"The {self._member.title} was closed meanwhile.") from error
 
     def submit(self, name: str, *args: Any) -> Future[Any]:
         """Call a method without waiting."""
