@@ -44,9 +44,7 @@ class CheckpointStore:
             raise
         self.settle()
 
-    def begin(
-        self, step: int, fill: Callable[[Path], Future[None]], *, best: bool = False
-    ) -> None:
+    def begin(self, step: int, fill: Callable[[Path], Future[None]], *, best: bool = False) -> None:
         """Let `fill` fill an empty folder, which becomes the checkpoint of `step` in time.
 
         What `fill` returns is done when nothing more is written, well or not. `best` lets the
