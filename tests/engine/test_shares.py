@@ -67,7 +67,7 @@ def test_one_of_several_ranks_does_not_try_again_alone() -> None:
     def work(plan: list[list[int]]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(UserError, match="Learner rank 1 ran out of memory .* up to 4 sequences"):
+    with pytest.raises(UserError, match=r"Learner rank 1 ran out of memory .* up to 4 sequences"):
         run_within_memory([9] * 8, Budget(36), work, lambda: None, fake_ranks())
 
 
