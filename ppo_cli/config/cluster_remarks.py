@@ -44,6 +44,11 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
             f"With --async_steps {trainer.async_steps} responses come from older weights, so "
             "algorithm.rollout_correction.rollout_is is token unless you set it."
         )
+    if trainer.async_steps > 1:
+        yield (
+            f"--async_steps {trainer.async_steps} makes responses staler than 1 and no step faster: "
+            "new weights wait for the sampling under way."
+        )
     roles = read_placement(trainer.placement or "")
     if "reward" in roles and not hosts_reward(config):
         yield "--placement names devices for reward, but no reward model runs on any of them."
