@@ -46,8 +46,8 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
         )
     if trainer.async_steps > 1:
         yield (
-            f"--async_steps {trainer.async_steps} makes responses staler than 1 and no step faster: "
-            "new weights wait for the sampling under way."
+            f"--async_steps {trainer.async_steps} makes responses staler than 1 does, and nothing "
+            "faster: new weights wait for the sampling under way."
         )
     roles = read_placement(trainer.placement or "")
     if "reward" in roles and not hosts_reward(config):
