@@ -145,5 +145,5 @@ def test_a_killed_reward_model_is_hosted_anew(reward_model: Path, tmp_path: Path
 def test_kills_at_random_moments(calm: Path, tmp_path: Path, turn: int) -> None:
     dice = random.Random(turn)
     kind = KINDS[turn % len(KINDS)]
-    run_with_a_kill(tmp_path / "run", kind, dice.randint(1, 7), dice.uniform(0.0, 2.0))
+    run_with_a_kill(tmp_path / "run", kind, dice.randint(1, 6), dice.uniform(0.0, 0.8))
     assert_same_run(calm, tmp_path / "run")
