@@ -50,7 +50,13 @@ def preset_path(name: str) -> Path:
     chosen = ALIASES.get(name, name)
     if chosen in names:
         return bundled_path("presets") / f"{chosen}.yaml"
-    hint = did_you_mean(name, [*names, *ALIASES]) or f" Known: {', '.join(names)}."
+    part_of = [known for known in names if name and name in known]
+    if len(part_of) == 1:
+        hint = f" Did you mean '{part_of[0]}'?"
+    elif not part_of and (near := did_you_mean(name, [*names, *ALIASES])):
+        hint = near
+    else:
+        hint = f" Known: {', '.join(part_of or names)}."
     if name.endswith((".yaml", ".yml")) or "/" in name:
         hint = f" A file of your own goes to --config {name}."
     raise ConfigError(f"there is no preset '{name}'.{hint}")

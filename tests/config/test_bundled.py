@@ -48,6 +48,8 @@ def test_the_gsm8k_preset_has_the_published_sizes() -> None:
     [
         ("gms8k", "Did you mean 'gsm8k'?"),
         ("xyz", "Known: "),
+        ("8gpu", "Did you mean 'qwen2.5-7b-8gpu'?"),
+        ("qwen2.5", "Known: gsm8k-qwen2.5-0.5b, qwen2.5-7b-8gpu."),
         ("my.yaml", "--config my.yaml"),
         ("../embedded", "--config ../embedded"),
     ],
