@@ -20,12 +20,12 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engines import Engines
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
-from ppo_cli.restarts import run_with_restarts
+from ppo_cli.restarts import run_with_restarts, start_engine
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import explain_no_reward
 from ppo_cli.rewards.registry import build_reward
@@ -47,7 +47,7 @@ class Cluster(Protocol):
 
     address: str
 
-    def wait_until_whole(self) -> None:
+    def wait_until_whole(self, *, stop_requested: Callable[[], str | None]) -> None:
         """Return when all nodes are there; raises WorkerLost when one does not come back."""
         ...
 
@@ -90,24 +90,28 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         if not afresh:
             reward.attach(folder.path)  # what earlier starts spent counts from the first call
         _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
-        engine = engines.get()
+        losses: dict[str, Any] = {
+            "most": config.trainer.max_restarts,
+            "gather": partial(cluster.wait_until_whole, stop_requested=stop.reason)
+            if cluster
+            else lambda: None,
+        }
+        if engines.hosts_rewards():  # a cluster's start hears a first signal by itself
+            closing.enter_context(stop)
+        engine = start_engine(
+            engines.get, **losses, patience_s=config.trainer.node_timeout,
+            tell=screen.health, resume_command=_resume_command(resolved),
+        )  # fmt: skip
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
             folder.set_aside(all_of_it=afresh)
         if afresh:
             reward.attach(folder.path)
         folder.write_config(config_yaml(resolved))
-        tracker = Tracker(
-            folder.path,
-            screen,
-            config.trainer.logger,
-            total_steps=total_steps,
-            config=config.model_dump(mode="json"),
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-        )
+        tracker = _tracker(config, folder, screen, total_steps)
         closing.callback(tracker.close)
-        closing.enter_context(stop)
+        if not engines.hosts_rewards():
+            closing.enter_context(stop)
         job = Job(
             config=config,
             engine=engine,
@@ -126,13 +130,22 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
             fingerprint=identity,
         )
         started = time.monotonic()
-        again = partial(
-            run_with_restarts, build=engines.renew, most=config.trainer.max_restarts,
-            origin=resume_from, gather=cluster.wait_until_whole if cluster else lambda: None,
-        )  # fmt: skip
-        _run(job, again, resume_from, screen)
+        begin = partial(_begin, resume_from=resume_from, screen=screen)
+        run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
         seconds = time.monotonic() - started
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
+
+
+def _tracker(config: Config, folder: RunFolder, screen: Screen, total_steps: int) -> Tracker:
+    return Tracker(
+        folder.path,
+        screen,
+        config.trainer.logger,
+        total_steps=total_steps,
+        config=config.model_dump(mode="json"),
+        project=config.trainer.project_name,
+        experiment=config.trainer.experiment_name,
+    )
 
 
 def _start_reward(
@@ -140,28 +153,23 @@ def _start_reward(
 ) -> None:
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
-    except Interrupted as stop:
+    except (Interrupted, WorkerLost) as stop:
         raise Interrupted(f"{stop} Go on with: {_resume_command(resolved)}") from stop
 
 
-def _run(
-    job: Job, go_on: Callable[[Job, RunState], None], resume_from: Path | None, screen: Screen
-) -> None:
-    """Start or go on; a run that is complete already says so."""
+def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | None:
+    """The state to start from; a run that is complete already says so and has none."""
     if resume_from is None:
-        go_on(job, RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef))
-        return
+        return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
     state = load(job, resume_from)
     if state.step >= job.total_steps and state.unfinished is None:
         screen.note(
             f"This run is complete: {state.step} of {job.total_steps} steps. To go on, raise "
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
         )
-        return
-    if job.config.algorithm.kl_ctrl.type == "fixed":
-        state.kl_coef = job.config.algorithm.kl_ctrl.kl_coef
+        return None
     screen.note(f"Going on after step {state.step}, from {resume_from}")
-    go_on(job, state)
+    return state
 
 
 def _load_prompt_sets(

@@ -292,6 +292,8 @@ def load(job: Job, folder: Path) -> RunState:
     """Take everything back that `save` wrote, and forget what was logged past it."""
     job.store.settle()
     state = RunState.read(folder, order=job.order, reward=job.reward)
+    if job.config.algorithm.kl_ctrl.type == "fixed":  # what is set now counts
+        state.kl_coef = job.config.algorithm.kl_ctrl.kl_coef
     job.engine.load(folder)
     job.tracker.resume_at(state.step)
     job.store.drop_past(state.step)

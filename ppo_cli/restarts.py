@@ -6,6 +6,7 @@ are the same ones, so that a judge with a cache is asked nothing twice.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -22,7 +23,7 @@ Build = Callable[[], Engine]
 
 def run_with_restarts(
     job: Job,
-    state: RunState,
+    begin: Callable[[Job], RunState | None],
     *,
     build: Build,
     most: int,
@@ -31,40 +32,73 @@ def run_with_restarts(
 ) -> None:
     """Run to the end, with at most `most` new starts.
 
-    Once a lost engine is closed, `gather` waits until all nodes are there again, and `build`
-    makes another; both may raise WorkerLost. Without a checkpoint of its own the run begins
-    again at `origin`, the one that it started from, or at the first step. Raises Interrupted
-    when there are too many losses, or when what was lost does not come back.
+    `begin` gives the state to start from, None when there is nothing to do. Once a lost engine
+    is closed, `gather` waits until all nodes are there again, and `build` makes another; both
+    may raise WorkerLost. Without a checkpoint of its own the run begins again at `origin`, the
+    one that it started from, or at the first step. Raises Interrupted when there are too many
+    losses, or when what was lost does not come back.
     """
     begun = job.order.state_dict(), job.reward.state_dict()
     lost: WorkerLost | None = None
     for restarts in range(most + 1):
         try:
-            if lost is not None:
-                _tell(job, lost, f"({restarts} of {most})")
-                _leave(job)
-                _wait_for_nodes(job, gather)
-                job = replace(job, engine=build())
+            if lost is None:
+                state = begin(job)
+            else:
                 newest = job.store.newest() or origin
+                _tell(job, lost, f"({restarts} of {most})", newest)
+                _leave(job)
+                job = replace(job, engine=_make_another(job, gather, build))
                 state = _begin_again(job, begun) if newest is None else load(job, newest)
-            return run(job, state)
+            return None if state is None else run(job, state)
         except WorkerLost as error:
             lost = error
     more = f"That is one loss more than --max_restarts {most} allows."
     raise _given_up(job, f"{lost} {more}") from lost
 
 
-def _tell(job: Job, lost: WorkerLost, count: str) -> None:
-    saved = job.store.newest_step()
-    where = f"step {saved}, the last checkpoint" if saved else "the first step"
+def start_engine(
+    build: Build,
+    *,
+    most: int,
+    patience_s: float,
+    gather: Callable[[], None],
+    tell: Callable[[str], None],
+    resume_command: str,
+) -> Engine:
+    """Make the first engine; a worker that dies meanwhile costs another start, as later.
+
+    What takes longer than `patience_s` to fail is not tried again: it waited for something
+    that does not come.
+    """
+    for restarts in range(most + 1):
+        started = time.monotonic()
+        try:
+            return build()
+        except Interrupted as stop:
+            raise Interrupted(f"{stop} Start again with: {resume_command}") from stop
+        except WorkerLost as lost:
+            if restarts == most or time.monotonic() - started > patience_s:
+                raise Interrupted(f"{lost} Start again with: {resume_command}") from lost
+            tell(f"{lost} Starting again ({restarts + 1} of {most}).")
+            gather()
+    raise AssertionError("every turn ends above")
+
+
+def _tell(job: Job, lost: WorkerLost, count: str, newest: Path | None) -> None:
+    where = f"{newest.name}, the last checkpoint" if newest else "the first step"
     job.tracker.screen.health(f"{lost} Starting again {count} from {where}.")
 
 
-def _wait_for_nodes(job: Job, gather: Callable[[], None]) -> None:
+def _make_another(job: Job, gather: Callable[[], None], build: Build) -> Engine:
     try:
         gather()
-    except WorkerLost as gone:
+    except (WorkerLost, Interrupted) as gone:
         raise _given_up(job, str(gone)) from gone
+    try:
+        return build()
+    except Interrupted as stop:
+        raise _given_up(job, str(stop)) from stop
 
 
 def _leave(job: Job) -> None:
@@ -76,10 +110,16 @@ def _leave(job: Job) -> None:
     job.engine.close()
     job.reward.settle("train")
     pending: list[Future[Any]] = [f for f in job.in_flight if not f.done()]
+    told = False
     while pending and not job.stop_requested():
         wait(pending, timeout=0.5)
         pending = [f for f in pending if not f.done()]
+        still = job.reward.waiting_for() if pending and not told else None
+        if still is not None:
+            job.tracker.screen.health(still)
+            told = True
     job.in_flight.clear()
+    job.reward.measure()  # counts of a step that is taken again
 
 
 def _begin_again(job: Job, begun: tuple[dict[str, Any], dict[str, Any]]) -> RunState:

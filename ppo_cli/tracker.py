@@ -139,6 +139,10 @@ class Tracker:
         with self._telling_disk_errors():
             self._keep_lines(step)
             drop_rollouts_past(self._run_dir, step)
+        if self._sinks_open:  # opened anew, loggers pass over what they had of those steps
+            for sink in self._sinks:
+                sink.close()
+            self._sinks_open = False
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:

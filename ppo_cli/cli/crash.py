@@ -15,6 +15,7 @@ from ppo_cli.errors import (
     Interrupted,
     PpoError,
     UserError,
+    WorkerLost,
     did_you_mean,
 )
 from ppo_cli.redact import redact
@@ -49,7 +50,7 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     if (usage := _usage(bug)) is not None:
         _say(usage)
         return EXIT_USER
-    if isinstance(bug, Interrupted):
+    if isinstance(bug, Interrupted | WorkerLost):
         _say(str(bug))
         return bug.exit_code
     if isinstance(bug, OSError) and bug.errno in _DISK and not isinstance(bug, PpoError):

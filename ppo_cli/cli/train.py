@@ -39,7 +39,13 @@ def train(given: Given) -> None:
 
 
 def _refuse(resolved: Resolved) -> None:
-    """Stop before anything heavy is imported when the run cannot be as asked."""
+    """Stop before anything heavy is imported when the run cannot be as asked.
+
+    What a node that joins has of its own is compared with the others, on node 0 and there;
+    prompts and keys are read on node 0 alone.
+    """
+    if resolved.config.trainer.node_rank:
+        return
     absent = missing_parts(resolved)
     if absent:
         raise MissingPart("\n".join(absent))

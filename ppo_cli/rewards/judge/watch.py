@@ -33,12 +33,15 @@ class Canaries:
         self.due = False
         self._client = client
         self._every = every
+        self._asked_at = -1
         self._values: list[float] = []
         self._failed = 0
 
     def begin_step(self, step: int) -> None:
-        """Mark them due every so many steps."""
-        self.due = self._every > 0 and step % self._every == 0
+        """Mark them due every so many steps; a step that is taken again asks no second time."""
+        self.due = self._every > 0 and step % self._every == 0 and step > self._asked_at
+        if self.due:
+            self._asked_at = step
 
     async def ask(self, question: Question) -> None:
         """Have one worthless reply judged."""
