@@ -16,12 +16,18 @@ A message says what was found, where (file, row, flag, key) and what to do about
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 3
+EXIT_STOPPED = 130  # what a shell expects of a program that Ctrl-C ended
+# A file that cannot be written for one of these reasons is a matter of the machine, not a bug.
+DISK_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+)
 
 
 class PpoError(Exception):
@@ -77,6 +83,28 @@ class WorkerLost(PpoError):
     """
 
     exit_code = EXIT_RESUMABLE
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return what the process ends with that this error ends; 0 where there is none."""
+    if error is None:
+        return EXIT_DONE
+    if isinstance(error, PpoError):
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        return EXIT_USER
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_STOPPED
+    if isinstance(error, SystemExit):
+        return _code_of_exit(error.code)
+    return EXIT_BUG
+
+
+def _code_of_exit(code: str | int | None) -> int:
+    """As Python does it: nothing is 0, a number itself, and words are a failure."""
+    if code is None:
+        return EXIT_DONE
+    return code & 0xFF if isinstance(code, int) else EXIT_BUG
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import EXIT_BUG, EXIT_DONE, EXIT_RESUMABLE, ConfigError, PpoError, WorkerLost
+from ppo_cli.errors import ConfigError, Interrupted, WorkerLost, exit_code_of
 from ppo_cli.launch.addresses import free_port, listen, own_address, reaches
 from ppo_cli.launch.environment import outside_step, slurm_hosts
 from ppo_cli.launch.member import join
@@ -81,13 +81,25 @@ class Nodes:
         """Say that a node was asked to stop by a signal, when one was."""
         return self._meeting.stop_asked if self._meeting is not None else None
 
-    def wait_until_whole(self, timeout: float | None = None) -> None:
-        """Wait until every node is here and works; raises WorkerLost when that takes too long."""
+    def wait_until_whole(
+        self,
+        timeout: float | None = None,
+        *,
+        stop_requested: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Wait until every node is here and works.
+
+        Raises WorkerLost when that takes too long, Interrupted when a stop is asked for.
+        """
         limit = self._timeout if timeout is None else timeout
         deadline, said = time.monotonic() + limit, -SAY_S
         while (lost := self.lost()) is not None:
+            if reason := stop_requested():
+                raise Interrupted(f"Stopped while waiting for a node ({reason}).")
             if self._ray is not None and not self._ray.alive():
-                raise WorkerLost(f"{lost} The other nodes hang on it: start the run again.")
+                raise WorkerLost(
+                    f"{lost} The other nodes hang on it: start the same line again on all nodes."
+                )
             now = time.monotonic()
             if now > deadline:
                 raise WorkerLost(
@@ -96,7 +108,7 @@ class Nodes:
             if now - said > SAY_S:
                 self._tell(f"{lost} Waiting for it: start the same line there again.")
                 said = now
-            self._pause(min(1.0, max(0.0, deadline - now)))
+            self._pause(min(0.5, max(0.0, deadline - now)))
 
     def close(self, exit_code: int) -> None:
         """Send every node home with this exit code, and stop what was started here."""
@@ -126,17 +138,6 @@ class Nodes:
             return
         with self._meeting.changed:
             self._meeting.changed.wait(seconds)
-
-
-def exit_code_of(error: BaseException | None) -> int:
-    """Return the exit code with which a run ends that this error ends."""
-    if error is None:
-        return EXIT_DONE
-    if isinstance(error, PpoError):
-        return error.exit_code
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code & 0xFF
-    return EXIT_RESUMABLE if isinstance(error, KeyboardInterrupt) else EXIT_BUG
 
 
 def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.cli.crash import exit_code_of as tell_and_end
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ConfigError, Interrupted, WorkerLost
+from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, WorkerLost, exit_code_of
 from ppo_cli.launch.addresses import free_port, is_literal, is_mine, listen, resolve_host
-from ppo_cli.launch.nodes import Nodes, exit_code_of, join_cluster, open_cluster
+from ppo_cli.launch.nodes import Nodes, join_cluster, open_cluster
 from ppo_cli.launch.preflight import facts_here
 from ppo_cli.launch.ray_process import RayProcess
 from ppo_cli.launch.rendezvous import Rendezvous
@@ -135,9 +137,43 @@ def test_a_running_cluster_needs_no_rank() -> None:
 def test_exit_codes() -> None:
     found = [exit_code_of(e) for e in (None, ConfigError("x"), WorkerLost("x"), Interrupted("x"))]
     assert found == [0, 2, 3, 3]
-    assert exit_code_of(SystemExit(5)) == 5
-    assert exit_code_of(KeyboardInterrupt()) == 3
-    assert exit_code_of(ValueError()) == 1
+    left = [exit_code_of(SystemExit(code)) for code in (None, 0, 5, 256 + 7, "a word")]
+    assert left == [0, 0, 5, 7, 1]
+    assert exit_code_of(KeyboardInterrupt()) == 130
+    assert exit_code_of(OSError(errno.ENOSPC, "full")) == 2
+    assert [exit_code_of(e) for e in (ValueError(), OSError(errno.ENOENT, "none"))] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("x"), Interrupted("x"), ValueError("x"), *(OSError(n, "x") for n in DISK_ERRNOS)],
+)
+def test_the_others_end_as_node_0_does(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tell_and_end(error) == exit_code_of(error)
+
+
+class Lost(Nodes):
+    """Nodes of which one never comes back."""
+
+    def lost(self) -> str | None:
+        return "node 1 (host-b) is gone: it closed the connection."
+
+
+def test_a_stop_is_heard_while_a_node_is_waited_for() -> None:
+    begun, asked = time.monotonic(), []
+
+    def stop_requested() -> str | None:
+        asked.append(time.monotonic() - begun)
+        return "SIGINT" if len(asked) > 1 else None
+
+    with pytest.raises(Interrupted, match=r"^Stopped while waiting for a node \(SIGINT\)\.$"):
+        Lost("", {}, timeout=60, tell=lambda text: None).wait_until_whole(
+            stop_requested=stop_requested
+        )
+    assert asked[-1] < 5
 
 
 def test_addresses() -> None:
