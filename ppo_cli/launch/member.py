@@ -119,7 +119,10 @@ class Membership:
 
     def _lost_head(self, error: Broken) -> PpoError:
         if self._welcome:
-            return WorkerLost(f"node 0 ({self._line.there}) is gone: it {error}.")
+            return WorkerLost(
+                f"node 0 ({self._line.there}) is gone: it {error}. No run goes on without it: "
+                "start the same line again on all nodes."
+            )
         return ConfigError(
             f"what answers at {self._line.there} is not node 0 of this run: it {error}. Is "
             "MASTER_PORT the port of another program there?"

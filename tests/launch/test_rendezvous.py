@@ -341,6 +341,7 @@ def test_node_0_without_a_word_is_named(meeting: Meeting) -> None:
     end = one.end()
     assert isinstance(end, WorkerLost)
     assert "node 0 (127.0.0.1) is gone" in str(end)
+    assert str(end).endswith("start the same line again on all nodes.")
     assert one.rays[0].stopped
 
 
