@@ -53,14 +53,26 @@ class Given:
     overrides: tuple[str, ...]
     extras: Mapping[str, Any]
 
-    def resolve(self, environ: Mapping[str, str] | None = None) -> Resolved:
-        """Put what was typed over the other layers."""
+    def resolve_node(self) -> Resolved:
+        """Put what was typed over the other layers, with what SLURM says of this node."""
+        from ppo_cli.launch.environment import node_variables
+
+        around = node_variables(os.environ, set(self.flags))
+        return self.resolve({**os.environ, **around.values}, around.origins)
+
+    def resolve(
+        self,
+        environ: Mapping[str, str] | None = None,
+        origins: Mapping[str, str] | None = None,
+    ) -> Resolved:
+        """Put what was typed over the other layers; `origins` tells where variables are from."""
         return resolve(
             flags=self.flags,
             preset=self.preset,
             config_files=self.config_files,
             overrides=self.overrides,
             environ=os.environ if environ is None else environ,
+            origins=origins,
         )
 
 

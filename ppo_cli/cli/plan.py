@@ -22,7 +22,7 @@ EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: 
 
 def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
-    resolved = given.resolve()
+    resolved = given.resolve_node()
     if given.extras["json"]:
         print(json.dumps(plan_dict(resolved), indent=2))
     else:

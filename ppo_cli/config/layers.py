@@ -54,13 +54,17 @@ def gather(
     config_files: Sequence[Path],
     overrides: Sequence[str],
     environ: Mapping[str, str],
+    origins: Mapping[str, str] | None = None,
 ) -> Gathered:
-    """Read all layers: preset < files < reward file < variables < flags < overrides."""
+    """Read all layers: preset < files < reward file < variables < flags < overrides.
+
+    `origins` says of variables where they really come from, such as SLURM's.
+    """
     found = Gathered()
     low = [_preset(found, preset)] if preset else []
     low += [found.read(Path(path), str(path)) for path in config_files]
     given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
-    high = [_variables(environ), given, _overrides(found, overrides)]
+    high = [_variables(environ, origins or {}), given, _overrides(found, overrides)]
     layers = _with_reward_file(found, low, high)
     if not preset and not _names(layers, MODEL_KEYS) and gpu_count(environ) == 0:
         layers.insert(0, _preset(found, "embedded"))
@@ -83,10 +87,14 @@ def _preset(found: Gathered, name: str) -> list[Entry]:
         return []
 
 
-def _variables(environ: Mapping[str, str]) -> list[Entry]:
+def _variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> list[Entry]:
     """Variables that are set; an empty one counts as not set."""
     named = ((key, environ.get(key.env, "")) for key in table().values() if key.env)
-    return [Entry(key.name, text, f"env {key.env}") for key, text in named if text.strip()]
+    return [
+        Entry(key.name, text, origins.get(str(key.env), f"env {key.env}"))
+        for key, text in named
+        if text.strip()
+    ]
 
 
 def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:

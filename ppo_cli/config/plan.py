@@ -61,7 +61,7 @@ def make_plan(resolved: Resolved) -> Plan:
         values,
         sums,
         tuple(_sentences(sums)),
-        tuple(redact(note) for note in notes),
+        tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(resolved.config.reward, sums),
         device_plan(resolved.config),
     )

@@ -40,9 +40,13 @@ def resolve(
     config_files: Sequence[Path],
     overrides: Sequence[str],
     environ: Mapping[str, str],
+    origins: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Merge the layers and check the result; raises one ConfigError with every problem."""
-    found = gather(flags, preset, config_files, overrides, environ)
+    """Merge the layers and check the result; raises one ConfigError with every problem.
+
+    `origins` says of variables in `environ` where they really come from, such as SLURM's.
+    """
+    found = gather(flags, preset, config_files, overrides, environ, origins)
     draft = _merge(found, environ)
     config = _build(draft)
     for clash in cross_checks(config, environ):
