@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ class Optimizer:
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._pieces = {name: _piece(p) for name, p in self._parameters.items()}
         # Norm weights and biases have one axis; decay would only pull them off their scale.
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in self._pieces.values() if p.ndim >= 2]},
             {"params": [p for p in self._pieces.values() if p.ndim < 2], "weight_decay": 0.0},
         ]

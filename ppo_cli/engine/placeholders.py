@@ -65,7 +65,7 @@ def take_weights(model: nn.Module, ranks: Ranks, path: str) -> Taken:
                     taken.names[seen[tensor]] = f"{prefix}.{name}"
                     if ranks.rank == 0:
                         taken.whole[f"{prefix}.{name}"] = tensor.detach()
-                held[name] = seen[tensor]  # type: ignore[assignment]
+                held[name] = seen[tensor]
     layout = [(name, tuple(t.shape), str(t.dtype)) for t, name in taken.names.items()]
     if any(other != layout for other in gather_objects(ranks, layout)):
         raise ModelError(

@@ -106,10 +106,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu().clone()
-    tensor = tensor.detach()
-    if tensor.device.type != tensor.device_mesh.device_type:  # pieces in host memory
-        tensor = tensor.to(tensor.device_mesh.device_type)
-    whole: Tensor = tensor.full_tensor()
+    device = tensor.device_mesh.device_type
+    pieces: Any = tensor.detach()
+    if pieces.device.type != device:  # pieces in host memory
+        pieces = pieces.to(device)
+    whole: Tensor = pieces.full_tensor()
     return whole.cpu().clone()
 
 
@@ -289,7 +290,7 @@ def _cut(
         }
         split_modules(layer, inside, ranks.mesh["tensor"])
         shard(layer, mp_policy=precision)
-    root = Root(model)
+    root: Any = Root(model)
     weights.give(root, ranks, compute.device)
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
