@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -111,7 +111,7 @@ def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size
                 f"is not known here ({style}). Leave it at 1, or take another --model."
             )
         module = backbone.get_submodule(name)
-        weight: Tensor = getattr(module, "base_layer", module).weight
+        weight: Any = getattr(module, "base_layer", module).weight
         if style == NORM:
             if weight.numel() != head_size:
                 raise ModelError(
