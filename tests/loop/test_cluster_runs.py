@@ -115,11 +115,10 @@ def test_two_ranks_with_everything_in_host_memory(alone: Path, tmp_path: Path) -
     assert_same_rewards(alone, out)
 
 
-@pytest.mark.parametrize("merge", ["false", "true"])
-def test_two_ranks_with_an_adapter(tmp_path: Path, merge: str) -> None:
+def test_two_ranks_with_an_adapter(tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "run"
     train(whole, *TWELVE, *LORA)
-    train(out, *TWELVE, *LORA, *TWO, f"model.lora_merge={merge}")
+    train(out, *TWELVE, *LORA, *TWO)
     assert_same_weights(whole, out)
     assert_same_rewards(whole, out)
 

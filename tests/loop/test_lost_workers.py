@@ -111,7 +111,24 @@ def assert_nothing_is_left(out: Path, family: set[int]) -> None:
     assert [line["step"] for line in metrics(out)] == [*range(9)]
 
 
-@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[2:4])
+def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, *EIGHT)
+    try:
+        wait_for(out / "logs" / "learner-1.log", process, seconds=200)
+        victim = None
+        while victim is None:
+            victim = find("learner-1", out, below(process.pid))
+        os.kill(victim, signal.SIGKILL)
+        told = process.communicate(timeout=240)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert "Starting again (1 of 3)" in told and "Traceback" not in told
+    assert_same_run(calm, out)
+
+
+@pytest.mark.parametrize("kind", ["learner-0", "raylet"])
 def test_a_killed_worker_costs_some_time_and_nothing_else(
     calm: Path, tmp_path: Path, kind: str
 ) -> None:
