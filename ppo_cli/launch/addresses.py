@@ -37,6 +37,11 @@ def is_literal(host: str) -> bool:
     return True
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself is reached by this address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def is_mine(address: str) -> bool:
     """Whether this machine has this address."""
     try:
@@ -48,7 +53,7 @@ def is_mine(address: str) -> bool:
 
 
 def listen(master: str | None, port: int) -> socket.socket:
-    """Open node 0's door: on the given address, or on all when only a name (or nothing) is."""
+    """Open node 0's door: at the given address, or at all when that is nothing, or localhost."""
     address = resolve_host(master) if master else ""
     if master and not is_mine(address):
         raise ConfigError(
@@ -56,7 +61,7 @@ def listen(master: str | None, port: int) -> socket.socket:
             "which is node 0: give every node an address of node 0, or make that machine node 0."
         )
     # A name may stand for 127.0.1.1 here and for the right address elsewhere.
-    door = address if master and is_literal(master) else ""
+    door = address if master and (is_literal(master) or not is_loopback(address)) else ""
     try:
         return _serve(door, port, _family(address) if address else socket.AF_INET)
     except OSError as error:

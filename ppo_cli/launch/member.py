@@ -17,6 +17,7 @@ from ppo_cli.launch.lines import Broken, Line, Message, words
 from ppo_cli.launch.preflight import NodeFacts
 from ppo_cli.launch.ray_process import RayProcess
 from ppo_cli.launch.rendezvous import BEAT_S, PROTOCOL
+from ppo_cli.launch.secret import Secret, examine_head, fresh
 
 RETRY_S = 0.5
 TICK_S = 0.2
@@ -85,8 +86,10 @@ class Membership:
         ray: Callable[[str, str, str], RayProcess],
         restarts: int,
         tell: Tell,
+        secret: Secret | None = None,
     ) -> None:
         self._line, self._facts, self._tell = line, facts, tell
+        self._secret = secret or Secret({})
         self._start_ray, self._restarts = ray, restarts
         self._ray: RayProcess | None = None
         self._where: tuple[str, str] | None = None
@@ -99,12 +102,13 @@ class Membership:
 
     def run(self, key: str, settings: Mapping[str, str]) -> int:
         """Stay until the end; returns node 0's exit code."""
-        job = os.environ.get("SLURM_JOB_ID", "")
+        job, nonce = os.environ.get("SLURM_JOB_ID", ""), fresh() if self._secret else ""
         try:
             self._line.send(
                 "hello", protocol=PROTOCOL, run=key, facts=self._facts.as_dict(),
-                settings=dict(settings), job=job,
+                settings=dict(settings), job=job, nonce=nonce,
             )  # fmt: skip
+            examine_head(self._line, self._secret, key, self._facts.rank, nonce)
             threading.Thread(target=self._beat, daemon=True).start()
             with Signals() as signals:
                 return self._stay(signals)
@@ -164,7 +168,8 @@ class Membership:
         elif kind == "check":
             self._check(words(message.get("address")))
         elif kind == "start":
-            self._where = words(message.get("address")), words(message.get("token"))
+            address, seed = words(message.get("address")), words(message.get("seed"))
+            self._where = address, self._secret.token(seed, address)
             self._begin_ray()
         elif kind == "end":
             return self._end(message.get("code"))
@@ -233,6 +238,6 @@ def join(
     tell: Tell,
 ) -> int:
     """Find node 0, join it, and return its exit code."""
-    own = own_address(environ.get("NODE_ADDR"))
+    own, secret = own_address(environ.get("NODE_ADDR")), Secret(environ)
     line = find_head(master, port, own, timeout, tell)
-    return Membership(line, facts, ray, restarts, tell).run(key, settings)
+    return Membership(line, facts, ray, restarts, tell, secret).run(key, settings)

@@ -3,13 +3,15 @@
 `open_cluster` gives the Ray to connect to and watches the nodes; `join_cluster` gives a machine
 to node 0 until that ends. With RAY_ADDRESS nothing is started, and with one node no one is
 waited for. NODE_ADDR, where it is set, is the address by which the others reach this node.
+
+The nodes must be in a network where all are trusted: what they and Ray say is not encrypted.
+PPO_CLUSTER_SECRET, the same on all nodes, keeps those out who do not have it (launch/secret.py).
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +32,7 @@ from ppo_cli.launch.preflight import (
 )
 from ppo_cli.launch.ray_process import STOP_S, RayProcess, ray_variables
 from ppo_cli.launch.rendezvous import Rendezvous
+from ppo_cli.launch.secret import Secret, fresh
 
 SAY_S = 15.0
 # Problems of those who are here are told after this long, though others still lack.
@@ -149,6 +152,7 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     if trainer.nnodes == 1:
         return _alone(config, environ, tell)
     own_address(environ.get("NODE_ADDR"))
+    secret = Secret(environ)
     door = listen(trainer.master_addr, trainer.master_port)
     host = socket.gethostname()
     meeting = Rendezvous(
@@ -158,9 +162,10 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
         run_key(config),
         slurm_hosts(environ),
         tell,
+        secret,
     )
     try:
-        return _gather(config, environ, meeting, tell)
+        return _gather(config, environ, meeting, secret, tell)
     except BaseException as error:
         meeting.end(exit_code_of(error), 5.0)
         raise
@@ -215,17 +220,19 @@ def check_variables(config: Config, environ: Mapping[str, str]) -> None:
         raise ConfigError(f"node {rank} needs the address of node 0: MASTER_ADDR=HOST.")
 
 
-def _gather(config: Config, environ: Mapping[str, str], meeting: Rendezvous, tell: Tell) -> Nodes:
+def _gather(
+    config: Config, environ: Mapping[str, str], meeting: Rendezvous, secret: Secret, tell: Tell
+) -> Nodes:
     deadline = time.monotonic() + config.trainer.node_timeout
     _await(meeting, environ, lambda: bool(meeting.members), deadline, tell)
-    token = secrets.token_hex(32)
     # The address by which the first node came in is one by which nodes reach us.
     own = next(iter(meeting.members.values())).line.here
     port = free_port(own, config.trainer.master_port + 1)
-    address = f"{own}:{port}"
+    address, seed = f"{own}:{port}", fresh()
+    token = secret.token(seed, address)
     # Ray's port is tried before Ray is there, so that mistakes are told at once.
     with listen(own, port):
-        meeting.offer(address, token)
+        meeting.offer(address, seed)
         _examine(meeting, environ, deadline, tell)
     ray = _head(config, {**environ, **ray_variables(token)}, own, port)
     names = {rank: meeting.label(rank) for rank in range(config.trainer.nnodes)}
@@ -322,7 +329,7 @@ def _alone(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     problems = own_problems(facts_here(config, environ, 0, socket.gethostname()), {0: "this node"})
     if problems:
         raise ConfigError([problem.text for problem in problems])
-    token, own = secrets.token_hex(32), _outward()
+    token, own = fresh(), _outward()
     port = free_port(own)
     ray = _head(config, {**environ, **ray_variables(token)}, own, port)
     try:

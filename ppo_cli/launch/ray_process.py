@@ -16,6 +16,7 @@ from types import TracebackType
 import ppo_cli
 from ppo_cli.errors import WorkerLost
 from ppo_cli.launch import keeper
+from ppo_cli.launch.secret import VARIABLE
 from ppo_cli.redact import redact
 
 UP = "Ray runtime started."
@@ -113,8 +114,8 @@ class RayProcess:
 
 
 def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Let Ray's workers find the package that runs here, and no other cluster."""
-    env = {name: text for name, text in environ.items() if name != "RAY_ADDRESS"}
+    """Let Ray's workers find the package that runs here; no other cluster, and no secret."""
+    env = {name: text for name, text in environ.items() if name not in ("RAY_ADDRESS", VARIABLE)}
     root = str(Path(ppo_cli.__file__).resolve().parents[1])
     if "site-packages" not in root:
         paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -2,7 +2,8 @@
 
 One thread takes connections, one reads each node, one sends a beat to all; the state behind
 `changed` is theirs together. A node is admitted by the run's key and a free rank, tells its
-facts, is examined, started, and then watched until the run ends.
+facts, is examined, started, and then watched until the run ends. Where there is a secret, it
+comes before all of that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ppo_cli.launch.preflight import (
     own_problems,
     read_facts,
 )
+from ppo_cli.launch.secret import Secret, examine_node
 
 PROTOCOL = 1
 HELLO_S = 10.0
@@ -62,13 +64,15 @@ class Rendezvous:
         key: str,
         hosts: list[str],
         tell: Callable[[str], None],
+        secret: Secret | None = None,
     ) -> None:
         self.facts, self.members = facts, dict[int, Member]()
         self.changed = threading.Condition()
-        self.address, self.token, self.started = "", "", False
+        self.address, self.seed, self.started = "", "", False
         self.stop_asked: str | None = None
         self._door, self._settings, self._key = door, settings, key
         self._hosts, self._tell = hosts, tell
+        self._secret = secret or Secret({})
         self._closed = threading.Event()
         self._open = 0
         for task in (self._accept, self._beat):
@@ -97,10 +101,13 @@ class Rendezvous:
         here = self.in_phase("here", "checked", "started", "ready")
         return [self.label(rank) for rank in self.others() if rank not in here]
 
-    def offer(self, address: str, token: str) -> None:
-        """Ray runs here: every node tries to reach it, those that come later as well."""
+    def offer(self, address: str, seed: str) -> None:
+        """Ray runs here: every node tries to reach it, those that come later as well.
+
+        `seed` is what a node makes Ray's token of, with the secret where there is one.
+        """
         with self.changed:
-            self.address, self.token = address, token
+            self.address, self.seed = address, seed
             waiting = [self.members[rank] for rank in self.in_phase("here")]
         for member in waiting:
             self._send(member, "check", address=address)
@@ -192,6 +199,10 @@ class Rendezvous:
     def _admit(self, hello: Message, line: Line) -> Member | str:
         if hello.get("protocol") != PROTOCOL:
             return "it has another version of ppo-cli: install the same on all nodes."
+        # Before anything is compared: what differs tells of the run.
+        stranger = examine_node(line, self._secret, hello)
+        if stranger:
+            return stranger
         if hello.get("run") != self._key:
             return (
                 f"the run of node 0 ({self.facts.host}) is another one: its output_dir, "
@@ -309,7 +320,7 @@ class Rendezvous:
 
     def _start(self, member: Member) -> None:
         self._enter(member, "started")
-        self._send(member, "start", address=self.address, token=self.token)
+        self._send(member, "start", address=self.address, seed=self.seed)
 
     def _enter(self, member: Member, phase: str, why: str = "") -> None:
         with self.changed:
