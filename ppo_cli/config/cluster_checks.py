@@ -146,15 +146,16 @@ def _roles(roles: Roles) -> Iterator[tuple[tuple[str, ...], str]]:
 def _existing(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str, ...], str]]:
     trainer, per_node = config.trainer, gpus_per_node(config, gpus)
     there = per_node * trainer.nnodes
-    for role, devices in roles.items():
-        if there and devices[-1] >= there:
-            least = -(-(devices[-1] + 1) // trainer.nnodes)
-            yield (
-                (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
-                f"names GPU {devices[-1]} for {role}, but the last of the run's {there} is GPU "
-                f"{there - 1}; use lower numbers, or --n_gpus {least}.",
-            )
-            return
+    highest = max((devices[-1] for devices in roles.values()), default=-1)
+    if there and highest >= there:
+        role = next(name for name, devices in roles.items() if devices[-1] == highest)
+        least = -(-(highest + 1) // trainer.nnodes)
+        yield (
+            (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
+            f"names GPU {highest} for {role}, but the last of the run's {there} is GPU "
+            f"{there - 1}; use lower numbers, or --n_gpus {least}.",
+        )
+        return
     rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
     if there and len(rollout) % span:
         yield (

@@ -29,7 +29,7 @@ def read_placement(text: str) -> Roles:
         if colon:
             role = _role(name.strip())
         if role is None:
-            raise ValueError(f"'{piece}' stands before any role; write train:{piece}")
+            raise ValueError(f"'{piece}' stands before any role; {_role_first(piece)}")
         found.setdefault(role, []).extend(_numbers(numbers.strip()))
     for name, devices in found.items():
         twice = sorted({device for device in devices if devices.count(device) > 1})
@@ -47,6 +47,13 @@ def numbered(devices: tuple[int, ...]) -> str:
         else:
             runs.append([device])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _role_first(piece: str) -> str:
+    """Say how it is written; only what is a device is shown behind a role."""
+    if _RANGE.fullmatch(piece):
+        return f"write train:{piece}"
+    return "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
 
 
 def _role(name: str) -> Role:

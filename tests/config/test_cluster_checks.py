@@ -43,6 +43,11 @@ SIZE = "fsdp_config.fsdp_size"
         ("trainer.placement=train:0,reward:1", "names no device for rollout"),
         (f"{EIGHT} trainer.placement=train:0-7,rollout:8", "names GPU 8 for rollout, but the last"),
         (f"{EIGHT} trainer.placement=train:0-7,rollout:8-9", "or --n_gpus 10"),
+        (f"{EIGHT} trainer.placement=rollout:10-11,train:8-9", "GPU 11 for rollout"),
+        (
+            "trainer.n_gpus_per_node=1 trainer.placement=train:0-5,rollout:6-7",
+            "the run's 1 is GPU 0; use lower numbers, or --n_gpus 8.",
+        ),
         (
             f"{EIGHT} trainer.nnodes=2 trainer.node_rank=0 trainer.placement=train:0-15,rollout:17",
             "the last of the run's 16 is GPU 15; use lower numbers, or --n_gpus 9",
@@ -88,6 +93,12 @@ def test_a_clash_is_told_with_its_mend(overrides: str, said: str) -> None:
     assert said in "\n".join(found)
     assert len(found) == 1
     assert found[0].startswith("override: ")
+
+
+def test_a_placement_of_nobody_names_both_roles() -> None:
+    said = "\n".join(problems("trainer.placement=','", EIGHT))
+    assert "names no device for train" in said
+    assert "names no device for rollout" in said
 
 
 @pytest.mark.parametrize(

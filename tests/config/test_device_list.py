@@ -32,6 +32,8 @@ def test_roles_and_their_devices_are_read(text: str, roles: dict[str, object]) -
         ("critic:0", "Roles are train, rollout and reward."),
         ("train:0,rollouts:1", "Did you mean 'rollout'?"),
         ("0-3,rollout:4", "'0-3' stands before any role; write train:0-3"),
+        ("split", "'split' stands before any role; write ROLE:DEVICES for each role, such as"),
+        ("train", "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"),
         ("train:0,0", "device 0 is named twice for train"),
         ("train:0-3,2", "device 2 is named twice for train"),
         ("train:", "'' is no device"),
