@@ -146,7 +146,13 @@ def test_exit_codes() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ConfigError("x"), Interrupted("x"), ValueError("x"), *(OSError(n, "x") for n in DISK_ERRNOS)],
+    [
+        ConfigError("x"),
+        Interrupted("x"),
+        WorkerLost("x"),
+        ValueError("x"),
+        *(OSError(n, "x") for n in DISK_ERRNOS),
+    ],
 )
 def test_the_others_end_as_node_0_does(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
