@@ -6,11 +6,16 @@ No torch here: the environment of the process is made before its object brings t
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import queue
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,8 @@ from ppo_cli.errors import ConfigError, PpoError
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Of the system's errors, those that the program has words of its own for.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 FLUSH_S = 0.02  # what finishes within that time travels together
 
 
@@ -55,6 +62,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._held: Any = None
+        # The same thread for all streams: what torch keeps for each is made once.
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="ppo-stream")
 
     def arrive(self, log: str, gpus: tuple[int, ...]) -> Outcome:
         """Open the log, see these GPUs of the node and no others, and say where this is."""
@@ -87,19 +96,47 @@ class Worker:
 
     def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
         """Call a method that yields; what it yields comes in lists, as soon as there is any."""
-        items: list[Any] = []
-        flushed = 0.0
+        made: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        closed = threading.Event()
+
+        def produce() -> None:
+            try:
+                with closing(getattr(self._held, name)(*args)) as source:
+                    for item in source:
+                        made.put(("item", item))
+                        if closed.is_set():
+                            return
+                made.put(("end", None))
+            except BaseException as error:
+                made.put(("failure", _failure(error)))
+
+        making = self._maker.submit(produce)
         try:
-            for item in getattr(self._held, name)(*args):
-                items.append(item)
-                if time.monotonic() - flushed >= FLUSH_S:
-                    yield Outcome(items)
-                    items, flushed = [], time.monotonic()
-        except (Exception, SystemExit) as error:
-            yield Outcome(failure=_failure(error))
-            return
-        if items:
+            yield from _in_lists(made)
+        finally:
+            closed.set()
+            making.result()
+
+
+def _in_lists(made: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
+    """Gather what comes, and let nothing wait longer than FLUSH_S for company."""
+    items: list[Any] = []
+    flushed = 0.0
+    while True:
+        left = flushed + FLUSH_S - time.monotonic()
+        try:
+            kind, what = made.get(timeout=max(left, 0.0) if items else None)
+        except queue.Empty:
+            kind, what = "flush", None
+        if kind == "item":
+            items.append(what)
+        if items and (kind != "item" or time.monotonic() - flushed >= FLUSH_S):
             yield Outcome(items)
+            items, flushed = [], time.monotonic()
+        if kind == "failure":
+            yield Outcome(failure=what)
+        if kind in ("end", "failure"):
+            return
 
 
 def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
@@ -125,8 +162,8 @@ def _try(work: Callable[[], Any]) -> Outcome:
 def _failure(error: BaseException) -> Failure:
     text = redact("".join(traceback.format_exception(error)))
     print(text, flush=True)
-    # The system's errors (a full disk) are told by the program in words of its own, too.
-    if not isinstance(error, PpoError | OSError):
+    full = isinstance(error, OSError) and error.errno in DISK
+    if not isinstance(error, PpoError) and not full:
         return Failure(None, text)
     try:
         told = pickle.dumps(error)
