@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ppo_cli.engine.cluster.worker import Worker
 from ppo_cli.errors import WorkerLost
 
 FAREWELL_S = 10.0
+MOMENT_S = 0.1  # enough to learn what has already ended
 
 
 @dataclass(frozen=True)
@@ -152,16 +154,22 @@ class Cluster:
             session.close()
 
     def _part(self, polite: Sequence[Member]) -> None:
-        with suppress(Exception):  # they end anyway, and why they cannot is in their logs
-            self.waits.collect([self.ask(member, "close") for member in polite], FAREWELL_S)
-        ends = [self.ask(member, "end", "rest") for member in self._members]
-        for member in self._members:
-            ray.kill(member.handle)
-        # Devices are free for the next engine only when their processes are gone.
-        if ends:
-            ray.wait([end.ref for end in ends], num_returns=len(ends), timeout=FAREWELL_S)
+        # They end anyway, and why they cannot is in their logs.
+        deadline = time.monotonic() + FAREWELL_S
+        for call in [self.ask(member, "close") for member in polite]:
+            with suppress(Exception):
+                self.waits.collect([call], max(MOMENT_S, deadline - time.monotonic()))
+        with suppress(Exception):
+            ends = [self.ask(member, "end", "rest").ref for member in self._members]
+            for member in self._members:
+                with suppress(Exception):
+                    ray.kill(member.handle)
+            # Devices are free for the next engine only when their processes are gone.
+            if ends:
+                ray.wait(ends, num_returns=len(ends), timeout=FAREWELL_S)
         if self._group is not None:
-            remove_placement_group(self._group)
+            with suppress(Exception):
+                remove_placement_group(self._group)
 
     def _member(self, seat: Seat) -> Member:
         # Ray hides all GPUs from a worker that asks it for none; this one sees to that itself.
