@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.token_draw import stream_key
 from ppo_cli.errors import DataError, MissingPart, ModelError
@@ -31,7 +32,6 @@ from ppo_cli.records import Prompt, Rollout
 
 EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "nccl": "nccl", "ipc": "ipc"}
-SHARED_MEMORY = Path("/dev/shm")
 # What vLLM raises for models and settings that it does not take; all else is a bug.
 REFUSALS = (
     ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, KeyError, TypeError,
@@ -226,10 +226,7 @@ class VLLMSampler:
             gc.collect()
             cleanup_dist_env_and_memory()
         if self._folder is not None:
-            for name in self._met_at:
-                for left in SHARED_MEMORY.glob(f"{name}-*"):
-                    left.unlink(missing_ok=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove(self._folder, self._met_at)
             self._folder = None
 
     def _start(self, options: dict[str, Any], transfer: str) -> None:
@@ -248,8 +245,7 @@ class VLLMSampler:
             raise ModelError(_why_not(options["model"], error)) from error
         finally:
             tempfile.tempdir = usual
-        # vLLM's processes met by a file here; shared memory named after it stays behind them.
-        self._met_at = [path.name for path in self._memory().glob("vllm_dist_*")]
+        self._met_at = meeting_points(self._memory())  # they may be gone before `close`
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
@@ -354,8 +350,7 @@ class VLLMSampler:
     def _memory(self) -> Path:
         """A folder of our own that `close` removes, in shared memory where there is any."""
         if self._folder is None:
-            place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-            self._folder = Path(tempfile.mkdtemp(prefix="ppo-sampler-", dir=place))
+            self._folder = own_folder("sampler")
         return self._folder
 
     def _rpc(self, method: str, **values: Any) -> list[Any]:

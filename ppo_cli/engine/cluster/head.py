@@ -14,12 +14,16 @@ import select
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from ppo_cli.engine.leftovers import lives, sweep
 
 PARTS = ("gcs_server", "raylet")  # those that a cluster cannot be without
 LOST = {name: 40 + i for i, name in enumerate(PARTS)}  # exit codes
 POLL_S = 0.3
+ENDS_S = 5.0
 
 
 def main() -> int:
@@ -31,6 +35,8 @@ def main() -> int:
         return _serve(wish)
     finally:
         end_session(os.getpid())
+        _await_ends()
+        sweep()
         shutil.rmtree(wish["folder"], ignore_errors=True)
 
 
@@ -52,7 +58,7 @@ def _serve(wish: dict[str, Any]) -> int:
     sys.stdout.write(json.dumps({"address": ray.get_runtime_context().gcs_address}) + "\n")
     sys.stdout.flush()
     while True:
-        lost = next((name for name, pid in parts.items() if not _lives(pid)), None)
+        lost = next((name for name, pid in parts.items() if not lives(pid)), None)
         if lost is not None:
             return LOST[lost]
         readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
@@ -77,6 +83,16 @@ def end_session(session: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def _await_ends() -> None:
+    """Give the killed a moment to be gone, memory and all."""
+    deadline = time.monotonic() + ENDS_S
+    while time.monotonic() < deadline:
+        found = [pid for pid, _, _, theirs in _processes() if theirs == os.getpid()]
+        if not any(lives(pid) for pid in found if pid != os.getpid()):
+            return
+        time.sleep(0.05)
+
+
 def _processes() -> list[tuple[int, str, int, int]]:
     """List (pid, name, parent, session) of what runs on this machine."""
     found = []
@@ -87,14 +103,6 @@ def _processes() -> list[tuple[int, str, int, int]]:
             fields = tail.split()
             found.append((int(entry.name), head.partition("(")[2], int(fields[1]), int(fields[3])))
     return found
-
-
-def _lives(pid: int) -> bool:
-    """Whether a child of ours runs: neither gone nor waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
 from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.engine.samplers import build_sampler
@@ -52,11 +53,15 @@ class LearnerRole:
         self._writing: Future[None] | None = None
 
     def meeting_point(self, node: str) -> str:
-        """An address on this node where nobody listens yet."""
-        host = "127.0.0.1" if self._plan.one_node else node
+        """A file of this node, or an address on it where nobody listens yet.
+
+        Whoever reaches such an address could take part: torch listens on all interfaces.
+        """
+        if self._plan.one_node:
+            return f"file://{own_folder('ranks')}/meet"  # swept when this process is gone
         with socket.socket() as free:
-            free.bind((host, 0))
-            return f"tcp://{host}:{free.getsockname()[1]}"
+            free.bind((node, 0))
+            return f"tcp://{node}:{free.getsockname()[1]}"
 
     def join(self, node: str, meeting_point: str) -> None:
         """Meet the other ranks there and load the models."""

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from ppo_cli.engine.cluster.head import LOST, end_session
 from ppo_cli.engine.cluster.logs import read_tail
+from ppo_cli.engine.leftovers import sweep
 from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.redact import redact
 
@@ -73,6 +75,7 @@ class Session:
             ray.shutdown()
         head, self._head = self._head, None
         if head is None:
+            sweep()
             return
         assert head.stdin is not None and head.stdout is not None
         head.stdin.close()
@@ -83,6 +86,7 @@ class Session:
             head.wait()
         head.stdout.close()
         end_session(head.pid)  # what a killed head left behind
+        sweep()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -98,6 +102,7 @@ class Session:
         settings = {
             "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
             "RAY_prestart_worker_first_driver": "0",  # ours have environments of their own
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # nobody else can reach what listens
         }
         paths = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("ab") as log:
@@ -125,6 +130,9 @@ class Session:
     def _join(self, address: str) -> None:
         _keep_quiet(self._log)
         kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        far = ray_constants.ENABLE_RAY_CLUSTER
+        # Ray takes 127.0.0.1 for this machine's name in the network, where ours does not listen.
+        ray_constants.ENABLE_RAY_CLUSTER = far and self._head is None
         try:
             ray.init(
                 address=address,
@@ -132,10 +140,13 @@ class Session:
                 log_to_driver=False,
                 logging_level="ERROR",
             )
+            # What was asked for may be "auto", or a name.
+            self._address = ray.get_runtime_context().gcs_address
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             words = str(error).strip().splitlines() or [type(error).__name__]
             raise WorkerLost(f"There is no Ray to join at {address}: {words[0]}") from None
         finally:
+            ray_constants.ENABLE_RAY_CLUSTER = far
             for number, handler in kept.items():
                 with suppress(ValueError):  # only the main thread has a say in signals
                     signal.signal(number, handler)

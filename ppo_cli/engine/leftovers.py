@@ -1,0 +1,71 @@
+"""Folders in shared memory that belong to one process, and go when it is gone.
+
+A killed process cannot tidy up; the next one of the same user, or whoever killed it, does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def own_folder(kind: str) -> Path:
+    """Make a folder `ppo-KIND-…` that nobody else reads, in shared memory where there is any.
+
+    Removes first what processes that are no more have left of that sort.
+    """
+    sweep()
+    place = _place()
+    return Path(tempfile.mkdtemp(prefix=f"ppo-{kind}-{_namespace()}-{os.getpid()}-", dir=place))
+
+
+def meeting_points(folder: Path) -> list[str]:
+    """Names of the files by which vLLM's processes met; shared memory is named after them."""
+    return [path.name for path in folder.glob("vllm_dist_*")]
+
+
+def remove(folder: Path, met_at: Iterable[str]) -> None:
+    """Remove a folder, and the shared memory of those that met in it."""
+    for name in met_at:
+        for left in SHARED_MEMORY.glob(f"{name}-*"):
+            with suppress(OSError):
+                left.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Remove the folders of processes that are no more."""
+    # Containers may share this memory and still count processes each for themselves.
+    name = re.compile(rf"ppo-[a-z]+-{_namespace()}-(\d+)-\w+")
+    with suppress(OSError):
+        for folder in _place().glob("ppo-*"):
+            match = name.fullmatch(folder.name)
+            if match and folder.stat().st_uid == os.getuid() and not lives(int(match[1])):
+                remove(folder, meeting_points(folder))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs: neither gone nor waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def _place() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _namespace() -> int:
+    """Among whom a process id is unique; 0 where the system does not tell."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
