@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ppo_cli.engine.export import Written, write_model
 from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
 
 UNFINISHED = ".unfinished-"
+CRITIC_HEAD = "ForTokenClassification"
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -26,6 +28,7 @@ class Exported:
     source: Path
     step: int | None
     written: Written
+    is_critic: bool
 
 
 def export(
@@ -53,7 +56,15 @@ def export(
             trust_remote_code=trust_remote_code,
         )
     found = STEP_NAME.match(folder.parent.name)
-    return Exported(out, folder, int(found.group(1)) if found else None, written)
+    step = int(found.group(1)) if found else None
+    return Exported(out, folder, step, written, _is_critic(out.expanduser(), folder))
+
+
+def _is_critic(out: Path, source: Path) -> bool:
+    """Tell whether a written model is a critic, by its head or by the folder it came from."""
+    told = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    heads = told.get("architectures") or []
+    return source.name == "critic" or any(name.endswith(CRITIC_HEAD) for name in heads)
 
 
 def find_model(source: Path, checkpoint: str | None, *, critic: bool) -> Path:

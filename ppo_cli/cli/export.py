@@ -74,6 +74,7 @@ def export(
     )  # fmt: skip
     record = {
         "out": str(done.out),
+        "use_as": "--critic_model" if done.is_critic else "--model",
         "source": str(done.source),
         "step": done.step,
         "base": done.written.base,
@@ -82,11 +83,11 @@ def export(
         "bytes": done.written.bytes,
         "files": list(done.written.files),
     }
-    text = json.dumps(record, indent=2) if as_json else told(record, critic=critic)
+    text = json.dumps(record, indent=2) if as_json else told(record)
     typer.echo(fit(text, sys.stdout.encoding))
 
 
-def told(record: dict[str, Any], *, critic: bool) -> str:
+def told(record: dict[str, Any]) -> str:
     """Return what was written, from where, and what to do with it."""
     step = "" if record["step"] is None else f" (step {record['step']})"
     files = len(record["files"])
@@ -100,8 +101,7 @@ def told(record: dict[str, Any], *, critic: bool) -> str:
         lines.insert(2, f"  merged with {record['base']}")
     if record["dtype"] == "float32":
         lines[-1] += "; --dtype bfloat16 takes half"
-    flag = "--critic_model" if critic else "--model"
-    return clean("\n".join([*lines, f"Use it:  ppo train {flag} {record['out']} ..."]))
+    return clean("\n".join([*lines, f"Use it:  ppo train {record['use_as']} {record['out']} ..."]))
 
 
 def amount(count: int, billions: str = "B") -> str:

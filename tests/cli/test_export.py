@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parameters = sum(p.numel() for p in actor(30).parameters())
     assert record == {
         "out": "m",
+        "use_as": "--model",
         "source": str((run / "checkpoints/step_000030/actor").resolve()),
         "step": 30,
         "base": None,
@@ -208,6 +210,18 @@ def test_mistakes(
     Path("begun/checkpoints/.unfinished-step_000010").mkdir(parents=True)
     words = [arg.replace("RUN", str(run)).replace("RUM", f"{run}s") for arg in args]
     assert said in refused(capsys, *words)
+
+
+@pytest.mark.parametrize("name", ["critic", "value"])
+def test_a_critic_named_by_its_folder_is_used_as_one(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(name).absolute()
+    shutil.copytree(run / "checkpoints/step_000030/critic", folder)
+    assert "ppo train --critic_model c" in told(capsys, folder, "--out", "c")
+    assert json.loads(told(capsys, folder, "--out", "d", "--json"))["use_as"] == "--critic_model"
+    actor_folder = run / "checkpoints/latest/actor"
+    assert json.loads(told(capsys, actor_folder, "--out", "e", "--json"))["use_as"] == "--model"
 
 
 def test_a_run_without_critic_or_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
