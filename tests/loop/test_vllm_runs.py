@@ -1,0 +1,29 @@
+"""A whole run with vLLM as the sampler, on the CPU under Ray: it learns, and the weights arrive."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.loop.runs import train
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
+]
+
+
+def test_a_run_with_vllm_learns_and_samples_from_the_weights_of_the_learner(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    told = train(out, "--preset", "embedded", "--rollout_name", "vllm", "--max_steps", "20")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [line["val/accuracy"] for line in lines if "val/accuracy" in line]
+    assert accuracy[0] < 0.6 and accuracy[-1] > 0.9, accuracy
+    trained = lines[1:]
+    assert [line["step"] for line in trained] == [*range(1, 21)]
+    assert max(line["rollout/logprob_diff_max"] for line in trained) < 1e-4
+    assert "Traceback" not in told.stdout + told.stderr
