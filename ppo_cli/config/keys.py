@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from ppo_cli.config.fields import Section
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import did_you_mean
+
+# Words of verl that are read, and then refused with what to use instead: never suggested.
+NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm", "verl"})
+
+
+def offered(choices: Iterable[Any]) -> list[str]:
+    """Return the words of a choice that work."""
+    return [str(choice) for choice in choices if choice not in NOT_OFFERED]
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ def value_of(config: Config, key: str) -> Any:
 def range_words(key: Key) -> str:
     """Return the range of a setting in words: `above 0, at most 1`."""
     if key.choices:
-        return "one of " + ", ".join(key.choices)
+        return "one of " + ", ".join(offered(key.choices))
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     said = [f"{words[name]} {_number(limit)}" for name, limit in key.limits if name in words]
     said += ["not empty" for name, _ in key.limits if name == "min_length"]

@@ -57,7 +57,10 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
 def _missing_engines(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
     trainer = config.trainer
     if trainer.engine == "verl":
-        yield "The engine 'verl' is not there yet; use --engine ray, or local for one process."
+        yield (
+            "The engine 'verl' is not offered: this program trains by itself. Use --engine ray, or "
+            "--engine local for one process."
+        )
     elif wrong := _gpus(trainer.n_gpus_per_node, gpus, environ):
         yield wrong
     if config.model.attn_implementation == "flash_attention_2":

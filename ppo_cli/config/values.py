@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from ppo_cli.config.keys import Key
+from ppo_cli.config.keys import Key, offered
 from ppo_cli.errors import did_you_mean
 
 YES = frozenset({"true", "yes", "on", "1"})
@@ -120,9 +120,9 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
     text = _scalar(raw, "one word")
     if text in choices:
         return text
-    near = did_you_mean(text, [str(c) for c in choices])
-    known = ", ".join(str(c) for c in choices)
-    raise ValueError(f"'{text}' is not one of {known}.{near}")
+    known = offered(choices)
+    near = did_you_mean(text, known)
+    raise ValueError(f"'{text}' is not one of {', '.join(known)}.{near}")
 
 
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:

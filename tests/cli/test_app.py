@@ -115,7 +115,7 @@ def test_config_files_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--lr", "-1"], "flag --lr: actor.optim.lr must be at least 0"),
         (["train", "--preset", "embeded"], "Did you mean 'embedded'?"),
         (["train", "--config", "no.yaml"], "no.yaml: there is no such settings file"),
-        (["train", "--engine", "verl"], "The engine 'verl' is not there yet"),
+        (["train", "--engine", "verl"], "The engine 'verl' is not offered: this program trains by"),
         (["train", "--model", "a/b", "data.train_files=[]"], "There are no prompts to train on"),
         (["train", "rolout.n=3"], "Did you mean 'rollout.n'?"),
         (["presets", "show", "embeded"], "Did you mean 'embedded'?"),

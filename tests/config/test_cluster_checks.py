@@ -124,7 +124,7 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
 @pytest.mark.parametrize(
     ("given", "gpus", "said"),
     [
-        ("trainer.engine=verl", 0, "use --engine ray, or local for one process"),
+        ("trainer.engine=verl", 0, "Use --engine ray, or --engine local for one process"),
         ("trainer.n_gpus_per_node=1", 0, "no GPU is visible"),
         ("trainer.n_gpus_per_node=4", 2, "2 GPU(s) are visible; use 2"),
         ("rollout.name=vllm", 0, "run `scripts/setup vllm`, or use --rollout_name hf"),

@@ -192,7 +192,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
     [
         ("actor.strategy=megatron", "sharded with FSDP2"),
         ("rollout.name=sglang", "none of it, verl has. Use vllm, or hf"),
-        ("actor.strategy=veomni", "not one of fsdp2, fsdp, megatron"),
+        ("actor.strategy=veomni", "is not one of fsdp2, fsdp."),
         ("actor.policy_loss.loss_mode=gspo", "clipped surrogate"),
         ("algorithm.adv_estimator=gpg", "is not one of gae"),
         ("reward_model.reward_manager=prime", "reward manager 'prime' is not offered"),
