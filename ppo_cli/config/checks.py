@@ -14,6 +14,7 @@ from ppo_cli.config.effective import (
     uses_critic,
 )
 from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.head_checks import head_clashes
 from ppo_cli.config.judge_checks import judge_clashes
 from ppo_cli.config.mixture_checks import mixture_clashes
 from ppo_cli.config.mixture_reading import has_mixture
@@ -30,6 +31,7 @@ def cross_checks(config: Config, environ: Mapping[str, str]) -> list[Clash]:
         *_losses(config),
         *_kl(config),
         *cluster_clashes(config, gpu_count(environ)),
+        *head_clashes(config),
         *_schedule(config),
         *_reward(config),
         *_shaping(config),

@@ -1,0 +1,70 @@
+"""Heads that --tensor_parallel_size does not divide are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.settling import problems, settle
+
+
+def ranks(size: int, path: str) -> tuple[str, ...]:
+    sizes = f"trainer.num_workers={size} trainer.tensor_parallel_size={size}"
+    return (*sizes.split(), f"model.path={path}")
+
+
+def model(folder: Path, text: str) -> str:
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (3, "3 does not divide the 4 attention heads of embedded; use --tensor_parallel_size 1"),
+        (4, "4 does not divide the 2 key-value heads of embedded; use --tensor_parallel_size 1 or"),
+    ],
+)
+def test_the_bundled_model_is_looked_at(size: int, said: str) -> None:
+    (line,) = problems(*ranks(size, "embedded"))
+    assert line.startswith("override: trainer.tensor_parallel_size ")
+    assert said in line
+    assert line.endswith("1 or 2.")
+
+
+def test_what_divides_is_taken() -> None:
+    assert settle(*ranks(2, "embedded"))
+
+
+def test_a_folder_is_looked_at(tmp_path: Path) -> None:
+    path = model(tmp_path, json.dumps({"num_attention_heads": 12}))
+    (line,) = problems(*ranks(5, path))
+    assert f"the 12 attention heads of {path}" in line
+    assert line.endswith("--tensor_parallel_size 1, 2, 3, 4, 6 or 12.")
+
+
+def test_a_critic_of_its_own_is_looked_at(tmp_path: Path) -> None:
+    path = model(tmp_path, json.dumps({"num_attention_heads": 9, "num_key_value_heads": 3}))
+    (line,) = problems(*ranks(2, "embedded"), f"critic.model.path={path}")
+    assert f"2 does not divide the 9 attention heads of {path}" in line
+    own = (*ranks(2, "embedded"), f"critic.model.path={path}", "algorithm.adv_estimator=grpo")
+    assert settle(*own, "rollout.n=2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "null", "\x00", '{"num_attention_heads": "4"}',
+        '{"num_attention_heads": 0}', '{"num_attention_heads": 4, "num_key_value_heads": [1]}',
+        '{"text_config": {"num_attention_heads": 4}}',
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_left_to_the_run(text: str, tmp_path: Path) -> None:
+    assert settle(*ranks(3, model(tmp_path, text)))
+
+
+def test_a_hub_name_and_a_missing_file_are_left_to_the_run(tmp_path: Path) -> None:
+    assert settle(*ranks(3, "some/model"))
+    assert settle(*ranks(3, str(tmp_path)))
