@@ -193,15 +193,27 @@ def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str,
 def _ranks(config: Config, gpus: int) -> Iterator[Clash]:
     ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
     if ranks % tensor:
-        more = "--n_gpus" if gpus_per_node(config, gpus) else "--num_workers"
         yield Clash(
             ("trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
             f"{ranks} learner rank(s) cannot be split into groups of "
-            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {more} "
-            f"{-(-ranks // tensor) * tensor}.",
+            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or "
+            f"{_more(config, gpus, ranks)}.",
         )
         return
     yield from _shards(config, gpus)
+
+
+def _more(config: Config, gpus: int, ranks: int) -> str:
+    """Say how to have as many ranks as --tensor_parallel_size divides, no fewer than now."""
+    tensor, nodes = config.trainer.tensor_parallel_size, config.trainer.nnodes
+    per_node = gpus_per_node(config, gpus)
+    if config.trainer.placement is not None:
+        return f"{-(-ranks // tensor) * tensor} for train in --placement"
+    if per_node:
+        # Of `tensor` numbers in a row one is divisible, whatever the number of nodes.
+        fits = next(n for n in range(per_node, per_node + tensor) if n * nodes % tensor == 0)
+        return f"--n_gpus {fits}"
+    return f"--num_workers {-(-ranks // tensor) * tensor}"
 
 
 def _shards(config: Config, gpus: int) -> Iterator[Clash]:

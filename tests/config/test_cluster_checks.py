@@ -69,6 +69,15 @@ SIZE = "fsdp_config.fsdp_size"
         ),
         ("trainer.tensor_parallel_size=2", "or --num_workers 2"),
         (f"{EIGHT} trainer.tensor_parallel_size=3", "or --n_gpus 9"),
+        (
+            "trainer.n_gpus_per_node=7 trainer.nnodes=2 trainer.node_rank=0 "
+            "trainer.tensor_parallel_size=4",
+            "use a divisor of 14, or --n_gpus 8.",
+        ),
+        (
+            f"{EIGHT} trainer.placement=train:0-4,rollout:5-7 trainer.tensor_parallel_size=2",
+            "use a divisor of 5, or 6 for train in --placement.",
+        ),
         (f"trainer.num_workers=4 actor.{SIZE}=3", "4 rank(s) that share the rows cannot"),
         (
             f"{EIGHT} trainer.tensor_parallel_size=2 actor.{SIZE}=8",
