@@ -19,7 +19,7 @@ from ppo_cli.cli.reward_fit import fit as run_fit
 from ppo_cli.cli.reward_screen import audit_lines, calibration_lines, score_lines
 from ppo_cli.cli.screen import PlainScreen, TerminalScreen
 from ppo_cli.cli.wording import clean, fit
-from ppo_cli.config.layers import EMBEDDED_NOTE
+from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 from ppo_cli.tracker import Screen
@@ -138,7 +138,7 @@ def _settings(given: Given) -> tuple[Config, Screen]:
     if sys.stderr.isatty():
         screen = TerminalScreen(Console(file=sys.stderr, highlight=False))
     for note in resolved.notes:
-        if note != EMBEDDED_NOTE:  # no model is trained here
+        if note not in (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS):  # no model is trained here
             screen.note(note)
     return resolved.config, screen
 

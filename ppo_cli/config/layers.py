@@ -19,9 +19,12 @@ Reader = Callable[[Path, str], list[Entry]]
 MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path"})
 PROMPT_KEYS = ("data.train_files", "data.val_files")
 REWARD_FILE = "reward.config_file"
+GPU_KEYS = frozenset({"trainer.n_gpus_per_node"})
 EMBEDDED_NOTE = (
     "No GPU and no --model: training the small model that ships with ppo-cli (preset embedded)."
 )
+# Where GPUs are asked for, that there is none is told when they are counted.
+EMBEDDED_NOTE_GPUS = EMBEDDED_NOTE.replace("No GPU and no", "No")
 PROMPTS_NOTE = (
     "No --train_files: training on the prompts that ship with ppo-cli, sums such as 93 + 58."
 )
@@ -68,7 +71,7 @@ def gather(
     layers = _with_reward_file(found, low, high)
     if not preset and not _names(layers, MODEL_KEYS) and gpu_count(environ) == 0:
         layers.insert(0, _preset(found, "embedded"))
-        found.notes.append(EMBEDDED_NOTE)
+        found.notes.append(EMBEDDED_NOTE_GPUS if _names(layers, GPU_KEYS) else EMBEDDED_NOTE)
     elif not preset and not _names(layers, PROMPT_KEYS[:1]):
         # A preset is made for prompts of its own; anything else may start on the bundled ones.
         origin = "bundled prompts (no --train_files)"

@@ -50,3 +50,10 @@ def test_a_clash_names_the_variable_that_is_set(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().err
     assert "env SLURM_GPUS_ON_NODE" in said
     assert "env N_GPUS" not in said
+
+
+def test_that_there_is_no_gpu_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 0
+    said = capsys.readouterr().out.lower()
+    assert said.count("no gpu") == 1
+    assert "no --model: training the small model" in said
