@@ -24,7 +24,7 @@ from ppo_cli.engine.cluster.waits import Call
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
 from ppo_cli.engine.learner import merge_annotations
 from ppo_cli.engine.sums import merge_sums
-from ppo_cli.errors import ConfigError
+from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
 POLL_S = 0.2
@@ -161,6 +161,8 @@ class ClusterEngine:
         (point,) = collect([cluster.ask(first, "meeting_point", "call", first.node)])
         joining = [cluster.ask(one, "join", "call", one.node, point) for one in self._learners]
         collect([*joining, *loading], may_stop=True)
+        # What a model's folder lacks is random, and would be another in each process.
+        self._publisher.send()
 
     def _all_learners(self, name: str, *args: Any) -> list[Any]:
         calls = [self._cluster.ask(learner, name, "call", *args) for learner in self._learners]
@@ -183,14 +185,27 @@ class ClusterEngine:
         return next((rank for rank, seen in enumerate(sees) if not seen), len(sees))
 
     def _await_saved(self, since: float) -> None:
+        """Wait until no rank writes any more, then raise what went wrong first."""
         waits = self._cluster.waits
         writing = list(self._learners)
+        errors: list[Exception] = []
         while writing:
-            done = waits.collect([self._cluster.ask(one, "saved") for one in writing])
-            writing = [one for one, ended in zip(writing, done, strict=True) if not ended]
+            writing = [one for one in writing if not self._has_saved(one, errors)]
             if writing and time.monotonic() - since > waits.timeout_s:
                 raise late(writing, "save", waits.timeout_s)
             time.sleep(POLL_S if writing else 0)
+        if errors:
+            raise errors[0]
+
+    def _has_saved(self, learner: Member, errors: list[Exception]) -> bool:
+        """Whether a rank has done with writing, well or not."""
+        try:
+            return bool(self._cluster.waits.collect([self._cluster.ask(learner, "saved")])[0])
+        except WorkerLost:
+            raise
+        except Exception as error:
+            errors.append(error)
+            return True
 
 
 def _counted(number: int, what: str) -> str:

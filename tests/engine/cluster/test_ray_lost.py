@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ class Sleeper:
     def sleep(self, seconds: float) -> int:
         time.sleep(seconds)
         return os.getpid()
+
+
+class Polite(Sleeper):
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def close(self) -> None:
+        self._mark.touch()
 
 
 def session_of(pid: int) -> dict[int, str]:
@@ -117,7 +126,12 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
         )  # fmt: skip
     first = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
     worker = first.host(Sleeper, role="thing 0").call("sleep", 0)
-    first.close()
+    polite = [
+        first.host(partial(Polite, tmp_path / f"closed-{i}"), role=f"polite {i}") for i in range(2)
+    ]
+    os.kill(polite[0]._member.pid, signal.SIGKILL)
+    first.close([one._member for one in polite])
+    assert (tmp_path / "closed-1").exists()  # though the one before it was dead
     assert worker not in session_of(head)
     assert "raylet" in session_of(head).values()  # not ours, so it goes on
 

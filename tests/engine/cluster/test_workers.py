@@ -14,6 +14,7 @@ import pytest
 
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.failures import WorkerFault
 from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.errors import ConfigError, WorkerLost
@@ -48,6 +49,9 @@ class Thing:
     def fill_the_disk(self) -> None:
         raise OSError(28, "No space left on device", "some/file")
 
+    def open_nothing(self) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "some/file")
+
     def leave(self) -> None:
         sys.exit(3)
 
@@ -61,12 +65,36 @@ class Thing:
         time.sleep(seconds)
         raise RuntimeError("Connection closed by peer")
 
+    def bunch(self, pause: float) -> Iterator[int]:
+        yield from (0, 1)
+        time.sleep(pause)
+        yield 2
+
     def count(self, upto: int, pause: float, fails: bool = False) -> Iterator[int]:
         for number in range(upto):
             yield number
             time.sleep(pause)
         if fails:
             raise ValueError("no more")
+
+
+class Writer:
+    """Writes for some polls, then is done or fails."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+
+    def write(self, polls: int, fails: bool = False) -> None:
+        self.polls, self.fails = polls, fails
+
+    def saved(self) -> bool:
+        self.polls -= 1
+        if self.polls <= 0 and self.fails:
+            raise OSError(28, "No space left on device", "some/file")
+        return self.polls <= 0
+
+    def left(self) -> int:
+        return self.polls
 
 
 class Unbuildable:
@@ -121,6 +149,8 @@ def test_a_bug_shows_the_workers_traceback_once(things: list[Proxy]) -> None:
     assert text.rstrip().endswith("RuntimeError: the outer one")
     assert "ray" not in text.lower()
     assert caught.value.__cause__ is None
+    with pytest.raises(WorkerFault, match=r"^thing 1 on node (.|\n)*FileNotFoundError"):
+        things[1].call("open_nothing")
     with pytest.raises(WorkerFault, match="SystemExit: 3"):
         things[1].call("leave")
 
@@ -131,6 +161,28 @@ def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Proxy]) 
     seen = [number for part in cluster.waits.stream(calls) for number in part]
     assert sorted(seen) == sorted([*range(6)] * 2)
     assert seen[:6] != [*range(6)]  # the second did not wait for the end of the first
+
+
+def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Proxy]) -> None:
+    call = cluster.ask(things[0]._member, "bunch", "stream", 1.5)
+    started = time.monotonic()
+    came = [(n, time.monotonic() - started) for part in cluster.waits.stream([call]) for n in part]
+    assert [number for number, _ in came] == [0, 1, 2]
+    assert came[1][1] < 1.0 < came[2][1]
+
+
+def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
+    writers = [cluster.host(Writer, role=f"writer {i}") for i in range(2)]
+    engine = object.__new__(ClusterEngine)
+    engine._cluster = cluster
+    engine._learners = [writer._member for writer in writers]
+    writers[0].call("write", 1, True)
+    writers[1].call("write", 3)
+    with pytest.raises(OSError, match="some/file"):
+        engine._await_saved(time.monotonic())
+    assert writers[1].call("left") == 0
+    for writer in writers:
+        writer.close()
 
 
 def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Proxy]) -> None:
