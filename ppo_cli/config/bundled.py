@@ -51,7 +51,9 @@ def preset_path(name: str) -> Path:
     if chosen in names:
         return bundled_path("presets") / f"{chosen}.yaml"
     part_of = [known for known in names if name and name in known]
-    if len(part_of) == 1:
+    if near := did_you_mean(name, ALIASES):
+        hint = near
+    elif len(part_of) == 1:
         hint = f" Did you mean '{part_of[0]}'?"
     elif not part_of and (near := did_you_mean(name, [*names, *ALIASES])):
         hint = near
