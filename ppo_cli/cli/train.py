@@ -27,10 +27,7 @@ EPILOG = (
 
 def train(given: Given) -> None:
     """Train a model with PPO."""
-    from ppo_cli.launch.environment import node_environment
-
-    around = node_environment(os.environ, set(given.flags))
-    resolved = given.resolve({**os.environ, **around})
+    resolved = given.resolve_node()
     if given.extras["dry_run"]:
         print_plan(resolved)
         return
