@@ -177,6 +177,11 @@ class Session:
 
 def node_answers(node_id: str) -> bool:
     """Whether somebody is at home on a node; Ray itself takes long to miss one."""
+    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+    try:  # without its head, Ray's list of nodes would be waited for without end
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        return False
     for node in ray.nodes():
         if node["NodeID"] == node_id:
             door = (node["NodeManagerAddress"], node["NodeManagerPort"])
