@@ -30,7 +30,7 @@ from ppo_cli.launch.preflight import (
     run_key,
     wanted_gpus,
 )
-from ppo_cli.launch.ray_process import STOP_S, RayProcess, ray_variables
+from ppo_cli.launch.ray_process import STOP_S, RayProcess, keeps_silent, ray_variables
 from ppo_cli.launch.rendezvous import Rendezvous
 from ppo_cli.launch.secret import Secret, fresh
 
@@ -357,6 +357,11 @@ def _existing(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
         )
     if found is not None and not reaches(found.group(1), int(found.group(2))):
         raise ConfigError(f"nothing answers at RAY_ADDRESS {address}; is that cluster running?")
+    if found is not None and keeps_silent(address, environ, config.trainer.node_timeout):
+        raise ConfigError(
+            f"what listens at RAY_ADDRESS {address} is no Ray head: it does not answer as one. "
+            "Give the HOST:PORT that `ray start --head` printed."
+        )
     tell(f"using the Ray cluster at {address}")
     return Nodes(address, {}, timeout=config.trainer.node_timeout, tell=tell)
 

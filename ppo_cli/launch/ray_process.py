@@ -23,6 +23,7 @@ UP = "Ray runtime started."
 UP_S = 120.0
 STOP_S = 2 * keeper.GRACE_S + 2
 TICK_S = 0.05
+HEALTH_S = 60.0
 # A socket's path may have 107 characters, and Ray puts about 62 behind the folder.
 LONGEST_FOLDER = 40
 _TAIL = 1500
@@ -35,6 +36,19 @@ def ray_variables(token: str) -> dict[str, str]:
         "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
     }
+
+
+def keeps_silent(address: str, environ: Mapping[str, str], timeout: float) -> bool:
+    """Whether what listens there says nothing to a Ray that asks; it would ask us for ever."""
+    asking = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check"]
+    try:
+        subprocess.run(
+            [*asking, "--address", address], env=dict(environ), stdin=subprocess.DEVNULL,
+            capture_output=True, timeout=min(timeout, HEALTH_S), check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 class RayProcess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import threading
 import time
@@ -110,14 +111,11 @@ def test_the_door_is_shut_again() -> None:
         pass
 
 
-def test_a_cluster_that_runs_already() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        address = f"127.0.0.1:{head.getsockname()[1]}"
-        with open_cluster(config(), {"RAY_ADDRESS": address}, lambda text: None) as nodes:
-            assert nodes.address == address
-            assert nodes.lost() is None
-            assert nodes.stop_asked() is None
-            nodes.wait_until_whole(0.1)
+def test_a_server_that_is_no_ray_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        said = refusal(config(node_timeout=8), {**os.environ, "RAY_ADDRESS": address})
+    assert "is no Ray head" in said
 
 
 def test_a_cluster_that_does_not_answer() -> None:

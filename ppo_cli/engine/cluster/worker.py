@@ -91,6 +91,8 @@ class Worker:
 
     def call(self, name: str, *args: Any) -> Outcome:
         """Call a method of the object; what another worker gave is passed on as its value."""
+        if self._held is None and name == "close":  # it was never built
+            return Outcome()
         values = [arg.value if isinstance(arg, Outcome) else arg for arg in args]
         return _try(lambda: getattr(self._held, name)(*values))
 
