@@ -128,7 +128,7 @@ def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Pa
     assert_same_run(calm, out)
 
 
-@pytest.mark.parametrize("kind", ["learner-0", "raylet"])
+@pytest.mark.parametrize("kind", ["learner-0", "sampler-0"])
 def test_a_killed_worker_costs_some_time_and_nothing_else(
     calm: Path, tmp_path: Path, kind: str
 ) -> None:
