@@ -68,6 +68,6 @@ def test_a_node_that_stays_away_ends_the_run_resumably(pair: Pair, tmp_path: Pat
     assert head.wait(LONG_S) == 3, head.output()
     told = head.output()
     assert "node 1" in told and "Go on with:" in told and "Traceback" not in told
-    assert (out / "checkpoints" / "step_000002").is_dir()
+    assert (out / "checkpoints" / "latest" / "state" / "run.json").is_file()
     assert not list((out / "checkpoints").glob(".unfinished*"))
     pair.wait_until_empty(0, 30)
