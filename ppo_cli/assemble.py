@@ -90,6 +90,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         if not afresh:
             reward.attach(folder.path)  # what earlier starts spent counts from the first call
         _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
+        resume_command = _resume_command(resolved)
         losses: dict[str, Any] = {
             "most": config.trainer.max_restarts,
             "gather": partial(cluster.wait_until_whole, stop_requested=stop.reason)
@@ -100,7 +101,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
             closing.enter_context(stop)
         engine = start_engine(
             engines.get, **losses, patience_s=config.trainer.node_timeout,
-            tell=screen.health, resume_command=_resume_command(resolved),
+            tell=screen.health, resume_command=resume_command,
         )  # fmt: skip
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
@@ -126,7 +127,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
             decode=partial(decode_text, tokenizer),
             diagnose=explain_no_reward,
             stop_requested=stop.reason,
-            resume_command=_resume_command(resolved),
+            resume_command=resume_command,
             fingerprint=identity,
         )
         started = time.monotonic()

@@ -243,19 +243,20 @@ class Learner:
         return found
 
     def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
-        model = self._config.model
         policy = load_spread_policy(
-            path,
-            self._ranks,
-            sharding,
-            self._compute,
-            trust_remote_code=model.trust_remote_code,
-            attn_implementation=model.attn_implementation,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            adapt=adapter,
+            path, self._ranks, sharding, self._compute, **self._loading(), adapt=adapter
         )
         self._check_vocabulary(policy.model, path)
         return policy
+
+    def _loading(self) -> dict[str, Any]:
+        """How every model of the run is loaded."""
+        model = self._config.model
+        return {
+            "trust_remote_code": model.trust_remote_code,
+            "attn_implementation": model.attn_implementation,
+            "gradient_checkpointing": model.enable_gradient_checkpointing,
+        }
 
     def _check_vocabulary(self, model: Any, path: str) -> None:
         """All models read the ids of one tokenizer, that of `model.path`."""
@@ -305,15 +306,9 @@ class Learner:
         )  # fmt: skip
 
     def _load_value_model(self, path: str) -> ValueModel:
-        c = self._config
+        sharding = self._config.critic.fsdp_config
         value_model = load_spread_value_model(
-            path,
-            self._ranks,
-            c.critic.fsdp_config,
-            self._compute,
-            trust_remote_code=c.model.trust_remote_code,
-            attn_implementation=c.model.attn_implementation,
-            gradient_checkpointing=c.model.enable_gradient_checkpointing,
+            path, self._ranks, sharding, self._compute, **self._loading()
         )
         self._check_vocabulary(value_model.model, path)
         return value_model

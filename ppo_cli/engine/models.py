@@ -225,14 +225,6 @@ def adapt_policy(policy: Policy, adapt: Adapt) -> Policy:
     return replace(_split(policy.model), model=model)
 
 
-def adapt_value_model(value_model: ValueModel, adapt: Adapt) -> ValueModel:
-    """The value model over what `adapt` made of it; modules may have been exchanged."""
-    inner = value_model.model
-    name = _value_head(inner, "the critic")
-    model = adapt(inner)
-    return ValueModel(model=model, backbone=inner.base_model, head=getattr(inner, name))
-
-
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids of the generation config and the tokenizer together."""
     listed = getattr(model.generation_config, "eos_token_id", None)

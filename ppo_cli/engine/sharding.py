@@ -38,7 +38,6 @@ from ppo_cli.engine.models import (
     ValueModel,
     Work,
     adapt_policy,
-    adapt_value_model,
     empty_policy,
     empty_value_model,
     load_policy,
@@ -67,17 +66,18 @@ def load_spread_policy(
     attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
     adapt: Adapt | None = None,
-    param_offload: bool | None = None,
 ) -> Policy:
     """Load a policy onto all ranks; with one alone it is `load_policy` on the device.
 
     `adapt` is called on the model before it is cut, on every rank (weights may be absent there).
-    `param_offload` stands before the setting in `sharding`.
     """
     options = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-    policy = _load_or_build(ranks, path, load_policy, empty_policy, adapt, adapt_policy, options)
-    offload = sharding.param_offload if param_offload is None else param_offload
-    return _spread(policy, path, ranks, sharding, compute, offload, gradient_checkpointing)
+
+    def prepare(policy: Policy) -> Policy:
+        return policy if adapt is None else adapt_policy(policy, adapt)
+
+    policy = _load_or_build(ranks, path, load_policy, empty_policy, options, prepare)
+    return _spread(policy, path, ranks, sharding, compute, gradient_checkpointing)
 
 
 def load_spread_value_model(
@@ -89,16 +89,11 @@ def load_spread_value_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
-    adapt: Adapt | None = None,
-    param_offload: bool | None = None,
 ) -> ValueModel:
     """Load a value model onto all ranks, as `load_spread_policy` does a policy."""
     options = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-    value_model = _load_or_build(
-        ranks, path, load_value_model, empty_value_model, adapt, adapt_value_model, options
-    )
-    offload = sharding.param_offload if param_offload is None else param_offload
-    return _spread(value_model, path, ranks, sharding, compute, offload, gradient_checkpointing)
+    value_model = _load_or_build(ranks, path, load_value_model, empty_value_model, options)
+    return _spread(value_model, path, ranks, sharding, compute, gradient_checkpointing)
 
 
 @torch.no_grad()
@@ -226,9 +221,8 @@ def _load_or_build(
     path: str,
     load: Callable[..., Loaded],
     build: Callable[..., Loaded],
-    adapt: Adapt | None,
-    adapted: Callable[[Loaded, Adapt], Loaded],
     options: dict[str, Any],
+    prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
 ) -> Loaded:
     """Load on the first rank, build without weights on the others; errors reach everybody."""
 
@@ -236,8 +230,7 @@ def _load_or_build(
         _return_freed_memory()
 
     def work() -> Loaded:
-        loaded = (load if ranks.rank == 0 else build)(path, **options)
-        return loaded if adapt is None else adapted(loaded, adapt)
+        return prepare((load if ranks.rank == 0 else build)(path, **options))
 
     return together(ranks, work)
 
@@ -248,7 +241,6 @@ def _spread(
     ranks: Ranks,
     sharding: Sharding,
     compute: Compute,
-    offload: bool,
     gradient_checkpointing: bool,
 ) -> Loaded:
     if gradient_checkpointing:
@@ -256,16 +248,14 @@ def _spread(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
     if not ranks.alone:
-        return _cut(loaded, path, ranks, sharding, compute, offload)
-    if offload and compute.device.type != "cpu":
+        return _cut(loaded, path, ranks, sharding, compute)
+    if sharding.param_offload and compute.device.type != "cpu":
         return replace(loaded, around=Hosted(loaded.model, compute.device))
     loaded.model.to(compute.device)
     return loaded
 
 
-def _cut(
-    loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: Compute, offload: bool
-) -> Loaded:
+def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: Compute) -> Loaded:
     """Cut a model to pieces, layer by layer, so that at most one layer more is held whole."""
     assert ranks.mesh is not None
     model, tensor_size = loaded.model, ranks.tensor_size
@@ -278,7 +268,7 @@ def _cut(
         fully_shard,
         mesh=_data_mesh(ranks.mesh),
         reshard_after_forward=sharding.reshard_after_forward,
-        offload_policy=_offload_policy(offload, compute),
+        offload_policy=_offload_policy(sharding.param_offload, compute),
     )
     precision = _precision(compute)
     for prefix, layer in _layers(loaded):

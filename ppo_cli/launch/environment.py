@@ -31,11 +31,6 @@ class NodeVariables:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def node_environment(environ: Mapping[str, str], given: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables to add (NNODES, NODE_RANK, MASTER_ADDR, N_GPUS) that are not set."""
-    return node_variables(environ, given).values
-
-
 def node_variables(environ: Mapping[str, str], given: Collection[str] = ()) -> NodeVariables:
     """Read the node from SLURM; `given` names the keys that flags or files have set already."""
     env = {name: text.strip() for name, text in environ.items() if text.strip()}

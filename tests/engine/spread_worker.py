@@ -132,7 +132,7 @@ def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 
 def offload_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    return compare(*both(ranks, models["untied"], param_offload=True))
+    return compare(*both(ranks, models["untied"], sharding=Sharding(param_offload=True)))
 
 
 def value_case(ranks: Ranks, models: dict[str, str]) -> Found:

@@ -77,7 +77,7 @@ class Cluster:
         per_node = self._placement.devices_per_node
         if not per_node or not devices:
             return Seat(title, index * self._placement.nodes // of)
-        node = devices[0] // per_node
+        node = self._placement.node_of(devices[0]) or 0
         return Seat(title, node, tuple(device % per_node for device in devices))
 
     def start(self, seats: Sequence[Seat]) -> list[Member]:
