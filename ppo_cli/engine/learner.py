@@ -7,7 +7,7 @@ with the same arguments in the same order: each may hold collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ class Learner:
     def weights(self) -> Weights | None:
         """The policy's weights for a sampler, whole and on the CPU; on the first rank only."""
         tensors: dict[str, Tensor] = {}
-        for name, whole in self._published():
+        for name, whole in self.published():
             if self._ranks.rank == 0:
                 tensors[name] = whole
         if self._ranks.rank != 0:
@@ -191,13 +191,16 @@ class Learner:
         write_adapter_config(folder, model, model_folder(self._config.model.path))
         self._tokenizer.save_pretrained(folder)
 
-    def _published(self) -> Iterator[tuple[str, Tensor]]:
+    def published(
+        self, whole: Callable[[Tensor], Tensor] = full_tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective."""
         model = self.policy.model
         if not self._config.model.lora_rank:
-            return ((name, full_tensor(tensor)) for name, tensor in model.named_parameters())
+            return ((name, whole(tensor)) for name, tensor in model.named_parameters())
         if publishes_adapter(self._config):
-            return ((name, full_tensor(tensor)) for name, tensor in adapter_tensors(model))
-        return merged_tensors(model, full_tensor)
+            return ((name, whole(tensor)) for name, tensor in adapter_tensors(model))
+        return merged_tensors(model, whole)
 
     def _models(self) -> list[Policy | ValueModel]:
         """All models that an annotation asks."""
