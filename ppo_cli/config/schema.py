@@ -41,6 +41,9 @@ class Model(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = setting(
         "sdpa", "Attention kernel."
     )
+    packing: bool = setting(
+        False, "Lay the rows of a learner's micro-batch end to end, without padding."
+    )
 
 
 class Data(Section):
@@ -115,6 +118,10 @@ class Rollout(Section):
     max_num_batched_tokens: int = setting(8192, "Token budget of a sampler's batch.", ge=16)
     enforce_eager: bool = setting(False, "No compiled graphs in the sampler.")
     enable_prefix_caching: bool = setting(True, "Share the cache of equal prompts.")
+    weight_transfer: Literal["auto", "memory", "gloo", "nccl", "ipc"] = setting(
+        "auto",
+        "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
+    )
     seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
     val_kwargs: ValSampling = section(ValSampling)
 

@@ -32,6 +32,9 @@ BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 
 RENAMED: Final[dict[str, tuple[str, ...]]] = {
     "model.lora.merge": ("model.lora_merge",),
+    "model.use_remove_padding": ("model.packing",),
+    "actor.use_remove_padding": ("model.packing",),
+    "critic.model.use_remove_padding": ("model.packing",),
     "model.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
     "actor.fsdp_config.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
     "actor.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
@@ -256,9 +259,6 @@ SAME: Final = _SAME_ONCE | _for_part("actor") | _for_part("critic") | _for_part(
 TOLD: Final[dict[str, str]] = {
     "ray_init.num_cpus": "Ray takes the cores that are there",
     "ray_kwargs.ray_init.num_cpus": "Ray takes the cores that are there",
-    "model.use_remove_padding": "rows of like length share a micro-batch, so little is padded",
-    "critic.model.use_remove_padding": "rows of like length share a micro-batch",
-    "actor.use_remove_padding": "rows of like length share a micro-batch",
     "rollout.free_cache_engine": "the sampler frees its cache when the trainer needs the room",
     "rollout.enable_chunked_prefill": "the sampler plans its prefill by itself",
     "rollout.load_format": "the sampler takes its weights from the trainer",

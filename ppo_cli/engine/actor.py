@@ -18,9 +18,10 @@ from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.effective import clip_high, clip_low
 from ppo_cli.config.training import Actor as ActorSettings
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.micro_batches import Budget, run_within_memory
+from ppo_cli.engine.micro_batches import run_within_memory
 from ppo_cli.engine.models import Policy
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
 from ppo_cli.engine.sums import SumTable, Table, only_first, own_rows
@@ -52,7 +53,7 @@ def view_tokens(
     """Log-probs of the response tokens, the entropy and the KL at them, at a temperature."""
 
     def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
-        hidden_NH = cut.pick(policy.hidden_BLH(input_ids_BL))
+        hidden_NH = cut.pick(policy.hidden_BLH(input_ids_BL, cut.packed))
         logprobs_N, entropy_N = gather_logprobs_entropy(
             hidden_NH, policy.head, cut.targets_N(), temperature, LOGIT_CHUNK, with_entropy
         )
@@ -70,7 +71,7 @@ def _full_kl(
 ) -> tuple[Tensor, ...]:
     def compare(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            ref_hidden_NH = cut.pick(reference.hidden_BLH(input_ids_BL))
+            ref_hidden_NH = cut.pick(reference.hidden_BLH(input_ids_BL, cut.packed))
         return (
             full_kl(
                 hidden_NH, policy.head, ref_hidden_NH, reference.head, temperature, LOGIT_CHUNK
@@ -98,8 +99,10 @@ class ActorLearner:
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
-        self.budget = Budget(
-            settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu
+        self.budget = micro_batch_budget(
+            settings.ppo_max_token_len_per_gpu,
+            settings.ppo_micro_batch_size_per_gpu,
+            *(model for model in (policy, reference) if model is not None),
         )
         self._reference = reference
         self._settings = settings
@@ -118,7 +121,7 @@ class ActorLearner:
         def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
             table = SumTable()
             for rows in plan:
-                cut = cut_slice(batch, rows, self._compute.device)
+                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
                 loss = self._loss(batch, cut, tokens, sequences, table)
                 loss.backward()
             return table

@@ -10,9 +10,10 @@ from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.losses import count_mask, value_loss
 from ppo_cli.config.training import Critic as CriticSettings
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.micro_batches import Budget, run_within_memory
+from ppo_cli.engine.micro_batches import run_within_memory
 from ppo_cli.engine.models import ValueModel
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
 from ppo_cli.engine.sums import SumTable, Table, only_first, own_rows
@@ -32,8 +33,8 @@ class CriticLearner:
     ) -> None:
         self.value_model = value_model
         self.optimizer = optimizer
-        self.budget = Budget(
-            settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu
+        self.budget = micro_batch_budget(
+            settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu, value_model
         )
         self._settings = settings
         self._compute = compute
@@ -54,7 +55,7 @@ class CriticLearner:
         def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
             table = SumTable()
             for rows in plan:
-                cut = cut_slice(batch, rows, self._compute.device)
+                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
                 result = value_loss(
                     self.values_BT(cut),
                     cut.take(old_BT),
@@ -86,7 +87,7 @@ class CriticLearner:
         """Values before each response token of a slice."""
 
         def value(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
-            return (cut.pick(self.value_model.values_BL(input_ids_BL)),)
+            return (cut.pick(self.value_model.values_BL(input_ids_BL, cut.packed)),)
 
         with self._compute.autocast():
             (values_N,) = self.value_model.run(value, cut.input_ids_BL)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.kv_cache import KVCache, plan_layers
+from ppo_cli.engine.packed_rows import BY_ROWS
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
 from ppo_cli.errors import DataError, ModelError
@@ -112,7 +113,8 @@ class HFSampler:
         self._detokenize = detokenize
         self._autocast = autocast
         self._num_layers, has_sliding = plan_layers(model.config)
-        self._takes_ready_mask = not has_sliding and model.config._attn_implementation == "sdpa"
+        attention = model.config._attn_implementation
+        self._takes_ready_mask = not has_sliding and attention in ("sdpa", BY_ROWS)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int

@@ -46,6 +46,7 @@ from ppo_cli.engine.lora import (
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
 from ppo_cli.engine.models import Adapt, Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import cut_slice, row_lengths
 from ppo_cli.engine.sampler import Weights
@@ -80,7 +81,9 @@ class Learner:
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
-        self._annotate_budget = Budget(config.ref.log_prob_max_token_len_per_gpu)
+        self._annotate_budget = micro_batch_budget(
+            config.ref.log_prob_max_token_len_per_gpu, None, *self._models()
+        )
 
     @property
     def weight_version(self) -> int:
@@ -228,7 +231,7 @@ class Learner:
     def _annotations(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         compute = self._compute
-        cut = cut_slice(batch, rows, compute.device)
+        cut = cut_slice(batch, rows, compute.device, packed=self._annotate_budget.packed)
         full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         seen = view_tokens(
             self.policy, cut, compute, temperature,
@@ -250,7 +253,7 @@ class Learner:
             path, self._ranks, sharding, self._compute, **self._loading(), adapt=adapter
         )
         self._check_vocabulary(policy.model, path)
-        return policy
+        return self._packed(policy, path)
 
     def _loading(self) -> dict[str, Any]:
         """How every model of the run is loaded."""
@@ -314,7 +317,13 @@ class Learner:
             path, self._ranks, sharding, self._compute, **self._loading()
         )
         self._check_vocabulary(value_model.model, path)
-        return value_model
+        return self._packed(value_model, path)
+
+    def _packed(self, loaded: Loaded, path: str) -> Loaded:
+        """The model as it takes its rows: end to end, or each padded."""
+        if not self._config.model.packing:
+            return loaded
+        return pack(loaded, path, self._compute, self._ranks)
 
 
 def widen(part_RT: Tensor, batch: Batch) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import Policy
+from ppo_cli.engine.packed_rows import PackedRows
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -37,15 +38,16 @@ PIECE = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
 class AdapterOff(Policy):
     """A policy as it was before its adapter was trained; weights are shared, none is copied."""
 
-    def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
+    def hidden_BLH(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Last hidden states without the adapter; nothing in them is trained."""
         with without_adapter(self.model):
-            return super().hidden_BLH(input_ids_BL)
+            return super().hidden_BLH(input_ids_BL, packed)
 
 
 def reference_of(policy: Policy) -> Policy:
     """The reference of an adapted policy: itself with the adapter off."""
-    return AdapterOff(policy.model, policy.backbone, policy.head, policy.around)
+    p = policy
+    return AdapterOff(p.model, p.backbone, p.head, p.around, p.packing)
 
 
 def publishes_adapter(config: Config) -> bool:

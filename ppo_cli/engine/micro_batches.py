@@ -23,12 +23,18 @@ Result = TypeVar("Result")
 class Budget:
     """How much a micro-batch may hold; halved, and kept halved, when memory runs out.
 
-    `tokens` counts padded tokens (rows x longest row), `rows` caps the rows.
+    `tokens` counts padded tokens (rows x longest row), or those of the rows alone where they
+    are `packed`; `rows` caps the rows.
     """
 
     tokens: int
     rows: int | None = None
     halvings: int = 0
+    packed: bool = False
+
+    def size(self, rows: int, longest: int, real: int) -> int:
+        """What rows take of `tokens`, given the longest of them and their real tokens."""
+        return real if self.packed else rows * longest
 
     def halve(self, longest: int, most_rows: int) -> None:
         """Shrink below what was just tried; raises UserError when one row is too much."""
@@ -54,15 +60,15 @@ def plan_micro_batches(
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = max(at_least, len(_fill(order, lengths, budget.tokens, budget.rows)))
+    count = max(at_least, len(_fill(order, lengths, budget.tokens, budget)))
     low, high = 1, budget.tokens
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(order, lengths, middle, budget.rows)) <= count:
+        if len(_fill(order, lengths, middle, budget)) <= count:
             high = middle
         else:
             low = middle + 1
-    return _fill(order, lengths, low, budget.rows)
+    return _fill(order, lengths, low, budget)
 
 
 def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:
@@ -76,7 +82,11 @@ def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) ->
     if len(whole) % ranks.data_size:
         whole = plan_micro_batches(lengths, budget, at_least=turns * ranks.data_size)
         turns = -(-len(whole) // ranks.data_size)
-    whole.sort(key=lambda group: -len(group) * lengths[group[0]])
+    whole.sort(
+        key=lambda group: (
+            -budget.size(len(group), lengths[group[0]], sum(lengths[i] for i in group))
+        )
+    )
     whole += [[]] * (turns * ranks.data_size - len(whole))
     mine = []
     for turn in range(turns):
@@ -86,16 +96,20 @@ def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) ->
 
 
 def _fill(
-    order: Sequence[int], lengths: Sequence[int], tokens: int, rows: int | None
+    order: Sequence[int], lengths: Sequence[int], tokens: int, budget: Budget
 ) -> list[list[int]]:
     groups: list[list[int]] = []
+    real = 0  # tokens of the last group
     for index in order:
+        real += lengths[index]
         group = groups[-1] if groups else None
         full = group is None or (
-            (len(group) + 1) * lengths[group[0]] > tokens or len(group) == rows
+            budget.size(len(group) + 1, lengths[group[0]], real) > tokens
+            or len(group) == budget.rows
         )
         if full or group is None:
             groups.append([index])
+            real = lengths[index]
         else:
             group.append(index)
     return groups

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ppo_cli.engine.packed_rows import PackedRows, Packing
 from ppo_cli.errors import ModelError, did_you_mean
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
@@ -62,7 +63,19 @@ class Around(Protocol):
 class _Asked:
     """What policies and value models have in common: being asked where their weights are."""
 
+    backbone: nn.Module
     around: Around | None
+    packing: Packing | None
+
+    def hidden_BLH(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
+        """Last hidden states of right-padded rows, where causal attention needs no mask.
+
+        With `packed` there is one row, in which those lie end to end; see `packing.pack`.
+        """
+        told = {} if packed is None else packed.arguments(self.packing)
+        out = self.backbone(input_ids=input_ids_BL, use_cache=False, **told)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def run(self, fn: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call `fn` where all weights are at hand; outside of it they may be elsewhere."""
@@ -86,12 +99,7 @@ class Policy(_Asked):
     backbone: nn.Module
     head: Callable[[Tensor], Tensor]
     around: Around | None = None
-
-    def hidden_BLH(self, input_ids_BL: Tensor) -> Tensor:
-        """Last hidden states; rows are right-padded, so causal attention needs no mask."""
-        out = self.backbone(input_ids=input_ids_BL, use_cache=False)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True)
@@ -102,12 +110,13 @@ class ValueModel(_Asked):
     backbone: nn.Module
     head: nn.Module
     around: Around | None = None
+    packing: Packing | None = None
 
-    def values_BL(self, input_ids_BL: Tensor) -> Tensor:
+    def values_BL(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Values at each position, in float32."""
-        out = self.backbone(input_ids=input_ids_BL, use_cache=False)
+        hidden_BLH = self.hidden_BLH(input_ids_BL, packed)
         with torch.autocast(input_ids_BL.device.type, enabled=False):
-            values_N1: Tensor = self.head(out.last_hidden_state.float().flatten(0, 1))
+            values_N1: Tensor = self.head(hidden_BLH.float().flatten(0, 1))
         return values_N1.view(input_ids_BL.shape)
 
 

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import Batch, TrainBatch
+from ppo_cli.engine.packed_rows import PackedRows
 
 
 @dataclass(frozen=True)
 class Slice:
     """Rows of a batch on the compute device, cut to their longest row.
 
-    An `idle` slice is there only because other ranks have work in this turn: its row is
-    computed like any other, and counts for nothing.
+    With `packed` the ids are one row, in which the rows lie end to end. An `idle`
+    slice is there only because other ranks have work in this turn: its row is computed like
+    any other, and counts for nothing.
     """
 
     row_B: Tensor
@@ -29,19 +31,27 @@ class Slice:
     position_BT: Tensor  # where the token's log-prob and value are read
     width: int
     idle: bool = False
+    packed: PackedRows | None = None
 
     def pick(self, states_BLX: Tensor) -> Tensor:
         """Values at the positions before each response token, rows after rows: (N, …)."""
+        if self.packed is not None:
+            return states_BLX[0, self._position_N()]
         row_B1 = torch.arange(states_BLX.shape[0], device=states_BLX.device)[:, None]
         picked: Tensor = states_BLX[row_B1, self.position_BT][self.response_mask_BT]
         return picked
 
     def targets_N(self) -> Tensor:
         """Ids of the response tokens, rows after rows."""
+        if self.packed is not None:
+            return self.input_ids_BL[0, self._position_N() + 1]
         row_B1 = torch.arange(self.input_ids_BL.shape[0], device=self.input_ids_BL.device)[:, None]
         last = self.input_ids_BL.shape[1] - 1
         ids_BT = self.input_ids_BL[row_B1, (self.position_BT + 1).clamp(max=last)]
         return ids_BT[self.response_mask_BT]
+
+    def _position_N(self) -> Tensor:
+        return self.position_BT[self.response_mask_BT]
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Put values of response tokens into rows, zero elsewhere: (B, T)."""
@@ -58,8 +68,10 @@ class Slice:
         return torch.zeros_like(mask_BT) if self.idle else mask_BT
 
 
-def cut_slice(batch: Batch, rows: Sequence[int], device: torch.device) -> Slice:
-    """Take rows of a batch, without the padding that they do not need.
+def cut_slice(
+    batch: Batch, rows: Sequence[int], device: torch.device, *, packed: bool = False
+) -> Slice:
+    """Take rows of a batch, without the padding that they do not need, or `packed` without any.
 
     No rows give an idle slice of the shortest row.
     """
@@ -69,16 +81,22 @@ def cut_slice(batch: Batch, rows: Sequence[int], device: torch.device) -> Slice:
     row_B = torch.as_tensor(rows)
     prompt_len_B = batch.prompt_len_B[row_B]
     response_len_B = batch.response_len_B[row_B]
-    length = int((prompt_len_B + response_len_B).max())
+    length_B = prompt_len_B + response_len_B
+    length = int(length_B.max())
     width = int(response_len_B.max())
     position_BT = prompt_len_B[:, None] - 1 + torch.arange(width)[None, :]
+    ids_BL = batch.input_ids_BL[row_B, :length]
+    if packed:
+        ids_BL = ids_BL[torch.arange(length)[None, :] < length_B[:, None]][None]
+        position_BT += (length_B.cumsum(0) - length_B)[:, None]
     return Slice(
         row_B=row_B,
-        input_ids_BL=batch.input_ids_BL[row_B, :length].to(device),
+        input_ids_BL=ids_BL.to(device),
         response_mask_BT=batch.response_mask_BT[row_B, :width].to(device),
-        position_BT=position_BT.clamp(max=length - 1).to(device),
+        position_BT=position_BT.clamp(max=ids_BL.shape[1] - 1).to(device),
         width=width,
         idle=idle,
+        packed=PackedRows.of(length_B.tolist(), device) if packed else None,
     )
 
 
