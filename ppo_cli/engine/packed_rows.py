@@ -100,7 +100,7 @@ def _attend_at_once(
         for states in (query_1hLd, key_1hLd, value_1hLd)
     )
     longest = int(ends.diff().max())
-    at = ends.to(query.device)
+    at = ends.to(query.device, non_blocking=True)
     out: Any = varlen_attn(
         query, key, value, at, at, longest, longest,
         scale=scaling, window_size=(-1, 0), enable_gqa=True,

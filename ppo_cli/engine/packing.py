@@ -108,4 +108,4 @@ def _try(loaded: Policy | ValueModel, compute: Compute) -> str:
 def _distance(one_LH: Tensor, other_LH: Tensor) -> float:
     """How far the states of a token are apart at most, as a share of their norm."""
     gap_L = (one_LH - other_LH).norm(dim=-1) / other_LH.norm(dim=-1)
-    return gap_L.max().item()
+    return float(gap_L.max())

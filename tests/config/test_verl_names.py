@@ -103,6 +103,8 @@ def test_every_wrapped_spelling_is_the_setting(key: str) -> None:
         ("training.offload_optimizer=on", "critic.fsdp_config.optimizer_offload", True),
         ("distributed.data_parallel_size=2", "trainer.num_workers", 2),
         ("model.lora.merge=True", "model.lora_merge", True),
+        ("actor_rollout_ref.model.use_remove_padding=True", "model.packing", True),
+        ("critic.model.use_remove_padding=True", "model.packing", True),
         ("distributed.pipeline_parallel_size=1", "trainer.pipeline_parallel_size", 1),
     ],
 )
@@ -252,7 +254,8 @@ def test_the_quickstart_command_line_works() -> None:
         "trainer.nnodes=1",
         "trainer.total_epochs=15",
     )
-    assert len(found.notes) == 1
+    assert found.notes == ()
+    assert found.config.model.packing
     assert found.config.rollout.name == "vllm"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packed_steps import MIXED, Rows, gaps, settings, take_steps
 from spread_training import BFLOAT16, FLOAT32, Trained, compare, gap, policy_loss, rows, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -296,17 +297,35 @@ def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return found
 
 
+def packed_case(
+    ranks: Ranks, models: dict[str, str], lora_rank: int = 0, rows: Rows = MIXED
+) -> Found:
+    """Packed rows on all ranks against padded ones on the first alone."""
+    model = {"path": models["tied"], "lora_rank": lora_rank}
+    spread = take_steps(settings(model={**model, "packing": True}), ranks, rows, steps=2)
+    if ranks.rank > 0:
+        return {}
+    return gaps(spread, take_steps(settings(model=model), ALONE, rows, steps=2))
+
+
+def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The same with an adapter, and with one row for all ranks."""
+    return packed_case(ranks, models, lora_rank=4, rows=MIXED[1:2])
+
+
 Case = Callable[[Ranks, dict[str, str]], Found]
 # Layout of the ranks -> what is tried in it: (tensor size, shard size).
 CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
     2: {
         (1, 2): [
             tied_case, frozen_case, offload_case, value_case, bfloat16_case, lora_case, nested_case,
-            spoilt_case, refused_case, broken_off_case, together_case,
+            spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
+            together_case,
         ],
         (1, 1): [untied_case],
         (2, 1): [
-            tied_case, heads_case, gathered_case, value_case, lora_case, spoilt_case, unsplit_case,
+            tied_case, heads_case, gathered_case, value_case, lora_case, spoilt_case, packed_case,
+            unsplit_case,
         ],
     },
     4: {(2, 2): [untied_case, heads_case, offload_case], (2, 1): [untied_case]},

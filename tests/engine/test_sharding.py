@@ -203,6 +203,15 @@ def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["packed_case-1-2", "idle_case-1-2", "packed_case-2-1"])
+def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    found = of_case(two, case)[0]
+    assert max(found.values()) < 2e-5 and found["weights"] < 2e-6, found
+
+
+@pytest.mark.slow
 def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
     for case in ("untied_case-2-2", "heads_case-2-2", "offload_case-2-2", "untied_case-2-1"):
         check_alike(four, case)

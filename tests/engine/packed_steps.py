@@ -1,0 +1,118 @@
+"""A few annotations and optimizer steps of a learner, for comparing two ways to lay rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.learner import Learner, merge_annotations
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
+from ppo_cli.engine.sharding import full_tensor
+from ppo_cli.engine.sums import merge_sums
+from ppo_cli.records import Prompt, Rollout
+
+Rows = Sequence[tuple[int, int]]
+# Prompt and response of each row: of one token, of one length, longer than any other.
+MIXED = ((1, 1), (3, 9), (17, 2), (5, 5), (5, 5), (2, 12), (1, 7), (23, 1), (8, 4))
+SPLIT = 24  # tokens of a micro-batch: fewer than the longest rows have together
+ANNOTATED = ("old_logprobs_BT", "ref_logprobs_BT", "full_kl_BT", "entropy_BT", "values_BT")
+
+
+@dataclass
+class Seen:
+    """What came of it."""
+
+    annotated: list[dict[str, Tensor]]
+    sums: list[dict[str, tuple[float, float]]]
+    weights: dict[str, Tensor]
+
+
+def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
+    """A run with every model; groups of settings are merged over these."""
+    optim = {"lr": 1e-3, "eps": 1e-5}
+    own: dict[str, dict[str, Any]] = {
+        "model": {"path": "embedded"},
+        "algorithm": {"kl_penalty": "full"},
+        "actor": {
+            "optim": optim, "use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1,
+            "entropy_coeff": 0.01, "ppo_max_token_len_per_gpu": tokens,
+        },
+        "critic": {"optim": optim, "ppo_max_token_len_per_gpu": tokens},
+        "ref": {"log_prob_max_token_len_per_gpu": tokens},
+        "data": {"max_prompt_length": 24, "max_response_length": 12},
+    }  # fmt: skip
+    return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
+
+
+def make_batch(rows: Rows, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(5, 250, (count,), generator=generator).tolist())
+
+    rollouts = [
+        Rollout(Prompt(f"{i}", "", (), "", ids(p)), 0, ids(t), torch.zeros(t).numpy(), "", "stop")
+        for i, (p, t) in enumerate(rows)
+    ]
+    return build_batch(rollouts, pad_token_id=0)
+
+
+def scored(batch: AnnotatedBatch, seed: int) -> TrainBatch:
+    """With made-up advantages; one row has no score."""
+    shape = batch.response_mask_BT.shape
+    noise = torch.randn((2, *shape), generator=torch.Generator().manual_seed(seed))
+    return TrainBatch(
+        **{name: getattr(batch, name) for name in AnnotatedBatch.__dataclass_fields__},
+        scores_B=torch.zeros(shape[0]),
+        valid_B=torch.arange(shape[0]) != 2,
+        token_rewards_BT=torch.zeros(shape),
+        advantages_BT=noise[0],
+        returns_BT=noise[1],
+        is_weight_BT=torch.ones(shape),
+    )
+
+
+def take_steps(config: Config, ranks: Ranks = ALONE, rows: Rows = MIXED, steps: int = 3) -> Seen:
+    """Annotate and train on the same rows whatever the settings; all ranks see all of it."""
+    tokenizer = load_tokenizer(str(model_folder("embedded")))
+    learner = Learner(config, tokenizer, ranks, total_steps=steps)
+    seen = Seen([], [], {})
+    for step in range(steps):
+        batch = make_batch(rows, step)
+        parts = gather_objects(ranks, learner.annotate(batch))
+        annotated = merge_annotations(batch, parts)
+        seen.annotated.append({name: getattr(annotated, name) for name in ANNOTATED})
+        minibatch = MiniBatch(scored(annotated, step), actor=True, critic=True)
+        seen.sums.append(merge_sums(gather_objects(ranks, learner.step(minibatch))))
+        learner.publish()
+    for name, model in (("actor", learner.policy), ("critic", learner._models()[-1])):
+        named = model.model.named_parameters()
+        seen.weights |= {f"{name} {n}": full_tensor(p) for n, p in named}
+    return seen
+
+
+def gaps(one: Seen, other: Seen) -> dict[str, float]:
+    """The largest difference of each kind."""
+    return {
+        "annotated": max(
+            (a[name] - b[name]).abs().max().item()
+            for a, b in zip(one.annotated, other.annotated, strict=True)
+            for name in ANNOTATED
+        ),
+        "sums": max(
+            abs(a[key][i] - b[key][i]) / max(1.0, abs(b[key][i]))
+            for a, b in zip(one.sums, other.sums, strict=True)
+            for key in a.keys() | b.keys()
+            for i in (0, 1)
+        ),
+        "weights": max((one.weights[n] - other.weights[n]).abs().max().item() for n in one.weights),
+    }

@@ -1,0 +1,331 @@
+"""Packed rows: the same numbers as padded ones, no look beyond a border, and honest refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as tries
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.micro_batches import Budget, share_micro_batches
+from ppo_cli.engine.models import Policy, load_policy, load_tokenizer, load_value_model
+from ppo_cli.engine.packed_rows import BY_ROWS, PackedRows, Packing, attend_by_rows
+from ppo_cli.engine.packing import MASKED_TOKENS, micro_batch_budget, pack
+from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.responses import cut_slice
+from ppo_cli.errors import ModelError
+from ppo_cli.records import Prompt
+from tests.engine.packed_steps import MIXED, gaps, make_batch, settings, take_steps
+
+CPU = torch.device("cpu")
+FLOAT32 = Compute(CPU, torch.float32)
+LENGTHS = (7, 1, 12, 7, 2)
+TINY = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+WINDOW = TINY | {"sliding_window": 4}
+SMALL = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+STILL = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+OPT = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "ffn_dim": 32,
+    "word_embed_proj_dim": 16,
+    "dropout": 0.0,
+}
+MADE = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY)),
+    "gpt2, learned positions": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, **ENDS, **STILL)),
+    "opt, learned positions": lambda: OPTForCausalLM(
+        OPTConfig(**OPT, num_hidden_layers=2, num_attention_heads=2)
+    ),
+    "gemma2, sliding window": lambda: Gemma2ForCausalLM(Gemma2Config(**WINDOW)),
+}
+
+
+def made(name: str, attention: str = "sdpa") -> Policy:
+    torch.manual_seed(0)
+    model = MADE[name]().eval()
+    for parameter in model.parameters():  # fresh weights hardly attend to anything
+        torch.nn.init.normal_(parameter, std=0.4) if parameter.ndim > 1 else None
+    model.config._attn_implementation = attention
+    return pack(Policy(model, model.base_model, model.lm_head), name, FLOAT32, ALONE)
+
+
+def token_rows(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 64, (1, length), generator=generator) for length in LENGTHS]
+
+
+def hidden_of(policy: Policy, rows: list[Tensor]) -> Tensor:
+    packed = PackedRows.of([row.shape[1] for row in rows], CPU)
+    return policy.hidden_BLH(torch.cat(rows, dim=1), packed)[0]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["asked", "trained, recomputed"])
+@pytest.mark.parametrize("name", MADE)
+def test_rows_end_to_end_are_what_each_is_alone(name: str, training: bool) -> None:
+    """Hidden states and gradients; with gradient checkpointing in training."""
+    policy, rows = made(name), token_rows()
+    if training:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.train()
+    alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
+    packed = hidden_of(policy, rows)
+    assert (packed - alone).abs().max() < 1e-5
+    weight = torch.randn(packed.shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for hidden in (alone, packed):
+        policy.model.zero_grad()
+        (hidden * weight).sum().backward()
+        grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+        found.append(torch.cat(grads))
+    assert (found[0] - found[1]).abs().max() / found[0].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gemma2, sliding window"])
+def test_no_token_sees_another_row(name: str, attention: str) -> None:
+    policy, rows = made(name, attention), token_rows()
+    assert policy.packing is (Packing.BY_ROWS if (name, attention) == ("llama", "sdpa") else
+                              Packing.MASKED)  # fmt: skip
+    before = hidden_of(policy, rows).split(LENGTHS)
+    others = token_rows(seed=1)
+    for changed in range(len(rows)):
+        mixed = [others[i] if i == changed else row for i, row in enumerate(rows)]
+        after = hidden_of(policy, mixed).split(LENGTHS)
+        same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert same == [i != changed for i in range(len(rows))]
+
+
+def refused(model: Any, compute: Compute = FLOAT32) -> str:
+    with pytest.raises(ModelError) as told:
+        pack(Policy(model, model.base_model, model.lm_head), "mine", compute, ALONE)
+    return str(told.value)
+
+
+def test_models_that_look_beyond_a_border_are_refused() -> None:
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2))
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
+    for model in (bloom, mamba):
+        said = refused(model.eval())
+        assert said.startswith("mine cannot be trained on packed rows: its tokens would see")
+        assert "model.packing=false" in said
+
+
+def test_models_that_do_not_take_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = made("llama")
+    forward = policy.backbone.forward
+    monkeypatch.setattr(policy.backbone, "forward", lambda input_ids, use_cache: forward(input_ids))
+    assert "does not take them" in refused(policy.model)
+
+
+def test_models_that_place_tokens_in_their_own_way_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = made("gpt2, learned positions")
+    forward = policy.backbone.forward
+
+    def running(input_ids: Tensor, position_ids: Tensor | None = None, **told: Any) -> Any:
+        return forward(input_ids=input_ids, **told)
+
+    monkeypatch.setattr(policy.backbone, "forward", running)
+    assert "place them differently" in refused(policy.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_is_strict_in_half_precision_too(dtype: torch.dtype) -> None:
+    """A model whose attention takes no notice of borders is found out, a good one passes."""
+    compute = Compute(CPU, dtype)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    loaded = Policy(model, model.base_model, model.lm_head)
+    assert pack(loaded, "good", compute, ALONE).packing is Packing.BY_ROWS
+    seen = model.model.forward
+
+    def blind(attention_mask: Tensor | None = None, **told: Any) -> Any:
+        return seen(attention_mask=None, **{**told, "position_ids": None})
+
+    model.model.forward = blind
+    assert "would see those of other rows" in refused(model, compute)
+
+
+def test_the_critic_packs_too_and_nothing_of_it_is_saved(tmp_path: Path) -> None:
+    path = str(model_folder("embedded"))
+    critic = pack(load_value_model(path), path, FLOAT32, ALONE)
+    torch.nn.init.normal_(critic.head.weight, std=0.1)
+    rows = token_rows()
+    packed = critic.values_BL(torch.cat(rows, dim=1), PackedRows.of(LENGTHS, CPU))[0]
+    alone = torch.cat([critic.values_BL(row)[0] for row in rows])
+    assert (packed - alone).abs().max() < 1e-5
+    assert critic.model.config._attn_implementation == BY_ROWS
+    critic.model.save_pretrained(tmp_path)
+    assert BY_ROWS not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def padded() -> Any:
+    return take_steps(settings())
+
+
+@pytest.mark.parametrize(
+    "tokens, model, parts",
+    [
+        pytest.param(24, {}, {}, id="several micro-batches"),
+        pytest.param(10_000, {}, {}, id="one micro-batch"),
+        pytest.param(24, {"attn_implementation": "eager"}, {}, id="masked"),
+        pytest.param(
+            24, {}, {"critic": {"ppo_micro_batch_size_per_gpu": 1}}, id="one row at a time"
+        ),
+    ],
+)
+def test_steps_are_the_same_packed_and_padded(
+    padded: Any, tokens: int, model: dict[str, Any], parts: dict[str, Any]
+) -> None:
+    """Log-probs, full KL, entropy, values, losses, gradient norms and weights after AdamW."""
+    config = settings(tokens, model={"path": "embedded", "packing": True, **model}, **parts)
+    found = gaps(take_steps(config), padded)
+    assert min(sums["grad_norm"][0] for sums in padded.sums) > 0.1
+    assert max(found.values()) < 2e-5 and found["weights"] < 2e-6, found
+
+
+@pytest.mark.parametrize("rows", [MIXED[1:2], ((3, 5),) * 4], ids=["one row", "one length"])
+def test_odd_batches_are_the_same_with_an_adapter(rows: Any) -> None:
+    model = {"path": "embedded", "lora_rank": 4}
+    one, other = (
+        take_steps(settings(model={**model, "packing": on}), rows=rows, steps=2)
+        for on in (True, False)
+    )
+    found = gaps(one, other)
+    assert max(found.values()) < 2e-5 and found["weights"] < 2e-6, found
+
+
+def test_bfloat16_is_as_near_as_it_gets(padded: Any) -> None:
+    model = {"path": "embedded", "dtype": "bfloat16"}
+    one, other = (
+        take_steps(settings(model={**model, "packing": on}), steps=1) for on in (True, False)
+    )
+    for key in ("old_logprobs_BT", "entropy_BT"):
+        exact, a, b = (seen.annotated[0][key] for seen in (padded, one, other))
+        assert (a - b).norm() < 0.01 * b.norm() and not torch.equal(a, exact)
+
+
+def test_a_slice_lies_end_to_end_and_reads_before_each_token() -> None:
+    batch = make_batch(MIXED, seed=0)
+    cut = cut_slice(batch, [2, 0, 7], CPU, packed=True)
+    ids = batch.input_ids_BL
+    assert cut.input_ids_BL.tolist() == [[*ids[2, :19], *ids[0, :2], *ids[7, :24]]]
+    assert cut.pick(torch.arange(45)[None]).tolist() == [16, 17, 19, 43]
+    assert cut.targets_N().tolist() == [*ids[2, 17:19], ids[0, 1], ids[7, 23]]
+    idle = cut_slice(batch, [], CPU, packed=True)
+    assert idle.idle and idle.input_ids_BL.tolist() == [ids[0, :2].tolist()]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 300), min_size=1, max_size=40),
+    tokens=st.integers(16, 1000),
+    rows=st.none() | st.integers(1, 8),
+    ranks=st.integers(1, 4),
+)
+@tries(max_examples=100, deadline=None)
+def test_packed_micro_batches_hold_as_many_tokens_as_they_may(
+    lengths: list[int], tokens: int, rows: int | None, ranks: int
+) -> None:
+    budget = Budget(tokens, rows, packed=True)
+    shares = [share_micro_batches(lengths, budget, Ranks(rank, ranks)) for rank in range(ranks)]
+    groups = [group for mine in shares for group in mine]
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert len({len(mine) for mine in shares}) == 1
+    for group in groups:
+        assert sum(lengths[i] for i in group) <= tokens or len(group) == 1
+        assert rows is None or len(group) <= rows
+
+
+def test_packing_needs_fewer_micro_batches() -> None:
+    lengths = [1000, *[100] * 10]
+    plans = [
+        share_micro_batches(lengths, Budget(2000, packed=packed), ALONE) for packed in (False, True)
+    ]
+    assert [len(plan) for plan in plans] == [2, 1]
+
+
+def test_masked_models_take_short_micro_batches() -> None:
+    by_rows, masked = made("llama"), made("gemma2, sliding window")
+    assert micro_batch_budget(16384, None, by_rows) == Budget(16384, packed=True)
+    assert micro_batch_budget(16384, 8, by_rows, masked) == Budget(MASKED_TOKENS, 8, packed=True)
+    plain = replace(by_rows, packing=None)
+    assert micro_batch_budget(16384, None, plain) == Budget(16384)
+    with pytest.raises(ValueError, match="does not take them"):
+        plain.hidden_BLH(torch.ones(1, 4, dtype=torch.int64), PackedRows.of([2, 2], CPU))
+
+
+def test_the_sampler_shares_a_packed_policy() -> None:
+    tokenizer = load_tokenizer(str(model_folder("embedded")))
+    prompts = [Prompt(t, t, (), t, tuple(tokenizer(t).input_ids)) for t in ("1+2=", "13+45=")]
+    greedy, found = Sampling(temperature=0.0, max_tokens=5), []
+    for packing in (False, True):
+        config = settings(model={"path": "embedded", "packing": packing})
+        rollouts = LocalEngine(config, tokenizer, total_steps=1).generate(prompts, greedy)
+        found.append({r.prompt.uid: (r.token_ids, r.sampler_logprobs.tolist()) for r in rollouts})
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_kernel_does_all_rows_on_a_gpu() -> None:
+    """The kernel against row after row, outputs and gradients, in bfloat16."""
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    ends = PackedRows.of(LENGTHS, CPU).ends_111B
+    torch.manual_seed(0)
+    first = [torch.randn(1, heads, sum(LENGTHS), 64) for heads in (4, 2, 2)]
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        states = [s.to(device, dtype).requires_grad_() for s in first]
+        out, _ = attend_by_rows(module, *states, ends, scaling=0.1)
+        out.float().square().sum().backward()
+        found.append([out, *(s.grad for s in states)])
+    for gpu, cpu in zip(*found, strict=True):
+        assert (gpu.cpu().float() - cpu).norm() < 0.02 * cpu.norm()
+
+
+def test_a_loaded_policy_packs() -> None:
+    path = str(model_folder("embedded"))
+    policy = pack(load_policy(path), path, FLOAT32, ALONE)
+    rows = token_rows()
+    alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
+    assert (hidden_of(policy, rows) - alone).abs().max() < 1e-5
