@@ -16,6 +16,7 @@ from ppo_cli.config.effective import (
 )
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.schema import Config
+from ppo_cli.config.transfer_checks import transfer_clashes
 
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
@@ -32,6 +33,7 @@ def cluster_clashes(config: Config, gpus: int) -> Iterator[Clash]:
         yield from _ranks(config, gpus)
         yield from _samplers(config, gpus)
         yield from _ahead(config, gpus)
+        yield from transfer_clashes(config, gpus)
 
 
 def _not_offered(config: Config) -> Iterator[Clash]:

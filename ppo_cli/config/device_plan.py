@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ppo_cli.config.effective import data_ranks, engine_name, learner_ranks, sampler_name
+from ppo_cli.config.effective import (
+    data_ranks,
+    engine_name,
+    learner_ranks,
+    sampler_name,
+    weight_transfer,
+)
 from ppo_cli.config.placement import Placement, describe, placement_of
 from ppo_cli.config.schema import Config
 
@@ -34,6 +40,8 @@ def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:
     said = describe(placement)
     if engine == "ray":
         said += [*_layout(config, gpus), f"the sampler is {sampler}, the processes are Ray's"]
+    if sampler == "vllm":
+        said.append(f"new weights travel by {weight_transfer(config, gpus)}")
     ranks = learner_ranks(config, gpus)
     return DevicePlan(engine, sampler, ranks, data_ranks(config, gpus), placement, tuple(said))
 

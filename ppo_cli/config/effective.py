@@ -10,6 +10,7 @@ from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Actor
 
+Transfer = Literal["memory", "gloo", "nccl", "ipc"]
 GROUPED = frozenset({"grpo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"})
 
 
@@ -96,6 +97,29 @@ def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm
         return "vllm" if config.rollout.name == "vllm" else "hf"
     may = engine_name(config, gpus) == "ray" and gpus_per_node(config, gpus) > 0
     return "vllm" if may and has_package("vllm") else "hf"
+
+
+def publishes_adapter(config: Config) -> bool:
+    """Tell whether samplers get the LoRA adapter alone, and so need one of their own."""
+    return config.model.lora_rank > 0 and not config.model.lora_merge
+
+
+def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
+    """Return how new weights reach the samplers: vLLM's own ways on GPUs, else memory."""
+    if config.rollout.weight_transfer != "auto":
+        return config.rollout.weight_transfer
+    whole = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
+    if not whole or gpus_per_node(config, gpus) == 0:
+        return "memory"
+    return "ipc" if takes_turns(config) else "nccl"
+
+
+def takes_turns(config: Config) -> bool:
+    """Tell whether the GPUs that train sample too; ValueError as in `train_devices`."""
+    if config.trainer.placement is None:
+        return config.trainer.async_steps == 0
+    roles = read_placement(config.trainer.placement)
+    return roles.get("train") == roles.get("rollout")
 
 
 def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:

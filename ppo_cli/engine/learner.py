@@ -20,7 +20,12 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.effective import critic_path, uses_critic, uses_reference
+from ppo_cli.config.effective import (
+    critic_path,
+    publishes_adapter,
+    uses_critic,
+    uses_reference,
+)
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Sharding
 from ppo_cli.engine.actor import ActorLearner, view_tokens
@@ -39,7 +44,6 @@ from ppo_cli.engine.lora import (
     adapt,
     adapter_tensors,
     merged_tensors,
-    publishes_adapter,
     reference_of,
     write_adapter_config,
 )

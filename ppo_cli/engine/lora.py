@@ -50,11 +50,6 @@ def reference_of(policy: Policy) -> Policy:
     return AdapterOff(p.model, p.backbone, p.head, p.around, p.packing)
 
 
-def publishes_adapter(config: Config) -> bool:
-    """Whether samplers get the adapter alone, and so need one of their own (`adapt`)."""
-    return config.model.lora_rank > 0 and not config.model.lora_merge
-
-
 def adapt(config: Config) -> Callable[[Any], Any] | None:
     """What puts an adapter into a loaded causal LM, in place; None without LoRA.
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.effective import sampler_name, sampler_seed
+from ppo_cli.config.effective import (
+    Transfer,
+    publishes_adapter,
+    sampler_name,
+    sampler_seed,
+)
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.adapter_files import LoRA
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.lora import adapt, load_adapter, publishes_adapter
+from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.models import adapt_policy, decode_text, load_policy, stop_token_ids
 from ppo_cli.engine.sampler import Sampler
 from ppo_cli.engine.vllm_sampler import VLLMSampler, check_vllm
@@ -33,12 +38,10 @@ def check_sampler(config: Config) -> None:
         check_vllm()
 
 
-def build_sampler(
-    config: Config, tokenizer: Any, *, transfer: Literal["memory", "nccl", "ipc"] = "memory"
-) -> Sampler:
+def build_sampler(config: Config, tokenizer: Any, *, transfer: Transfer = "memory") -> Sampler:
     """Build the run's sampler with a model of its own; vLLM's needs a process of its own too.
 
-    `transfer` is how new weights reach vLLM: as `Weights` or, on GPUs, by a `Sender`.
+    `transfer` is how new weights reach vLLM: as `Weights` or by a `Sender`.
     """
     check_sampler(config)
     if sampler_name(config) == "vllm":
@@ -69,7 +72,7 @@ def _build_hf(config: Config, tokenizer: Any) -> HFSampler:
     )
 
 
-def _build_vllm(config: Config, tokenizer: Any, transfer: Any) -> VLLMSampler:
+def _build_vllm(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     rollout, settings = config.rollout, config.model
     path = model_folder(settings.path)
     model_config = _model_config(path, settings.trust_remote_code)

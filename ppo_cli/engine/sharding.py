@@ -96,17 +96,22 @@ def load_spread_value_model(
     return _spread(value_model, path, ranks, sharding, compute, gradient_checkpointing)
 
 
-@torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be in pieces, as a fresh copy on the CPU; all ranks call."""
+    return whole_tensor(tensor).cpu().clone()
+
+
+@torch.no_grad()
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor where it was put together, or itself if it is in one piece."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach().cpu().clone()
+        return tensor.detach()
     device = tensor.device_mesh.device_type
     pieces: Any = tensor.detach()
     if pieces.device.type != device:  # pieces in host memory
         pieces = pieces.to(device)
     whole: Tensor = pieces.full_tensor()
-    return whole.cpu().clone()
+    return whole
 
 
 @torch.no_grad()

@@ -16,12 +16,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ppo_cli.config.effective import Transfer
 from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
@@ -31,7 +32,7 @@ from ppo_cli.errors import DataError, MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
 
 EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
-TRANSFERS = {"memory": "ppo_memory", "nccl": "nccl", "ipc": "ipc"}
+TRANSFERS = {"memory": "ppo_memory", "gloo": "ppo_gloo", "nccl": "nccl", "ipc": "ipc"}
 # What vLLM raises for models and settings that it does not take; all else is a bug.
 REFUSALS = (
     ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, KeyError, TypeError,
@@ -99,7 +100,7 @@ class VLLMSampler:
         seed: int = 0,
         trust_remote_code: bool = False,
         lora: LoRA | None = None,
-        transfer: Literal["memory", "nccl", "ipc"] = "memory",
+        transfer: Transfer = "memory",
     ) -> None:
         self._eos_ids = sorted(eos_token_ids)
         self._detokenize = detokenize
@@ -182,7 +183,7 @@ class VLLMSampler:
         self.finish_weight_update(weights.version)
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Meet a trainer that sends weights from device to device (`weight_sync.Sender`)."""
+        """Meet a trainer that sends weights from process to process (`weight_send.Sender`)."""
         self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:

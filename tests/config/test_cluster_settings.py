@@ -49,6 +49,7 @@ CONFIGS = st.fixed_dictionaries(
                 "name": st.sampled_from(["hf", "vllm"]),
                 "tensor_model_parallel_size": SIZE,
                 "num_samplers": SMALL,
+                "weight_transfer": st.sampled_from(["auto"] * 3 + ["gloo", "nccl", "ipc"]),
             },
         ),
         "actor": st.fixed_dictionaries(

@@ -94,17 +94,27 @@ class TestReal:
         assert probe["lora"]["base"] < TOLERANCE
 
     def test_samplers_are_led_together_through_an_exchange(self, probe: dict[str, Any]) -> None:
-        assert probe["client"]["waits"] == 8
         assert probe["client"]["calls"] == [
-            [0, "init_weight_transfer", {"rank_offset": 1, "world_size": 5}],
-            [1, "init_weight_transfer", {"rank_offset": 3, "world_size": 5}],
-            [0, "start_weight_update", None],
-            [1, "start_weight_update", None],
-            [0, "update_weights", ["w"]],
-            [1, "update_weights", ["w"]],
-            [0, "finish_weight_update", 9],
-            [1, "finish_weight_update", 9],
+            [
+                "init_weight_transfer",
+                [
+                    [{"rank_offset": 1, "world_size": 5}],
+                    [{"rank_offset": 3, "world_size": 5}],
+                ],
+            ],
+            ["start_weight_update", [[], []]],
+            ["update_weights", [[["w"]], [["w"]]]],
+            ["finish_weight_update", [[9], [9]]],
         ]
+        assert probe["client"]["largest"] == 8
+
+    def test_weights_that_come_by_gloo_are_the_ones_that_sample(
+        self, probe: dict[str, Any]
+    ) -> None:
+        found = probe["gloo"]
+        assert len(found["new"]) == 3 and max(found["new"]) < TOLERANCE, found
+        assert len(found["old"]) == 3 and min(found["old"]) > 100 * TOLERANCE, found
+        assert found["version"] == 3
 
     @pytest.mark.parametrize(
         ("mistake", "words"),

@@ -21,6 +21,7 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.lora import adapt, adapter_tensors
 from ppo_cli.engine.models import decode_text, load_policy, load_tokenizer, stop_token_ids
 from ppo_cli.engine.sampler import Weights
@@ -202,13 +203,9 @@ def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 def probe_client() -> dict[str, Any]:
     """How two samplers of two GPUs each are led through an exchange; no GPU takes part."""
-    from ppo_cli.engine.weight_sync import SamplerClient, Sender, TensorSource
+    from ppo_cli.engine.weight_send import SamplerClient, Sender, TensorSource
 
-    calls: list[tuple[int, str, Any]] = []
-
-    def call(sampler: int, method: str, words: tuple[Any, ...]) -> Any:
-        calls.append((sampler, method, words[0] if words else None))
-        return lambda: calls.append((sampler, "waited", None))
+    calls: list[tuple[str, list[tuple[Any, ...]]]] = []
 
     class Backend:
         """Stands where vLLM's sender does, which needs a GPU."""
@@ -222,12 +219,43 @@ def probe_client() -> dict[str, Any]:
             """Hold nothing."""
 
     source = TensorSource([("w", torch.float32, (2,))], lambda: iter([("w", torch.ones(2))]))
-    client = SamplerClient(call, num_samplers=2, gpus_each=2)
+    client = SamplerClient(lambda *asked: calls.append(asked), num_samplers=2, gpus_each=2)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + client.num_gpus})
     sender = Sender(Backend(), client)
     sender.send(9)
     sender.close()
-    return {"calls": [c for c in calls if c[1] != "waited"], "waits": len(calls) // 2}
+    return {"calls": calls, "largest": source.largest_bytes}
+
+
+def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """A learner's merged weights go to a sampler through a group of their own."""
+    from ppo_cli.engine.weight_send import SamplerClient, TensorSource, connect_by_gloo
+
+    prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
+    learner = Learner(config, tokenizer, total_steps=1)
+    model = learner.policy.model
+    sampler = build_sampler(config, tokenizer, transfer="gloo")
+
+    def ask_all(method: str, words: list[tuple[Any, ...]]) -> None:
+        getattr(sampler, method)(*words[0])
+
+    shapes = [(name, t.dtype, tuple(t.shape)) for name, t in learner.published()]
+    source = TensorSource(shapes, learner.published)
+    client = SamplerClient(ask_all, num_samplers=1, gpus_each=1)
+    sender = connect_by_gloo(source, client, rank=0, address="127.0.0.1", timeout_s=60)
+    found: dict[str, Any] = {"new": [], "old": []}
+    rollouts = list(sampler.generate(prompts, plain, 0))
+    for version in (1, 2, 3):
+        for _, tensor in adapter_tensors(model):
+            tensor.data.normal_(std=0.2)
+        found["old"].append(gap(model, rollouts, 1.0))
+        sender.send(version)
+        rollouts = list(sampler.generate(prompts, plain, version))
+        found["new"].append(gap(model, rollouts, 1.0))
+    found["version"] = sampler.weight_version
+    sender.close()
+    sampler.close()
+    return found
 
 
 def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
@@ -268,6 +296,10 @@ def main() -> None:
         "untied": probe_untied(folder / "untied", tokenizer),
         "lora": probe_lora(read_config("model.lora_rank=4", "model.lora_alpha=8"), tokenizer),
         "client": probe_client(),
+        "gloo": probe_gloo(
+            read_config("model.lora_rank=4", "model.lora_alpha=8", "model.lora_merge=true"),
+            tokenizer,
+        ),
         "mistakes": probe_mistakes(folder, tokenizer),
     }
     print(json.dumps(found))

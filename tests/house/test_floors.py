@@ -65,7 +65,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "peft": ("engine.lora",),
     "ray": ("engine.cluster",),
-    "vllm": ("engine.vllm_sampler", "engine.weight_sync"),
+    "vllm": ("engine.vllm_sampler", "engine.weight_send", "engine.weight_sync"),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.

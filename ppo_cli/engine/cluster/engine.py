@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.effective import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.dealing import deal_prompts
+from ppo_cli.engine.cluster.exchange import ExchangePlan
 from ppo_cli.engine.cluster.failures import Member, late
 from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.publishing import Publisher
@@ -28,6 +30,7 @@ from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
 POLL_S = 0.2
+LOOPBACK = "127.0.0.1"
 
 
 class ClusterEngine:
@@ -136,7 +139,8 @@ class ClusterEngine:
         self, config: Config, tokenizer: Any, total_steps: int, placement: Placement
     ) -> None:
         cluster, collect = self._cluster, self._cluster.waits.collect
-        given = cluster.share(config), cluster.share(tokenizer)
+        transfer = weight_transfer(config)
+        given = cluster.share(config), cluster.share(tokenizer), transfer
         loading = [cluster.ask(s, "start", "build", SamplerRole, *given) for s in self._samplers]
         self._publisher = Publisher(
             cluster, self._learners, self._samplers,
@@ -161,6 +165,15 @@ class ClusterEngine:
         (point,) = collect([cluster.ask(first, "meeting_point", "call", first.node)])
         joining = [cluster.ask(one, "join", "call", one.node, point) for one in self._learners]
         collect([*joining, *loading], may_stop=True)
+        if transfer != "memory":
+            workers = config.rollout.tensor_model_parallel_size
+            address = LOOPBACK if self._one_node else first.node
+            self._publisher.connect(
+                ExchangePlan(
+                    transfer, tuple(self._samplers), workers, address,
+                    config.trainer.worker_timeout,
+                )
+            )  # fmt: skip
         # What a model's folder lacks is random, and would be another in each process.
         self._publisher.send()
 

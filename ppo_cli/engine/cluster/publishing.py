@@ -1,7 +1,7 @@
 """How the learner's weights reach the samplers, and when samplers sleep.
 
 Through shared memory: the first rank lays them down once, each node fetches them once, all its
-samplers read them there.
+samplers read them there. Or from process to process (`exchange.py`), once both have met.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.exchange import ExchangePlan
 from ppo_cli.engine.cluster.failures import Member
+
+# The first rank waits for the samplers, and can say whose fault it is, so it gives up first.
+AFTER_RANK_S = 5.0
 
 
 class Publisher:
@@ -28,6 +32,12 @@ class Publisher:
         self._samplers = samplers
         self._colocated = colocated
         self._awake = True
+        self._connected = False
+
+    def connect(self, plan: ExchangePlan) -> None:
+        """Have learner and samplers meet; from now on weights go from process to process."""
+        self._all_learners("connect", plan)
+        self._connected = True
 
     def wake(self) -> None:
         """Make sure that samplers can sample: what slept gets its weights anew."""
@@ -42,13 +52,25 @@ class Publisher:
 
     def send(self) -> None:
         """Bring the present weights to all samplers."""
+        if self._connected:
+            self._rouse()
+            self._all_learners("send_weights")
+            return
         calls = [self._cluster.ask(learner, "weights") for learner in self._learners]
         self._cluster.waits.collect(calls)
+        self._rouse()
+        # The reference travels: samplers read what the first rank laid down.
+        self._all("load_weights", calls[0].ref)
+
+    def _rouse(self) -> None:
         if not self._awake:
             self._all("wake_up")
             self._awake = True
-        # The reference travels: samplers read what the first rank laid down.
-        self._all("load_weights", calls[0].ref)
+
+    def _all_learners(self, name: str, *args: object) -> None:
+        waits = self._cluster.waits
+        calls = [self._cluster.ask(one, name, "call", *args) for one in self._learners]
+        waits.collect(calls, waits.timeout_s + AFTER_RANK_S)
 
     def _all(self, name: str, *args: object) -> None:
         waits = self._cluster.waits

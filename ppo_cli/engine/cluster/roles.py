@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from ppo_cli.config.effective import Transfer
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.cluster.exchange import Exchange, ExchangePlan
 from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
+from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.engine.micro_batches import tell_out_of_memory
@@ -50,6 +53,7 @@ class LearnerRole:
         self._rank = rank
         self._plan = plan
         self._learner: Learner
+        self._exchange: Exchange
         self._writing: Future[None] | None = None
 
     def meeting_point(self, node: str) -> str:
@@ -103,6 +107,15 @@ class LearnerRole:
         """The weights for the samplers from the first rank, None from the others."""
         return pack(self._learner.weights())
 
+    def connect(self, plan: ExchangePlan) -> None:
+        """Meet the samplers, to which weights go without the driver."""
+        compute = Compute.choose(self._plan.config.model.dtype)
+        self._exchange = Exchange(plan, self._learner, self._rank, compute)
+
+    def send_weights(self) -> None:
+        """Bring the weights to the samplers that were met."""
+        self._exchange.send()
+
     def sees(self, mark: Path) -> bool:
         """Whether a file that the driver has made is there on this node, too."""
         return mark.exists()
@@ -127,8 +140,8 @@ class LearnerRole:
 class SamplerRole:
     """A sampler with weights of its own."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
-        self._sampler = build_sampler(config, tokenizer)
+    def __init__(self, config: Config, tokenizer: Any, transfer: Transfer) -> None:
+        self._sampler = build_sampler(config, tokenizer, transfer=transfer)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
@@ -141,6 +154,10 @@ class SamplerRole:
     def load_weights(self, weights: PackedRecord) -> None:
         """Take new weights; they are read where they lie."""
         self._sampler.load_weights(unpack(weights, copy=False))
+
+    def take(self, method: str, *words: Any) -> None:
+        """A step of an exchange of weights, at the call of the learner's first rank."""
+        getattr(self._sampler, method)(*words)
 
     def sleep(self) -> None:
         """Give device memory back."""

@@ -1,0 +1,138 @@
+"""Weights from the learner to all samplers, from process to process: one rank's end of it.
+
+Every rank helps to gather tensors, the first one sends them and leads the samplers, which it
+calls by itself. What happens to a sampler meanwhile ends the exchange at once, even where the
+sending never would: a send by NCCL does not notice that the other side is gone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_cli.config.effective import Transfer
+from ppo_cli.engine.cluster.failures import Member
+from ppo_cli.engine.cluster.waits import GRACE_S, Call, Waits
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.sharding import whole_tensor
+from ppo_cli.engine.vllm_sampler import set_environment
+from ppo_cli.errors import ConfigError, PpoError
+
+# The driver gives up first: its sentence is the better one.
+AFTER_DRIVER_S = 60.0
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How weights travel, to whom, and from which address of the first rank."""
+
+    transfer: Transfer
+    samplers: tuple[Member, ...]
+    workers_each: int
+    address: str
+    timeout_s: float
+
+
+class Exchange:
+    """A connection of all ranks with all samplers."""
+
+    def __init__(self, plan: ExchangePlan, learner: Learner, rank: int, compute: Compute) -> None:
+        self._plan = plan
+        self._learner = learner
+        self._dtype = compute.dtype  # in which both sides compute
+        self._device = torch.device("cpu") if plan.transfer == "gloo" else compute.device
+        self._waits = Waits(plan.timeout_s, trouble=lambda: None)
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="ppo-weights")
+        self._failed: Future[None] = Future()
+        self._proven = False
+        self._sender = self._led(lambda: self._connect(rank))
+
+    def send(self) -> None:
+        """Bring the present weights to all samplers; all ranks call."""
+        self._led(lambda: self._sender.send(self._learner.weight_version))
+        self._proven = True
+
+    def _connect(self, rank: int) -> Any:
+        set_environment()
+        # Here and not above: only with this choice is vLLM needed, which other runs may lack.
+        from ppo_cli.engine import weight_send
+
+        plan = self._plan
+        shapes = [(n, t.dtype, tuple(t.shape)) for n, t in self._tensors(_shape_of)]
+        source = weight_send.TensorSource(shapes, lambda: self._tensors(self._gather))
+        client = weight_send.SamplerClient(
+            self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
+        )
+        if plan.transfer == "ipc":
+            return weight_send.connect_by_ipc(source, client, rank=rank)
+        if plan.transfer == "nccl":
+            port = _free_port(plan.address) if rank == 0 else 0
+            return weight_send.connect_by_nccl(
+                source, client, rank=rank, address=plan.address, port=port
+            )
+        wait_s = plan.timeout_s + AFTER_DRIVER_S
+        return weight_send.connect_by_gloo(
+            source, client, rank=rank, address=plan.address, timeout_s=wait_s
+        )
+
+    def _tensors(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, t.to(self._dtype)) for name, t in self._learner.published(whole))
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return whole_tensor(tensor).to(self._device)
+
+    def _ask_all(self, method: str, words: list[tuple[Any, ...]]) -> None:
+        """Have every sampler do something and wait for all, or for the first that fails."""
+        try:
+            self._waits.collect(
+                [
+                    Call(one, method, one.handle.call.remote("take", method, *given))
+                    for one, given in zip(self._plan.samplers, words, strict=True)
+                ]
+            )
+        except BaseException as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise
+
+    def _led(self, work: Callable[[], Any]) -> Any:
+        """Work in a thread that is left behind when a sampler fails."""
+        failed: Future[None] = Future()
+        self._failed = failed
+        doing = self._sending.submit(torch.no_grad()(work))
+        wait([doing, failed], self._plan.timeout_s + AFTER_DRIVER_S, FIRST_COMPLETED)
+        if doing.done() and doing.exception() is not None:
+            # It may be the echo of a loss that is still being found out.
+            wait([failed], timeout=GRACE_S)
+        try:
+            return (failed if failed.done() else doing).result(0)
+        except PpoError:
+            raise
+        except Exception as error:
+            if self._proven:
+                raise
+            raise ConfigError(
+                f"Weights do not travel by {self._plan.transfer} here ({_last_line(error)}); the "
+                "logs tell more. Use rollout.weight_transfer=memory."
+            ) from error
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as free:
+        free.bind((address, 0))
+        return int(free.getsockname()[1])
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")

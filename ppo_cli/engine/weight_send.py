@@ -1,0 +1,238 @@
+"""How the learner sends new weights to running vLLMs: the trainer's side of vLLM's interface.
+
+`connect_by_nccl` (samplers on other GPUs), `connect_by_ipc` (on the learner's own GPUs) and
+`connect_by_gloo` (anywhere, over the network) each give a `Sender`. The first two drive engines
+that vLLM brings along; they are written from its sources and are untried, as they need GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import (
+    ParamMeta,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from ppo_cli.engine.gloo_group import GlooGroup, open_store
+
+GLOO = "ppo_gloo"
+# Tensors travel in chunks about as large; vLLM's own 1 GiB, twice, is much beside a learner.
+CHUNK_BYTES = 256 * 2**20
+
+
+class SamplerClient:
+    """Leads all samplers through one exchange; what vLLM's senders call.
+
+    `ask_all` runs the named method of every sampler (`VLLMSampler`s, wherever they live), each
+    with its own words, and returns when all have; it raises as soon as one of them fails.
+    """
+
+    def __init__(
+        self,
+        ask_all: Callable[[str, list[tuple[Any, ...]]], None],
+        *,
+        num_samplers: int,
+        gpus_each: int,
+    ) -> None:
+        self._ask_all = ask_all
+        self._num_samplers = num_samplers
+        self._gpus_each = gpus_each
+        self.version = 0
+
+    @property
+    def num_gpus(self) -> int:
+        """How many workers take weights."""
+        return self._num_samplers * self._gpus_each
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Meet; where ranks count, each sampler's begin behind those of the one before."""
+        infos = [dict(init_info) for _ in range(self._num_samplers)]
+        for i, info in enumerate(infos):
+            if "rank_offset" in info:
+                info["rank_offset"] += i * self._gpus_each
+        self._ask_all("init_weight_transfer", [(info,) for info in infos])
+
+    def start_weight_update(self) -> None:
+        """Make ready."""
+        self._ask_all("start_weight_update", [()] * self._num_samplers)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Take what is being sent."""
+        self._ask_all("update_weights", [(update_info,)] * self._num_samplers)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Put to use what was taken, under the version that is being sent."""
+        version = self.version if weight_version is None else int(weight_version)
+        self._ask_all("finish_weight_update", [(version,)] * self._num_samplers)
+
+
+class TensorSource(WeightSource):
+    """The trainer's weights, gathered one by one each time that they are sent."""
+
+    def __init__(
+        self, shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+        gather: Callable[[], Iterator[tuple[str, Tensor]]],
+    ) -> None:  # fmt: skip
+        known = list(shapes)
+        self._metadata = [ParamMeta(name, dtype, shape) for name, dtype, shape in known]
+        self._gather = gather
+        self.largest_bytes = max(math.prod(shape) * dtype.itemsize for _, dtype, shape in known)
+
+    def metadata(self) -> list[ParamMeta]:
+        """What iteration yields, in the same order."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gather()
+
+
+class Sender:
+    """A connection over which weights go, again and again. Used on every trainer rank."""
+
+    def __init__(self, engine: Any, client: SamplerClient) -> None:
+        self._engine = engine
+        self._client = client
+
+    def send(self, version: int) -> None:
+        """Send the weights as they are now; every trainer rank takes part in gathering them."""
+        self._client.version = version
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        """Part from the samplers."""
+        self._engine.shutdown()
+
+
+def connect_by_nccl(
+    source: TensorSource, client: SamplerClient, *, rank: int, address: str, port: int
+) -> Sender:
+    """Meet samplers on other GPUs or nodes; trainer rank 0 listens at `address` and sends.
+
+    The samplers must have been built with transfer="nccl". No two ranks may share a GPU, and
+    `source` has to yield tensors on this one's. Untried without GPUs.
+    """
+    info = NCCLTrainerInitInfo(
+        rank=rank, master_address=address, master_port=port, world_size=1 + client.num_gpus,
+        packed_buffer_size_bytes=CHUNK_BYTES,
+    )  # fmt: skip
+    return _connect(info, source, client)
+
+
+def connect_by_ipc(source: TensorSource, client: SamplerClient, *, rank: int) -> Sender:
+    """Share GPU memory with samplers on the trainers' own GPUs, through a bounded buffer.
+
+    The samplers must have been built with transfer="ipc". Each of their GPUs must be that of a
+    trainer rank: every rank fills a buffer on its own GPU, and each worker reads the one that
+    lies on its GPU. Untried without GPUs.
+    """
+    # A tensor never spans two chunks.
+    size = max(CHUNK_BYTES, source.largest_bytes)
+    info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
+    return _connect(info, source, client)
+
+
+def connect_by_gloo(
+    source: TensorSource, client: SamplerClient, *, rank: int, address: str, timeout_s: float
+) -> Sender:
+    """Meet samplers anywhere; trainer rank 0 listens at `address` and sends.
+
+    The samplers must have been built with transfer="gloo".
+    """
+    return _connect(GlooTrainerInfo(address, timeout_s, rank=rank), source, client)
+
+
+def _connect(info: TrainerInitInfo, source: TensorSource, client: SamplerClient) -> Sender:
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    return Sender(engine, client)
+
+
+@dataclass
+class GlooTrainerInfo(TrainerInitInfo):
+    """Where the first trainer rank listens, and how long anybody waits for anybody."""
+
+    backend: ClassVar[str] = GLOO
+
+    address: str
+    timeout_s: float
+
+
+class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
+    """Sends tensor by tensor from the first rank; the others only help to gather them."""
+
+    init_info_cls = GlooTrainerInfo
+    source: WeightSource
+    client: SamplerClient
+    _group: GlooGroup | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: GlooTrainerInfo, *, client: Any, source: WeightSource | None = None
+    ) -> GlooTrainer:
+        """Open the meeting place and wait for all workers."""
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        if engine.is_sender:
+            engine._meet(init_info)
+        return engine
+
+    def _meet(self, info: GlooTrainerInfo) -> None:
+        store, size = open_store(info.address, info.timeout_s), 1 + self.client.num_gpus
+        told = asdict(info) | {"port": store.port, "rank_offset": 1, "world_size": size}
+        del told["rank"]
+
+        def meet() -> None:
+            self._group = GlooGroup(store, 0, size, info.timeout_s)
+
+        _beside(lambda: self.client.init_weight_transfer_engine(told), meet)
+
+    def send_weights(self) -> None:
+        """Lead the samplers through an update; they take while we send."""
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        meta = self.source.metadata()
+        told = {
+            "names": [m.name for m in meta],
+            "dtype_names": [str(m.dtype).removeprefix("torch.") for m in meta],
+            "shapes": [m.shape for m in meta],
+        }
+        self.client.start_weight_update()
+        _beside(lambda: self.client.update_weights(told), self._broadcast)
+        self.client.finish_weight_update()
+
+    def _broadcast(self) -> None:
+        assert self._group is not None
+        for (name, tensor), meta in zip(self.source, self.source.metadata(), strict=True):
+            if (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, meta.shape):
+                raise ValueError(f"{name} came where {meta} was declared")
+            self._group.send(tensor)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+def _beside(asking: Callable[[], None], work: Callable[[], None]) -> None:
+    """Work while the samplers are asked. When the work fails nobody waits for them any more."""
+    thread = ThreadPoolExecutor(1)
+    try:
+        asked = thread.submit(asking)
+        work()
+        asked.result()
+    finally:
+        thread.shutdown(wait=False)
+
+
+WeightTransferTrainerFactory.register_engine(GLOO, GlooTrainer)

@@ -1,0 +1,103 @@
+"""How new weights reach the samplers: what auto comes to, and what cannot be had."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.config import effective
+from ppo_cli.config.device_plan import device_plan
+from ppo_cli.config.effective import weight_transfer
+from tests.config.settling import problems, settle
+
+VLLM = "rollout.name=vllm"
+FOUR = "trainer.n_gpus_per_node=4"
+SPLIT = "trainer.placement=train:0-2,rollout:3"
+SHARED = "trainer.placement=train:0-3,rollout:0-3"
+LORA = "model.lora_rank=8"
+NODES = "trainer.nnodes=2 trainer.node_rank=0"
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "way"),
+    [
+        ("", 0, "memory"),
+        ("", 8, "memory"),
+        (VLLM, 0, "memory"),
+        (f"{VLLM} trainer.num_workers=2", 0, "memory"),
+        (f"{VLLM} trainer.placement=train:0,rollout:0", 0, "memory"),
+        (f"{VLLM} trainer.n_gpus_per_node=0", 8, "memory"),
+        ("rollout.name=hf trainer.n_gpus_per_node=4", 4, "memory"),
+        (f"rollout.name=hf {FOUR} {SPLIT}", 4, "memory"),
+        (VLLM, 1, "ipc"),
+        (FOUR, 4, "ipc"),
+        (f"{VLLM} {FOUR} {SHARED}", 4, "ipc"),
+        (f"{FOUR} {NODES}", 4, "ipc"),
+        (f"{FOUR} {SPLIT}", 4, "nccl"),
+        (f"{FOUR} trainer.async_steps=1", 4, "nccl"),
+        (f"{FOUR} {NODES} trainer.placement=train:0-3,rollout:4-7", 4, "nccl"),
+        # Only the adapter travels, unless it is merged.
+        (f"{FOUR} {LORA}", 4, "memory"),
+        (f"{FOUR} {LORA} model.lora_merge=true", 4, "ipc"),
+        (f"{FOUR} {SPLIT} {LORA} model.lora_merge=true", 4, "nccl"),
+        # What is chosen is taken.
+        (f"{FOUR} rollout.weight_transfer=memory", 4, "memory"),
+        (f"{FOUR} rollout.weight_transfer=gloo", 4, "gloo"),
+        (f"{VLLM} rollout.weight_transfer=gloo", 0, "gloo"),
+    ],
+)
+def test_the_way_follows_from_devices_and_sampler(
+    given: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effective, "has_package", lambda name: True)
+    assert weight_transfer(settle(*given.split()).config, gpus) == way
+
+
+@pytest.mark.parametrize(
+    ("way", "given", "said"),
+    [
+        ("nccl", "", "nccl is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"),
+        ("ipc", "trainer.engine=local", "ipc is a way to vLLM, and the sampler here is hf"),
+        ("gloo", "rollout.name=hf trainer.num_workers=2", "gloo is a way to vLLM, and the"),
+        ("nccl", f"rollout.name=hf {FOUR} {SPLIT}", "and the sampler here is hf"),
+        ("gloo", f"{VLLM} {LORA}", "gloo takes whole weights, but only the LoRA adapter travels"),
+        ("ipc", f"{VLLM} {FOUR} {LORA}", "use model.lora_merge=true, or leave it out."),
+        ("nccl", VLLM, "nccl goes from GPU to GPU, and none is used; use memory or gloo, or name"),
+        ("ipc", f"{VLLM} trainer.num_workers=2", "ipc goes from GPU to GPU, and none is used"),
+        ("ipc", f"{VLLM} trainer.placement=train:0,rollout:0", "and none is used"),
+        ("nccl", f"{VLLM} {FOUR}", "here they share those that train; use ipc, or leave it out."),
+        ("nccl", f"{VLLM} {FOUR} {SHARED}", "nccl needs samplers on GPUs of their own"),
+        ("ipc", f"{VLLM} {FOUR} {SPLIT}", "here they have their own; use nccl, or leave it out."),
+        ("ipc", f"{VLLM} {FOUR} trainer.async_steps=1", "ipc needs samplers on the GPUs that t"),
+    ],
+)
+def test_a_way_that_cannot_be_gone_is_refused(way: str, given: str, said: str) -> None:
+    (found,) = problems(f"rollout.weight_transfer={way}", *given.split())
+    assert found.startswith(f"override: rollout.weight_transfer {way} ") and said in found
+
+
+@pytest.mark.parametrize(
+    ("way", "given"),
+    [
+        ("memory", ""),
+        ("memory", f"{VLLM} {LORA}"),
+        ("memory", f"{VLLM} {FOUR} {SPLIT}"),
+        ("gloo", f"{VLLM} {FOUR}"),
+        ("gloo", f"{VLLM} {LORA} model.lora_merge=true"),
+        ("nccl", f"{VLLM} {FOUR} {SPLIT}"),
+        ("ipc", f"{VLLM} {FOUR}"),
+        ("auto", f"{VLLM} {LORA}"),
+    ],
+)
+def test_what_can_be_gone_is_taken(way: str, given: str) -> None:
+    assert settle(f"rollout.weight_transfer={way}", *given.split())
+
+
+def test_an_unreadable_placement_is_told_alone() -> None:
+    (found,) = problems(VLLM, FOUR, "rollout.weight_transfer=nccl", "trainer.placement=trian:0")
+    assert "there is no role 'trian'" in found
+
+
+def test_the_plan_tells_the_way() -> None:
+    said = device_plan(settle(VLLM, FOUR, SPLIT).config).sentences
+    assert "new weights travel by nccl" in said
+    assert "travel" not in " ".join(device_plan(settle("trainer.num_workers=2").config).sentences)

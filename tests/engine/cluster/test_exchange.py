@@ -1,0 +1,117 @@
+"""Weights go by gloo from two learner ranks to two real vLLMs; then one is lost on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.cluster.engine import ClusterEngine
+from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.errors import WorkerLost
+from ppo_cli.records import Prompt
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
+]
+PLACEMENT = Placement(1, 0, (0, 1), ((2,), (3,)), (), colocated=False)
+SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(model_folder("embedded"))
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterEngine]:
+    # The output head of the bundled model is tied to its embedding.
+    config = Config.model_validate(
+        {
+            "model": {"path": "embedded", "dtype": "float32"},
+            "rollout": {"name": "vllm", "weight_transfer": "gloo", "max_num_seqs": 32},
+            "data": {"max_prompt_length": 32, "max_response_length": SAMPLING.max_tokens},
+            "algorithm": {"adv_estimator": "grpo"},
+            "actor": {"optim": {"lr": 1e-3}},
+            "trainer": {"worker_timeout": 120, "node_timeout": 120},
+        }
+    )
+    logs = tmp_path_factory.mktemp("run") / "logs"
+    engine = ClusterEngine(config, tokenizer, total_steps=4, placement=PLACEMENT, logs=logs)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[Prompt]:
+    texts = [f"{i} + {7 * i} =" for i in range(12)]
+    return [Prompt(f"p{i}", t, (), t, tuple(tokenizer(t).input_ids)) for i, t in enumerate(texts)]
+
+
+def scored(annotated: AnnotatedBatch) -> TrainBatch:
+    shape = annotated.response_mask_BT.shape
+    torch.manual_seed(3)
+    return TrainBatch(
+        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
+        scores_B=torch.zeros(shape[0]),
+        valid_B=torch.ones(shape[0], dtype=torch.bool),
+        token_rewards_BT=torch.zeros(shape),
+        advantages_BT=torch.randn(shape),
+        returns_BT=torch.zeros(shape),
+        is_weight_BT=torch.ones(shape),
+    )
+
+
+def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
+    """The largest difference between the learner's log-probs of responses and others."""
+    return float(
+        ((annotated.old_logprobs_BT - sampled_BT) * annotated.response_mask_BT).abs().max()
+    )
+
+
+def test_both_samplers_hold_the_learners_weights_after_each_publish(
+    engine: ClusterEngine, prompts: list[Prompt], tokenizer: Any
+) -> None:
+    for version in range(3):
+        rollouts = list(engine.generate(prompts, SAMPLING))
+        assert {rollout.weight_version for rollout in rollouts} == {version}
+        batch = build_batch(rollouts, tokenizer.pad_token_id)
+        annotated = engine.annotate(batch)
+        assert gap(annotated, batch.sampler_logprobs_BT) < TOLERANCE
+        engine.step(MiniBatch(scored(annotated), actor=True, critic=False))
+        engine.publish()
+        assert gap(engine.annotate(batch), batch.sampler_logprobs_BT) > 100 * TOLERANCE
+
+
+def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: ClusterEngine) -> None:
+    stopped, killed = engine._learners[1].pid, engine._samplers[1].pid
+    # Without the second rank no tensor is ever whole: the exchange stands still, the samplers
+    # wait for the first rank, and that waits for the second one. Nobody feels the loss by itself.
+    os.kill(stopped, signal.SIGSTOP)
+    killing = threading.Timer(2.0, os.kill, (killed, signal.SIGKILL))
+    killing.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(WorkerLost, match=r"Sampler 1 on node .* was killed .*`update_weights`"):
+            engine._publisher.send()
+    finally:
+        killing.cancel()
+        os.kill(stopped, signal.SIGCONT)
+    assert 2.0 <= time.monotonic() - started < 12
