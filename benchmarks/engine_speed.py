@@ -139,12 +139,17 @@ def measure(config: Config, batch: Batch, turns: int) -> tuple[dict[str, list[fl
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     """Do it, and wait until the device has."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
+    wait_for_device()
     start = time.perf_counter()
     found = work()
-    wait()
+    wait_for_device()
     return found, time.perf_counter() - start
+
+
+def wait_for_device() -> None:
+    """A GPU works on while Python goes on."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def count_flops(shape: dict[str, Any], batch: Batch) -> Work:
