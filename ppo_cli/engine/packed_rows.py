@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,9 +70,11 @@ def attend_by_rows(
     states = (query_1hLd, key_1hLd, value_1hLd)
     if _has_kernel(query_1hLd):
         return _attend_at_once(*states, attention_mask.flatten(), options.get("scaling")), None
+    # Split, not sliced: the gradient of a slice would be as long as all rows.
+    lengths = attention_mask.flatten().diff().tolist()
     rows = [
-        sdpa_attention_forward(module, *(s[:, :, start:end] for s in states), None, **options)[0]
-        for start, end in pairwise(attention_mask.flatten().tolist())
+        sdpa_attention_forward(module, *row, None, **options)[0]
+        for row in zip(*(s.split(lengths, dim=2) for s in states), strict=True)
     ]
     return torch.cat(rows, dim=1), None
 
