@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+GLOO = "ppo_gloo"  # the name of this way among vLLM's own
 c10d: Any = torch.distributed  # its type stubs leave out what is used here
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from ppo_cli.config.effective import Transfer
 from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.gloo_group import GLOO
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.token_draw import stream_key
@@ -32,7 +33,7 @@ from ppo_cli.errors import DataError, MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
 
 EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
-TRANSFERS = {"memory": "ppo_memory", "gloo": "ppo_gloo", "nccl": "nccl", "ipc": "ipc"}
+TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
 # What vLLM raises for models and settings that it does not take; all else is a bug.
 REFUSALS = (
     ValueError, RuntimeError, NotImplementedError, AssertionError, OSError, KeyError, TypeError,

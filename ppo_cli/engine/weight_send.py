@@ -25,9 +25,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from ppo_cli.engine.gloo_group import GlooGroup, open_store
+from ppo_cli.engine.gloo_group import GLOO, GlooGroup, open_store
 
-GLOO = "ppo_gloo"
 # Tensors travel in chunks about as large; vLLM's own 1 GiB, twice, is much beside a learner.
 CHUNK_BYTES = 256 * 2**20
 

@@ -141,7 +141,8 @@ class Cluster:
     def close(self, polite: Sequence[Member] = ()) -> None:
         """End all workers and leave Ray. Safe to call twice.
 
-        The objects of `polite` members are closed first: they may have processes of their own.
+        The objects of `polite` members are closed before they end: they may have processes of
+        their own.
         """
         session, self._session = self._session, None
         if session is None:
@@ -154,22 +155,31 @@ class Cluster:
             session.close()
 
     def _part(self, polite: Sequence[Member]) -> None:
-        # They end anyway, and why they cannot is in their logs.
+        # They end anyway, and why they cannot is in their logs. The others go first: a polite one
+        # may be waiting for them.
         deadline = time.monotonic() + FAREWELL_S
+        kept = [member.handle for member in polite]
+        ends = self._end([m for m in self._members if m.handle not in kept])
         for call in [self.ask(member, "close") for member in polite]:
             with suppress(Exception):
                 self.waits.collect([call], max(MOMENT_S, deadline - time.monotonic()))
+        ends += self._end(polite)
         with suppress(Exception):
-            ends = [self.ask(member, "end", "rest").ref for member in self._members]
-            for member in self._members:
-                with suppress(Exception):
-                    ray.kill(member.handle)
             # Devices are free for the next engine only when their processes are gone.
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=FAREWELL_S)
         if self._group is not None:
             with suppress(Exception):
                 remove_placement_group(self._group)
+
+    def _end(self, members: Sequence[Member]) -> list[Any]:
+        """End these workers; returns what is there once they are gone."""
+        ends: list[Any] = []
+        for member in members:
+            with suppress(Exception):
+                ends.append(self.ask(member, "end", "rest").ref)
+                ray.kill(member.handle)
+        return ends
 
     def _member(self, seat: Seat) -> Member:
         # Ray hides all GPUs from a worker that asks it for none; this one sees to that itself.

@@ -1,0 +1,96 @@
+"""A group beside the default one: who is sent what, and what a loss comes to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.gloo_group import GlooGroup, join_store, open_store
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_tokenizer
+
+WAIT_S = 20.0
+SENT = [
+    torch.arange(12.0).reshape(3, 4).T,  # not contiguous
+    torch.tensor(1.5, dtype=torch.bfloat16),
+    torch.zeros(0, 4),
+    torch.tensor([[1, -2]], dtype=torch.int64),
+    torch.ones(2, 2, requires_grad=True),
+]
+
+
+def meet(size: int) -> list[GlooGroup]:
+    """Make a group of so many ranks, each in a thread of this process."""
+    here = open_store("127.0.0.1", WAIT_S)
+    found: dict[int, GlooGroup] = {}
+
+    def join(rank: int) -> None:
+        store = here if rank == 0 else join_store(here.host, here.port, WAIT_S)
+        found[rank] = GlooGroup(store, rank, size, WAIT_S)
+
+    in_threads([partial(join, rank) for rank in range(size)])
+    assert not torch.distributed.is_initialized()
+    return [found[rank] for rank in range(size)]
+
+
+def in_threads(works: list[Callable[[], Any]]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_all_get_what_the_first_sends() -> None:
+    groups = meet(3)
+    got: dict[int, list[torch.Tensor]] = {}
+
+    def take(rank: int) -> None:
+        got[rank] = [groups[rank].receive(tuple(t.shape), t.dtype) for t in SENT]
+
+    def send() -> None:
+        for tensor in SENT:
+            groups[0].send(tensor)
+
+    in_threads([send, partial(take, 1), partial(take, 2)])
+    for rank in (1, 2):
+        for tensor, sent in zip(got[rank], SENT, strict=True):
+            assert tensor.dtype == sent.dtype and torch.equal(tensor, sent.detach())
+            assert not tensor.requires_grad
+
+
+def test_a_rank_that_is_gone_is_missed() -> None:
+    first, *others = meet(2)
+    others.clear()
+    with pytest.raises(RuntimeError):
+        first.send(torch.ones(3))
+
+
+def test_a_store_listens_at_its_address_alone() -> None:
+    store = open_store("127.0.0.1", WAIT_S)
+    with pytest.raises(RuntimeError):
+        join_store("127.0.0.2", store.port, 0.5)
+    assert join_store("127.0.0.1", store.port, WAIT_S)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4, "lora_merge": True}])
+def test_shapes_are_known_without_gathering(lora: dict[str, Any]) -> None:
+    model = {"path": "embedded", "dtype": "float32", **lora}
+    config = Config.model_validate(
+        {"model": model, "algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 2}}
+    )
+    learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
+
+    def outline(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    told = [(name, t.shape, t.dtype) for name, t in learner.published(outline)]
+    assert told == [(name, t.shape, t.dtype) for name, t in learner.published()]
+    assert len(told) > 10 and not any("lora" in name for name, _, _ in told)
