@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from ppo_cli.engine.sharding import full_tensor
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
 
-Rows = Sequence[tuple[int, int]]
+Rows = tuple[tuple[int, int], ...]
 # Prompt and response of each row: of one token, of one length, longer than any other.
 MIXED = ((1, 1), (3, 9), (17, 2), (5, 5), (5, 5), (2, 12), (1, 7), (23, 1), (8, 4))
 SPLIT = 24  # tokens of a micro-batch: fewer than the longest rows have together

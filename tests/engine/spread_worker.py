@@ -10,12 +10,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from packed_steps import MIXED, Rows, gaps, settings, take_steps
+from packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
 from spread_training import BFLOAT16, FLOAT32, Trained, compare, gap, policy_loss, rows, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -305,7 +305,13 @@ def packed_case(
     spread = take_steps(settings(model={**model, "packing": True}), ranks, rows, steps=2)
     if ranks.rank > 0:
         return {}
-    return gaps(spread, take_steps(settings(model=model), ALONE, rows, steps=2))
+    return gaps(spread, padded_alone(models["tied"], lora_rank, rows))
+
+
+@cache
+def padded_alone(path: str, lora_rank: int, rows: Rows) -> Seen:
+    model = {"path": path, "lora_rank": lora_rank}
+    return take_steps(settings(model=model), ALONE, rows, steps=2)
 
 
 def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:

@@ -70,7 +70,7 @@ def run_ranks(size: int, folder: Path, models: dict[str, str]) -> list[dict[str,
         for rank in range(size)
     ]  # fmt: skip
     try:
-        said = [worker.communicate(timeout=180)[0] for worker in workers]
+        said = [worker.communicate(timeout=240)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
