@@ -18,6 +18,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.ahead import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.spare import Spare
 from ppo_cli.loop import train_sampling
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt
@@ -38,6 +39,8 @@ class Engines:
     stop_requested: Callable[[], str | None]
     # The Ray cluster that several nodes have formed; None starts one where it is needed.
     address: str | None = None
+    # A young fork of this process, from which those come that talk to Ray.
+    spare: Spare | None = None
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # the engine without what runs ahead
     # Rewards ask for their hosts in threads of their own, perhaps while an engine is made anew.
@@ -82,14 +85,15 @@ class Engines:
     def _make(self) -> Engine:
         if engine_name(self.config) == "local":
             return LocalEngine(self.config, self.tokenizer, total_steps=self.total_steps)
-        from ppo_cli.engine.cluster.engine import ClusterEngine
+        from ppo_cli.engine.cluster.apart import ApartEngine
 
-        return ClusterEngine(
+        return ApartEngine(
             self.config,
             self.tokenizer,
             total_steps=self.total_steps,
             placement=self._placement(),
             logs=self.logs,
+            spare=self.spare or Spare(),
             address=self.address,
             tell=self.tell,
             stop_requested=self.stop_requested,

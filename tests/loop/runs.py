@@ -91,7 +91,7 @@ def hidden(out: Path) -> list[str]:
     return sorted(name for name in os.listdir(out / "checkpoints") if name.startswith("."))
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(path: Path, process: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, process.communicate()[0]

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ppo_cli.config.bundled import model_folder
-from tests.loop.runs import assert_same_run, metrics, start, train, wait_for
+from tests.loop.runs import (
+    assert_same_run,
+    command,
+    environment,
+    metrics,
+    start,
+    train,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +36,7 @@ EIGHT = (
     "data.val_max_samples=16", "--engine", "ray", "--num_workers", "2",
 )  # fmt: skip
 KINDS = ("learner-0", "learner-1", "sampler-0", "raylet", "gcs_server")
+Begin = Callable[..., "subprocess.Popen[str] | Orphan"]
 KILLS = int(os.environ.get("PPO_KILLS", "0"))
 
 
@@ -81,9 +91,34 @@ def find(kind: str, out: Path, family: set[int]) -> int | None:
     return None
 
 
-def run_with_a_kill(out: Path, kind: str, after: int, moment: float, *more: str) -> str:
+class Orphan:
+    """A run whose parent is process 1, as in a container: there Ray takes its own for dead."""
+
+    returncode = 0  # only process 1 learns it
+
+    def __init__(self, out: Path, *args: str) -> None:
+        self._shell = subprocess.Popen(
+            ["sh", "-c", 'exec "$0" "$@" &', *command(out, *args)],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._shell.wait(10)
+        (self.pid,) = (pid for pid, (_, words) in processes().items() if str(out) in words)
+
+    def poll(self) -> int | None:
+        return None if processes().get(self.pid, (0, ""))[1] else 0
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        return self._shell.communicate(timeout=timeout)[0], None
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def run_with_a_kill(
+    out: Path, kind: str, after: int, moment: float, *more: str, begin: Begin = start
+) -> str:
     """Run, and kill one worker a moment after so many steps; returns what was told."""
-    process = start(out, *EIGHT, *more)
+    process = begin(out, *EIGHT, *more)
     family: set[int] = set()
     try:
         wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process, seconds=200)
@@ -96,7 +131,7 @@ def run_with_a_kill(out: Path, kind: str, after: int, moment: float, *more: str)
     except (AssertionError, subprocess.TimeoutExpired):
         process.kill()
         raise
-    assert process.returncode == 0, told
+    assert process.returncode == 0 and "\nDone\n" in told, told
     assert_nothing_is_left(out, family)
     return told
 
@@ -128,12 +163,16 @@ def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Pa
     assert_same_run(calm, out)
 
 
-@pytest.mark.parametrize("kind", ["learner-0"])
+@pytest.mark.parametrize(
+    ("kind", "begin", "said"),
+    [("learner-0", start, "Learner rank 0 on node"), ("raylet", Orphan, "lost its raylet")],
+)
 def test_a_killed_worker_costs_some_time_and_nothing_else(
-    calm: Path, tmp_path: Path, kind: str
+    calm: Path, tmp_path: Path, kind: str, begin: Begin, said: str
 ) -> None:
-    told = run_with_a_kill(tmp_path / "run", kind, after=3, moment=0.1)
+    told = run_with_a_kill(tmp_path / "run", kind, after=3, moment=0.1, begin=begin)
     assert "Starting again (1 of 3)" in told and "Traceback" not in told
+    assert said in told
     assert_same_run(calm, tmp_path / "run")
 
 

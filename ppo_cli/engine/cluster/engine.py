@@ -54,7 +54,6 @@ class ClusterEngine:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._learners: list[Member] = []
         self._samplers: list[Member] = []
-        tell("Starting Ray" if address is None else f"Joining the Ray cluster at {address}")
         self._cluster = Cluster(
             placement, logs, address=address, worker_timeout=trainer.worker_timeout,
             node_timeout=trainer.node_timeout, tell=tell, stop_requested=stop_requested,

@@ -76,8 +76,8 @@ def test_a_lost_raylet_is_told_and_leaves_nothing(
 ) -> None:
     cluster = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=90)
     session = cluster._session
-    assert session is not None and session._head is not None and session._folder is not None
-    head = session._head.pid
+    assert session is not None and session._head is not None
+    head, folder = session._head.pid, session._head.folder
     try:
         thing = cluster.host(Sleeper, role="thing 0")
         threading.Timer(0.5, kill_part, (head, "raylet")).start()
@@ -90,7 +90,7 @@ def test_a_lost_raylet_is_told_and_leaves_nothing(
         cluster.close()
     assert time.monotonic() - started < 15
     assert await_end(head, 3) == {}
-    assert not session._folder.exists()
+    assert not folder.exists()
     assert capfd.readouterr() == ("", "")
 
 
@@ -159,7 +159,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: seen.append(number))
 thing = cluster.host(Sleeper, role="thing 0")
 pid = thing.call("sleep", 0)
-print(cluster._session._head.pid, cluster._session._folder, flush=True)
+print(cluster._session._head.pid, cluster._session._head.folder, flush=True)
 while len(seen) < 2:
     time.sleep(0.05)
 assert thing.call("sleep", 0.3) == pid

@@ -1,0 +1,254 @@
+"""The cluster engine, with Ray's client in another process, so that its end is not ours.
+
+Ray ends a driver without a word, by `_exit(1)`: when shared memory does not answer (at any put,
+get or release of an array, in `connection.cc`), when the raylet does not and our parent is
+process 1 (`raylet_ipc_client.cc`), or when a thread still asks something as Ray shuts down
+(`core_worker_process.cc`). A raylet that dies causes the first within milliseconds. No setting
+turns that off. So the driver is a helper that may end at any time, and this process stays to
+say what happened and to start another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.placement import Placement
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums
+from ppo_cli.engine.cluster.client import DROP, GONE, STOP, Answer, Client
+from ppo_cli.engine.cluster.logs import read_tail
+from ppo_cli.engine.cluster.own_ray import HERE_ONLY, OwnRay
+from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.spare import Spare
+from ppo_cli.errors import PpoError, WorkerLost
+from ppo_cli.records import Prompt, Rollout
+
+SERVICE = "ppo_cli.engine.cluster.service"
+TICK_S = 0.2
+FAREWELL_S = 45.0
+# A head that lost a part ends all workers first, then itself: only then it tells the cause.
+CAUSE_S, CAUSE_OF_END_S = 0.5, 10.0
+
+
+class ApartEngine:
+    """The seven verbs, passed on to a process that has the cluster engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        total_steps: int,
+        placement: Placement,
+        logs: Path,
+        spare: Spare,
+        address: str | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+        stop_requested: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._log = logs.absolute() / "ray.log"
+        self._tell = tell
+        self._stop_requested = stop_requested
+        self._told_to_stop = False
+        self._closing = threading.Lock()
+        self._closed = False
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
+        self._client: Client | None = None
+        self._own: OwnRay | None = None
+        try:
+            here_only: dict[str, str] = {}
+            if address is None:
+                tell("Starting Ray")
+                self._own = OwnRay(gpus=placement.devices_per_node, logs=logs)
+                here_only = HERE_ONLY
+            else:
+                tell(f"Joining the Ray cluster at {address}")
+            # It imports Ray while Ray starts.
+            end = spare.start(SERVICE, os.environ | here_only, str(self._log))
+            self._client = Client(end)
+            if self._own is not None:
+                address = self._own.await_address(config.trainer.node_timeout, stop_requested)
+            options = {
+                "config": config, "tokenizer": tokenizer, "total_steps": total_steps,
+                "placement": placement, "logs": logs, "address": address,
+            }  # fmt: skip
+            self._call("build", options, may_stop=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+        """Yield rollouts of all samplers as they finish."""
+        own = {prompt.uid: prompt for prompt in prompts}
+        answer = self._ask("generate", list(prompts), sampling)
+        kind = ""
+        try:
+            while True:
+                kind, value = self._take(answer)
+                if kind == "done":
+                    return
+                yield rejoin_prompt(value, own)
+        finally:
+            if kind == "item" and self._client is not None:
+                self._client.say(DROP, answer=answer)
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        """Add old and reference log-probs, entropy and values."""
+        annotated: AnnotatedBatch = unpack(self._call("annotate", pack(batch)))
+        return annotated
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        """Take one optimizer step on all ranks."""
+        sums: Sums = self._call("step", pack(minibatch))
+        return sums
+
+    def publish(self) -> None:
+        """Raise the weight version and bring the new weights to all samplers."""
+        self._call("publish")
+
+    def save(self, directory: Path) -> Future[None]:
+        """Keep what is to be saved and return; the future is done when all ranks have written."""
+        answer = self._ask("save", directory.absolute())
+        self._take(answer)
+        return self._saver.submit(self._finish, answer)
+
+    def load(self, directory: Path) -> None:
+        """Take back all that was saved, and bring it to the samplers."""
+        self._call("load", directory.absolute())
+
+    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Hosted:
+        """Host what a picklable factory makes in a process of its own, on these devices."""
+        if self._closed:
+            raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
+        number = self._call("host", factory, role, tuple(devices), may_stop=True)
+        return Hosted(self, role, number)
+
+    def close(self) -> None:
+        """End all workers, and Ray if we started it. Safe to call twice, and from two threads."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._saver.shutdown(wait=False, cancel_futures=True)
+            try:
+                if self._client is not None:
+                    with suppress(PpoError):
+                        self._part(self._client)
+                    self._client.close()
+            finally:
+                if self._own is not None:
+                    self._own.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more."""
+        return self._closed
+
+    def _part(self, client: Client) -> None:
+        answer = client.ask("close")
+        deadline = time.monotonic() + FAREWELL_S
+        while time.monotonic() < deadline and self._trouble() is None:
+            with suppress(Empty):
+                answer.take(TICK_S)
+                return
+
+    def _call(self, verb: str, *args: Any, may_stop: bool = False) -> Any:
+        return self._finish(self._ask(verb, *args), may_stop)
+
+    def _ask(self, verb: str, *args: Any) -> Answer:
+        if self._closed or self._client is None:
+            raise WorkerLost("The workers have been sent home.")
+        return self._client.ask(verb, *args)
+
+    def _finish(self, answer: Answer, may_stop: bool = False) -> Any:
+        return self._take(answer, may_stop)[1]
+
+    def _take(self, answer: Answer, may_stop: bool = False) -> tuple[str, Any]:
+        """Wait for the next part of an answer; raises what went wrong there, or with Ray."""
+        while True:
+            try:
+                kind, value = answer.take(TICK_S)
+            except Empty:
+                self._look_up(may_stop)
+                continue
+            if kind == "tell":
+                self._tell(value)
+            elif kind == "error":
+                raise self._explained(value)
+            elif kind == GONE:
+                raise WorkerLost(self._cause(CAUSE_OF_END_S) or self._ended(answer.verb))
+            else:
+                return kind, value
+
+    def _look_up(self, may_stop: bool) -> None:
+        if trouble := self._trouble():
+            raise WorkerLost(trouble)
+        if may_stop and not self._told_to_stop and (reason := self._stop_requested()):
+            self._told_to_stop = True
+            assert self._client is not None
+            self._client.say(STOP, reason)
+
+    def _trouble(self) -> str | None:
+        return self._own.trouble() if self._own is not None else None
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """A worker that is missed may be missed because Ray itself is."""
+        if isinstance(error, WorkerLost) and (cause := self._cause(CAUSE_S)):
+            return WorkerLost(cause)
+        return error
+
+    def _cause(self, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
+        while self._own is not None and not self._closed and time.monotonic() < deadline:
+            if trouble := self._trouble():
+                return trouble
+            time.sleep(TICK_S / 4)
+        return None
+
+    def _ended(self, verb: str) -> str:
+        if self._closed:
+            return f"The workers were sent home during `{verb}`."
+        return f"The connection to Ray ended during `{verb}`. {read_tail(self._log)}"
+
+
+class Hosted:
+    """An object in a worker, by way of the process that talks to Ray. Usable from any thread."""
+
+    def __init__(self, engine: ApartEngine, role: str, number: int) -> None:
+        self._engine = engine
+        self._role = role
+        self._number = number
+        self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be called: not lost, not closed, nor the cluster under it."""
+        return not self._ended and not self._engine.closed
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method and wait for what it gives; raises what it raised.
+
+        Raises WorkerLost when the worker died, hangs, or was closed, at any moment of the call.
+        """
+        if not self.alive:
+            raise WorkerLost(f"The {self._role} has ended.")
+        try:
+            return self._engine._call("call", self._number, name, *args)
+        except WorkerLost:
+            self._ended = True
+            raise
+
+    def close(self) -> None:
+        """End the worker. Safe to call twice."""
+        self._ended = True
+        with suppress(WorkerLost):  # gone with the others
+            self._engine._call("dismiss", self._number)

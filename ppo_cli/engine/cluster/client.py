@@ -1,0 +1,102 @@
+"""Our end of the connection to the process that talks to Ray."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from ray import cloudpickle
+
+STOP, DROP = "stop", "drop"  # messages that are no requests
+GONE = "gone"
+NO_REQUEST = 0
+LEAVES_S = 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What comes back for one request: items, then the end of it."""
+
+    number: int
+    verb: str
+    parts: SimpleQueue[tuple[str, bytes]] = field(default_factory=SimpleQueue)
+
+    def take(self, timeout: float) -> tuple[str, Any]:
+        """Return the next kind and value; raises queue.Empty when there is none in time."""
+        kind, value = self.parts.get(timeout=timeout)
+        return kind, pickle.loads(value) if value else None
+
+
+class Client:
+    """Sends requests from any thread, and hands each what answers it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._connection = Connection(os.dup(end.fileno()))
+        self._lock = threading.Lock()
+        self._open: dict[int, Answer] = {}
+        self._count = NO_REQUEST
+        self._gone = False
+        self._pid = 0
+        self._reader = threading.Thread(target=self._listen, name="ppo-client", daemon=True)
+        self._reader.start()
+
+    def ask(self, verb: str, *args: Any) -> Answer:
+        """Send a request."""
+        arguments = cloudpickle.dumps(args)
+        with self._lock:
+            self._count += 1
+            answer = Answer(self._count, verb)
+            if self._gone:
+                answer.parts.put((GONE, b""))
+                return answer
+            self._open[answer.number] = answer
+            self._send(answer.number, verb, arguments)
+        return answer
+
+    def say(self, verb: str, value: Any = None, answer: Answer | None = None) -> None:
+        """Send what needs no answer; it may be about one that is under way."""
+        with self._lock:
+            if not self._gone:
+                number = answer.number if answer is not None else NO_REQUEST
+                self._send(number, verb, pickle.dumps(value))
+
+    def close(self) -> None:
+        """End the connection, and see to it that the process ends too. Safe to call twice."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._reader.join(LEAVES_S)
+        if self._reader.is_alive() and self._pid:  # it is there, but does not listen
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._reader.join(LEAVES_S)
+        self._socket.close()
+
+    def _send(self, number: int, verb: str, arguments: bytes) -> None:
+        with suppress(OSError):  # it is gone, and the reader finds that out
+            self._connection.send_bytes(pickle.dumps((number, verb, arguments)))
+
+    def _listen(self) -> None:
+        with suppress(EOFError, OSError), self._connection:
+            while True:
+                number, kind, value = pickle.loads(self._connection.recv_bytes())
+                if number == NO_REQUEST:
+                    self._pid = pickle.loads(value)
+                    continue
+                with self._lock:
+                    ends = kind in ("done", "error")
+                    answer = self._open.pop(number) if ends else self._open[number]
+                answer.parts.put((kind, value))
+        with self._lock:
+            self._gone = True
+            for answer in self._open.values():
+                answer.parts.put((GONE, b""))
+            self._open.clear()

@@ -1,0 +1,194 @@
+"""The process that is a run's client of Ray: it has the cluster engine, and answers for it.
+
+`serve` is its whole life. Requests come over a connection and are answered from threads, several
+at a time; when the connection ends, so does the process, and with it its part in the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from ray import cloudpickle
+
+from ppo_cli.engine.base import Sampling, Sums
+from ppo_cli.engine.cluster.client import DROP, NO_REQUEST, STOP
+from ppo_cli.engine.cluster.engine import ClusterEngine
+from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.hosting import Proxy
+from ppo_cli.engine.cluster.logs import write_into
+from ppo_cli.engine.cluster.wire import pack, shed_prompt, unpack
+from ppo_cli.errors import PpoError
+from ppo_cli.records import Prompt, Rollout
+from ppo_cli.redact import redact
+
+# Ray wants its joining and leaving to happen in the main thread.
+IN_MAIN_THREAD = ("build", "close")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A verb, its arguments as they came, and the number by which its answer is known."""
+
+    number: int
+    verb: str
+    arguments: bytes
+
+
+def serve(connection: Connection, log: str) -> None:
+    """Answer until the engine is closed, or nobody listens any more."""
+    write_into(Path(log))
+    Service(connection).run()
+
+
+class Service:
+    """An engine behind a connection. Every verb is a method, a generator where it streams."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._first: SimpleQueue[Request] = SimpleQueue()
+        self._stop: str | None = None
+        self._dropped: set[int] = set()
+        self._engine: ClusterEngine | None = None
+        self._hosted: dict[int, Proxy] = {}
+
+    def run(self) -> None:
+        """Listen, and do in this thread what belongs there."""
+        self._send(NO_REQUEST, "hello", os.getpid())
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            request = self._first.get()
+            self._answer(request)
+            if request.verb == "close":
+                return
+
+    def build(self, options: dict[str, Any], number: int) -> None:
+        """Make the engine; meanwhile it may tell something."""
+        self._engine = ClusterEngine(
+            **options,
+            tell=lambda text: self._send(number, "tell", text),
+            stop_requested=lambda: self._stop,
+        )
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Any]:
+        """Rollouts without their prompts, which the other side has."""
+        rollouts: Iterator[Rollout] = self._built.generate(prompts, sampling)
+        for rollout in rollouts:
+            yield shed_prompt(rollout)
+
+    def annotate(self, batch: Any) -> Any:
+        """Packed batch in, packed batch out."""
+        return pack(self._built.annotate(unpack(batch)))
+
+    def step(self, minibatch: Any) -> Sums:
+        """One optimizer step."""
+        return self._built.step(unpack(minibatch))
+
+    def publish(self) -> None:
+        """New weights to the samplers."""
+        self._built.publish()
+
+    def save(self, directory: Path) -> Iterator[None]:
+        """Yields when the snapshot is taken, and ends when all is on disk."""
+        saved = self._built.save(directory)
+        yield None
+        saved.result()
+
+    def load(self, directory: Path) -> None:
+        """Take back what was saved."""
+        self._built.load(directory)
+
+    def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
+        """Host an object; it is known by a number from now on."""
+        proxy = self._built.host(factory, role=role, devices=devices)
+        self._hosted[id(proxy)] = proxy
+        return id(proxy)
+
+    def call(self, hosted: int, name: str, *args: Any) -> Any:
+        """Call a method of a hosted object."""
+        return self._hosted[hosted].call(name, *args)
+
+    def dismiss(self, hosted: int) -> None:
+        """End the process of a hosted object."""
+        proxy = self._hosted.pop(hosted, None)
+        if proxy is not None:
+            proxy.close()
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        if self._engine is not None:
+            self._engine.close()
+
+    @property
+    def _built(self) -> ClusterEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                number, verb, arguments = pickle.loads(self._connection.recv_bytes())
+                if verb == STOP:
+                    self._stop = pickle.loads(arguments)
+                elif verb == DROP:
+                    self._dropped.add(number)
+                else:
+                    self._begin(Request(number, verb, arguments))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _begin(self, request: Request) -> None:
+        if request.verb in IN_MAIN_THREAD:
+            self._first.put(request)
+        else:
+            threading.Thread(target=self._answer, args=(request,), daemon=True).start()
+
+    def _answer(self, request: Request) -> None:
+        try:
+            args = pickle.loads(request.arguments)
+            if request.verb == "build":
+                args = (*args, request.number)
+            value = getattr(self, request.verb)(*args)
+            if isinstance(value, Iterator):
+                self._stream(request.number, value)
+                value = None
+            self._send(request.number, "done", value)
+        except BaseException as error:
+            self._send(request.number, "error", portable(error))
+
+    def _stream(self, number: int, items: Any) -> None:
+        for item in items:
+            self._send(number, "item", item)
+            if number in self._dropped:
+                self._dropped.discard(number)
+                items.close()
+                return
+
+    def _send(self, number: int, kind: str, value: Any) -> None:
+        try:
+            message = pickle.dumps((number, kind, cloudpickle.dumps(value)))
+            with self._sending:
+                self._connection.send_bytes(message)
+        except OSError:
+            os._exit(0)
+
+
+def portable(error: BaseException) -> BaseException:
+    """An error as it is raised on the other side: itself, or its traceback."""
+    text = redact("".join(traceback.format_exception(error)))
+    if isinstance(error, (PpoError, OSError, WorkerFault)):
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return WorkerFault(text)
+        return error
+    return WorkerFault(f"The process that talks to Ray failed:\n{text.rstrip()}")

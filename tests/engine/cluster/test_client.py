@@ -1,0 +1,115 @@
+"""The connection to the process that talks to Ray: answers, errors, and its sudden end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from queue import Empty
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ppo_cli.engine.cluster import client as clients
+from ppo_cli.engine.cluster.client import DROP, GONE, Answer, Client
+from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.service import Service, portable
+from ppo_cli.engine.spare import Spare
+from ppo_cli.errors import ConfigError, WorkerLost
+
+pytestmark = pytest.mark.ray
+
+
+class Verbs(Service):
+    """What a service does, without an engine."""
+
+    def add(self, *numbers: int) -> int:
+        return sum(numbers)
+
+    def count(self, most: int) -> Iterator[int]:
+        for number in range(most):
+            yield number
+            time.sleep(0.01)
+
+    def refuse(self) -> None:
+        raise ConfigError(["one thing", "another"])
+
+    def exit(self) -> None:
+        os._exit(1)  # as Ray does it
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    module = ModuleType("ppo_verbs")
+    module.serve = lambda connection: Verbs(connection).run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ppo_verbs", module)
+    monkeypatch.setattr(clients, "LEAVES_S", 1.0)
+    spare = Spare()
+    made = Client(spare.start("ppo_verbs", os.environ))
+    assert made.ask("add", 1).take(20) == ("done", 1)
+    yield made
+    made.close()
+    spare.close()
+    with pytest.raises(ProcessLookupError):
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            os.kill(made._pid, 0)
+            time.sleep(0.02)
+
+
+def rest(answer: Answer) -> list[tuple[str, Any]]:
+    found = [answer.take(20)]
+    while found[-1][0] == "item":
+        found.append(answer.take(20))
+    return found
+
+
+def test_answers_come_to_whom_they_are_for(client: Client) -> None:
+    slow, quick = client.ask("count", 20), client.ask("add", 2, 3)
+    assert quick.take(20) == ("done", 5)
+    assert rest(slow) == [*(("item", i) for i in range(20)), ("done", None)]
+    kind, error = client.ask("refuse").take(20)
+    assert kind == "error" and isinstance(error, ConfigError)
+    assert error.problems == ("one thing", "another")
+    kind, error = client.ask("add", "x").take(20)
+    assert isinstance(error, WorkerFault) and "TypeError" in str(error)
+
+
+def test_a_stream_that_is_dropped_ends(client: Client) -> None:
+    answer = client.ask("count", 100_000)
+    answer.take(20)
+    client.say(DROP, answer=answer)
+    assert rest(answer)[-1] == ("done", None)
+
+
+def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> None:
+    waiting = client.ask("count", 100_000)
+    client.ask("exit")
+    assert rest(waiting)[-1] == (GONE, None)
+    assert client.ask("add", 1).take(20) == (GONE, None)
+
+
+def test_one_that_does_not_listen_is_killed(client: Client) -> None:
+    with pytest.raises(Empty):
+        client.ask("stop").take(0.5)
+    client.close()
+    assert client.ask("add", 1).take(1) == (GONE, None)
+
+
+def test_errors_travel_as_themselves_or_as_text() -> None:
+    lost = portable(WorkerLost("gone"))
+    assert isinstance(pickle.loads(pickle.dumps(lost)), WorkerLost)
+
+    class Unpicklable(WorkerLost):
+        pass
+
+    for error in (Unpicklable("words"), ValueError("words")):
+        told = portable(error)
+        assert type(told) is WorkerFault and "words" in str(told)
