@@ -67,8 +67,11 @@ def attend_by_rows(
             module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
         )
         return found
+    for more in ("sliding_window", "position_bias"):
+        if options.get(more) is not None:
+            raise ValueError(f"rows are attended to plainly, without a {more}")
     states = (query_1hLd, key_1hLd, value_1hLd)
-    if _has_kernel(query_1hLd):
+    if _has_kernel(query_1hLd, value_1hLd):
         return _attend_at_once(*states, attention_mask.flatten(), options.get("scaling")), None
     # Split, not sliced: the gradient of a slice would be as long as all rows.
     lengths = attention_mask.flatten().diff().tolist()
@@ -79,11 +82,12 @@ def attend_by_rows(
     return torch.cat(rows, dim=1), None
 
 
-def _has_kernel(query_1hLd: Tensor) -> bool:
+def _has_kernel(query_1hLd: Tensor, value_1hLd: Tensor) -> bool:
     """Whether one kernel can do all rows: half precision on a GPU that is not too old."""
     size = query_1hLd.shape[-1]
     return (
         query_1hLd.is_cuda
+        and value_1hLd.shape[-1] == size
         and _dtype(query_1hLd) in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(query_1hLd.device) >= AMPERE
         and size % 8 == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen2Config,
@@ -73,6 +76,7 @@ MADE = {
         OPTConfig(**OPT, num_hidden_layers=2, num_attention_heads=2)
     ),
     "gemma2, sliding window": lambda: Gemma2ForCausalLM(Gemma2Config(**WINDOW)),
+    "mistral, sliding window": lambda: MistralForCausalLM(MistralConfig(**WINDOW)),
 }
 
 
@@ -165,6 +169,13 @@ def test_models_that_place_tokens_in_their_own_way_are_refused(
 
     monkeypatch.setattr(policy.backbone, "forward", running)
     assert "place them differently" in refused(policy.model)
+
+
+def test_a_window_that_no_setting_tells_is_refused() -> None:
+    """A trial of short rows would not show it."""
+    policy = made("mistral, sliding window")
+    policy.model.config._attn_implementation = BY_ROWS
+    assert "sliding_window" in refused(policy.model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,6 +313,34 @@ def test_the_sampler_shares_a_packed_policy() -> None:
         rollouts = LocalEngine(config, tokenizer, total_steps=1).generate(prompts, greedy)
         found.append({r.prompt.uid: (r.token_ids, r.sampler_logprobs.tolist()) for r in rollouts})
     assert found[0] == found[1]
+
+
+def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In its place, one that follows what torch says of `varlen_attn`."""
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+        max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert (max_q, max_k, window_size, enable_gqa) == (12, 12, (-1, 0), True)
+        rows = []
+        for start, end in pairwise(cu_seq_q.tolist()):
+            q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
+            k, v = (states.repeat_interleave(q.shape[0] // k.shape[0], 0) for states in (k, v))
+            scores = (q @ k.mT * scale).masked_fill(
+                torch.ones(end - start, end - start).triu(1).bool(), -torch.inf
+            )
+            rows.append((scores.softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(rows)
+
+    policy, rows = made("llama"), token_rows()
+    plain = hidden_of(policy, rows)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr("ppo_cli.engine.packed_rows._has_kernel", lambda *_: True)
+    assert (hidden_of(policy, rows) - plain).abs().max() < 1e-5
 
 
 @pytest.mark.gpu
