@@ -19,8 +19,9 @@ from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine
+from ppo_cli.engine.cluster.exchange import ExchangePlan
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.errors import WorkerLost
+from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt
 
 pytestmark = [
@@ -50,7 +51,7 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             "data": {"max_prompt_length": 32, "max_response_length": SAMPLING.max_tokens},
             "algorithm": {"adv_estimator": "grpo"},
             "actor": {"optim": {"lr": 1e-3}},
-            "trainer": {"worker_timeout": 120, "node_timeout": 120},
+            "trainer": {"worker_timeout": 240, "node_timeout": 240},
         }
     )
     logs = tmp_path_factory.mktemp("run") / "logs"
@@ -98,6 +99,12 @@ def test_both_samplers_hold_the_learners_weights_after_each_publish(
         engine.step(MiniBatch(scored(annotated), actor=True, critic=False))
         engine.publish()
         assert gap(engine.annotate(batch), batch.sampler_logprobs_BT) > 100 * TOLERANCE
+
+
+def test_a_way_that_does_not_work_here_is_told_at_the_start(engine: ClusterEngine) -> None:
+    plan = ExchangePlan("ipc", tuple(engine._samplers), 1, "127.0.0.1", timeout_s=60)
+    with pytest.raises(ConfigError, match=r"do not travel by ipc here \(.*accelerator.*memory\.$"):
+        engine._publisher.connect(plan)
 
 
 def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: ClusterEngine) -> None:
