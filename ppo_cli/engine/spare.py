@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-LISTENS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 class Spare:
     """Forks helpers; they and it end with this process, however that ends."""
@@ -78,7 +76,7 @@ def _leave_home(door: int) -> None:
     gc.freeze()  # objects whose files are closed under them must never be tidied up
     os.closerange(3, door)
     os.closerange(door + 1, os.sysconf("SC_OPEN_MAX"))
-    for name in LISTENS:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):

@@ -154,6 +154,7 @@ class ApartEngine:
         return self._closed
 
     def _part(self, client: Client) -> None:
+        client.say(STOP, "closing")  # if it still builds the engine
         answer = client.ask("close")
         deadline = time.monotonic() + FAREWELL_S
         while time.monotonic() < deadline and self._trouble() is None:

@@ -35,6 +35,18 @@ class Answer:
         return kind, pickle.loads(value) if value else None
 
 
+def send(connection: Connection, number: int, kind: str, value: bytes) -> None:
+    """Send a message; what may be large goes as it is."""
+    connection.send((number, kind))
+    connection.send_bytes(value)
+
+
+def receive(connection: Connection) -> tuple[int, str, bytes]:
+    """Return the number of a request, what kind of message this is, and a pickled value."""
+    number, kind = connection.recv()
+    return number, kind, connection.recv_bytes()
+
+
 class Client:
     """Sends requests from any thread, and hands each what answers it."""
 
@@ -82,12 +94,12 @@ class Client:
 
     def _send(self, number: int, verb: str, arguments: bytes) -> None:
         with suppress(OSError):  # it is gone, and the reader finds that out
-            self._connection.send_bytes(pickle.dumps((number, verb, arguments)))
+            send(self._connection, number, verb, arguments)
 
     def _listen(self) -> None:
         with suppress(EOFError, OSError), self._connection:
             while True:
-                number, kind, value = pickle.loads(self._connection.recv_bytes())
+                number, kind, value = receive(self._connection)
                 if number == NO_REQUEST:
                     self._pid = pickle.loads(value)
                     continue

@@ -20,7 +20,7 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.engine.base import Sampling, Sums
-from ppo_cli.engine.cluster.client import DROP, NO_REQUEST, STOP
+from ppo_cli.engine.cluster.client import DROP, NO_REQUEST, STOP, receive, send
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.failures import WorkerFault
 from ppo_cli.engine.cluster.hosting import Proxy
@@ -136,7 +136,7 @@ class Service:
     def _listen(self) -> None:
         try:
             while True:
-                number, verb, arguments = pickle.loads(self._connection.recv_bytes())
+                number, verb, arguments = receive(self._connection)
                 if verb == STOP:
                     self._stop = pickle.loads(arguments)
                 elif verb == DROP:
@@ -175,9 +175,9 @@ class Service:
 
     def _send(self, number: int, kind: str, value: Any) -> None:
         try:
-            message = pickle.dumps((number, kind, cloudpickle.dumps(value)))
+            told = cloudpickle.dumps(value)
             with self._sending:
-                self._connection.send_bytes(message)
+                send(self._connection, number, kind, told)
         except OSError:
             os._exit(0)
 
