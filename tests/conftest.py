@@ -24,6 +24,12 @@ TEMPLATE = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process is left alone with one at the end."""
+    slow = {item.path for item in items if {"slow", "ray", "vllm"} & {*item.keywords}}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[..., Any]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
