@@ -59,6 +59,8 @@ class ApartEngine:
         self._tell = tell
         self._stop_requested = stop_requested
         self._told_to_stop = False
+        # The other side has deadlines of its own, several for some verbs: this one is for itself.
+        self._patience_s = 2 * config.trainer.node_timeout + 8 * config.trainer.worker_timeout
         self._closing = threading.Lock()
         self._closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
@@ -175,11 +177,14 @@ class ApartEngine:
 
     def _take(self, answer: Answer, may_stop: bool = False) -> tuple[str, Any]:
         """Wait for the next part of an answer; raises what went wrong there, or with Ray."""
+        deadline = time.monotonic() + self._patience_s
         while True:
             try:
                 kind, value = answer.take(TICK_S)
             except Empty:
                 self._look_up(may_stop)
+                if time.monotonic() > deadline:
+                    raise WorkerLost(self._silent(answer.verb)) from None
                 continue
             if kind == "tell":
                 self._tell(value)
@@ -214,6 +219,12 @@ class ApartEngine:
                 return trouble
             time.sleep(TICK_S / 4)
         return None
+
+    def _silent(self, verb: str) -> str:
+        return (
+            f"The connection to Ray has not answered `{verb}` for {self._patience_s:g} s. "
+            f"{read_tail(self._log)}"
+        )
 
     def _ended(self, verb: str) -> str:
         if self._closed:

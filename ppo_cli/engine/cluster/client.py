@@ -97,18 +97,22 @@ class Client:
             send(self._connection, number, verb, arguments)
 
     def _listen(self) -> None:
-        with suppress(EOFError, OSError), self._connection:
-            while True:
-                number, kind, value = receive(self._connection)
-                if number == NO_REQUEST:
-                    self._pid = pickle.loads(value)
-                    continue
-                with self._lock:
-                    ends = kind in ("done", "error")
-                    answer = self._open.pop(number) if ends else self._open[number]
-                answer.parts.put((kind, value))
+        try:
+            with suppress(EOFError, OSError), self._connection:
+                while True:
+                    self._deliver(*receive(self._connection))
+        finally:
+            with self._lock:
+                self._gone = True
+                for answer in self._open.values():
+                    answer.parts.put((GONE, b""))
+                self._open.clear()
+
+    def _deliver(self, number: int, kind: str, value: bytes) -> None:
+        if number == NO_REQUEST:
+            self._pid = pickle.loads(value)
+            return
         with self._lock:
-            self._gone = True
-            for answer in self._open.values():
-                answer.parts.put((GONE, b""))
-            self._open.clear()
+            ends = kind in ("done", "error")
+            answer = self._open.pop(number) if ends else self._open[number]
+        answer.parts.put((kind, value))

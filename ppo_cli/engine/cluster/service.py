@@ -145,6 +145,9 @@ class Service:
                     self._begin(Request(number, verb, arguments))
         except (EOFError, OSError):
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
     def _begin(self, request: Request) -> None:
         if request.verb in IN_MAIN_THREAD:
