@@ -15,12 +15,10 @@ from typing import Any, Protocol
 from ppo_cli.checkpoints import CheckpointStore, find_resume
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.dump import config_yaml
-from ppo_cli.config.effective import engine_name
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
-from ppo_cli.engine.spare import Spare
 from ppo_cli.engines import Engines
 from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.loop import Job, load
@@ -61,7 +59,6 @@ class Cluster(Protocol):
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run what the config asks for, from the first check to the summary."""
     config = resolved.config
-    spare = _spare(config)
     check_loggers(config.trainer.logger)
     folder = RunFolder(Path(config.trainer.output_dir).expanduser())
     folder.prepare()
@@ -80,7 +77,7 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         stop = StopOnSignal(screen.note, cluster.stop_asked if cluster else lambda: None)
         engines = Engines(
             config, tokenizer, prompts, order, total_steps, logs=folder.logs, tell=screen.note,
-            stop_requested=stop.reason, address=cluster.address if cluster else None, spare=spare,
+            stop_requested=stop.reason, address=cluster.address if cluster else None,
         )  # fmt: skip
         closing.callback(engines.close)
         reward = build_reward(
@@ -138,11 +135,6 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
         run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
         seconds = time.monotonic() - started
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
-
-
-def _spare(config: Config) -> Spare | None:
-    """First of all: what comes later has threads, and such a process should not fork."""
-    return Spare() if engine_name(config) == "ray" else None
 
 
 def _tracker(config: Config, folder: RunFolder, screen: Screen, total_steps: int) -> Tracker:

@@ -18,7 +18,6 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.ahead import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.local import LocalEngine
-from ppo_cli.engine.spare import Spare
 from ppo_cli.loop import train_sampling
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt
@@ -39,8 +38,6 @@ class Engines:
     stop_requested: Callable[[], str | None]
     # The Ray cluster that several nodes have formed; None starts one where it is needed.
     address: str | None = None
-    # A young fork of this process, from which those come that talk to Ray.
-    spare: Spare | None = None
     _engine: Engine | None = field(default=None, init=False)
     _base: Any = field(default=None, init=False)  # the engine without what runs ahead
     # Rewards ask for their hosts in threads of their own, perhaps while an engine is made anew.
@@ -93,7 +90,6 @@ class Engines:
             total_steps=self.total_steps,
             placement=self._placement(),
             logs=self.logs,
-            spare=self.spare or Spare(),
             address=self.address,
             tell=self.tell,
             stop_requested=self.stop_requested,

@@ -7,10 +7,9 @@ with the same arguments in the same order: each may hold collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.algo.batch import Batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.effective import (
     critic_path,
@@ -29,6 +28,7 @@ from ppo_cli.config.effective import (
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Sharding
 from ppo_cli.engine.actor import ActorLearner, view_tokens
+from ppo_cli.engine.annotations import Annotations
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.checkpoint import (
     Trained,
@@ -57,14 +57,6 @@ from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.sharding import full_tensor, load_spread_policy, load_spread_value_model
 from ppo_cli.engine.sums import Table, only_first
 from ppo_cli.errors import ModelError
-
-
-@dataclass(frozen=True, eq=False)
-class Annotations:
-    """What one rank found: its rows of the batch, and (R, T) tensors by name."""
-
-    row_R: Tensor
-    found: dict[str, Tensor]
 
 
 class Learner:
@@ -334,20 +326,3 @@ def widen(part_RT: Tensor, batch: Batch) -> Tensor:
     """Rows of a slice, as wide as the whole batch, on the CPU."""
     missing = batch.response_mask_BT.shape[1] - part_RT.shape[1]
     return torch.nn.functional.pad(part_RT.cpu(), (0, missing))
-
-
-def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBatch:
-    """Put the shares of all ranks into one annotated batch."""
-    found: dict[str, Tensor] = {}
-    for part in parts:
-        for name, rows_RT in part.found.items():
-            whole = found.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
-            whole[part.row_R] = rows_RT
-    return AnnotatedBatch(
-        **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
-        old_logprobs_BT=found["old_logprobs_BT"],
-        entropy_BT=found["entropy_BT"],
-        ref_logprobs_BT=found.get("ref_logprobs_BT"),
-        full_kl_BT=found.get("full_kl_BT"),
-        values_BT=found.get("values_BT"),
-    )

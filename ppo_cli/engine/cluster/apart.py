@@ -11,6 +11,7 @@ say what happened and to start another.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from ray import cloudpickle
+
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
@@ -28,11 +31,10 @@ from ppo_cli.engine.cluster.client import DROP, GONE, STOP, Answer, Client
 from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.cluster.own_ray import HERE_ONLY, OwnRay
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
-from ppo_cli.engine.spare import Spare
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
-SERVICE = "ppo_cli.engine.cluster.service"
+SERVICE = (sys.executable, "-m", "ppo_cli.engine.cluster.service")
 TICK_S = 0.2
 FAREWELL_S = 45.0
 # A head that lost a part ends all workers first, then itself: only then it tells the cause.
@@ -50,7 +52,6 @@ class ApartEngine:
         total_steps: int,
         placement: Placement,
         logs: Path,
-        spare: Spare,
         address: str | None = None,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
@@ -66,6 +67,7 @@ class ApartEngine:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._client: Client | None = None
         self._own: OwnRay | None = None
+        logs.mkdir(parents=True, exist_ok=True)
         try:
             here_only: dict[str, str] = {}
             if address is None:
@@ -75,13 +77,13 @@ class ApartEngine:
             else:
                 tell(f"Joining the Ray cluster at {address}")
             # It imports Ray while Ray starts.
-            end = spare.start(SERVICE, os.environ | here_only, str(self._log))
-            self._client = Client(end)
+            command = [*SERVICE, str(self._log)]
+            self._client = Client(command, os.environ | here_only, self._log)
             if self._own is not None:
                 address = self._own.await_address(config.trainer.node_timeout, stop_requested)
             options = {
-                "config": config, "tokenizer": tokenizer, "total_steps": total_steps,
-                "placement": placement, "logs": logs, "address": address,
+                "config": config, "tokenizer": cloudpickle.dumps(tokenizer), "logs": logs,
+                "total_steps": total_steps, "placement": placement, "address": address,
             }  # fmt: skip
             self._call("build", options, may_stop=True)
         except BaseException:

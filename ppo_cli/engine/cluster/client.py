@@ -1,15 +1,18 @@
-"""Our end of the connection to the process that talks to Ray."""
+"""Our end of the connection to the process that talks to Ray, which is started from here."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,7 +20,6 @@ from ray import cloudpickle
 
 STOP, DROP = "stop", "drop"  # messages that are no requests
 GONE = "gone"
-NO_REQUEST = 0
 LEAVES_S = 5.0
 
 
@@ -48,16 +50,26 @@ def receive(connection: Connection) -> tuple[int, str, bytes]:
 
 
 class Client:
-    """Sends requests from any thread, and hands each what answers it."""
+    """Starts a process, sends it requests from any thread, and hands each what answers it.
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._connection = Connection(os.dup(end.fileno()))
+    The command gets the file descriptor of its end of the connection as a last word. Its process
+    has a session of its own: Ctrl-C is for us alone.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        self._socket, theirs = socket.socketpair()
+        paths = os.pathsep.join(path for path in sys.path if path)
+        with theirs, log.open("ab") as said:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                start_new_session=True, env={**environ, "PYTHONPATH": paths},
+            )  # fmt: skip
+        self._connection = Connection(os.dup(self._socket.fileno()))
         self._lock = threading.Lock()
         self._open: dict[int, Answer] = {}
-        self._count = NO_REQUEST
+        self._count = 0
         self._gone = False
-        self._pid = 0
         self._reader = threading.Thread(target=self._listen, name="ppo-client", daemon=True)
         self._reader.start()
 
@@ -78,18 +90,19 @@ class Client:
         """Send what needs no answer; it may be about one that is under way."""
         with self._lock:
             if not self._gone:
-                number = answer.number if answer is not None else NO_REQUEST
+                number = answer.number if answer is not None else 0
                 self._send(number, verb, pickle.dumps(value))
 
     def close(self) -> None:
         """End the connection, and see to it that the process ends too. Safe to call twice."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
+        try:
+            self._process.wait(LEAVES_S)
+        except subprocess.TimeoutExpired:  # it is there, but does not listen
+            self._process.kill()
+            self._process.wait()
         self._reader.join(LEAVES_S)
-        if self._reader.is_alive() and self._pid:  # it is there, but does not listen
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            self._reader.join(LEAVES_S)
         self._socket.close()
 
     def _send(self, number: int, verb: str, arguments: bytes) -> None:
@@ -109,9 +122,6 @@ class Client:
                 self._open.clear()
 
     def _deliver(self, number: int, kind: str, value: bytes) -> None:
-        if number == NO_REQUEST:
-            self._pid = pickle.loads(value)
-            return
         with self._lock:
             ends = kind in ("done", "error")
             answer = self._open.pop(number) if ends else self._open[number]

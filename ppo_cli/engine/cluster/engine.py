@@ -14,17 +14,21 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.effective import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
+from ppo_cli.engine.annotations import merge_annotations
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.dealing import deal_prompts
-from ppo_cli.engine.cluster.exchange import ExchangePlan
 from ppo_cli.engine.cluster.failures import Member, late
 from ppo_cli.engine.cluster.hosting import Proxy
+from ppo_cli.engine.cluster.plans import (
+    ExchangePlan,
+    LearnerPlan,
+    start_learner,
+    start_sampler,
+)
 from ppo_cli.engine.cluster.publishing import Publisher
-from ppo_cli.engine.cluster.roles import LearnerPlan, LearnerRole, SamplerRole
 from ppo_cli.engine.cluster.waits import Call
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
-from ppo_cli.engine.learner import merge_annotations
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
@@ -34,12 +38,15 @@ LOOPBACK = "127.0.0.1"
 
 
 class ClusterEngine:
-    """Leads the workers; holds no model itself."""
+    """Leads the workers; holds no model itself.
+
+    The tokenizer comes pickled: it is only passed on, and to open it takes all of transformers.
+    """
 
     def __init__(
         self,
         config: Config,
-        tokenizer: Any,
+        tokenizer: bytes,
         *,
         total_steps: int,
         placement: Placement,
@@ -135,12 +142,12 @@ class ClusterEngine:
         self._samplers = members[len(train) :]
 
     def _build_models(
-        self, config: Config, tokenizer: Any, total_steps: int, placement: Placement
+        self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
         cluster, collect = self._cluster, self._cluster.waits.collect
         transfer = weight_transfer(config)
         given = cluster.share(config), cluster.share(tokenizer), transfer
-        loading = [cluster.ask(s, "start", "build", SamplerRole, *given) for s in self._samplers]
+        loading = [cluster.ask(s, "start", "build", start_sampler, *given) for s in self._samplers]
         self._publisher = Publisher(
             cluster, self._learners, self._samplers,
             colocated=placement.colocated and placement.devices_per_node > 0,
@@ -155,7 +162,7 @@ class ClusterEngine:
         )
         collect(
             [
-                cluster.ask(learner, "start", "build", LearnerRole, rank, plan)
+                cluster.ask(learner, "start", "build", start_learner, rank, plan)
                 for rank, learner in enumerate(self._learners)
             ],
             may_stop=True,

@@ -10,14 +10,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_cli.config.effective import Transfer
-from ppo_cli.engine.cluster.failures import Member
+from ppo_cli.engine.cluster.plans import ExchangePlan
 from ppo_cli.engine.cluster.waits import GRACE_S, Call, Waits
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
@@ -27,17 +25,6 @@ from ppo_cli.errors import ConfigError, PpoError
 
 # The driver gives up first: its sentence is the better one.
 AFTER_DRIVER_S = 60.0
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """How weights travel, to whom, and from which address of the first rank."""
-
-    transfer: Transfer
-    samplers: tuple[Member, ...]
-    workers_each: int
-    address: str
-    timeout_s: float
 
 
 class Exchange:

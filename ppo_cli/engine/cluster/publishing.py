@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ppo_cli.engine.cluster.cluster import Cluster
-from ppo_cli.engine.cluster.exchange import ExchangePlan
 from ppo_cli.engine.cluster.failures import Member
+from ppo_cli.engine.cluster.plans import ExchangePlan
 
 # The first rank waits for the samplers, and can say whose fault it is, so it gives up first.
 AFTER_RANK_S = 5.0

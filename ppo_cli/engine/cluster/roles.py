@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from ppo_cli.config.effective import Transfer
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.cluster.exchange import Exchange, ExchangePlan
+from ppo_cli.engine.cluster.exchange import Exchange
+from ppo_cli.engine.cluster.plans import ExchangePlan, LearnerPlan
 from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
@@ -33,17 +34,6 @@ from ppo_cli.records import Prompt, Rollout
 SIOCGIFADDR = 0x8915
 # Ranks give up on each other after the driver has: its sentence is the better one.
 AFTER_DRIVER_S = 60.0
-
-
-@dataclass(frozen=True)
-class LearnerPlan:
-    """All that a rank must know before it meets the others."""
-
-    config: Config
-    tokenizer: Any
-    total_steps: int
-    size: int
-    one_node: bool
 
 
 class LearnerRole:
@@ -83,8 +73,9 @@ class LearnerRole:
             shard_size=self._plan.config.actor.fsdp_config.fsdp_size,
             timeout_s=trainer.worker_timeout + AFTER_DRIVER_S,
         )
+        tokenizer = pickle.loads(self._plan.tokenizer)
         self._learner = Learner(
-            self._plan.config, self._plan.tokenizer, ranks, total_steps=self._plan.total_steps
+            self._plan.config, tokenizer, ranks, total_steps=self._plan.total_steps
         )
 
     def annotate(self, batch: PackedRecord) -> Any:
@@ -140,8 +131,8 @@ class LearnerRole:
 class SamplerRole:
     """A sampler with weights of its own."""
 
-    def __init__(self, config: Config, tokenizer: Any, transfer: Transfer) -> None:
-        self._sampler = build_sampler(config, tokenizer, transfer=transfer)
+    def __init__(self, config: Config, tokenizer: bytes, transfer: Transfer) -> None:
+        self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int

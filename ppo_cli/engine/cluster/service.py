@@ -1,13 +1,15 @@
 """The process that is a run's client of Ray: it has the cluster engine, and answers for it.
 
-`serve` is its whole life. Requests come over a connection and are answered from threads, several
-at a time; when the connection ends, so does the process, and with it its part in the cluster.
+`python -m ppo_cli.engine.cluster.service LOG FD` is its whole life. Requests come over a
+connection and are answered from threads, several at a time; when the connection ends, so does the
+process, and with it its part in the cluster.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
@@ -20,11 +22,11 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.engine.base import Sampling, Sums
-from ppo_cli.engine.cluster.client import DROP, NO_REQUEST, STOP, receive, send
+from ppo_cli.engine.cluster.client import DROP, STOP, receive, send
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.failures import WorkerFault
 from ppo_cli.engine.cluster.hosting import Proxy
-from ppo_cli.engine.cluster.logs import write_into
+from ppo_cli.engine.cluster.logs import ignore_signals, write_into
 from ppo_cli.engine.cluster.wire import pack, shed_prompt, unpack
 from ppo_cli.errors import PpoError
 from ppo_cli.records import Prompt, Rollout
@@ -43,12 +45,6 @@ class Request:
     arguments: bytes
 
 
-def serve(connection: Connection, log: str) -> None:
-    """Answer until the engine is closed, or nobody listens any more."""
-    write_into(Path(log))
-    Service(connection).run()
-
-
 class Service:
     """An engine behind a connection. Every verb is a method, a generator where it streams."""
 
@@ -63,7 +59,6 @@ class Service:
 
     def run(self) -> None:
         """Listen, and do in this thread what belongs there."""
-        self._send(NO_REQUEST, "hello", os.getpid())
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
             request = self._first.get()
@@ -195,3 +190,17 @@ def portable(error: BaseException) -> BaseException:
             return WorkerFault(text)
         return error
     return WorkerFault(f"The process that talks to Ray failed:\n{text.rstrip()}")
+
+
+if __name__ == "__main__":
+    # No interpreter shutdown: Ray's own farewells would wait for what is gone by now.
+    code = 1
+    try:
+        ignore_signals()
+        write_into(Path(sys.argv[1]))
+        Service(Connection(int(sys.argv[2]))).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)

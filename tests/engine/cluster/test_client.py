@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from queue import Empty
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,51 +15,25 @@ import pytest
 from ppo_cli.engine.cluster import client as clients
 from ppo_cli.engine.cluster.client import DROP, GONE, Answer, Client
 from ppo_cli.engine.cluster.failures import WorkerFault
-from ppo_cli.engine.cluster.service import Service, portable
-from ppo_cli.engine.spare import Spare
+from ppo_cli.engine.cluster.service import portable
 from ppo_cli.errors import ConfigError, WorkerLost
 
 pytestmark = pytest.mark.ray
 
 
-class Verbs(Service):
-    """What a service does, without an engine."""
-
-    def add(self, *numbers: int) -> int:
-        return sum(numbers)
-
-    def count(self, most: int) -> Iterator[int]:
-        for number in range(most):
-            yield number
-            time.sleep(0.01)
-
-    def refuse(self) -> None:
-        raise ConfigError(["one thing", "another"])
-
-    def exit(self) -> None:
-        os._exit(1)  # as Ray does it
-
-    def stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+ROOT = Path(__file__).resolve().parents[3]
+VERBS = (sys.executable, "-m", "tests.engine.cluster.verbs")
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    module = ModuleType("ppo_verbs")
-    module.serve = lambda connection: Verbs(connection).run()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ppo_verbs", module)
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(clients, "LEAVES_S", 1.0)
-    spare = Spare()
-    made = Client(spare.start("ppo_verbs", os.environ))
-    assert made.ask("add", 1).take(20) == ("done", 1)
+    monkeypatch.syspath_prepend(ROOT)
+    made = Client(VERBS, os.environ, tmp_path / "log")
+    assert made.ask("add", 1).take(60) == ("done", 1)
     yield made
     made.close()
-    spare.close()
-    with pytest.raises(ProcessLookupError):
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            os.kill(made._pid, 0)
-            time.sleep(0.02)
+    assert made._process.returncode is not None
 
 
 def rest(answer: Answer) -> list[tuple[str, Any]]:

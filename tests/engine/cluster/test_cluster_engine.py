@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,12 +66,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(tokenizer: Any, logs: Path) -> Iterator[Callable[[], ClusterEngine]]:
     engines: list[ClusterEngine] = []
+    given = pickle.dumps(tokenizer)
 
     def make() -> ClusterEngine:
         for engine in engines:
             engine.close()
         engines.append(
-            ClusterEngine(make_config(), tokenizer, total_steps=8, placement=PLACEMENT, logs=logs)
+            ClusterEngine(make_config(), given, total_steps=8, placement=PLACEMENT, logs=logs)
         )
         return engines[-1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.exchange import ExchangePlan
+from ppo_cli.engine.cluster.plans import ExchangePlan
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt
@@ -55,7 +56,8 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         }
     )
     logs = tmp_path_factory.mktemp("run") / "logs"
-    engine = ClusterEngine(config, tokenizer, total_steps=4, placement=PLACEMENT, logs=logs)
+    given = pickle.dumps(tokenizer)
+    engine = ClusterEngine(config, given, total_steps=4, placement=PLACEMENT, logs=logs)
     yield engine
     engine.close()
 
