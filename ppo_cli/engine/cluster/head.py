@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,10 @@ def main() -> int:
 
 def _serve(wish: dict[str, Any]) -> int:
     import ray
+    from ray._private import parameter
 
+    # Nobody asks for more nodes here, and workers' logs are read by us: two processes less.
+    parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
     ray.init(
         num_cpus=wish["num_cpus"],
         num_gpus=wish["num_gpus"],
