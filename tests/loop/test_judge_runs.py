@@ -110,15 +110,15 @@ def test_reward_rises_with_each_provider(
 ) -> None:
     out = tmp_path / "run"
     words = command(
-        server, out, "--max_steps", "14", "--batch_size", "32", "--mini_batch_size", "16",
+        server, out, "--max_steps", "10", "--batch_size", "32", "--mini_batch_size", "16",
         "--logger", "console,tensorboard", provider=provider,
     )  # fmt: skip
     told = train(environment(tmp_path, variable), words)
     lines = metrics(out)
-    assert lines[-1]["step"] == 14
+    assert lines[-1]["step"] == 10
     assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
     scored = rollouts(out)
-    assert len(scored) == 14 * 32 * 4
+    assert len(scored) == 10 * 32 * 4
     assert all(line["score"] == judged_right(line) for line in scored if "gated" not in line)
     assert all(line["judge_reply"] and line["reason"] for line in scored if "gated" not in line)
     assert lines[3]["judge/calls"] > 0 and lines[3]["judge/tokens_in"] > 0
