@@ -1,4 +1,4 @@
-"""Two learner ranks and a sampler under Ray against one process; then a sampler and a rank are killed."""
+"""Two learner ranks and a sampler under Ray against one process; then some of them are killed."""
 
 from __future__ import annotations
 
