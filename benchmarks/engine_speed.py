@@ -15,6 +15,7 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -29,9 +30,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
+from ppo_cli.engine.annotations import merge_annotations
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.learner import Learner, merge_annotations
+from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 
 QWEN_0_5B = {
@@ -44,8 +46,9 @@ SMALL = {
 }  # fmt: skip
 # Dense bfloat16 TFLOP/s by NVIDIA's data sheets; the first name that fits counts.
 PEAKS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H20": 148,
-    "A100": 312, "A10G": 70, "A10": 125, "L40S": 362, "L4": 121, "RTX 4090": 165,
+    "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
+    "H20": 148, "A100": 312, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX 4090": 165,
 }  # fmt: skip
 
 
@@ -122,6 +125,8 @@ def measure(config: Config, batch: Batch, turns: int) -> tuple[dict[str, list[fl
     torch.manual_seed(0)
     learner = Learner(config, load_tokenizer(str(model_folder("embedded"))), total_steps=turns + 1)
     if torch.cuda.is_available():
+        gc.collect()  # of what was measured before
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds: dict[str, list[float]] = {"annotate": [], "step": []}
     for turn in range(turns + 1):

@@ -356,16 +356,19 @@ def _scaled_std(line: Mapping[str, Any], name: str) -> float:
 def _memory_ran_out(steps: History, limits: Limits) -> str:
     lines = []
     for name in ("actor", "critic", "annotate"):
-        for rows in _last(steps, f"{name}/micro_batch_rows", 1):
-            key = (
-                "a smaller ref.log_prob_max_token_len_per_gpu"
-                if name == "annotate"
-                else f"{name}.ppo_micro_batch_size_per_gpu={rows:g}"
-            )
-            lines.append(
-                f"Memory ran out: {name} micro-batches now hold {rows:g} rows. Set {key} to start "
-                "there next time."
-            )
+        tokens = f"{'ref.log_prob' if name == 'annotate' else f'{name}.ppo'}_max_token_len_per_gpu"
+        keys = {
+            "rows": f"a smaller {tokens}"
+            if name == "annotate"
+            else f"{name}.ppo_micro_batch_size_per_gpu={{:g}}",
+            "tokens": f"{tokens}={{:g}}",
+        }
+        for unit, key in keys.items():
+            for most in _last(steps, f"{name}/micro_batch_{unit}", 1):
+                lines.append(
+                    f"Memory ran out: {name} micro-batches now hold {most:g} {unit}. Set "
+                    f"{key.format(most)} to start there next time."
+                )
     return " ".join(lines)
 
 

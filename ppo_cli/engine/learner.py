@@ -121,9 +121,10 @@ class Learner:
                 table |= self._critic.step(minibatch.batch)
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
-            if budget.halvings and budget.rows is not None:
-                rows = (float(budget.rows), 1.0)
-                table |= only_first(self._ranks, {f"{name}/micro_batch_rows": rows})
+            if budget.halvings:
+                unit, most = budget.held()
+                held = {f"{name}/micro_batch_{unit}": (float(most), 1.0)}
+                table |= only_first(self._ranks, held)
         return table
 
     def publish(self) -> None:
@@ -148,7 +149,7 @@ class Learner:
 
         The first `writers` ranks write (all by default): those that see the run folder.
         """
-        budgets = {name: [b.rows, b.halvings] for name, b in self._budgets().items()}
+        budgets = {name: budget.state() for name, budget in self._budgets().items()}
         state = {"weight_version": self._weight_version, "budgets": budgets}
         snapshot = take_snapshot(self._trained(), state, self._ranks, writers)
         return snapshot.write_in_background(directory)
@@ -158,9 +159,7 @@ class Learner:
         state = restore(directory, self._trained(), self._ranks)
         self._weight_version = state["weight_version"]
         for name, budget in self._budgets().items():
-            rows, budget.halvings = state["budgets"][name]
-            if budget.halvings:  # else the setting of this run counts
-                budget.rows = min(rows, budget.rows or rows)
+            budget.load_state(state["budgets"][name])
         self._set_progress()
 
     def _trained(self) -> list[Trained]:

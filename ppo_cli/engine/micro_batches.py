@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,16 +36,42 @@ class Budget:
         """What rows take of `tokens`, given the longest of them and their real tokens."""
         return real if self.packed else rows * longest
 
-    def halve(self, longest: int, most_rows: int) -> None:
-        """Shrink below what was just tried; raises UserError when one row is too much."""
+    def halve(self, longest: int, most_rows: int, most_tokens: int = 0) -> None:
+        """Shrink below what was just tried; raises UserError when one row is too much.
+
+        Of packed rows, `most_tokens` is what the heaviest micro-batch held, and `most_rows` are
+        its rows: memory goes by tokens there.
+        """
         if most_rows <= 1:
             raise UserError(
                 f"Out of memory with a single sequence of {longest} tokens. Lower "
                 "--max_response_length or --max_prompt_length, switch on "
                 "model.enable_gradient_checkpointing, or take a smaller --model."
             )
-        self.rows = most_rows // 2
+        if self.packed:
+            self.tokens = most_tokens // 2
+        else:
+            self.rows = most_rows // 2
         self.halvings += 1
+
+    def held(self) -> tuple[str, int]:
+        """What halving has left of it, for people: its unit and how many."""
+        return ("tokens", self.tokens) if self.packed else ("rows", self.rows or 0)
+
+    def state(self) -> list[Any]:
+        """What a resumed run needs to know of it."""
+        return [self.packed, self.halvings, self.held()[1]]
+
+    def load_state(self, state: list[Any]) -> None:
+        """Take up halvings of rows like these; where there were none, or others, settings count."""
+        packed, halvings, most = state
+        if packed != self.packed or not halvings:
+            return
+        self.halvings = halvings
+        if self.packed:
+            self.tokens = min(most, self.tokens)
+        else:
+            self.rows = min(most, self.rows or most)
 
 
 def plan_micro_batches(
@@ -150,7 +176,8 @@ def run_within_memory(
     """
     while True:
         plan = share_micro_batches(lengths, budget, ranks)
-        most_rows = max(len(group) for group in plan)
+        heaviest = max(plan, key=lambda group: sum(lengths[i] for i in group))
+        most_rows = len(heaviest) if budget.packed else max(len(group) for group in plan)
         try:
             return work(plan)
         except Exception as error:
@@ -166,4 +193,4 @@ def run_within_memory(
         restart()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        budget.halve(max(lengths), most_rows)
+        budget.halve(max(lengths), most_rows, sum(lengths[i] for i in heaviest))

@@ -28,14 +28,14 @@ MOST_BROKEN = 5
 class PairBudget(Budget):
     """A budget of pairs, which says in its own words that one is too much."""
 
-    def halve(self, longest: int, most_rows: int) -> None:
+    def halve(self, longest: int, most_rows: int, most_tokens: int = 0) -> None:
         """Shrink below what was just tried."""
         if most_rows <= 1:
             raise UserError(
                 f"Out of memory with a single pair of 2 x {longest} tokens. Lower --max_length, "
                 "train the head alone with --freeze_body, or take a smaller --model."
             )
-        super().halve(longest, most_rows)
+        super().halve(longest, most_rows, most_tokens)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,41 @@ def test_out_of_memory_halves_restarts_and_is_remembered() -> None:
     assert (budget.rows, budget.halvings) == (5, 3)
 
 
+def test_packed_rows_are_halved_by_their_tokens_and_the_light_groups_stay_whole() -> None:
+    lengths, tried = [4096] * 4 + [160] * 100, []
+    budget = Budget(16_384, packed=True)
+
+    def work(plan: list[list[int]]) -> list[list[int]]:
+        tried.append(max(sum(lengths[i] for i in group) for group in plan))
+        if tried[-1] > 9000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plan
+
+    plan = run_within_memory(lengths, budget, work, lambda: None)
+    assert len(tried) == 2 and budget.held() == ("tokens", tried[0] // 2)
+    assert max(len(group) for group in plan) > 40
+
+    def hungry(plan: list[list[int]]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError, match="single sequence of 4096 tokens"):
+        run_within_memory(lengths, budget, hungry, lambda: None)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_resumed_run_takes_up_halvings_of_its_own_kind(packed: bool) -> None:
+    tried = Budget(1000, packed=packed)
+    fresh = Budget(1000, packed=packed)
+    fresh.load_state(tried.state())
+    assert fresh == Budget(1000, packed=packed)
+    tried.halve(longest=100, most_rows=8, most_tokens=800)
+    fresh.load_state(tried.state())
+    assert fresh == tried and fresh.held() == (("tokens", 400) if packed else ("rows", 4))
+    other = Budget(1000, packed=not packed)
+    other.load_state(tried.state())
+    assert other == Budget(1000, packed=not packed)
+
+
 def test_one_row_that_does_not_fit_is_told() -> None:
     def work(plan: list[list[int]]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -67,7 +67,6 @@ class ApartEngine:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._client: Client | None = None
         self._own: OwnRay | None = None
-        logs.mkdir(parents=True, exist_ok=True)
         try:
             here_only: dict[str, str] = {}
             if address is None:

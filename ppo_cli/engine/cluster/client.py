@@ -58,6 +58,7 @@ class Client:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self._socket, theirs = socket.socketpair()
+        log.parent.mkdir(parents=True, exist_ok=True)
         paths = os.pathsep.join(path for path in sys.path if path)
         with theirs, log.open("ab") as said:
             self._process = subprocess.Popen(

@@ -29,6 +29,7 @@ class OwnRay:
     """Ray's head in a session of its own; joining it is another matter."""
 
     def __init__(self, *, gpus: int, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / "ray.log"
         self._closed = False
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=_short_root()))
