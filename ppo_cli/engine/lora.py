@@ -128,7 +128,7 @@ def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
 def merged_tensors(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights with the adapter added, under the names of the base model, one by one.
 
-    `full` makes a whole tensor on the CPU of a live one; it is called for the same tensors in
+    `full` makes a whole tensor of a live one; it is called for the same tensors in
     the same order on every rank. A tied output head is left out. Nothing live is changed.
     """
     layers = _layers(model)

@@ -124,7 +124,7 @@ def connect_by_nccl(
     """
     info = NCCLTrainerInitInfo(
         rank=rank, master_address=address, master_port=port, world_size=1 + client.num_gpus,
-        packed_buffer_size_bytes=CHUNK_BYTES,
+        packed_buffer_size_bytes=max(CHUNK_BYTES, source.largest_bytes),
     )  # fmt: skip
     return _connect(info, source, client)
 

@@ -30,11 +30,11 @@ from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.client import DROP, GONE, STOP, Answer, Client
 from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.cluster.own_ray import HERE_ONLY, OwnRay
-from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.cluster.wire import lighten_prompt, pack, rejoin_prompt, unpack
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
-SERVICE = (sys.executable, "-m", "ppo_cli.engine.cluster.service")
+SERVICE = (sys.executable, "-P", "-m", "ppo_cli.engine.cluster.service")
 TICK_S = 0.2
 FAREWELL_S = 45.0
 # A head that lost a part ends all workers first, then itself: only then it tells the cause.
@@ -92,7 +92,7 @@ class ApartEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
         own = {prompt.uid: prompt for prompt in prompts}
-        answer = self._ask("generate", list(prompts), sampling)
+        answer = self._ask("generate", [lighten_prompt(p) for p in prompts], sampling)
         kind = ""
         try:
             while True:
@@ -197,7 +197,7 @@ class ApartEngine:
                 return kind, value
 
     def _look_up(self, may_stop: bool) -> None:
-        if trouble := self._trouble():
+        if not self._closed and (trouble := self._trouble()):
             raise WorkerLost(trouble)
         if may_stop and not self._told_to_stop and (reason := self._stop_requested()):
             self._told_to_stop = True

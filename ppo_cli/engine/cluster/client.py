@@ -19,8 +19,10 @@ from typing import Any
 from ray import cloudpickle
 
 STOP, DROP = "stop", "drop"  # messages that are no requests
+BEAT, BEAT_S = "beat", 2.0  # a message that says only that somebody is there
 GONE = "gone"
 LEAVES_S = 5.0
+SILENT_S = 180.0  # it may take long to start on a busy machine
 
 
 @dataclass(frozen=True)
@@ -112,17 +114,22 @@ class Client:
 
     def _listen(self) -> None:
         try:
-            with suppress(EOFError, OSError), self._connection:
-                while True:
+            with suppress(EOFError, OSError):
+                while self._connection.poll(SILENT_S):
                     self._deliver(*receive(self._connection))
         finally:
+            # It has ended, or hangs: whoever is sending to it, with the lock, is set free.
+            self._process.kill()
             with self._lock:
                 self._gone = True
                 for answer in self._open.values():
                     answer.parts.put((GONE, b""))
                 self._open.clear()
+                self._connection.close()
 
     def _deliver(self, number: int, kind: str, value: bytes) -> None:
+        if kind == BEAT:
+            return
         with self._lock:
             ends = kind in ("done", "error")
             answer = self._open.pop(number) if ends else self._open[number]

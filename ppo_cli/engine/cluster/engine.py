@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ppo_cli.engine.cluster.plans import (
 )
 from ppo_cli.engine.cluster.publishing import Publisher
 from ppo_cli.engine.cluster.waits import Call
-from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.cluster.wire import lighten_prompt, pack, rejoin_prompt, unpack
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
@@ -81,7 +80,7 @@ class ClusterEngine:
         calls: list[Call] = []
         for sampler, hand in zip(self._samplers, hands, strict=True):
             if hand:
-                words = ([_lighten(p) for p in hand], sampling, self._weight_version)
+                words = ([lighten_prompt(p) for p in hand], sampling, self._weight_version)
                 calls.append(self._cluster.ask(sampler, "generate", "stream", *words))
         own = {prompt.uid: prompt for prompt in prompts}
         for sent in self._cluster.waits.stream(calls):
@@ -229,8 +228,3 @@ class ClusterEngine:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _lighten(prompt: Prompt) -> Prompt:
-    """What a sampler reads of a prompt."""
-    return replace(prompt, messages=(), ground_truth=None, extra_info={}, rendered="")

@@ -19,12 +19,15 @@ from ppo_cli.engine.cluster.plans import ExchangePlan
 from ppo_cli.engine.cluster.waits import GRACE_S, Call, Waits
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.sharding import whole_tensor
 from ppo_cli.engine.vllm_sampler import set_environment
 from ppo_cli.errors import ConfigError, PpoError
 
 # The driver gives up first: its sentence is the better one.
 AFTER_DRIVER_S = 60.0
+# A way that works takes seconds to be gone for the first time, one that does not may hang.
+PROOF_S = 300.0
 
 
 class Exchange:
@@ -43,7 +46,8 @@ class Exchange:
 
     def send(self) -> None:
         """Bring the present weights to all samplers; all ranks call."""
-        self._led(lambda: self._sender.send(self._learner.weight_version))
+        with tell_out_of_memory("Sending weights", "rollout.gpu_memory_utilization"):
+            self._led(lambda: self._sender.send(self._learner.weight_version))
         self._proven = True
 
     def _connect(self, rank: int) -> Any:
@@ -94,7 +98,11 @@ class Exchange:
         failed: Future[None] = Future()
         self._failed = failed
         doing = self._sending.submit(torch.no_grad()(work))
-        wait([doing, failed], self._plan.timeout_s + AFTER_DRIVER_S, FIRST_COMPLETED)
+        limit = self._plan.timeout_s + AFTER_DRIVER_S
+        if not self._proven:
+            limit = min(PROOF_S, 0.9 * self._plan.timeout_s)
+        if not wait([doing, failed], limit, FIRST_COMPLETED).done:
+            failed.set_exception(TimeoutError(f"nothing came of it in {limit:g} s"))
         if doing.done() and doing.exception() is not None:
             # It may be the echo of a loss that is still being found out.
             wait([failed], timeout=GRACE_S)

@@ -47,7 +47,7 @@ class OwnRay:
         paths = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("ab") as log:
             self._head = subprocess.Popen(
-                [sys.executable, "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
+                [sys.executable, "-P", "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True, env=os.environ | settings | {"PYTHONPATH": paths},
             )  # fmt: skip

@@ -11,9 +11,11 @@ import os
 import pickle
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,13 +24,13 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.engine.base import Sampling, Sums
-from ppo_cli.engine.cluster.client import DROP, STOP, receive, send
+from ppo_cli.engine.cluster.client import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.failures import WorkerFault
 from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
 from ppo_cli.engine.cluster.wire import pack, shed_prompt, unpack
-from ppo_cli.errors import PpoError
+from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
@@ -56,10 +58,12 @@ class Service:
         self._dropped: set[int] = set()
         self._engine: ClusterEngine | None = None
         self._hosted: dict[int, Proxy] = {}
+        self._numbers = count()
 
     def run(self) -> None:
         """Listen, and do in this thread what belongs there."""
         threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
         while True:
             request = self._first.get()
             self._answer(request)
@@ -105,12 +109,16 @@ class Service:
     def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
         """Host an object; it is known by a number from now on."""
         proxy = self._built.host(factory, role=role, devices=devices)
-        self._hosted[id(proxy)] = proxy
-        return id(proxy)
+        number = next(self._numbers)
+        self._hosted[number] = proxy
+        return number
 
     def call(self, hosted: int, name: str, *args: Any) -> Any:
         """Call a method of a hosted object."""
-        return self._hosted[hosted].call(name, *args)
+        proxy = self._hosted.get(hosted)
+        if proxy is None:
+            raise WorkerLost("It has ended.")
+        return proxy.call(name, *args)
 
     def dismiss(self, hosted: int) -> None:
         """End the process of a hosted object."""
@@ -141,8 +149,13 @@ class Service:
         except (EOFError, OSError):
             os._exit(0)
         except BaseException:
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
             os._exit(1)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self._send(0, BEAT, None)
 
     def _begin(self, request: Request) -> None:
         if request.verb in IN_MAIN_THREAD:
@@ -183,7 +196,9 @@ class Service:
 def portable(error: BaseException) -> BaseException:
     """An error as it is raised on the other side: itself, or its traceback."""
     text = redact("".join(traceback.format_exception(error)))
-    if isinstance(error, (PpoError, OSError, WorkerFault)):
+    # Other errors of the system are of Ray's connections, not of files.
+    of_files = isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError))
+    if of_files or isinstance(error, (PpoError, WorkerFault)):
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
@@ -201,6 +216,6 @@ if __name__ == "__main__":
         Service(Connection(int(sys.argv[2]))).run()
         code = 0
     except BaseException:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
 """All waiting for workers: each wait has a deadline, an owner and an end.
 
 While it waits, the driver looks up several times a second: whether Ray still lives, whether the
-user wants to stop, whether time is up. Python handles Ctrl-C in between.
+user wants to stop, whether time is up.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ TICK_S = 0.25
 FETCH_S = 30.0
 # A rank that fails because its neighbour died may report before the death is known.
 GRACE_S = 3.0
+# In these a rank may fail because another one has gone, and call it a mistake.
+EXCHANGES = ("connect", "send_weights")
 NODE_OR_RAY_S = 1.0
 
 
@@ -102,7 +104,7 @@ class Waits:
         if outcome.failure is None:
             return outcome.value
         error = reported(call.member, outcome.failure)
-        if not isinstance(error, PpoError):
+        if not isinstance(error, PpoError) or call.doing in EXCHANGES:
             self._look_for_dead(others)
         raise error
 

@@ -71,6 +71,11 @@ def _tensor(packed: PackedTensor, copy: bool) -> Tensor:
     return flat.view(dtype).reshape(packed.shape)
 
 
+def lighten_prompt(prompt: Prompt) -> Prompt:
+    """What a sampler reads of a prompt."""
+    return replace(prompt, messages=(), ground_truth=None, extra_info={}, rendered="")
+
+
 def shed_prompt(rollout: Rollout) -> tuple[str, Rollout]:
     """A rollout without its prompt, which the driver has, and the prompt's uid."""
     return rollout.prompt.uid, replace(rollout, prompt=None)  # type: ignore[arg-type]

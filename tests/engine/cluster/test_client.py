@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import pytest
@@ -34,6 +34,16 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     yield made
     made.close()
     assert made._process.returncode is not None
+
+
+def freeze(client: Client) -> None:
+    """Stop the process, which may still answer that it has."""
+    client.ask("freeze")
+    state = Path(f"/proc/{client._process.pid}/stat")
+    until = time.monotonic() + 20
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def rest(answer: Answer) -> list[tuple[str, Any]]:
@@ -69,10 +79,20 @@ def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> No
 
 
 def test_one_that_does_not_listen_is_killed(client: Client) -> None:
-    with pytest.raises(Empty):
-        client.ask("stop").take(0.5)
+    freeze(client)
     client.close()
     assert client.ask("add", 1).take(1) == (GONE, None)
+
+
+def test_one_that_hangs_sets_those_free_who_send_to_it(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "SILENT_S", 5.0)
+    assert client.ask("add", 1).take(20) == ("done", 1)
+    time.sleep(2 * clients.BEAT_S)  # by now it waits by the new limit
+    freeze(client)
+    # More than a socket holds, so that this is stuck until the end.
+    assert client.ask("add", bytes(10_000_000)).take(1) == (GONE, None)
 
 
 def test_errors_travel_as_themselves_or_as_text() -> None:

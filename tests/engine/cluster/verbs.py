@@ -30,7 +30,7 @@ class Verbs(Service):
     def exit(self) -> None:
         os._exit(1)  # as Ray does it
 
-    def stop(self) -> None:
+    def freeze(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
