@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -51,6 +52,13 @@ def receive(connection: Connection) -> tuple[int, str, bytes]:
     return number, kind, connection.recv_bytes()
 
 
+def limit_silence(end: socket.socket, seconds: float) -> None:
+    """Let a read fail with an OSError when nothing comes for so long, in whatever it is about."""
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
 class Client:
     """Starts a process, sends it requests from any thread, and hands each what answers it.
 
@@ -68,6 +76,7 @@ class Client:
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said,
                 start_new_session=True, env={**environ, "PYTHONPATH": paths},
             )  # fmt: skip
+        limit_silence(self._socket, SILENT_S)
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._lock = threading.Lock()
         self._open: dict[int, Answer] = {}
@@ -115,7 +124,7 @@ class Client:
     def _listen(self) -> None:
         try:
             with suppress(EOFError, OSError):
-                while self._connection.poll(SILENT_S):
+                while True:
                     self._deliver(*receive(self._connection))
         finally:
             # It has ended, or hangs: whoever is sending to it, with the lock, is set free.
