@@ -19,13 +19,9 @@ from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.dealing import deal_prompts
 from ppo_cli.engine.cluster.failures import Member, late
 from ppo_cli.engine.cluster.hosting import Proxy
-from ppo_cli.engine.cluster.plans import (
-    ExchangePlan,
-    LearnerPlan,
-    start_learner,
-    start_sampler,
-)
+from ppo_cli.engine.cluster.plans import ExchangePlan, LearnerPlan
 from ppo_cli.engine.cluster.publishing import Publisher
+from ppo_cli.engine.cluster.starts import start_learner, start_sampler
 from ppo_cli.engine.cluster.waits import Call
 from ppo_cli.engine.cluster.wire import lighten_prompt, pack, rejoin_prompt, unpack
 from ppo_cli.engine.sums import merge_sums

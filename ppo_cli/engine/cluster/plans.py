@@ -1,16 +1,12 @@
-"""What a driver tells workers to become. Models are imported where they live, not at the driver."""
+"""What a driver tells ranks and samplers before they begin."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ppo_cli.config.effective import Transfer
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.cluster.failures import Member
-
-if TYPE_CHECKING:
-    from ppo_cli.engine.cluster.roles import LearnerRole, SamplerRole
 
 
 @dataclass(frozen=True)
@@ -33,17 +29,3 @@ class ExchangePlan:
     workers_each: int
     address: str
     timeout_s: float
-
-
-def start_learner(rank: int, plan: LearnerPlan) -> LearnerRole:
-    """Become one rank of the learner."""
-    from ppo_cli.engine.cluster.roles import LearnerRole
-
-    return LearnerRole(rank, plan)
-
-
-def start_sampler(config: Config, tokenizer: bytes, transfer: Transfer) -> SamplerRole:
-    """Become a sampler."""
-    from ppo_cli.engine.cluster.roles import SamplerRole
-
-    return SamplerRole(config, tokenizer, transfer)

@@ -1,0 +1,26 @@
+"""What workers become. Models are imported where they live, not at the driver that says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ppo_cli.config.effective import Transfer
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.cluster.plans import LearnerPlan
+
+if TYPE_CHECKING:
+    from ppo_cli.engine.cluster.roles import LearnerRole, SamplerRole
+
+
+def start_learner(rank: int, plan: LearnerPlan) -> LearnerRole:
+    """Become one rank of the learner."""
+    from ppo_cli.engine.cluster.roles import LearnerRole
+
+    return LearnerRole(rank, plan)
+
+
+def start_sampler(config: Config, tokenizer: bytes, transfer: Transfer) -> SamplerRole:
+    """Become a sampler."""
+    from ppo_cli.engine.cluster.roles import SamplerRole
+
+    return SamplerRole(config, tokenizer, transfer)
