@@ -29,7 +29,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.client import DROP, GONE, STOP, Answer, Client
 from ppo_cli.engine.cluster.logs import read_tail
-from ppo_cli.engine.cluster.own_ray import HERE_ONLY, OwnRay
+from ppo_cli.engine.cluster.own_ray import HERE_ONLY, OwnRay, import_paths
 from ppo_cli.engine.cluster.wire import lighten_prompt, pack, rejoin_prompt, unpack
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
@@ -68,16 +68,16 @@ class ApartEngine:
         self._client: Client | None = None
         self._own: OwnRay | None = None
         try:
-            here_only: dict[str, str] = {}
+            surroundings = os.environ | import_paths()
             if address is None:
                 tell("Starting Ray")
                 self._own = OwnRay(gpus=placement.devices_per_node, logs=logs)
-                here_only = HERE_ONLY
+                surroundings |= HERE_ONLY
             else:
                 tell(f"Joining the Ray cluster at {address}")
             # It imports Ray while Ray starts.
             command = [*SERVICE, str(self._log)]
-            self._client = Client(command, os.environ | here_only, self._log)
+            self._client = Client(command, surroundings, self._log)
             if self._own is not None:
                 address = self._own.await_address(config.trainer.node_timeout, stop_requested)
             options = {

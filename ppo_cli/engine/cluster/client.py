@@ -7,7 +7,6 @@ import pickle
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -69,12 +68,11 @@ class Client:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
         self._socket, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
-        paths = os.pathsep.join(path for path in sys.path if path)
         with theirs, log.open("ab") as said:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                start_new_session=True, env={**environ, "PYTHONPATH": paths},
+                start_new_session=True, env=dict(environ),
             )  # fmt: skip
         limit_silence(self._socket, SILENT_S)
         self._connection = Connection(os.dup(self._socket.fileno()))

@@ -23,7 +23,7 @@ from ppo_cli.engine.cluster.plans import ExchangePlan, LearnerPlan
 from ppo_cli.engine.cluster.publishing import Publisher
 from ppo_cli.engine.cluster.starts import start_learner, start_sampler
 from ppo_cli.engine.cluster.waits import Call
-from ppo_cli.engine.cluster.wire import lighten_prompt, pack, rejoin_prompt, unpack
+from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
@@ -76,7 +76,7 @@ class ClusterEngine:
         calls: list[Call] = []
         for sampler, hand in zip(self._samplers, hands, strict=True):
             if hand:
-                words = ([lighten_prompt(p) for p in hand], sampling, self._weight_version)
+                words = (hand, sampling, self._weight_version)
                 calls.append(self._cluster.ask(sampler, "generate", "stream", *words))
         own = {prompt.uid: prompt for prompt in prompts}
         for sent in self._cluster.waits.stream(calls):

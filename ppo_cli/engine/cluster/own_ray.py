@@ -44,12 +44,11 @@ class OwnRay:
             "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
             "RAY_prestart_worker_first_driver": "0",  # ours have environments of their own
         }
-        paths = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("ab") as log:
             self._head = subprocess.Popen(
                 [sys.executable, "-P", "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True, env=os.environ | settings | {"PYTHONPATH": paths},
+                start_new_session=True, env=os.environ | settings | import_paths(),
             )  # fmt: skip
 
     @property
@@ -100,6 +99,11 @@ class OwnRay:
         end_session(head.pid)  # what a killed head left behind
         sweep()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def import_paths() -> dict[str, str]:
+    """The variable by which another program imports what this process does."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _short_root() -> str:

@@ -15,6 +15,7 @@ import pytest
 from ppo_cli.engine.cluster import client as clients
 from ppo_cli.engine.cluster.client import DROP, GONE, Answer, Client, limit_silence
 from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.own_ray import import_paths
 from ppo_cli.engine.cluster.service import portable
 from ppo_cli.errors import ConfigError, WorkerLost
 
@@ -29,7 +30,7 @@ VERBS = (sys.executable, "-m", "tests.engine.cluster.verbs")
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(clients, "LEAVES_S", 1.0)
     monkeypatch.syspath_prepend(ROOT)
-    made = Client(VERBS, os.environ, tmp_path / "log")
+    made = Client(VERBS, os.environ | import_paths(), tmp_path / "log")
     assert made.ask("add", 1).take(60) == ("done", 1)
     yield made
     made.close()
