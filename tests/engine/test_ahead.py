@@ -185,7 +185,7 @@ def test_closed_in_the_middle_of_a_round(start: Start) -> None:
     started = time.monotonic()
     run.close()
     run.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert not run.inner.is_sampling
     assert run.inner.closed.is_set()
 

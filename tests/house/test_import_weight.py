@@ -1,4 +1,4 @@
-"""Words about a run cost no torch: fresh processes, what they import and what they take."""
+"""Words about a run cost no torch: what fresh processes import, and how much of it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,27 @@ HEAVY = {
 PROGRAM = [sys.executable, "-X", "importtime", "-m", "ppo_cli"]
 
 
-def run_ppo(root: Path, cwd: Path, *words: str) -> tuple[set[str], float]:
-    """Top-level modules that a fresh process imports, and the CPU seconds it takes."""
+def modules_of(root: Path, cwd: Path, *words: str) -> list[str]:
+    """All modules that a fresh process imports."""
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    before = os.times()
     done = subprocess.run(
         [*PROGRAM, *words], capture_output=True, text=True, timeout=120, cwd=cwd, env=env
     )
-    after = os.times()
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
-    seconds = sum(after[2:4]) - sum(before[2:4])
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in lines}, seconds
+    return [line.rsplit("|", 1)[1].strip() for line in lines]
 
 
-# CPU time, not wall time: a busy machine must not fail the test.
+# How many modules come in is the same on every machine; benchmarks/startup.py has the times.
 @pytest.mark.parametrize(
-    ("words", "limit"),
-    [(["--help"], 0.5), (["train", "--help"], 1.0), (["plan", "--preset", "embedded"], 1.5)],
+    ("words", "most"),
+    [(["--help"], 250), (["train", "--help"], 650), (["plan", "--preset", "embedded"], 500)],
     ids=["help", "train-help", "plan"],
 )
-def test_no_heavy_import(root: Path, tmp_path: Path, words: list[str], limit: float) -> None:
-    runs = [run_ppo(root, tmp_path, *words) for _ in range(3)]
-    modules = runs[0][0]
+def test_no_heavy_import(root: Path, tmp_path: Path, words: list[str], most: int) -> None:
+    modules = modules_of(root, tmp_path, *words)
     assert "ppo_cli" in modules
-    assert modules & HEAVY == set()
-    assert min(seconds for _, seconds in runs) < limit
+    assert {name.split(".")[0] for name in modules} & HEAVY == set()
+    assert len(modules) < most

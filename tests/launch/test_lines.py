@@ -42,7 +42,7 @@ def test_pieces_are_put_together(wire: tuple[Line, socket.socket]) -> None:
 def test_waiting_has_an_end(wire: tuple[Line, socket.socket]) -> None:
     begun = time.monotonic()
     assert wire[0].read(0.1) is None
-    assert 0.05 < time.monotonic() - begun < 3
+    assert 0.05 < time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_closing_wakes_the_reader(wire: tuple[Line, socket.socket]) -> None:
     begun = time.monotonic()
     with pytest.raises(Broken):
         line.read(20)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 15
     with pytest.raises(Broken):
         line.send("late")
     with pytest.raises(Broken):

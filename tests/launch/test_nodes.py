@@ -99,7 +99,7 @@ def test_nodes_that_do_not_come_are_named() -> None:
     environ = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NNODES": "2"}
     with pytest.raises(ConfigError, match=r"did not come in time .*: node 1 \(gpu2\).*srun"):
         open_cluster(settings, environ, said.append)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
     assert said[0] == "1 of 2 nodes are here; waiting for node 1 (gpu2)"
 
 
@@ -177,7 +177,7 @@ def test_a_stop_is_heard_while_a_node_is_waited_for() -> None:
         Lost("", {}, timeout=60, tell=lambda text: None).wait_until_whole(
             stop_requested=stop_requested
         )
-    assert asked[-1] < 5
+    assert asked[-1] < 30
 
 
 def test_addresses() -> None:

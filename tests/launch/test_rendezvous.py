@@ -32,7 +32,7 @@ def test_the_nodes_come_together_and_follow_the_exit_code(meeting: Meeting) -> N
     assert meeting.nodes().lost() is None
     begun = time.monotonic()
     meeting.nodes().close(3)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
     assert (one.end(), two.end()) == (3, 3)
     assert one.rays[0].stopped
     assert one.token == two.token == "a seed"
@@ -168,7 +168,7 @@ def test_a_node_that_dies_is_noticed_and_named(meeting: Meeting) -> None:
     assert one.line is not None
     one.line.close()
     meeting.until(meeting.nodes().lost)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 8
     assert "node 1 (host-b, 127.0.0.1) is gone: it closed" in str(meeting.nodes().lost())
     with pytest.raises(WorkerLost, match=r"node 1 .* did not come back within 0.3 s"):
         meeting.nodes().wait_until_whole(0.3)

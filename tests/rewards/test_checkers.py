@@ -199,4 +199,4 @@ def test_long_hostile_text_is_read_in_linear_time(piece: str) -> None:
     checkers.find_last_number(text)
     checkers.normalise_maths(text)
     # Quadratic work on this text takes minutes.
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 20

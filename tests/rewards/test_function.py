@@ -88,7 +88,7 @@ def test_its_arguments_arrive(build: Build, rollout: MakeRollout, reward_file: W
 def test_a_bad_answer_fails_alone(
     mood: str, failure: str, scores: Callable[..., list[Score]]
 ) -> None:
-    before, bad, after = scores(MOODS, "one", mood, "three", timeout=1.0, num_workers=1)
+    before, bad, after = scores(MOODS, "one", mood, "three", timeout=3.0, num_workers=1)
     assert (bad.value, bad.failure) == (None, failure)
     assert (before.value, after.value) == (3.0, 5.0)
 
@@ -144,7 +144,7 @@ def test_coroutines_have_deadlines(scores: Callable[..., list[Score]]) -> None:
                 raise TimeoutError("the server slept")
             return 1
     """
-    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=1.0)
+    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=3.0)
     assert bad.failure == "timeout: took longer than 1 s"
     assert late.failure == "raised TimeoutError: the server slept (my_reward.py, line 7)"
     assert good.value == 1.0

@@ -164,11 +164,11 @@ def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Proxy]) 
 
 
 def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Proxy]) -> None:
-    call = cluster.ask(things[0]._member, "bunch", "stream", 1.5)
+    call = cluster.ask(things[0]._member, "bunch", "stream", 4.0)
     started = time.monotonic()
     came = [(n, time.monotonic() - started) for part in cluster.waits.stream([call]) for n in part]
     assert [number for number, _ in came] == [0, 1, 2]
-    assert came[1][1] < 1.0 < came[2][1]
+    assert came[1][1] < 3.0 < came[2][1]
 
 
 def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
@@ -195,11 +195,11 @@ def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Pr
 
 
 def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Proxy], logs: Path) -> None:
-    call = cluster.ask(things[0]._member, "sleep", "call", 1.5)
+    call = cluster.ask(things[0]._member, "sleep", "call", 5.0)
     started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         cluster.waits.collect([call], 0.5)
-    assert time.monotonic() - started < 1.4
+    assert time.monotonic() - started < 4.0
     assert "Thing 0 on node" in str(caught.value)
     assert "has not answered `sleep` for 0.5 s" in str(caught.value)
     assert str(logs / "thing-0.log") in str(caught.value)
@@ -231,7 +231,7 @@ def test_a_killed_worker_is_named_at_once(
     started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         victim.call("sleep", 60)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert "Victim 7 on node " in str(caught.value)
     assert "was killed (signal 9; out of memory?) during `sleep`" in str(caught.value)
     with pytest.raises(WorkerLost, match="victim 7 has ended"):
