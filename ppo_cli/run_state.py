@@ -18,6 +18,9 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.step_metrics import StepSums
 
 STATE_FILE = "run.json"
+# Of all that a checkpoint's `state/` holds: raise it when any of it is written in another form.
+FORMAT = 2
+UNNUMBERED = 1  # what wrote no number yet
 MOST_UNSCORED = 3  # steps in a row without any score, after which going on has no point
 
 
@@ -92,6 +95,7 @@ class RunState:
     ) -> None:
         """Write the state of loop, order and reward into a checkpoint folder."""
         state = {
+            "format": FORMAT,
             "run": asdict(self),
             "order": order.state_dict(),
             "reward": reward.state_dict(),
@@ -112,14 +116,25 @@ class RunState:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The saved state of a checkpoint; raises ModelError when it is damaged."""
+    """The saved state of a checkpoint; raises ModelError when it cannot be gone on with.
+
+    Whoever goes on with a checkpoint comes by here before anything of it is loaded.
+    """
     path = folder / "state" / STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text())
-        state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = state.get("format", UNNUMBERED)
+        if found == FORMAT:
+            state["run"]["step"], state["order"], state["reward"], state["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"The checkpoint {folder} is damaged: {path.name} cannot be read ({error}). Name "
             "another one with --resume PATH, or start afresh with --resume never."
         ) from error
+    if found != FORMAT:
+        raise ModelError(
+            f"The checkpoint {folder} has format {found}, and this version of ppo-cli goes on "
+            f"with format {FORMAT} only: start afresh in another --output_dir, or use the version "
+            f"that wrote it. `ppo export {folder} --out DIR` still makes a model for --model of it."
+        )
     return state

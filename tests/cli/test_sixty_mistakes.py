@@ -14,6 +14,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
+from ppo_cli.run_state import FORMAT
 from tests.cli.mistakes import (
     ROW,
     TINY,
@@ -274,10 +275,39 @@ def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) ->
         assert err.startswith("error: ") and err.count("error: ") == 1
         assert told in err
         assert contents(desk) == before
-    (desk / "old/checkpoints/step_000001/state/actor_optimizer.safetensors").write_bytes(b"half")
+    checkpoint = desk / "old" / "checkpoints" / "step_000001"
+    (checkpoint / "state" / "actor_optimizer.safetensors").write_bytes(b"half")
     assert main([*typed, "--max_steps", "2"]) == 2
     err = capfd.readouterr().err
     assert re.search("error: .*step_000001.*damaged.*--resume never", err, re.DOTALL)
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    typed = [*TRAIN.split(), "--output_dir", "old"]
+    assert main(typed) == 0
+    checkpoint = "old/checkpoints/step_000001"
+    state, engine = (desk / checkpoint / "state" / name for name in ("run.json", "engine.json"))
+    # What the version before wrote: no number, and two words on each budget.
+    unnumbered = json.loads(state.read_text())
+    assert unnumbered.pop("format") == FORMAT
+    older = json.loads(engine.read_text())
+    older["budgets"] = {name: [0, None] for name in older["budgets"]}
+    engine.write_text(json.dumps(older))
+    for number, form in {1: unnumbered, FORMAT + 1: {"format": FORMAT + 1}}.items():
+        state.write_text(json.dumps(form))
+        before = contents(desk)
+        capfd.readouterr()
+        assert main([*typed, "--max_steps", "2"]) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("error: ") and err.count("error: ") == 1 and "Traceback" not in err
+        assert f"{checkpoint} has format {number}, and this version" in err
+        assert f"format {FORMAT} only: start afresh in another --output_dir" in err
+        assert f"`ppo export {checkpoint} --out DIR`" in err
+        assert contents(desk) == before
+    assert main(["export", checkpoint, "--out", "saved"]) == 0
+    assert main([*TRAIN.split(), "--model", "saved", "--output_dir", "new"]) == 0
 
 
 def run_ppo(*args: str, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
