@@ -24,10 +24,10 @@ EXIT_BUG = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 3
 EXIT_STOPPED = 130  # what a shell expects of a program that Ctrl-C ended
+# A disk that takes no more: only writing a file ends like this, whoever does it.
+FULL_DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 # A file that cannot be written for one of these reasons is a matter of the machine, not a bug.
-DISK_ERRNOS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
-)
+DISK_ERRNOS = FULL_DISK_ERRNOS | {errno.EACCES, errno.EPERM}
 
 
 class PpoError(Exception):

@@ -21,7 +21,7 @@ from ppo_cli.errors import (
 from ppo_cli.redact import redact
 
 DEFAULT_FOLDER = Path("outputs")
-_DISK = {
+DISK = {  # by DISK_ERRNOS
     errno.ENOSPC: "the disk is full. Free some space, or write elsewhere with --output_dir.",
     errno.EDQUOT: "the disk quota is used up. Free some space, or use another --output_dir.",
     errno.EFBIG: "the file would be larger than allowed here. Write elsewhere with --output_dir.",
@@ -53,8 +53,8 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     if isinstance(bug, Interrupted | WorkerLost):
         _say(str(bug))
         return bug.exit_code
-    if isinstance(bug, OSError) and bug.errno in _DISK and not isinstance(bug, PpoError):
-        _say(f"error: {bug.filename or 'writing'}: {_DISK[bug.errno]}")
+    if isinstance(bug, OSError) and bug.errno in DISK and not isinstance(bug, PpoError):
+        _say(f"error: {bug.filename or 'writing'}: {DISK[bug.errno]}")
         return EXIT_USER
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")

@@ -13,10 +13,10 @@ import pytest
 
 from ppo_cli.cli import app as app_module
 from ppo_cli.cli.app import COMMANDS, main
-from ppo_cli.cli.crash import Crash, exit_code_of
+from ppo_cli.cli.crash import DISK, Crash, exit_code_of
 from ppo_cli.config.keys import table
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.errors import ConfigError, Interrupted, MissingPart
+from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, MissingPart
 
 PRESET = ["--preset", "embedded"]
 
@@ -251,6 +251,10 @@ def test_each_kind_of_end_has_its_code(
     assert said in err
     assert "Traceback" not in err
     assert not Path("outputs").exists()
+
+
+def test_all_that_is_the_disks_has_words_and_nothing_else_has() -> None:
+    assert DISK.keys() == DISK_ERRNOS
 
 
 def test_ctrl_c_is_a_clean_end(

@@ -6,7 +6,6 @@ No torch here: the environment of the process is made before its object brings t
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import queue
@@ -23,12 +22,10 @@ from typing import Any
 import ray
 
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
-from ppo_cli.errors import ConfigError, PpoError
+from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, PpoError
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Of the system's errors, those that the program has words of its own for.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 FLUSH_S = 0.02  # what finishes within that time travels together
 
 
@@ -164,7 +161,8 @@ def _try(work: Callable[[], Any]) -> Outcome:
 def _failure(error: BaseException) -> Failure:
     text = redact("".join(traceback.format_exception(error)))
     print(text, flush=True)
-    full = isinstance(error, OSError) and error.errno in DISK
+    # What a worker is not permitted may be no file but a device or a socket: that stays a bug.
+    full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS
     if not isinstance(error, PpoError) and not full:
         return Failure(None, text)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 import threading
@@ -17,7 +18,8 @@ from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.failures import WorkerFault
 from ppo_cli.engine.cluster.hosting import Proxy
-from ppo_cli.errors import ConfigError, WorkerLost
+from ppo_cli.engine.cluster.worker import _failure
+from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
 
 pytestmark = pytest.mark.ray
 ONE_NODE = Placement(1, 0, (0, 1), ((2,),), (), colocated=False)
@@ -138,6 +140,11 @@ def test_a_users_mistake_comes_out_as_itself(things: list[Proxy]) -> None:
     with pytest.raises(OSError) as full:
         things[0].call("fill_the_disk")
     assert (full.value.errno, full.value.filename) == (28, "some/file")
+
+
+def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
+    told = {n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).told is not None}
+    assert told == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
 
 
 def test_a_bug_shows_the_workers_traceback_once(things: list[Proxy]) -> None:
