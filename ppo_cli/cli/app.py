@@ -15,11 +15,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from ppo_cli import __version__
 from ppo_cli.cli.crash import exit_code_of
-from ppo_cli.errors import did_you_mean
+from ppo_cli.errors import EXIT_STOPPED, did_you_mean
 
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
-STOPPED = 130  # what a shell expects of a program that Ctrl-C ended
 COMMANDS = {
     "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
     "plan": (
@@ -113,6 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         return exit_code_of(error, debug="--debug" in args)
-    if code == STOPPED:
+    if code == EXIT_STOPPED:
         print("Stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0
