@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -32,6 +33,7 @@ from ppo_cli.errors import ModelError, did_you_mean
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
+hub_logging.set_verbosity_error()
 
 CRITIC_FLAG = "--critic_model"
 # What loaders raise for files that are absent, cut off, or not what they should be.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.cli.export import amount
 from ppo_cli.config.bundled import bundled_path
 
+ROOT = Path(__file__).parents[2]
 TINY = {
     "vocab_size": 260, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
@@ -155,6 +159,26 @@ def test_dashes_and_underscores(run: Path, capsys: pytest.CaptureFixture[str]) -
     told(capsys, run, "--out", "a", "--trust-remote-code")
     told(capsys, run, "--out", "b", "--trust_remote_code")
     assert is_actor("a", 30) and is_actor("b", 30)
+
+
+def test_a_hub_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path) -> None:
+    adapter = {"base_model_name_or_path": "gone/away", "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    # A hub at a port where nobody listens is tried again and again, here without the pauses.
+    quick = "import sys, time; time.sleep = lambda s: None; from ppo_cli.cli.app import main; "
+    command = ["export", str(tmp_path), "--out", str(tmp_path.with_name("m")), "--base", "no/where"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{quick} sys.exit(main(sys.argv[1:]))", *command],
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hub"),
+            "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*",
+        },
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {tmp_path} is an adapter of no/where, which does not")
+    assert "connect" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_an_adapter_is_merged_into_the_model_it_names(
