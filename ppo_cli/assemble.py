@@ -58,10 +58,17 @@ class Cluster(Protocol):
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run what the config asks for, from the first check to the summary."""
-    config = resolved.config
-    check_loggers(config.trainer.logger)
-    folder = RunFolder(Path(config.trainer.output_dir).expanduser())
+    check_loggers(resolved.config.trainer.logger)
+    folder = RunFolder(Path(resolved.config.trainer.output_dir).expanduser())
     folder.prepare()
+    with folder.alone():
+        _train_in(folder, resolved, screen, cluster)
+
+
+def _train_in(
+    folder: RunFolder, resolved: Resolved, screen: Screen, cluster: Cluster | None
+) -> None:
+    config = resolved.config
     store = CheckpointStore(folder.checkpoints, config.trainer.max_ckpt_to_keep)
     resume_from = find_resume(store, config.trainer.resume_mode)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,27 @@ class RunFolder:
                 f"--output_dir {self.path} cannot be written: {error.strerror}. Choose another "
                 "folder or free some space."
             ) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs out meanwhile; raises UserError when there is one in the folder.
+
+        The system ends the claim of a process that is killed. File systems without such claims
+        keep nobody out.
+        """
+        claim = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):
+                try:
+                    fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UserError(
+                        f"--output_dir {self.path} belongs to a run that still goes on. Let it "
+                        "end, or choose another folder."
+                    ) from None
+            yield
+        finally:
+            os.close(claim)
 
     def write_config(self, text: str) -> None:
         """Write `config.yaml` whole or not at all."""

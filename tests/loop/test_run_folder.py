@@ -23,6 +23,17 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
         RunFolder(Path("/proc/ppo")).prepare()
 
 
+def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_ends(tmp_path: Path) -> None:
+    with (
+        RunFolder(tmp_path).alone(),
+        pytest.raises(UserError, match="belongs to a run that still goes on"),
+        RunFolder(tmp_path).alone(),
+    ):
+        pass
+    with RunFolder(tmp_path).alone(), RunFolder(tmp_path.parent).alone():
+        pass
+
+
 def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for name in ("first", "second"):
