@@ -7,10 +7,9 @@ from typing import Literal
 
 from ppo_cli.config.device_list import read_placement
 from ppo_cli.config.hardware import gpu_count
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.config.training import Actor
 
-Transfer = Literal["memory", "gloo", "nccl", "ipc"]
 GROUPED = frozenset({"grpo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"})
 
 

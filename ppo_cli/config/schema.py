@@ -12,6 +12,7 @@ from ppo_cli.config.rewarding import Reward
 from ppo_cli.config.training import Actor, Algorithm, Critic, Ref
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
+Transfer = Literal["memory", "gloo", "nccl", "ipc"]
 
 
 class Model(Section):
@@ -118,7 +119,7 @@ class Rollout(Section):
     max_num_batched_tokens: int = setting(8192, "Token budget of a sampler's batch.", ge=16)
     enforce_eager: bool = setting(False, "No compiled graphs in the sampler.")
     enable_prefix_caching: bool = setting(True, "Share the cache of equal prompts.")
-    weight_transfer: Literal["auto", "memory", "gloo", "nccl", "ipc"] = setting(
+    weight_transfer: Literal["auto", Transfer] = setting(
         "auto",
         "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
     )

@@ -12,12 +12,11 @@ from transformers import AutoConfig, GenerationConfig
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.effective import (
-    Transfer,
     publishes_adapter,
     sampler_name,
     sampler_seed,
 )
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.adapter_files import LoRA
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler

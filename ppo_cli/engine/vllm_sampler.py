@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppo_cli.config.effective import Transfer
+from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.gloo_group import GLOO

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ppo_cli.config.effective import Transfer
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.exchange import Exchange
 from ppo_cli.engine.cluster.plans import ExchangePlan, LearnerPlan

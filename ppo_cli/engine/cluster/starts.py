@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ppo_cli.config.effective import Transfer
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.cluster.plans import LearnerPlan
 
 if TYPE_CHECKING:
