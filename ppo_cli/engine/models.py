@@ -6,6 +6,7 @@ A policy is used as backbone + head, so that logits are computed only where they
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import re
@@ -33,7 +34,7 @@ from ppo_cli.errors import ModelError, did_you_mean
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
-hub_logging.set_verbosity_error()
+hub_logging.set_verbosity(logging.ERROR)
 
 CRITIC_FLAG = "--critic_model"
 # What loaders raise for files that are absent, cut off, or not what they should be.
