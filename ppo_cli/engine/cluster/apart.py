@@ -27,7 +27,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.cluster.client import DROP, GONE, STOP, Answer, Client
+from ppo_cli.engine.cluster.client import DROP, GONE, LEAVES_S, STOP, Answer, Client
 from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.cluster.own_ray import HERE_ONLY, OwnRay, import_paths
 from ppo_cli.engine.cluster.wire import lighten_prompt, pack, rejoin_prompt, unpack
@@ -66,6 +66,7 @@ class ApartEngine:
         self._closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._client: Client | None = None
+        self._joins = False
         self._own: OwnRay | None = None
         try:
             surroundings = os.environ | import_paths()
@@ -84,6 +85,7 @@ class ApartEngine:
                 "config": config, "tokenizer": cloudpickle.dumps(tokenizer), "logs": logs,
                 "total_steps": total_steps, "placement": placement, "address": address,
             }  # fmt: skip
+            self._joins = True
             self._call("build", options, may_stop=True)
         except BaseException:
             self.close()
@@ -143,10 +145,12 @@ class ApartEngine:
             self._closed = True
             self._saver.shutdown(wait=False, cancel_futures=True)
             try:
-                if self._client is not None:
+                if self._client is not None and self._joins:
                     with suppress(PpoError):
                         self._part(self._client)
-                    self._client.close()
+                if self._client is not None:
+                    # One that has nothing to leave may still be busy with its imports.
+                    self._client.close(LEAVES_S if self._joins else 0)
             finally:
                 if self._own is not None:
                     self._own.close()

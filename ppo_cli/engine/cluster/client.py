@@ -103,12 +103,12 @@ class Client:
                 number = answer.number if answer is not None else 0
                 self._send(number, verb, pickle.dumps(value))
 
-    def close(self) -> None:
+    def close(self, patience_s: float = LEAVES_S) -> None:
         """End the connection, and see to it that the process ends too. Safe to call twice."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         try:
-            self._process.wait(LEAVES_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:  # it is there, but does not listen
             self._process.kill()
             self._process.wait()

@@ -36,7 +36,6 @@ def main() -> int:
         return _serve(wish)
     finally:
         end_session(os.getpid())
-        _await_ends()
         sweep()
         shutil.rmtree(wish["folder"], ignore_errors=True)
 
@@ -80,20 +79,19 @@ def _find_parts() -> dict[str, int]:
 
 
 def end_session(session: int) -> None:
-    """Kill all processes of a session except this one, groups of their own included."""
-    for pid, _, _, theirs in _processes():
-        if theirs == session and pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    """Kill all processes of a session except this one, groups of their own included.
 
-
-def _await_ends() -> None:
-    """Give the killed a moment to be gone, memory and all."""
+    Gives them a moment to be gone, memory and files and all.
+    """
     deadline = time.monotonic() + ENDS_S
     while time.monotonic() < deadline:
-        found = [pid for pid, _, _, theirs in _processes() if theirs == os.getpid()]
-        if not any(lives(pid) for pid in found if pid != os.getpid()):
+        found = [pid for pid, _, _, theirs in _processes() if theirs == session]
+        alive = [pid for pid in found if pid != os.getpid() and lives(pid)]
+        if not alive:
             return
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 

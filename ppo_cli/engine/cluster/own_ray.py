@@ -18,8 +18,10 @@ from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.leftovers import sweep
 from ppo_cli.errors import Interrupted, WorkerLost
 
-LONGEST_ROOT = 40  # Ray puts unix sockets below it, whose paths end at 107 characters
+# Ray puts unix sockets 77 characters below it, and their paths end at 107.
+LONGEST_ROOT = 30
 SMALL_MACHINE = 64 * 2**30
+ENDS_S = 10.0
 STOPPED = "Stopped while starting ({})."
 # Nobody else can reach what listens, and Ray looks for it at 127.0.0.1.
 HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -32,6 +34,7 @@ class OwnRay:
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / "ray.log"
         self._closed = False
+        self._started = False
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=_short_root()))
         wish = {
             "folder": str(self.folder),
@@ -66,6 +69,7 @@ class OwnRay:
             if select.select([self._head.stdout], [], [], 0.2)[0]:
                 line = self._head.stdout.readline()
                 if line.startswith(b"{"):
+                    self._started = True
                     return str(json.loads(line)["address"])
                 if not line:
                     break
@@ -91,7 +95,8 @@ class OwnRay:
         assert head.stdin is not None and head.stdout is not None
         head.stdin.close()
         try:
-            head.wait(10)
+            # While it starts it does not look whether its owner has gone.
+            head.wait(ENDS_S if self._started else 0)
         except subprocess.TimeoutExpired:
             head.kill()
             head.wait()
