@@ -196,10 +196,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """A rank's piece as part of a tensor that is laid out as the parameter is."""
+    """A rank's piece itself, wherever it lies, as part of a tensor laid out as the parameter is."""
     if not isinstance(parameter, DTensor):
         return piece
-    return DTensor.from_local(
-        piece, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    # `from_local` would copy an offloaded piece to the device: what is put there would be lost.
+    return DTensor(piece, parameter._spec, requires_grad=False)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ppo_cli.config.training import Optim
 from ppo_cli.engine.optimizer import Optimizer, lr_factor
+from ppo_cli.engine.ranks import Ranks
 from ppo_cli.errors import ModelError
 
 
@@ -107,3 +112,28 @@ def test_moments_of_other_parameters_are_refused() -> None:
         build(nn.Linear(3, 2, bias=False)).load_moments(list(saved), saved.get)
     with pytest.raises(ValueError, match="no whole tensor of shape"):
         build(nn.Linear(4, 2)).load_moments(list(saved), saved.get)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Ranks]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks(mesh=init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+def test_moments_in_host_memory_are_filled_where_they_lie(one_rank: Ranks) -> None:
+    """As with offloaded weights: the mesh computes on another device than holds the pieces."""
+    mesh = init_device_mesh("cpu", (1,))
+    module = nn.Linear(3, 2, bias=False)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    optimizer = build(module, ranks=one_rank)
+    mesh._device_type = "meta"
+    saved = {f"weight.{what}": torch.full((2, 3), 0.5) for what in ("exp_avg", "exp_avg_sq")}
+    saved["weight.step"] = torch.tensor(7.0)
+    optimizer.load_moments(saved, saved.__getitem__)
+    held = optimizer.moments()
+    assert held.keys() == saved.keys()
+    for name, tensor in held.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(local, saved[name])
