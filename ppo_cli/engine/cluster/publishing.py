@@ -64,6 +64,8 @@ class Publisher:
 
     def _rouse(self) -> None:
         if not self._awake:
+            # On shared devices samplers cannot have what the learner's allocator only keeps.
+            self._all_learners("spare_memory")
             self._all("wake_up")
             self._awake = True
 

@@ -106,6 +106,11 @@ class LearnerRole:
         """Bring the weights to the samplers that were met."""
         self._exchange.send()
 
+    def spare_memory(self) -> None:
+        """Give back the device memory that is only kept for reuse."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def sees(self, mark: Path) -> bool:
         """Whether a file that the driver has made is there on this node, too."""
         return mark.exists()
