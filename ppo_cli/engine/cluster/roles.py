@@ -104,6 +104,9 @@ class LearnerRole:
 
     def send_weights(self) -> None:
         """Bring the weights to the samplers that were met."""
+        if torch.cuda.is_available():
+            # Senders read on streams of their own, which do not wait for the optimizer's.
+            torch.cuda.synchronize()
         self._exchange.send()
 
     def spare_memory(self) -> None:
