@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from ppo_cli.engine.cluster.logs import CRASH, last_lines
 from ppo_cli.engine.cluster.worker import Failure
 from ppo_cli.errors import WorkerLost
+
+EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)
 
 
 class WorkerFault(Exception):
@@ -51,6 +54,8 @@ def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> 
         cause = "was ended by Ray, as its node was running out of memory"
     elif any(line.startswith(CRASH) for line in lines):
         cause = "crashed"
+    elif found := EXIT.search(words):
+        cause = f"ended by itself (exit code {found[1]})"
     else:
         cause = "was killed (signal 9; out of memory?)"
     tail = "\n  ".join([f"The last lines of its log, {member.log}:", *lines])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,13 @@ class Session:
         # Ray takes 127.0.0.1 for this machine's name in the network, where ours does not listen.
         ray_constants.ENABLE_RAY_CLUSTER = far and self._head is None
         try:
-            ray.init(
-                address=address,
-                namespace=f"ppo-{uuid.uuid4().hex}",
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            with _workers_import_as_we_do(self._log.parent):
+                ray.init(
+                    address=address,
+                    namespace=f"ppo-{uuid.uuid4().hex}",
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
             # What was asked for may be "auto", or a name.
             self._address = ray.get_runtime_context().gcs_address
         except (ConnectionError, RuntimeError, TimeoutError) as error:
@@ -120,6 +123,23 @@ def node_answers(node_id: str) -> bool:
                 return False
             return bool(node["Alive"])
     return not node_id
+
+
+@contextmanager
+def _workers_import_as_we_do(no_modules: Path) -> Iterator[None]:
+    """Keep Ray from putting our current folder first where workers look for modules.
+
+    A `torch.py` that lies there by chance is not for them unless it is for us.
+    """
+    here = Path.cwd()
+    if {"", str(here)} & set(sys.path):
+        yield
+        return
+    os.chdir(no_modules)
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def _keep_quiet(log: Path) -> None:

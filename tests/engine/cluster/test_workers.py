@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import os
 import sys
 import threading
 import time
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.failures import Member, WorkerFault, lost
 from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.worker import _failure
 from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
@@ -53,6 +55,9 @@ class Thing:
 
     def open_nothing(self) -> None:
         raise FileNotFoundError(2, "No such file or directory", "some/file")
+
+    def find(self, module: str) -> str | None:
+        return importlib.import_module(module).__file__
 
     def leave(self) -> None:
         sys.exit(3)
@@ -111,7 +116,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(logs: Path) -> Iterator[Cluster]:
-    made = Cluster(ONE_NODE, logs, worker_timeout=30, node_timeout=90)
+    chance = logs / "here"
+    chance.mkdir()
+    (chance / "wave.py").write_text("raise SystemExit('not for us')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(chance)
+        patch.setattr(sys, "path", [path for path in sys.path if path])
+        made = Cluster(ONE_NODE, logs, worker_timeout=30, node_timeout=90)
     yield made
     made.close()
 
@@ -130,6 +141,10 @@ def test_calls_give_values_and_futures(things: list[Proxy]) -> None:
 def test_workers_have_an_environment_of_their_own(things: list[Proxy]) -> None:
     assert things[0].call("environment", "OMP_NUM_THREADS") == "1"
     assert things[0].call("environment", "CUDA_VISIBLE_DEVICES") == ""
+
+
+def test_modules_in_the_current_folder_are_not_for_workers(things: list[Proxy]) -> None:
+    assert things[0].call("find", "wave") == wave.__file__
 
 
 def test_a_users_mistake_comes_out_as_itself(things: list[Proxy]) -> None:
@@ -254,6 +269,12 @@ def test_a_crash_is_told_with_its_last_words(cluster: Cluster) -> None:
         victim.call("crash")
     assert "crashed during `crash`" in str(caught.value)
     assert "Fatal Python error: Segmentation fault" in str(caught.value)
+
+
+def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:
+    words = "Worker exits unexpectedly. Worker exits with an exit code 5.\nTraceback"
+    told = str(lost(Member("sampler 0", tmp_path / "log", None), "start", words))
+    assert told.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")
 
 
 def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Proxy]) -> None:
