@@ -14,7 +14,7 @@ from torch import Tensor
 from ppo_cli.config.bundled import model_folder
 from tests.loop.runs import metrics, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Twelve steps of two mini-batches: 24 optimizer steps of actor and critic. Where a gradient is
 # nothing but rounding (key biases cancel in the softmax), Adam still makes steps of the size of

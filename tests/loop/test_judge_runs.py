@@ -32,7 +32,7 @@ PROVIDERS = (
     ("gemini", "GOOGLE_API_KEY"),
     ("dashscope", "DASHSCOPE_API_KEY"),
 )
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_an_outage_without_end_saves_and_tells_how_to_go_on(
     try:
         wait_for(out / "rollouts" / "step_000001.jsonl", process)
         server.pause()
-        told, _ = process.communicate(timeout=120)
+        told, _ = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 3, told

@@ -28,7 +28,7 @@ from tests.loop.runs import (
     wait_for,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EIGHT = (
     "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
@@ -121,13 +121,13 @@ def run_with_a_kill(
     process = begin(out, *EIGHT, *more)
     family: set[int] = set()
     try:
-        wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process, seconds=200)
+        wait_for(out / "rollouts" / f"step_{after:06d}.jsonl", process, seconds=300)
         time.sleep(moment)
         family = below(process.pid)
         victim = find(kind, out, family)
         assert victim is not None, f"there is no {kind}"
         os.kill(victim, signal.SIGKILL)
-        told = process.communicate(timeout=240)[0]
+        told = process.communicate(timeout=400)[0]
     except (AssertionError, subprocess.TimeoutExpired):
         process.kill()
         raise
@@ -151,14 +151,14 @@ def test_a_worker_that_dies_while_it_starts_is_replaced(calm: Path, tmp_path: Pa
     out = tmp_path / "run"
     process = start(out, *EIGHT)
     try:
-        wait_for(out / "logs" / "learner-1.log", process, seconds=200)
+        wait_for(out / "logs" / "learner-1.log", process, seconds=300)
         victim = None
         until = time.monotonic() + 60
         while victim is None:
             assert time.monotonic() < until
             victim = find("learner-1", out, below(process.pid))
         os.kill(victim, signal.SIGKILL)
-        told = process.communicate(timeout=240)[0]
+        told = process.communicate(timeout=400)[0]
     finally:
         process.kill()
     assert process.returncode == 0, told

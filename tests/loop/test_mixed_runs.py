@@ -14,7 +14,7 @@ from ppo_cli.config.bundled import model_folder
 from tests.loop.runs import SMALL, assert_same_run, metrics, train, train_killed_halfway
 from tests.reward_server import RewardServer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # A function that rewards steps: each right digit where it stands, and the length at the end.
 STEPS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
