@@ -190,15 +190,20 @@ class Learner:
         self._tokenizer.save_pretrained(folder)
 
     def published(
-        self, whole: Callable[[Tensor], Tensor] = full_tensor
+        self,
+        whole: Callable[[Tensor], Tensor] = full_tensor,
+        exact: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective."""
+        """What a sampler needs, one by one; every rank iterates, as `whole` may be a collective.
+
+        `exact` is for a `whole` that casts: what is merged first must not be cast before.
+        """
         model = self.policy.model
         if not self._config.model.lora_rank:
             return ((name, whole(tensor)) for name, tensor in model.named_parameters())
         if publishes_adapter(self._config):
             return ((name, whole(tensor)) for name, tensor in adapter_tensors(model))
-        return merged_tensors(model, whole)
+        return merged_tensors(model, whole, exact)
 
     def _models(self) -> list[Policy | ValueModel]:
         """All models that an annotation asks."""

@@ -125,11 +125,16 @@ def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def merged_tensors(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(
+    model: Any,
+    full: Callable[[Tensor], Tensor],
+    exact: Callable[[Tensor], Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """The weights with the adapter added, under the names of the base model, one by one.
 
     `full` makes a whole tensor of a live one; it is called for the same tensors in
-    the same order on every rank. A tied output head is left out. Nothing live is changed.
+    the same order on every rank. Where it casts, `exact` does the same without, for what is
+    still to be merged. A tied output head is left out. Nothing live is changed.
     """
     layers = _layers(model)
     for name, tensor in model.named_parameters():
@@ -139,7 +144,7 @@ def merged_tensors(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tup
         if not owner:
             yield name, full(tensor)
         elif leaf == "weight":
-            yield f"{owner}.{leaf}", _merge(layers[owner], full)
+            yield f"{owner}.{leaf}", _merge(layers[owner], exact or full)
         else:
             yield f"{owner}.{leaf}", full(tensor)
 

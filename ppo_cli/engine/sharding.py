@@ -102,12 +102,15 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor where it was put together, or itself if it is in one piece."""
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole of a tensor where it was put together, or itself if it is in one piece.
+
+    With a `dtype`, pieces are cast before they travel: the same numbers in fewer bytes.
+    """
+    pieces: Any = tensor.detach().to(dtype or tensor.dtype)
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return pieces  # type: ignore[no-any-return]
     device = tensor.device_mesh.device_type
-    pieces: Any = tensor.detach()
     if pieces.device.type != device:  # pieces in host memory
         pieces = pieces.to(device)
     whole: Tensor = pieces.full_tensor()

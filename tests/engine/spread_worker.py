@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
+from published_weights import published
 from spread_training import BFLOAT16, FLOAT32, Trained, compare, gap, policy_loss, rows, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -319,6 +320,10 @@ def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return packed_case(ranks, models, lora_rank=4, rows=MIXED[1:2])
 
 
+def published_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    return {"sent": [published(ranks, models["tied"], lora_rank) for lora_rank in (0, 4)]}
+
+
 Case = Callable[[Ranks, dict[str, str]], Found]
 # Layout of the ranks -> what is tried in it: (tensor size, shard size).
 CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
@@ -326,7 +331,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
         (1, 2): [
             tied_case, frozen_case, offload_case, value_case, bfloat16_case, lora_case, nested_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
-            together_case,
+            together_case, published_case,
         ],
         (1, 1): [untied_case],
         (2, 1): [
@@ -334,7 +339,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
             unsplit_case,
         ],
     },
-    4: {(2, 2): [untied_case, heads_case, offload_case], (2, 1): [untied_case]},
+    4: {(2, 2): [untied_case, heads_case, offload_case, published_case], (2, 1): [untied_case]},
 }  # fmt: skip
 
 

@@ -212,6 +212,16 @@ def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
 
 
 @pytest.mark.slow
+def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
+    two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    for ranks, case in ((two, "published_case-1-2"), (four, "published_case-2-2")):
+        plain, merged = of_case(ranks, case)[0]["sent"]
+        assert plain[0] == 2 * plain[1] > 0
+        assert merged[0] > merged[1] > plain[1]  # what is merged travels in float32
+
+
+@pytest.mark.slow
 def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
     for case in ("untied_case-2-2", "heads_case-2-2", "offload_case-2-2", "untied_case-2-1"):
         check_alike(four, case)

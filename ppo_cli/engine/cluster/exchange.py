@@ -57,7 +57,9 @@ class Exchange:
 
         plan = self._plan
         shapes = [(n, t.dtype, tuple(t.shape)) for n, t in self._tensors(_shape_of)]
-        source = weight_send.TensorSource(shapes, lambda: self._tensors(self._gather))
+        source = weight_send.TensorSource(
+            shapes, lambda: self._tensors(self._gather_cast, self._gather)
+        )
         client = weight_send.SamplerClient(
             self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
         )
@@ -73,8 +75,13 @@ class Exchange:
             source, client, rank=rank, address=plan.address, timeout_s=wait_s
         )
 
-    def _tensors(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, t.to(self._dtype)) for name, t in self._learner.published(whole))
+    def _tensors(
+        self, whole: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return ((name, t.to(self._dtype)) for name, t in self._learner.published(whole, exact))
+
+    def _gather_cast(self, tensor: Tensor) -> Tensor:
+        return whole_tensor(tensor, self._dtype).to(self._device)
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return whole_tensor(tensor).to(self._device)
