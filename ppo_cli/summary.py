@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def _validation(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _next_steps(config: Config, run_dir: Path, done: int) -> tuple[str, ...]:
     """Commands that a user may want now."""
-    steps = [f"ppo show {run_dir} --worst 5    the responses with the lowest scores"]
+    shown = shlex.quote(str(run_dir))
+    steps = [f"ppo show {shown} --worst 5    the responses with the lowest scores"]
     if config.model.path == "embedded":
         steps.append(
             "./train.sh --model PATH_OR_HUB_NAME --train_files YOUR.jsonl    your model, your data"

@@ -6,6 +6,7 @@ Sub-commands are imported when they are called, so that `ppo --help` stays quick
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -101,9 +102,19 @@ def _root(
     """Hold the options that stand before the command; main reads --debug itself."""
 
 
+def _open_closed_streams() -> None:
+    """Let streams that are closed lead nowhere: files opened later would take their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(nowhere, nowhere <= 2)
+            setattr(sys, name, os.fdopen(nowhere, mode, closefd=False))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ppo` and return its exit code: 0 done, 1 bug, 2 user's mistake, 3 resumable."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         code = typer.main.get_command(app).main(
             args=args or ["--help"], prog_name="ppo", standalone_mode=False

@@ -6,6 +6,7 @@ import errno
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from ppo_cli.errors import (
@@ -101,4 +102,5 @@ def _kept(bug: BaseException, folder: Path) -> str:
 
 
 def _say(text: str) -> None:
-    print(redact(text), file=sys.stderr)
+    with suppress(BrokenPipeError):  # nobody is there to hear it
+        print(redact(text), file=sys.stderr)

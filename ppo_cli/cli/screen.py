@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from ppo_cli.cli.wording import BLOCKS, can_show, clean, fit, step_line, summary_lines
+from ppo_cli.errors import Interrupted
 from ppo_cli.tracker import Advance, Screen, Summary
 
 
@@ -68,7 +69,17 @@ class PlainScreen:
         """Do nothing: nothing was opened."""
 
     def _print(self, text: str) -> None:
-        print(fit(clean(text), self._file.encoding), file=self._file, flush=True)
+        try:
+            print(fit(clean(text), self._file.encoding), file=self._file, flush=True)
+        except BrokenPipeError:
+            # What is still to be written would fail once more as the program ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
+            raise Interrupted(
+                "Nobody reads what is printed here any more (`> FILE` needs no reader). The same "
+                "command goes on from the last checkpoint."
+            ) from None
 
 
 class TerminalScreen:

@@ -61,10 +61,12 @@ def _run(resolved: Resolved) -> None:
         screen.note(note)
     try:
         _drive(resolved, screen)
-    except (PpoError, OSError):
-        raise
-    except Exception as bug:
-        raise Crash(Path(resolved.config.trainer.output_dir)) from bug
+    except Exception as error:
+        # The parser would end without a word for any pipe that broke.
+        told = isinstance(error, (PpoError, OSError)) and not isinstance(error, BrokenPipeError)
+        if told:
+            raise
+        raise Crash(Path(resolved.config.trainer.output_dir)) from error
 
 
 def _join(resolved: Resolved, screen: Screen) -> int:

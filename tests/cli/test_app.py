@@ -50,6 +50,18 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Example: ppo train" in out
 
 
+def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from ppo_cli.cli.app import main; main(['--version']);"
+        "print(sys.stdin.read(), sys.stdout.isatty(), file=sys.stderr);"
+        "found = [os.get_inheritable(number) for number in (0, 1, 2)];"
+        f"open({str(tmp_path / 'found')!r}, 'w').write(repr(found))"
+    )
+    closing = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", closing, sys.executable, code], check=True, timeout=120)
+    assert (tmp_path / "found").read_text() == "[True, True, True]"
+
+
 @pytest.mark.parametrize("name", ["train", "plan", "presets", "show"])
 def test_every_command_has_help_with_an_example(
     name: str, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ import pytest
 
 from ppo_cli.cli.screen import PlainScreen, TerminalScreen, make_screen
 from ppo_cli.cli.wording import ASCII_BLOCKS, BLOCKS, clean, duration, number, sparkline, step_line
+from ppo_cli.errors import Interrupted
 from ppo_cli.tracker import SilentScreen, Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
@@ -151,6 +152,16 @@ def test_each_screen_has_all_methods() -> None:
     for kind in (PlainScreen, TerminalScreen, SilentScreen):
         for name in ("phase", "step", "note", "health", "summary", "close"):
             assert callable(getattr(kind, name))
+
+
+def test_a_screen_that_nobody_reads_ends_the_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as file:
+        screen = PlainScreen(file)
+        with pytest.raises(Interrupted, match="Nobody reads"):
+            screen.note("words")
+        screen.note("more words")  # lead nowhere, as what is left at the end does
 
 
 def test_the_summary_says_what_came_out() -> None:
