@@ -75,6 +75,8 @@ def join_ranks(
     shards = data_size if shard_size == -1 else shard_size
     if rest or data_size % shards:
         raise ValueError(f"{size} ranks cannot be {shards} shards of {tensor_size}")
+    if device.type == "cuda":  # or the mesh would guess by LOCAL_RANK, which counts no GPU of ours
+        torch.cuda.set_device(device.index or 0)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=init_method,
