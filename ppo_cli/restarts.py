@@ -54,7 +54,7 @@ def run_with_restarts(
         except WorkerLost as error:
             lost = error
     more = f"That is one loss more than --max_restarts {most} allows."
-    raise _given_up(job, f"{lost} {more}") from lost
+    raise _given_up(job, _then(lost, more)) from lost
 
 
 def start_engine(
@@ -79,15 +79,21 @@ def start_engine(
             raise Interrupted(f"{stop} Start again with: {resume_command}") from stop
         except WorkerLost as lost:
             if restarts == most or time.monotonic() - started > patience_s:
-                raise Interrupted(f"{lost} Start again with: {resume_command}") from lost
-            tell(f"{lost} Starting again ({restarts + 1} of {most}).")
+                raise Interrupted(_then(lost, f"Start again with: {resume_command}")) from lost
+            tell(_then(lost, f"Starting again ({restarts + 1} of {most})."))
             gather()
     raise AssertionError("every turn ends above")
 
 
 def _tell(job: Job, lost: WorkerLost, count: str, newest: Path | None) -> None:
     where = f"{newest.name}, the last checkpoint" if newest else "the first step"
-    job.tracker.screen.health(f"{lost} Starting again {count} from {where}.")
+    job.tracker.screen.health(_then(lost, f"Starting again {count} from {where}."))
+
+
+def _then(lost: WorkerLost | None, more: str) -> str:
+    """What was lost, and what comes of it: on a line of its own after lines of a log."""
+    told = str(lost)
+    return f"{told}\n{more}" if "\n" in told else f"{told} {more}"
 
 
 def _make_another(job: Job, gather: Callable[[], None], build: Build) -> Engine:

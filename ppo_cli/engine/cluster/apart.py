@@ -227,14 +227,16 @@ class ApartEngine:
 
     def _silent(self, verb: str) -> str:
         return (
-            f"The connection to Ray has not answered `{verb}` for {self._patience_s:g} s. "
-            f"{read_tail(self._log)}"
+            f"The process that talks to Ray has not answered `{verb}` for {self._patience_s:g} s. "
+            f"{read_tail(self._log, self._client.pid if self._client else 0)}"
         )
 
     def _ended(self, verb: str) -> str:
         if self._closed:
             return f"The workers were sent home during `{verb}`."
-        return f"The connection to Ray ended during `{verb}`. {read_tail(self._log)}"
+        assert self._client is not None
+        ending, tail = self._client.ending(), read_tail(self._log, self._client.pid)
+        return f"The process that talks to Ray {ending} during `{verb}`. {tail}"
 
 
 class Hosted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -80,8 +81,23 @@ class Client:
         self._open: dict[int, Answer] = {}
         self._count = 0
         self._gone = False
+        self._silent = False
         self._reader = threading.Thread(target=self._listen, name="ppo-client", daemon=True)
         self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process that answers."""
+        return self._process.pid
+
+    def ending(self) -> str:
+        """Say how the process ended; for when an answer says that it is gone."""
+        if self._silent:
+            return f"said nothing for {SILENT_S:g} s"
+        with suppress(subprocess.TimeoutExpired):
+            if self._process.wait(LEAVES_S) == -signal.SIGKILL:
+                return "was killed (signal 9; out of memory?)"
+        return "ended"
 
     def ask(self, verb: str, *args: Any) -> Answer:
         """Send a request."""
@@ -122,8 +138,11 @@ class Client:
     def _listen(self) -> None:
         try:
             with suppress(EOFError, OSError):
-                while True:
-                    self._deliver(*receive(self._connection))
+                try:
+                    while True:
+                        self._deliver(*receive(self._connection))
+                except BlockingIOError:  # the limit of a silence
+                    self._silent = True
         finally:
             # It has ended, or hangs: whoever is sending to it, with the lock, is set free.
             self._process.kill()

@@ -14,6 +14,7 @@ from ppo_cli.redact import redact
 
 LINES, BYTES = 6, 8000
 CRASH = "Fatal Python error"
+MARK = "--- process "
 
 
 def write_into(path: Path) -> None:
@@ -51,17 +52,18 @@ def last_lines(path: Path, pid: int = 0) -> list[str]:
     lines = [line for line in redact(text).splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.startswith(_mark(pid))]
     lines = lines[starts[-1] + 1 :] if pid and starts else lines
+    lines = [line for line in lines if not line.startswith(MARK)]
     crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
     return lines[-LINES:] if crash is None else lines[crash : crash + LINES]
 
 
 def _mark(pid: int) -> str:
-    return f"--- process {pid}"
+    return f"{MARK}{pid}"
 
 
-def read_tail(path: Path) -> str:
-    """Say where a log is, and how it ends."""
-    lines = last_lines(path)
+def read_tail(path: Path, pid: int = 0) -> str:
+    """Say where a log is, and how it ends, or what one process wrote."""
+    lines = last_lines(path, pid)
     if not lines:
         return f"Its log: {path}"
     return "\n  ".join([f"The last lines of its log, {path}:", *lines])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from ppo_cli.engine.cluster import client as clients
 from ppo_cli.engine.cluster.client import DROP, GONE, Answer, Client, limit_silence
 from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.cluster.own_ray import import_paths
 from ppo_cli.engine.cluster.service import portable
 from ppo_cli.errors import ConfigError, WorkerLost
@@ -76,6 +78,7 @@ def test_a_silent_end_is_told_to_all_who_wait_and_who_come(client: Client) -> No
     waiting = client.ask("count", 100_000)
     client.ask("exit")
     assert rest(waiting)[-1] == (GONE, None)
+    assert client.ending() == "ended"
     assert client.ask("add", 1).take(20) == (GONE, None)
 
 
@@ -92,6 +95,7 @@ def test_one_that_hangs_sets_those_free_who_send_to_it(client: Client) -> None:
     freeze(client)
     # More than a socket holds, so that this is stuck until the end.
     assert client.ask("add", bytes(10_000_000)).take(20) == (GONE, None)
+    assert client.ending().startswith("said nothing for ")
 
 
 def test_errors_travel_as_themselves_or_as_text() -> None:
@@ -104,3 +108,17 @@ def test_errors_travel_as_themselves_or_as_text() -> None:
     for error in (Unpicklable("words"), ValueError("words")):
         told = portable(error)
         assert type(told) is WorkerFault and "words" in str(told)
+
+
+def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Client) -> None:
+    log = tmp_path / "log"
+    with log.open("a") as file:
+        file.write(f"--- process 1, a day\nold words\n--- process {client.pid}, a day\n")
+    assert read_tail(log, client.pid) == f"Its log: {log}"
+    with log.open("a") as file:
+        file.write("new words\n--- process 2, a day\n")
+    assert read_tail(log, client.pid).endswith(f"{log}:\n  new words")
+    waiting = client.ask("count", 100_000)
+    os.kill(client.pid, signal.SIGKILL)
+    assert rest(waiting)[-1] == (GONE, None)
+    assert client.ending() == "was killed (signal 9; out of memory?)"
