@@ -247,10 +247,10 @@ def hub_cache() -> Path:
     """Where the hub's client keeps what it fetched."""
     env = os.environ
     if found := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expandvars(found)).expanduser()
+        return Path(os.path.expanduser(os.path.expandvars(found)))
     cache = env.get("XDG_CACHE_HOME") or "~/.cache"
     home = env.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
+    return Path(os.path.expanduser(os.path.expandvars(home)), "hub")
 
 
 def _place(name: str, prefixes: tuple[str, ...]) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.reward_models import hub_cache
+from ppo_cli.engine.cluster import _prepare_ray
 from ppo_cli.engine.cluster.own_ray import OwnRay
 from ppo_cli.errors import Interrupted
 
@@ -41,3 +44,16 @@ def test_a_stop_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
     finally:
         ray.close()
     assert not Path(f"/proc/{ray.pid}").exists() and not ray.folder.exists()
+
+
+def test_a_user_whom_the_system_does_not_know_needs_no_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(os, "environ", {})
+    _prepare_ray()
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert hub_cache().name == "hub"
