@@ -58,8 +58,10 @@ def _serve(wish: dict[str, Any]) -> int:
     # `init` took SIGTERM for itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parts = _find_parts()
-    sys.stdout.write(json.dumps({"address": ray.get_runtime_context().gcs_address}) + "\n")
-    sys.stdout.flush()
+    try:
+        print(json.dumps({"address": ray.get_runtime_context().gcs_address}), flush=True)
+    except BrokenPipeError:  # the owner died meanwhile
+        return 0
     while True:
         lost = next((name for name, pid in parts.items() if not lives(pid)), None)
         if lost is not None:
@@ -113,6 +115,7 @@ if __name__ == "__main__":
     try:
         code = main()
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        # Not the hook that Ray has put in its place: that one asks what is gone by now.
+        sys.__excepthook__(*sys.exc_info())
     sys.stderr.flush()
     os._exit(code)

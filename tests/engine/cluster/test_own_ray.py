@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from ppo_cli.engine.cluster.own_ray import OwnRay
 from ppo_cli.errors import Interrupted
 
 pytestmark = pytest.mark.ray
+ROOT = Path(__file__).resolve().parents[3]
 SESSION = "session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
 SOCKET_BYTES = 107
 
@@ -57,3 +61,21 @@ def test_a_user_whom_the_system_does_not_know_needs_no_home(
     _prepare_ray()
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
     assert hub_cache().name == "hub"
+
+
+def test_an_owner_that_dies_while_it_starts_is_noticed(tmp_path: Path) -> None:
+    place = tempfile.mkdtemp(prefix="ppo-", dir="/tmp")
+    wish = {"folder": place, "num_cpus": 1, "num_gpus": 0, "object_store_memory": 100_000_000}
+    with (tmp_path / "log").open("w+") as log:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            start_new_session=True, cwd=ROOT,
+        )  # fmt: skip
+        assert head.stdin is not None and head.stdout is not None
+        head.stdin.close()
+        head.stdout.close()
+        assert head.wait(120) == 0
+        log.seek(0)
+        assert log.read() == ""  # neither a traceback nor Ray's complaints of a long wait
+        assert not Path(place).exists()
