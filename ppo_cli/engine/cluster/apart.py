@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -144,16 +144,15 @@ class ApartEngine:
                 return
             self._closed = True
             self._saver.shutdown(wait=False, cancel_futures=True)
-            try:
-                if self._client is not None and self._joins:
-                    with suppress(PpoError):
-                        self._part(self._client)
+            with ExitStack() as last:  # all of it, even when a signal cuts some short
+                if self._own is not None:
+                    last.callback(self._own.close)
                 if self._client is not None:
                     # One that has nothing to leave may still be busy with its imports.
-                    self._client.close(LEAVES_S if self._joins else 0)
-            finally:
-                if self._own is not None:
-                    self._own.close()
+                    last.callback(self._client.close, LEAVES_S if self._joins else 0)
+                    if self._joins:
+                        with suppress(PpoError):
+                            self._part(self._client)
 
     @property
     def closed(self) -> bool:
