@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+OWNER = "owner"
 
 
 def own_folder(kind: str) -> Path:
@@ -49,6 +50,21 @@ def sweep() -> None:
             match = name.fullmatch(folder.name)
             if match and folder.stat().st_uid == os.getuid() and not lives(int(match[1])):
                 remove(folder, meeting_points(folder))
+
+
+def claim(folder: Path) -> None:
+    """Write into a folder `ppo-…` of any place that it belongs to this process."""
+    (folder / OWNER).write_text(f"{_namespace()} {os.getpid()}")
+
+
+def sweep_claimed(place: Path) -> None:
+    """Remove the folders there that processes have claimed which are no more."""
+    for note in place.glob(f"ppo-*/{OWNER}"):
+        with suppress(OSError, ValueError):
+            namespace, pid = map(int, note.read_text().split())
+            ours = namespace == _namespace() and note.parent.lstat().st_uid == os.getuid()
+            if ours and not lives(pid):
+                shutil.rmtree(note.parent)
 
 
 def lives(pid: int) -> bool:

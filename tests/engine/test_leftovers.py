@@ -79,3 +79,26 @@ def test_a_new_folder_sweeps_first(
     assert not theirs.exists()
     leftovers.remove(fresh, [])
     assert list(shared.iterdir()) == []
+
+
+def test_a_claimed_folder_goes_when_its_process_is_gone(
+    tmp_path: Path, neighbour: tuple[subprocess.Popen[str], Path]
+) -> None:
+    other, _ = neighbour
+    ours, theirs, empty, elsewhere = (tmp_path / f"ppo-{name}" for name in "abcd")
+    for folder in (ours, theirs, empty, elsewhere):
+        folder.mkdir()
+        leftovers.claim(folder)
+    note = (ours / leftovers.OWNER).read_text()
+    (theirs / leftovers.OWNER).write_text(note.replace(str(os.getpid()), str(other.pid)))
+    (theirs / "session").mkdir()
+    (empty / leftovers.OWNER).unlink()
+    (elsewhere / leftovers.OWNER).write_text(f"1 {2**30}")  # counted for itself, in a container
+    leftovers.sweep_claimed(tmp_path)
+    assert theirs.exists()  # its owner lives
+
+    other.kill()
+    other.wait(10)
+    leftovers.sweep_claimed(tmp_path)
+    assert not theirs.exists()
+    assert ours.exists() and empty.exists() and elsewhere.exists()

@@ -65,5 +65,5 @@ def read_tail(path: Path, pid: int = 0) -> str:
     """Say where a log is, and how it ends, or what one process wrote."""
     lines = last_lines(path, pid)
     if not lines:
-        return f"Its log: {path}"
+        return f"Its log: {path}."
     return "\n  ".join([f"The last lines of its log, {path}:", *lines])

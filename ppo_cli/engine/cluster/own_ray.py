@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ppo_cli.engine.cluster.head import LOST, end_session
 from ppo_cli.engine.cluster.logs import read_tail
-from ppo_cli.engine.leftovers import sweep
+from ppo_cli.engine.leftovers import claim, sweep, sweep_claimed
 from ppo_cli.errors import Interrupted, WorkerLost
 
 # Ray puts unix sockets 77 characters below it, and their paths end at 107.
@@ -35,7 +35,10 @@ class OwnRay:
         self._log = logs / "ray.log"
         self._closed = False
         self._started = False
-        self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=_short_root()))
+        root = _short_root()
+        sweep_claimed(Path(root))  # of a run that was killed together with its Ray
+        self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=root))
+        claim(self.folder)
         wish = {
             "folder": str(self.folder),
             "num_cpus": os.cpu_count() or 1,  # as many workers as that start at the same time

@@ -114,7 +114,7 @@ def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Cl
     log = tmp_path / "log"
     with log.open("a") as file:
         file.write(f"--- process 1, a day\nold words\n--- process {client.pid}, a day\n")
-    assert read_tail(log, client.pid) == f"Its log: {log}"
+    assert read_tail(log, client.pid) == f"Its log: {log}."
     with log.open("a") as file:
         file.write("new words\n--- process 2, a day\n")
     assert read_tail(log, client.pid).endswith(f"{log}:\n  new words")
