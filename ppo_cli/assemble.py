@@ -81,7 +81,12 @@ def _train_in(
         config.trainer.total_epochs * order.steps_per_epoch
     )
     with ExitStack() as closing:
-        stop = StopOnSignal(screen.note, cluster.stop_asked if cluster else lambda: None)
+        stop = StopOnSignal(
+            lambda name: screen.note(
+                f"{name}: finishing this step, then saving. Once more stops at once."
+            ),
+            cluster.stop_asked if cluster else lambda: None,
+        )
         engines = Engines(
             config, tokenizer, prompts, order, total_steps, logs=folder.logs, tell=screen.note,
             stop_requested=stop.reason, address=cluster.address if cluster else None,

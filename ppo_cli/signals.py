@@ -1,20 +1,24 @@
-"""SIGINT and SIGTERM ask the loop to stop after the step; a second one stops at once."""
+"""SIGINT, SIGTERM and a closed terminal ask to stop after the step; a second one stops at once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopOnSignal:
     """Context in which signals are noted; `reason` tells which one came.
 
-    `elsewhere` tells of one that reached another node of the run.
+    `tell` gets the name of the first one when it comes, within the handler. `elsewhere` tells of
+    one that reached another node of the run.
     """
 
     def __init__(
@@ -33,6 +37,8 @@ class StopOnSignal:
         # Python delivers signals to the main thread only, and only it may set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # `nohup`: the run is to outlive its terminal
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -41,7 +47,22 @@ class StopOnSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._name is not None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+            if self._name is not None:
+                return  # a shell and the system may both tell it, and nobody is impatient
+        elif self._name is not None:
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name
-        self._tell(f"{self._name}: finishing this step, then saving. Once more stops at once.")
+        self._tell(self._name)
+
+
+def _leave_terminal() -> None:
+    """Let streams that led to a terminal lead nowhere: to write to a closed one is an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        with suppress(OSError):
+            # A closed terminal no longer says that it is one.
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(nowhere, number)
+    os.close(nowhere)

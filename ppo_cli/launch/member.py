@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
-from typing import Any
 
 from ppo_cli.errors import EXIT_BUG, EXIT_RESUMABLE, ConfigError, PpoError, WorkerLost
 from ppo_cli.launch.addresses import PROBE_S, own_address, reaches, resolve_host, strerror
@@ -18,6 +15,7 @@ from ppo_cli.launch.preflight import NodeFacts
 from ppo_cli.launch.ray_process import RayProcess
 from ppo_cli.launch.rendezvous import BEAT_S, PROTOCOL
 from ppo_cli.launch.secret import Secret, examine_head, fresh
+from ppo_cli.signals import StopOnSignal
 
 RETRY_S = 0.5
 TICK_S = 0.2
@@ -46,34 +44,6 @@ def find_head(master: str, port: int, own: str | None, timeout: float, tell: Tel
             tell(f"waiting for node 0 at {address}:{port} ({reason})")
             said = now
         time.sleep(RETRY_S)
-
-
-class Signals:
-    """Notes the first SIGINT or SIGTERM, so that node 0 can save; the second one leaves."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
 
 
 class Membership:
@@ -110,8 +80,12 @@ class Membership:
             )  # fmt: skip
             examine_head(self._line, self._secret, key, self._facts.rank, nonce)
             threading.Thread(target=self._beat, daemon=True).start()
-            with Signals() as signals:
-                return self._stay(signals)
+            with StopOnSignal(
+                lambda name: self._tell(
+                    f"{name}: node 0 is asked to stop. Once more leaves at once."
+                )
+            ) as stop:
+                return self._stay(stop)
         except Broken as error:
             raise self._lost_head(error) from error
         finally:
@@ -132,7 +106,7 @@ class Membership:
             "MASTER_PORT the port of another program there?"
         )
 
-    def _stay(self, signals: Signals) -> int:
+    def _stay(self, stop: StopOnSignal) -> int:
         asked = False
         try:
             while True:
@@ -145,12 +119,9 @@ class Membership:
                 elif time.monotonic() - self._heard > HEAD_SILENCE_S:
                     raise Broken(f"has been silent for {HEAD_SILENCE_S:g} s")
                 self._watch_ray()
-                if signals.name and not asked:
+                if stop.reason() and not asked:
                     asked = True
-                    self._line.send("stop_asked")
-                    self._tell(
-                        f"{signals.name}: node 0 is asked to stop. Once more leaves at once."
-                    )
+                    self._line.send("stop_asked")  # node 0 is to save first
         except KeyboardInterrupt:
             self._line.send("left", why="left on a signal")
             return EXIT_RESUMABLE

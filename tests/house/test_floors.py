@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-GROUND = {"errors", "moments", "records", "redact"}
+GROUND = {"errors", "moments", "records", "redact", "signals"}
 FLOOR_2 = {
-    "checkpoints", "config", "data_sets", "health", "prompts", "run_folder", "run_log", "signals",
-    "sinks", "step_metrics", "summary", "tracker",
+    "checkpoints", "config", "data_sets", "health", "prompts", "run_folder", "run_log", "sinks",
+    "step_metrics", "summary", "tracker",
 }  # fmt: skip
 # The loop and the pieces that it is cut into.
 LOOP = {"loop", "penalties", "placing", "restarts", "run_state", "shaping"}

@@ -1,0 +1,82 @@
+"""A terminal that goes away: the run it belongs to saves first, unless it was told not to mind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.loop.runs import ROOT
+
+OF_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+# It writes to its terminal as long as it lives, and tells a file how it ended.
+RUN = """
+import sys, time
+from pathlib import Path
+from ppo_cli.signals import StopOnSignal
+
+until = time.monotonic() + 60
+with StopOnSignal(lambda name: print(f"{name}: asked", flush=True)) as stop:
+    Path(sys.argv[1], "begun").touch()
+    while time.monotonic() < until and not Path(sys.argv[1], "enough").exists():
+        print("working" if stop.reason() is None else "saving", flush=True)
+        time.sleep(0.02)
+        if stop.reason() is not None:
+            Path(sys.argv[1], "asked").touch()
+Path(sys.argv[1], "ended").write_text(str(stop.reason()))
+"""
+
+
+def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 30
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < until, f"{path.name} did not come"
+        time.sleep(0.02)
+
+
+def test_a_run_outlives_its_terminal_to_save(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", OF_A_TERMINAL, sys.executable, "-c", RUN, str(tmp_path)],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        await_file(tmp_path / "begun", process)
+        os.close(ours)
+        await_file(tmp_path / "asked", process)
+        process.send_signal(signal.SIGHUP)  # the shell tells it, too
+        time.sleep(0.2)
+        (tmp_path / "enough").touch()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "ended").read_text() == "SIGHUP"
+
+
+def test_under_nohup_it_does_not_mind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-c", RUN, str(tmp_path)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        await_file(tmp_path / "begun", process)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        (tmp_path / "enough").touch()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "ended").read_text() == "None"
