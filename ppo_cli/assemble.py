@@ -81,12 +81,7 @@ def _train_in(
         config.trainer.total_epochs * order.steps_per_epoch
     )
     with ExitStack() as closing:
-        stop = StopOnSignal(
-            lambda name: screen.note(
-                f"{name}: finishing this step, then saving. Once more stops at once."
-            ),
-            cluster.stop_asked if cluster else lambda: None,
-        )
+        stop = _stop_on_signal(screen, cluster)
         engines = Engines(
             config, tokenizer, prompts, order, total_steps, logs=folder.logs, tell=screen.note,
             stop_requested=stop.reason, address=cluster.address if cluster else None,
@@ -147,6 +142,13 @@ def _train_in(
         run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
         seconds = time.monotonic() - started
         screen.summary(summarise(tracker.history, folder.path, config, seconds))
+
+
+def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
+    def tell(name: str) -> None:
+        screen.note(f"{name}: finishing this step, then saving. Once more stops at once.")
+
+    return StopOnSignal(tell, cluster.stop_asked if cluster else lambda: None)
 
 
 def _tracker(config: Config, folder: RunFolder, screen: Screen, total_steps: int) -> Tracker:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.loop.runs import ROOT
@@ -43,40 +45,37 @@ def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_outlives_its_terminal_to_save(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
+@contextmanager
+def running(folder: Path, *before: str, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The program has begun; after the block it has ended by itself."""
     process = subprocess.Popen(
-        [sys.executable, "-c", OF_A_TERMINAL, sys.executable, "-c", RUN, str(tmp_path)],
-        stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [*before, sys.executable, "-c", RUN, str(folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams,
     )  # fmt: skip
-    os.close(theirs)
     try:
-        await_file(tmp_path / "begun", process)
-        os.close(ours)
-        await_file(tmp_path / "asked", process)
-        process.send_signal(signal.SIGHUP)  # the shell tells it, too
+        await_file(folder / "begun", process)
+        yield process
         time.sleep(0.2)
-        (tmp_path / "enough").touch()
+        (folder / "enough").touch()
         assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_run_outlives_its_terminal_to_save(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    of_it = (sys.executable, "-c", OF_A_TERMINAL)
+    with running(tmp_path, *of_it, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        os.close(ours)
+        await_file(tmp_path / "asked", process)
+        process.send_signal(signal.SIGHUP)  # the shell tells it, too
     assert (tmp_path / "ended").read_text() == "SIGHUP"
 
 
 def test_under_nohup_it_does_not_mind(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        ["nohup", sys.executable, "-c", RUN, str(tmp_path)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    try:
-        await_file(tmp_path / "begun", process)
+    nowhere = subprocess.DEVNULL
+    with running(tmp_path, "nohup", stdout=nowhere, stderr=nowhere) as process:
         process.send_signal(signal.SIGHUP)
-        time.sleep(0.2)
-        (tmp_path / "enough").touch()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
     assert (tmp_path / "ended").read_text() == "None"
