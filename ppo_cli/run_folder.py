@@ -6,7 +6,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ppo_cli.errors import UserError
 
 PARTS = ("metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html")
 
+LOCK = ".lock"  # stays: to remove it would let a second run claim another of that name
 SPENT = "judge_calls*.jsonl"  # a line a paid call; a file for each judge
 
 
@@ -48,9 +49,10 @@ class RunFolder:
         The system ends the claim of a process that is killed. File systems without such claims
         keep nobody out.
         """
-        claim = os.open(self.path, os.O_RDONLY)
-        try:
+        with ExitStack() as held:
             with suppress(OSError):
+                # A file, and open for writing: between machines others cannot be claimed.
+                claim = held.enter_context((self.path / LOCK).open("a"))
                 try:
                     fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -59,8 +61,6 @@ class RunFolder:
                         "end, or choose another folder."
                     ) from None
             yield
-        finally:
-            os.close(claim)
 
     def write_config(self, text: str) -> None:
         """Write `config.yaml` whole or not at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -132,9 +133,10 @@ def read_state(folder: Path) -> dict[str, Any]:
             "another one with --resume PATH, or start afresh with --resume never."
         ) from error
     if found != FORMAT:
+        export = f"ppo export {shlex.quote(str(folder))} --out DIR"
         raise ModelError(
             f"The checkpoint {folder} has format {found}, and this version of ppo-cli goes on "
             f"with format {FORMAT} only: start afresh in another --output_dir, or use the version "
-            f"that wrote it. `ppo export {folder} --out DIR` still makes a model for --model of it."
+            f"that wrote it. `{export}` still makes a model for --model of it."
         )
     return state

@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from ppo_cli.errors import Interrupted
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -54,7 +56,10 @@ class StopOnSignal:
         elif self._name is not None:
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name
-        self._tell(self._name)
+        # To raise here would end the step that is to be saved: whoever read the words may be gone
+        # (`| tee` ends on the same Ctrl-C), and another print may be under way in this thread.
+        with suppress(Interrupted, RuntimeError):
+            self._tell(self._name)
 
 
 def _leave_terminal() -> None:

@@ -27,6 +27,10 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.tracker import Advance, Screen, Summary
 
 
+class Unread(Interrupted):
+    """Nobody is there any more to read what is printed."""
+
+
 def make_screen(*, quiet: bool = False) -> Screen:
     """Build the screen that fits where stdout goes; `quiet` leaves warnings and the end."""
     on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -76,9 +80,8 @@ class PlainScreen:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._file.fileno())
             os.close(nowhere)
-            raise Interrupted(
-                "Nobody reads what is printed here any more (`> FILE` needs no reader). The same "
-                "command goes on from the last checkpoint."
+            raise Unread(
+                "Nobody reads what is printed here any more. Write it into a file with `> FILE`."
             ) from None
 
 
@@ -154,4 +157,4 @@ class TerminalScreen:
         self._console.print(Text(clean(text), style=style), soft_wrap=True)
 
 
-__all__ = ["PlainScreen", "TerminalScreen", "make_screen"]
+__all__ = ["PlainScreen", "TerminalScreen", "Unread", "make_screen"]

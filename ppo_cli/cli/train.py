@@ -14,7 +14,7 @@ from ppo_cli.cli.plan import print_plan
 from ppo_cli.config.effective import engine_name
 from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.errors import ConfigError, MissingPart, PpoError
+from ppo_cli.errors import ConfigError, Interrupted, MissingPart, PpoError
 
 if TYPE_CHECKING:
     from ppo_cli.tracker import Screen
@@ -52,7 +52,7 @@ def _refuse(resolved: Resolved) -> None:
 
 
 def _run(resolved: Resolved) -> None:
-    from ppo_cli.cli.screen import make_screen
+    from ppo_cli.cli.screen import Unread, make_screen
 
     screen = make_screen()
     if resolved.config.trainer.node_rank:
@@ -61,6 +61,8 @@ def _run(resolved: Resolved) -> None:
         screen.note(note)
     try:
         _drive(resolved, screen)
+    except Unread as error:
+        raise Interrupted(f"{error} What was saved goes on with --resume auto.") from error
     except Exception as error:
         # The parser would end without a word for any pipe that broke.
         told = isinstance(error, (PpoError, OSError)) and not isinstance(error, BrokenPipeError)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -54,16 +55,19 @@ def sweep() -> None:
 
 def claim(folder: Path) -> None:
     """Write into a folder `ppo-…` of any place that it belongs to this process."""
-    (folder / OWNER).write_text(f"{_namespace()} {os.getpid()}")
+    (folder / OWNER).write_text(f"{_boot()} {_namespace()} {os.getpid()}")
 
 
 def sweep_claimed(place: Path) -> None:
-    """Remove the folders there that processes have claimed which are no more."""
+    """Remove the folders there that processes of this machine have claimed and that are no more.
+
+    Other machines may share the place.
+    """
     for note in place.glob(f"ppo-*/{OWNER}"):
         with suppress(OSError, ValueError):
-            namespace, pid = map(int, note.read_text().split())
-            ours = namespace == _namespace() and note.parent.lstat().st_uid == os.getuid()
-            if ours and not lives(pid):
+            boot, namespace, pid = note.read_text().split()
+            here = (boot, namespace) == (_boot(), str(_namespace()))
+            if here and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
                 shutil.rmtree(note.parent)
 
 
@@ -77,6 +81,14 @@ def lives(pid: int) -> bool:
 
 def _place() -> Path:
     return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _boot() -> str:
+    """This machine since it was started; its name where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _namespace() -> int:

@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from ppo_cli.errors import EXIT_BUG, EXIT_RESUMABLE, ConfigError, PpoError, WorkerLost
+from ppo_cli.errors import EXIT_BUG, EXIT_RESUMABLE, ConfigError, Interrupted, PpoError, WorkerLost
 from ppo_cli.launch.addresses import PROBE_S, own_address, reaches, resolve_host, strerror
 from ppo_cli.launch.lines import Broken, Line, Message, words
 from ppo_cli.launch.preflight import NodeFacts
@@ -80,11 +81,7 @@ class Membership:
             )  # fmt: skip
             examine_head(self._line, self._secret, key, self._facts.rank, nonce)
             threading.Thread(target=self._beat, daemon=True).start()
-            with StopOnSignal(
-                lambda name: self._tell(
-                    f"{name}: node 0 is asked to stop. Once more leaves at once."
-                )
-            ) as stop:
+            with StopOnSignal(lambda name: None) as stop:
                 return self._stay(stop)
         except Broken as error:
             raise self._lost_head(error) from error
@@ -119,9 +116,12 @@ class Membership:
                 elif time.monotonic() - self._heard > HEAD_SILENCE_S:
                     raise Broken(f"has been silent for {HEAD_SILENCE_S:g} s")
                 self._watch_ray()
-                if stop.reason() and not asked:
+                name = stop.reason()
+                if name and not asked:
                     asked = True
                     self._line.send("stop_asked")  # node 0 is to save first
+                    with suppress(Interrupted):  # if nobody reads it
+                        self._tell(f"{name}: node 0 is asked to stop. Once more leaves at once.")
         except KeyboardInterrupt:
             self._line.send("left", why="left on a signal")
             return EXIT_RESUMABLE

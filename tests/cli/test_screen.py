@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.cli.screen import PlainScreen, TerminalScreen, make_screen
+from ppo_cli.cli.screen import PlainScreen, TerminalScreen, Unread, make_screen
 from ppo_cli.cli.wording import ASCII_BLOCKS, BLOCKS, clean, duration, number, sparkline, step_line
-from ppo_cli.errors import Interrupted
 from ppo_cli.tracker import SilentScreen, Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
@@ -159,7 +158,7 @@ def test_a_screen_that_nobody_reads_ends_the_run() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as file:
         screen = PlainScreen(file)
-        with pytest.raises(Interrupted, match="Nobody reads"):
+        with pytest.raises(Unread, match="Nobody reads"):
             screen.note("words")
         screen.note("more words")  # lead nowhere, as what is left at the end does
 

@@ -85,15 +85,17 @@ def test_a_claimed_folder_goes_when_its_process_is_gone(
     tmp_path: Path, neighbour: tuple[subprocess.Popen[str], Path]
 ) -> None:
     other, _ = neighbour
-    ours, theirs, empty, elsewhere = (tmp_path / f"ppo-{name}" for name in "abcd")
-    for folder in (ours, theirs, empty, elsewhere):
+    ours, theirs, empty, elsewhere, far = (tmp_path / f"ppo-{name}" for name in "abcde")
+    for folder in (ours, theirs, empty, elsewhere, far):
         folder.mkdir()
         leftovers.claim(folder)
     note = (ours / leftovers.OWNER).read_text()
     (theirs / leftovers.OWNER).write_text(note.replace(str(os.getpid()), str(other.pid)))
     (theirs / "session").mkdir()
     (empty / leftovers.OWNER).unlink()
-    (elsewhere / leftovers.OWNER).write_text(f"1 {2**30}")  # counted for itself, in a container
+    boot, namespace, _ = note.split()
+    (elsewhere / leftovers.OWNER).write_text(f"{boot} 1 {2**30}")  # a container counts for itself
+    (far / leftovers.OWNER).write_text(f"another {namespace} {2**30}")  # and so does a machine
     leftovers.sweep_claimed(tmp_path)
     assert theirs.exists()  # its owner lives
 
@@ -101,4 +103,4 @@ def test_a_claimed_folder_goes_when_its_process_is_gone(
     other.wait(10)
     leftovers.sweep_claimed(tmp_path)
     assert not theirs.exists()
-    assert ours.exists() and empty.exists() and elsewhere.exists()
+    assert all(folder.exists() for folder in (ours, empty, elsewhere, far))

@@ -28,7 +28,7 @@ from tests.loop.runs import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
 
 EIGHT = (
     "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",

@@ -20,19 +20,20 @@ os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-# It writes to its terminal as long as it lives, and tells a file how it ended.
+# It writes on after it was asked to stop, and tells a file how it ended.
 RUN = """
 import sys, time
 from pathlib import Path
+from ppo_cli.cli.screen import PlainScreen
 from ppo_cli.signals import StopOnSignal
 
 until = time.monotonic() + 60
-with StopOnSignal(lambda name: print(f"{name}: asked", flush=True)) as stop:
+with StopOnSignal(PlainScreen(sys.stdout).note) as stop:
     Path(sys.argv[1], "begun").touch()
     while time.monotonic() < until and not Path(sys.argv[1], "enough").exists():
-        print("working" if stop.reason() is None else "saving", flush=True)
         time.sleep(0.02)
         if stop.reason() is not None:
+            print("saving", flush=True)
             Path(sys.argv[1], "asked").touch()
 Path(sys.argv[1], "ended").write_text(str(stop.reason()))
 """
@@ -79,3 +80,13 @@ def test_under_nohup_it_does_not_mind(tmp_path: Path) -> None:
     with running(tmp_path, "nohup", stdout=nowhere, stderr=nowhere) as process:
         process.send_signal(signal.SIGHUP)
     assert (tmp_path / "ended").read_text() == "None"
+
+
+def test_it_saves_although_the_reader_of_its_words_has_ended(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with running(tmp_path, stdout=writing) as process:
+        os.close(writing)
+        os.close(reading)  # as `| tee` does on Ctrl-C, which it hears as well
+        process.send_signal(signal.SIGINT)
+        await_file(tmp_path / "asked", process)
+    assert (tmp_path / "ended").read_text() == "SIGINT"

@@ -29,7 +29,7 @@ def write_into(path: Path) -> None:
         for number in (1, 2)
     )
     faulthandler.enable(file=2)
-    print(f"{_mark(os.getpid())}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
+    print(f"{_mark(os.getpid())} {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
 
 
 def ignore_signals() -> None:
@@ -58,7 +58,7 @@ def last_lines(path: Path, pid: int = 0) -> list[str]:
 
 
 def _mark(pid: int) -> str:
-    return f"{MARK}{pid}"
+    return f"{MARK}{pid},"
 
 
 def read_tail(path: Path, pid: int = 0) -> str:

@@ -18,7 +18,7 @@ from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.leftovers import claim, sweep, sweep_claimed
 from ppo_cli.errors import Interrupted, WorkerLost
 
-# Ray puts unix sockets 77 characters below it, and their paths end at 107.
+# Ray puts unix sockets 77 bytes below it, and their paths end at 107.
 LONGEST_ROOT = 30
 SMALL_MACHINE = 64 * 2**30
 ENDS_S = 10.0
@@ -38,6 +38,13 @@ class OwnRay:
         root = _short_root()
         sweep_claimed(Path(root))  # of a run that was killed together with its Ray
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=root))
+        try:
+            self._head = self._begin(gpus)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def _begin(self, gpus: int) -> subprocess.Popen[bytes]:
         claim(self.folder)
         wish = {
             "folder": str(self.folder),
@@ -51,7 +58,7 @@ class OwnRay:
             "RAY_prestart_worker_first_driver": "0",  # ours have environments of their own
         }
         with self._log.open("ab") as log:
-            self._head = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-P", "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True, env=os.environ | settings | import_paths(),
@@ -117,7 +124,7 @@ def import_paths() -> dict[str, str]:
 def _short_root() -> str:
     """The temporary folder of this machine, or /tmp when its path is too long for sockets."""
     root = tempfile.gettempdir()
-    return root if len(root) <= LONGEST_ROOT else "/tmp"
+    return root if len(os.fsencode(root)) <= LONGEST_ROOT else "/tmp"
 
 
 def _object_store_bytes() -> int | None:

@@ -6,14 +6,17 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo_cli.engine.cluster import client as clients
+from ppo_cli.engine.cluster.apart import ApartEngine
 from ppo_cli.engine.cluster.client import DROP, GONE, Answer, Client, limit_silence
 from ppo_cli.engine.cluster.failures import WorkerFault
 from ppo_cli.engine.cluster.logs import read_tail
@@ -116,9 +119,32 @@ def test_how_it_ended_is_told_with_its_own_last_words(tmp_path: Path, client: Cl
         file.write(f"--- process 1, a day\nold words\n--- process {client.pid}, a day\n")
     assert read_tail(log, client.pid) == f"Its log: {log}."
     with log.open("a") as file:
-        file.write("new words\n--- process 2, a day\n")
+        file.write(f"new words\n--- process {client.pid}0, a day\n")
     assert read_tail(log, client.pid).endswith(f"{log}:\n  new words")
     waiting = client.ask("count", 100_000)
     os.kill(client.pid, signal.SIGKILL)
     assert rest(waiting)[-1] == (GONE, None)
     assert client.ending() == "was killed (signal 9; out of memory?)"
+
+
+def test_a_farewell_cut_short_still_ends_the_client_and_ray() -> None:
+    closed: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def say(self, *words: object) -> None:
+            raise KeyboardInterrupt
+
+        def close(self, *patience: float) -> None:
+            closed.append(self._name)
+
+    engine = object.__new__(ApartEngine)
+    vars(engine).update(
+        _closing=threading.Lock(), _closed=False, _joins=True, _saver=ThreadPoolExecutor(1),
+        _client=Part("client"), _own=Part("Ray"),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert closed == ["client", "Ray"]
