@@ -6,15 +6,15 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ppo_cli.errors import UserError
 
 PARTS = ("metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html")
 
-LOCK = ".lock"  # stays: to remove it would let a second run claim another of that name
+LOCK = ".lock"  # while a run goes on
 SPENT = "judge_calls*.jsonl"  # a line a paid call; a file for each judge
 
 
@@ -49,18 +49,34 @@ class RunFolder:
         The system ends the claim of a process that is killed. File systems without such claims
         keep nobody out.
         """
-        with ExitStack() as held:
-            with suppress(OSError):
-                # A file, and open for writing: between machines others cannot be claimed.
-                claim = held.enter_context((self.path / LOCK).open("a"))
+        claim = self._claim()
+        try:
+            yield
+        finally:
+            if claim is not None:
+                with suppress(OSError):
+                    (self.path / LOCK).unlink()
+                claim.close()
+
+    def _claim(self) -> IO[str] | None:
+        with suppress(OSError):
+            while True:
+                # A file, and open for writing: between machines nothing else can be claimed.
+                claim = (self.path / LOCK).open("a")
                 try:
                     fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(claim.fileno()), (self.path / LOCK).stat()):
+                        return claim
                 except BlockingIOError:
+                    claim.close()
                     raise UserError(
                         f"--output_dir {self.path} belongs to a run that still goes on. Let it "
                         "end, or choose another folder."
                     ) from None
-            yield
+                except FileNotFoundError:
+                    pass
+                claim.close()  # of a run that has just ended, which took the file away
+        return None
 
     def write_config(self, text: str) -> None:
         """Write `config.yaml` whole or not at all."""

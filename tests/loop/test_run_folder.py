@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ppo_cli.errors import UserError
-from ppo_cli.run_folder import RunFolder, check_same_run
+from ppo_cli.run_folder import LOCK, RunFolder, check_same_run
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
@@ -32,6 +35,28 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_ends(tmp_path: Pa
         pass
     with RunFolder(tmp_path).alone(), RunFolder(tmp_path.parent).alone():
         pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_on_a_file_that_was_just_taken_away_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = []
+
+    def claim_late(file: Any, how: int) -> None:
+        if not claims:
+            (tmp_path / LOCK).unlink()  # the other run ends between opening and claiming
+        claims.append(file)
+        fcntl.flock(file, how)
+
+    monkeypatch.setattr(
+        "ppo_cli.run_folder.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": claim_late})
+    )
+    with RunFolder(tmp_path).alone():
+        assert len(claims) == 2
+        monkeypatch.undo()
+        with pytest.raises(UserError), RunFolder(tmp_path).alone():
+            pass
 
 
 def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
