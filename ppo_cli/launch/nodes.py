@@ -282,8 +282,9 @@ def _examine(meeting: Rendezvous, environ: Mapping[str, str], deadline: float, t
     for rank in meeting.in_phase("checked"):
         tell(describe(meeting.members[rank].facts, meeting.label(rank)))
     if problems:
-        meeting.refuse_all(problems)
+        # First who is missing: those that are refused go away.
         lacking = [f"{name} is not here yet." for name in meeting.missing()]
+        meeting.refuse_all(problems)
         raise ConfigError([problem.text for problem in problems] + lacking)
 
 
