@@ -63,11 +63,15 @@ class StopOnSignal:
 
 
 def _leave_terminal() -> None:
-    """Let streams that led to a terminal lead nowhere: to write to a closed one is an error."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         with suppress(OSError):
             # A closed terminal no longer says that it is one.
             if stat.S_ISCHR(os.fstat(number).st_mode):
-                os.dup2(nowhere, number)
+                lead_nowhere(number)
+
+
+def lead_nowhere(number: int) -> None:
+    """Let a stream whose other end is closed lead nowhere: to write to it is an error."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, number)
     os.close(nowhere)

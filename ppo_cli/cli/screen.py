@@ -24,6 +24,7 @@ from rich.text import Text
 
 from ppo_cli.cli.wording import BLOCKS, can_show, clean, fit, step_line, summary_lines
 from ppo_cli.errors import Interrupted
+from ppo_cli.signals import lead_nowhere
 from ppo_cli.tracker import Advance, Screen, Summary
 
 
@@ -77,9 +78,7 @@ class PlainScreen:
             print(fit(clean(text), self._file.encoding), file=self._file, flush=True)
         except BrokenPipeError:
             # What is still to be written would fail once more as the program ends.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._file.fileno())
-            os.close(nowhere)
+            lead_nowhere(self._file.fileno())
             raise Unread(
                 "Nobody reads what is printed here any more. Write it into a file with `> FILE`."
             ) from None

@@ -19,6 +19,8 @@ from typing import Any
 
 from ray import cloudpickle
 
+from ppo_cli.engine.cluster.logs import KILLED
+
 STOP, DROP = "stop", "drop"  # messages that are no requests
 BEAT, BEAT_S = "beat", 2.0  # a message that says only that somebody is there
 GONE = "gone"
@@ -96,7 +98,7 @@ class Client:
             return f"said nothing for {SILENT_S:g} s"
         with suppress(subprocess.TimeoutExpired):
             if self._process.wait(LEAVES_S) == -signal.SIGKILL:
-                return "was killed (signal 9; out of memory?)"
+                return KILLED
         return "ended"
 
     def ask(self, verb: str, *args: Any) -> Answer:

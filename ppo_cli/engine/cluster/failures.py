@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.engine.cluster.logs import CRASH, last_lines
+from ppo_cli.engine.cluster.logs import CRASH, KILLED, last_lines
 from ppo_cli.engine.cluster.worker import Failure
 from ppo_cli.errors import WorkerLost
 
@@ -57,7 +57,7 @@ def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> 
     elif found := EXIT.search(words):
         cause = f"ended by itself (exit code {found[1]})"
     else:
-        cause = "was killed (signal 9; out of memory?)"
+        cause = KILLED
     tail = "\n  ".join([f"The last lines of its log, {member.log}:", *lines])
     told = tail if lines else f"Its log: {member.log} (on that node)."
     return WorkerLost(f"{_capital(str(member))} {cause} during `{doing}`. {told}")

@@ -15,6 +15,7 @@ from ppo_cli.redact import redact
 LINES, BYTES = 6, 8000
 CRASH = "Fatal Python error"
 MARK = "--- process "
+KILLED = "was killed (signal 9; out of memory?)"
 
 
 def write_into(path: Path) -> None:
