@@ -1,13 +1,9 @@
-"""The README's tree is the disk's, and nothing tracked names a machine."""
+"""The tree in CONTRIBUTING.md is the disk's, and nothing tracked names a machine."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-
-from pydantic import BaseModel
-
-from ppo_cli.config.schema import Config
 
 # Spelt in pieces so that this file does not find itself.
 MACHINE_PATHS = re.compile(
@@ -17,10 +13,10 @@ MACHINE_PATHS = re.compile(
 )
 
 
-def read_tree(readme: str) -> dict[str, str]:
-    """Path -> comment, from the README's block that starts with `ppo-cli/`."""
-    block = re.search(r"^```text\nppo-cli/\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert block, "README.md has no ```text block that starts with ppo-cli/"
+def read_tree(page: str) -> dict[str, str]:
+    """Path -> comment, from the block that starts with `ppo-cli/`."""
+    block = re.search(r"^```text\nppo-cli/\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block, "the page has no ```text block that starts with ppo-cli/"
     entries: dict[str, str] = {}
     parents: list[str] = []
     for line in block[1].splitlines():
@@ -39,17 +35,17 @@ def rooms_on_disk(files: list[Path]) -> set[str]:
     return rooms - {".gitignore", "ppo_cli/__init__.py"}
 
 
-def test_readme_tree_equals_the_disk(root: Path, files: list[Path]) -> None:
-    entries = read_tree((root / "README.md").read_text(encoding="utf-8"))
+def test_tree_equals_the_disk(root: Path, files: list[Path]) -> None:
+    entries = read_tree((root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     on_disk = rooms_on_disk(files)
-    assert sorted(set(entries) - on_disk) == [], "in the README, not on the disk"
-    assert sorted(on_disk - set(entries)) == [], "on the disk, not in the README"
+    assert sorted(set(entries) - on_disk) == [], "in CONTRIBUTING.md, not on the disk"
+    assert sorted(on_disk - set(entries)) == [], "on the disk, not in CONTRIBUTING.md"
     assert [name for name, comment in entries.items() if not comment] == []
 
 
 def test_tree_is_read() -> None:
-    readme = "```text\nppo-cli/\n  a/       # rooms\n    b.py   # a file\n  c.md     # last\n```\n"
-    assert read_tree(readme) == {"a": "rooms", "a/b.py": "a file", "c.md": "last"}
+    page = "```text\nppo-cli/\n  a/       # rooms\n    b.py   # a file\n  c.md     # last\n```\n"
+    assert read_tree(page) == {"a": "rooms", "a/b.py": "a file", "c.md": "last"}
 
 
 def test_no_path_of_a_machine(root: Path, files: list[Path]) -> None:
@@ -73,22 +69,3 @@ def test_paths_of_machines_are_seen() -> None:
 def test_scripts_can_be_run(root: Path) -> None:
     for name in ("train.sh", "scripts/setup", "scripts/check", ".ci/run"):
         assert (root / name).stat().st_mode & 0o100, f"{name} is not executable"
-
-
-def variables_of(section: type[BaseModel], above: str = "") -> list[tuple[str, str, str]]:
-    """(variable, key, flag) of every setting that a variable can give."""
-    found = []
-    for name, field in section.model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and "env" in extra:
-            found.append((str(extra["env"]), above + name, str(extra.get("flag", ""))))
-        inner = field.default_factory
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found += variables_of(inner, f"{above}{name}.")
-    return found
-
-
-def test_readme_names_every_variable(root: Path) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([A-Z_]+)` \| `([a-z_.]+)` \| `(--\w+)` \|$", readme, re.MULTILINE)
-    assert rows == variables_of(Config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,3 +145,13 @@ def assert_same_run(a: Path, b: Path) -> None:
             assert torch.equal(ours[key], theirs[key]), f"{stem} {key}"
     for path in sorted((a / "rollouts").iterdir()):
         assert path.read_bytes() == (b / "rollouts" / path.name).read_bytes(), path.name
+
+
+def undocumented(out: Path) -> set[str]:
+    """Metrics of a run that docs/metrics.md does not name; `<part>` there stands for any name."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = [n for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for n in row.split(", ")]
+    patterns = [re.sub(r"<\w+>", ".+", re.escape(n.strip("`"))) for n in named]
+    known = re.compile(rf"step|(?:val/)?(?:{'|'.join(patterns)})")
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {k for line in lines for k in json.loads(line) if not known.fullmatch(k)}

@@ -22,6 +22,7 @@ from tests.loop.runs import (
     start_slow,
     train,
     train_killed_halfway,
+    undocumented,
     wait_for,
 )
 
@@ -33,6 +34,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
     train(out, *SMALL)
     return out
+
+
+@pytest.mark.slow
+def test_every_metric_is_documented(uninterrupted: Path) -> None:
+    assert undocumented(uninterrupted) == set()
 
 
 @pytest.mark.slow

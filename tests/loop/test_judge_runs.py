@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.judge_server import JudgeServer
+from tests.loop.runs import undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "key-of-the-loopback-judge"
@@ -116,6 +117,7 @@ def test_reward_rises_with_each_provider(
     told = train(environment(tmp_path, variable), words)
     lines = metrics(out)
     assert lines[-1]["step"] == 10
+    assert undocumented(out) == set()
     assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
     scored = rollouts(out)
     assert len(scored) == 10 * 32 * 4

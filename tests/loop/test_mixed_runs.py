@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from ppo_cli.config.bundled import model_folder
-from tests.loop.runs import SMALL, assert_same_run, metrics, train, train_killed_halfway
+from tests.loop.runs import (
+    SMALL,
+    assert_same_run,
+    metrics,
+    train,
+    train_killed_halfway,
+    undocumented,
+)
 from tests.reward_server import RewardServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -98,6 +105,7 @@ def test_killed_and_resumed_the_running_scales_go_on_bit_for_bit(
     assert states[0] == states[1]
     assert states[0]["reward"]["running"]["model"]["count"] == 8 * 16
     assert states[0]["run"]["moments"]["count"] == 8 * 16
+    assert undocumented(whole) == set()
     last = metrics(whole)[-1]
     assert last["shaping/overlong_mean"] <= 0 and "shaping/repetition_mean" in last
     assert {"reward/digits/scaled_std", "reward/right/gated_share"} <= last.keys()
