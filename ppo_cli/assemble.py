@@ -203,6 +203,7 @@ def _load_prompt_sets(
             filter_overlong=data.filter_overlong_prompts,
             system_prompt=data.system_prompt,
             apply_chat_template=data.apply_chat_template,
+            template_arguments=data.apply_chat_template_kwargs,
             max_samples=most,
         )
         for note in found.notes:

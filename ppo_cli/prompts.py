@@ -48,6 +48,7 @@ def load_prompts(
     filter_overlong: bool = False,
     system_prompt: str | None = None,
     apply_chat_template: bool = True,
+    template_arguments: Mapping[str, Any] | None = None,
     max_samples: int = -1,
 ) -> PromptSet:
     """Read files or hub sets to prompts; any bad row stops it, and all of them are told.
@@ -60,7 +61,7 @@ def load_prompts(
         sets = keep_first(sets, max_samples)
     if not any(rows.rows for rows in sets):
         raise DataError(tell_nothing(sources, max_samples))
-    renderer = Renderer(tokenizer, system_prompt, apply_chat_template)
+    renderer = Renderer(tokenizer, system_prompt, apply_chat_template, template_arguments or {})
     found: list[tuple[str, Rendered]] = []
     problems: list[RowProblem] = []
     for rows, label in zip(sets, unique_labels(sets), strict=True):

@@ -5,7 +5,7 @@ verl's names without the `actor_rollout_ref.` wrapper. Defaults live here and no
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from ppo_cli.config.fields import Section, section, setting
 from ppo_cli.config.rewarding import Reward
@@ -77,6 +77,9 @@ class Data(Section):
     prompt_key: str = setting("prompt", "Column that holds the prompt.")
     reward_fn_key: str = setting("data_source", "Column that chooses the rule.")
     apply_chat_template: bool = setting(True, "Render prompts with the chat template.")
+    apply_chat_template_kwargs: dict[str, Any] = setting(
+        {}, "Arguments of the chat template, such as {enable_thinking: false}."
+    )
     train_max_samples: int = setting(-1, "Use only the first N training rows; -1 is all.", ge=-1)
     val_max_samples: int = setting(-1, "Use only the first N validation rows; -1 is all.", ge=-1)
 

@@ -332,7 +332,6 @@ REFUSED: Final[dict[str, str]] = {
     "data.image_key": "models here read text only",
     "data.video_key": "models here read text only",
     "data.image_patch_size": "models here read text only",
-    "data.apply_chat_template_kwargs.*": "the template is rendered as the tokenizer has it",
     "reward.max_rpm": "limits belong to the judge: set reward.api.max_rpm (--rm_max_rpm)",
     "reward.max_tpm": "limits belong to the judge: set reward.api.max_tpm (--rm_max_tpm)",
     "reward.max_concurrent": "set reward.api.concurrency (--rm_concurrency)",

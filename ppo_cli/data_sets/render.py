@@ -8,12 +8,13 @@ template) gets the special tokens that the tokenizer puts in front of any text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ppo_cli.data_sets.files import first_line
 from ppo_cli.data_sets.problems import RowError, RowProblem
 from ppo_cli.data_sets.rows import Row
+from ppo_cli.errors import DataError
 from ppo_cli.records import Message
 
 CHUNK = 1024
@@ -57,6 +58,15 @@ class Renderer:
     tokenizer: Tokenizer
     system_prompt: str | None = None
     apply_chat_template: bool = True
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that the chat template does not read: they would change nothing."""
+        template = str(self.tokenizer.chat_template) if self.uses_template else ""
+        unread = [name for name in self.template_arguments if name not in template]
+        if unread:
+            why = "the chat template does not use it" if self.uses_template else self.why_raw
+            raise DataError(f"data.apply_chat_template_kwargs.{unread[0]} has no effect: {why}.")
 
     @property
     def uses_template(self) -> bool:
@@ -121,7 +131,10 @@ class Renderer:
         conversation = [dict(message) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
+                conversation,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.template_arguments,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RowError(

@@ -10,6 +10,7 @@ import pytest
 from ppo_cli.data_sets.problems import Place
 from ppo_cli.data_sets.render import Rendered, Renderer
 from ppo_cli.data_sets.rows import Row
+from ppo_cli.errors import DataError
 
 BOS = 256
 EOS = 258
@@ -83,6 +84,22 @@ def test_the_template_can_be_switched_off(tokenizer: Any) -> None:
     item = render(Renderer(tokenizer, apply_chat_template=False), "ab")[0]
     assert item.text == "ab"
     assert len(item.token_ids) == 3
+
+
+def test_arguments_reach_the_template(make_tokenizer: Callable[..., Any]) -> None:
+    thinks = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer = make_tokenizer(template=thinks)
+    off = Renderer(tokenizer, template_arguments={"enable_thinking": False})
+    assert render(off, "a")[0].text == "a<think></think>"
+    assert render(Renderer(tokenizer), "a")[0].text == "a"
+
+
+def test_arguments_that_the_template_does_not_read_are_refused(
+    tokenizer: Any, make_tokenizer: Callable[..., Any]
+) -> None:
+    for without in (tokenizer, make_tokenizer(template=None)):
+        with pytest.raises(DataError, match=r"kwargs\.enable_thinking has no effect"):
+            Renderer(without, template_arguments={"enable_thinking": False})
 
 
 def test_messages_need_a_template(tokenizer: Any, make_tokenizer: Callable[..., Any]) -> None:
