@@ -1,7 +1,7 @@
 """Pure text guards: what a policy wrote may be read by a judge, but never obeyed by its machine.
 
 Invisible characters go, words that a tokenizer or our fences would act on are spelt apart,
-reasoning blocks are stripped, over-long text is cut in the middle. Every scan is linear.
+over-long text is cut in the middle. Every scan is linear.
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ FENCES = re.compile(
     re.IGNORECASE,
 )
 CUT_MARKS = re.compile(r"\[(?=cut-\w)", re.IGNORECASE)
-REASONING = re.compile(
-    r"<(?P<a>/?)(?P<name>think|thinking|thoughts?|reasoning)>"
-    r"|\[(?P<b>/?)THINK\]|◁(?P<c>/?)think▷|<\|(?P<d>begin|end)_of_thought\|>",
-    re.IGNORECASE,
-)
 
 
 class Cut(NamedTuple):
@@ -80,39 +75,6 @@ def neutralise(text: str) -> str:
     told = FENCES.sub(r"[\1]", text)
     told = CUT_MARKS.sub("[ ", told)
     return CHAT_TOKENS.sub(lambda found: f"{found[0]} ", told)
-
-
-def strip_reasoning(text: str) -> str:
-    """Return what follows from reasoning blocks: the answer alone.
-
-    Closed blocks go. After a lone closing tag (its opening stood in the prompt) only what
-    follows counts; a text that opens a block first thing and never closes it is no answer.
-    """
-    kept: list[str] = []
-    start, opened, name = 0, -1, ""
-    for tag in REASONING.finditer(text):
-        this, closing = _tag(tag)
-        if opened < 0 and closing:
-            kept, start = [], tag.end()
-        elif opened < 0:
-            kept.append(text[start : tag.start()])
-            opened, name = tag.start(), this
-        elif closing and this == name:
-            opened, start = -1, tag.end()
-    if opened < 0:
-        kept.append(text[start:])
-    elif "".join(kept).strip():
-        kept.append(text[opened:])
-    return "".join(kept).strip() if opened >= 0 or start else text
-
-
-def _tag(found: re.Match[str]) -> tuple[str, bool]:
-    """Return a reasoning tag's kind and whether it closes."""
-    if found["name"]:
-        return found["name"].lower(), bool(found["a"])
-    if found["d"]:
-        return "thought-token", found["d"].lower() == "end"
-    return ("[think]", bool(found["b"])) if found[0][0] == "[" else ("◁think▷", bool(found["c"]))
 
 
 def cut_middle(text: str, most: int) -> Cut:

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.exchange import Question, Scale
-from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise, strip_reasoning
+from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise
+from ppo_cli.rewards.judge.thoughts import strip_reasoning
 
 VARIABLES = ("prompt", "response", "ground_truth")
 EXTRA = "extra_info"

@@ -1,4 +1,4 @@
-"""What a policy wrote, made harmless: invisible signs, control tokens, fences, reasoning."""
+"""What a policy wrote, made harmless: invisible signs, control tokens, fences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise, strip_reasoning
+from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise
 
 # Any text, with the words that matter strewn into it.
 SPECIAL = st.sampled_from(
@@ -172,47 +172,6 @@ def test_the_tokenizer_would_find_them() -> None:
         assert TOKENIZER.id_to_token(TOKENIZER.encode(f"a{token}b").ids[1]) == token
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("4", "4"),
-        ("  keeps its spaces \n", "  keeps its spaces \n"),
-        ("<think>a lot</think>4", "4"),
-        ("<think>\na\n</think>\n\n4\n", "4"),
-        ("<THINK>a</Think>4", "4"),
-        ("<thinking>a</thinking>4", "4"),
-        ("<reasoning>a</reasoning>4", "4"),
-        ("<thought>a</thought>4", "4"),
-        ("[THINK]a[/THINK]4", "4"),
-        ("◁think▷a◁/think▷4", "4"),
-        ("<|begin_of_thought|>a<|end_of_thought|>4", "4"),
-        ("one <think>x</think> two <think>y</think> three", "one  two  three"),
-        ("a lot of thought</think>4", "4"),
-        ("a</think>b</think>4", "4"),
-        ("<think>a</think>b</think>4", "4"),
-        ("<think>I write <think> in here</think>4", "4"),
-        ("<think><reasoning>a</reasoning> b</think>4", "4"),
-        ("<think>never closed, the answer is 4", ""),
-        ("\n <think>never closed", ""),
-        ("<think>a</think><think>never closed", ""),
-        ("<think>a</reasoning> 4", ""),
-        ("The tag <think> opens a block", "The tag <think> opens a block"),
-        ("<think></think>", ""),
-        ("thinking about it: 4", "thinking about it: 4"),
-        ("<think >4", "<think >4"),
-    ],
-)
-def test_reasoning_is_stripped(text: str, answer: str) -> None:
-    assert strip_reasoning(text) == answer
-
-
-@given(st.text(alphabet="ab \n", max_size=20), st.text(alphabet="ab .", min_size=1, max_size=20))
-def test_whatever_is_thought_the_answer_is_left(thought: str, answer: str) -> None:
-    for name in ("think", "thinking", "reasoning"):
-        assert strip_reasoning(f"<{name}>{thought}</{name}>{answer}") == answer.strip()
-        assert strip_reasoning(f"{thought}</{name}>{answer}") == answer.strip()
-
-
 def test_cut_middle_keeps_short_text() -> None:
     assert cut_middle("abc", 3) == ("abc", 0, "")
     assert cut_middle("", 3) == ("", 0, "")
@@ -229,7 +188,7 @@ def test_cut_middle_keeps_head_and_tail_and_counts(text: str, most: int) -> None
     assert left_out == 0 or most < 3 or tail
 
 
-@pytest.mark.parametrize("guard", [clean, neutralise, strip_reasoning])
+@pytest.mark.parametrize("guard", [clean, neutralise])
 @pytest.mark.parametrize(
     "unit", ["<think>", "</think>", "<|", "|>", "<response-", "[", "extra_info.", "<｜a", "\u200b"]
 )
