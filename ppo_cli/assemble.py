@@ -20,14 +20,14 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engines import Engines
-from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.errors import Interrupted, WorkerLost, ppo
 from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.restarts import run_with_restarts, start_engine
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.diagnosis import explain_no_reward
+from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import RunFolder, check_same_run
 from ppo_cli.run_state import RunState, read_state
@@ -132,7 +132,9 @@ def _train_in(
             pad_token_id=tokenizer.pad_token_id,
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
-            diagnose=explain_no_reward,
+            diagnose=partial(
+                explain_no_reward, look=commands(folder.path, config.data.train_files)
+            ),
             stop_requested=stop.reason,
             resume_command=resume_command,
             fingerprint=identity,
@@ -246,13 +248,10 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def _resume_command(resolved: Resolved) -> str:
     """The command line of this run, to be typed again: it goes on where the run stopped."""
-    name = Path(sys.argv[0]).name
-    started = "python -m ppo_cli" if name == "__main__.py" else name
-    program = os.environ.get("PPO_COMMAND") or started
     # Variables count as settings too, and may be gone in another shell.
     names = sorted({o.removeprefix("env ") for o in resolved.origins.values() if o[:4] == "env "})
     variables = [f"{n}={shlex.quote(os.environ[n])}" for n in names if n in os.environ]
-    words = [*shlex.split(program), *sys.argv[1:]]
+    words = [*shlex.split(ppo()), *sys.argv[1:]]
     if resolved.config.trainer.resume_mode != "auto":
         # Once more "never" or an older checkpoint would throw away what is saved now.
         words = [w for w in words if not w.startswith("trainer.resume_mode=")]

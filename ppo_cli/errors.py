@@ -17,7 +17,12 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -105,6 +110,28 @@ def _code_of_exit(code: str | int | None) -> int:
     if code is None:
         return EXIT_DONE
     return code & 0xFF if isinstance(code, int) else EXIT_BUG
+
+
+def ppo(words: str = "") -> str:
+    """Return a command as it works where this process was started: `ppo show`, or its path.
+
+    `./train.sh` says in PPO_COMMAND (quoted for a shell) where `ppo` lies.
+    """
+    return f"{os.environ.get('PPO_COMMAND') or _called_as()} {words}".rstrip()
+
+
+def _called_as() -> str:
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py" and called.parent.name == "ppo_cli":
+        return f"{_on_path(Path(sys.executable))} -m ppo_cli"
+    return _on_path(called) if called.name == "ppo" else "ppo"
+
+
+def _on_path(program: Path) -> str:
+    """The bare name where the shell finds this very file by it."""
+    found = shutil.which(program.name)
+    there = found is not None and os.path.abspath(found) == os.path.abspath(program)
+    return program.name if there else shlex.quote(str(program))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

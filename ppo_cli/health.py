@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pvariance
@@ -13,6 +14,8 @@ from typing import Any
 
 from ppo_cli.config.effective import gpus_per_node
 from ppo_cli.config.schema import Config
+from ppo_cli.config.scorers import judges_of, models_of
+from ppo_cli.errors import ppo
 
 History = Sequence[Mapping[str, Any]]
 
@@ -39,6 +42,8 @@ class Limits:
     kl_setting: str = "--kl_coef"
     logprob_diff: float = 1e-3
     async_steps: int = 0
+    reward_advice: str = "check --reward_function or --rule"
+    run_dir: str = "outputs"  # quoted for a shell
 
 
 def limits_of(config: Config) -> Limits:
@@ -55,7 +60,20 @@ def limits_of(config: Config) -> Limits:
         kl_setting="actor.kl_loss_coef" if in_loss_only else "--kl_coef",
         logprob_diff=0.2 if config.trainer.async_steps else 0.05 if rough else 1e-3,
         async_steps=config.trainer.async_steps,
+        reward_advice=_reward_advice(config),
+        run_dir=shlex.quote(config.trainer.output_dir),
     )
+
+
+def _reward_advice(config: Config) -> str:
+    """What to look at when a reward says the same of every response."""
+    kinds = [
+        "--rm_prompt_preset, --rm_scale and --rm_model" if judges_of(config.reward) else "",
+        "--reward_model" if models_of(config.reward) else "",
+        "--reward_function" if config.reward.function else "",
+    ]
+    found = [kind for kind in kinds if kind] or ["--rule"]
+    return f"check {', and '.join(found)}"
 
 
 def find_trouble(history: History, limits: Limits) -> dict[str, str]:
@@ -188,8 +206,8 @@ def _reward_same(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"Every response of the last {count} steps got the same reward ({means[-1]:g}), so there "
-        "is nothing to learn from. Look at some with `ppo show`, and check --reward_function or "
-        "--rule, or raise --temperature."
+        f"is nothing to learn from. Look at some with `{ppo(f'show {limits.run_dir} --worst 5')}`, "
+        f"and {limits.reward_advice}, or raise --temperature."
     )
 
 
@@ -282,8 +300,12 @@ def _judge_fooled(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"The judge gave {worst[0]:.2f} to a reply without any content: the model may learn to say "
-        "nothing. Try another --rm_model or prompt; `ppo reward audit` tells which hold."
+        f"nothing. Try another --rm_model or prompt; `{_audit(limits)}` tells which hold."
     )
+
+
+def _audit(limits: Limits) -> str:
+    return ppo(f"reward audit --config {limits.run_dir}/config.yaml")
 
 
 def _monitor_silent(steps: History, limits: Limits) -> str:
@@ -302,7 +324,7 @@ def _judge_likes_length(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"The judge's scores go with length (correlation {fmean(found):.2f}): the model may learn "
-        "to ramble. Ask in the judge's prompt to ignore length; `ppo reward audit` tests it."
+        f"to ramble. Ask in the judge's prompt to ignore length; `{_audit(limits)}` tests it."
     )
 
 

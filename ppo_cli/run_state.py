@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.errors import ModelError, UserError
+from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.moments import Moments
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Scored
@@ -133,7 +133,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             "another one with --resume PATH, or start afresh with --resume never."
         ) from error
     if found != FORMAT:
-        export = f"ppo export {shlex.quote(str(folder))} --out DIR"
+        export = ppo(f"export {shlex.quote(str(folder))} --out DIR")
         raise ModelError(
             f"The checkpoint {folder} has format {found}, and this version of ppo-cli goes on "
             f"with format {FORMAT} only: start afresh in another --output_dir, or use the version "

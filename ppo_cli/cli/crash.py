@@ -18,6 +18,7 @@ from ppo_cli.errors import (
     UserError,
     WorkerLost,
     did_you_mean,
+    ppo,
 )
 from ppo_cli.redact import redact
 
@@ -85,8 +86,8 @@ def _usage(error: BaseException) -> str | None:
     if hasattr(error, "possibilities"):
         said = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
     context = getattr(error, "ctx", None)
-    path = context.command_path if context else "ppo COMMAND"
-    return f"error: {said} See `{path} --help`."
+    command = context.command_path.partition(" ")[2] if context else "COMMAND"
+    return f"error: {said} See `{ppo(f'{command} --help'.lstrip())}`."
 
 
 def _kept(bug: BaseException, folder: Path) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 import typer
 
 from ppo_cli.data_sets.check import Finding, Report
 from ppo_cli.data_sets.prepare import Prepared
+from ppo_cli.errors import ppo
 
 MOST_BAD = 50
 MOST_SOURCES = 20
@@ -138,6 +140,7 @@ def print_prepared(files: Sequence[Prepared]) -> None:
     for file in files:
         typer.echo(f"{file.path}: {file.rows:,} rows")
     paths = {file.split: file.path for file in files}
-    flags = [f"--train_files {paths['train']}"] if "train" in paths else []
-    flags += [f"--val_files {paths[split]}" for split in ("val", "test") if split in paths][:1]
-    typer.echo(f"Next: ppo train {' '.join(flags)}")
+    flags = ["--train_files", str(paths["train"])] if "train" in paths else []
+    held_out = next((split for split in ("val", "test") if split in paths), None)
+    flags += ["--val_files", str(paths[held_out])] if held_out else []
+    typer.echo(f"Next: {ppo('train')} {shlex.join(flags)}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ppo_cli.cli.wording import clean, fit
+from ppo_cli.errors import ppo
 
 Source = Annotated[
     Path,
@@ -101,7 +102,7 @@ def told(record: dict[str, Any]) -> str:
         lines.insert(2, f"  merged with {record['base']}")
     if record["dtype"] == "float32":
         lines[-1] += "; --dtype bfloat16 takes half"
-    return clean("\n".join([*lines, f"Use it:  ppo train {record['use_as']} {record['out']} ..."]))
+    return clean("\n".join([*lines, f"Use it:  {ppo('train')} {record['use_as']} {record['out']}"]))
 
 
 def amount(count: int, billions: str = "B") -> str:

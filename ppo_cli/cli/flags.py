@@ -16,9 +16,11 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from ppo_cli.cli.foreign_flags import translate, unknown_flag
 from ppo_cli.config.bundled import ALIASES, preset_names
 from ppo_cli.config.keys import Key, range_words, table
 from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.errors import ConfigError, ppo
 
 PANELS = {
     "model": "Model",
@@ -31,6 +33,7 @@ PANELS = {
     "reward": "Reward",
     "trainer": "Run",
 }
+UNKNOWN = "ppo_cli.unknown_flags"  # where the parser's context keeps flags that do not exist
 EXAMPLES = {
     "--train_files": "train.parquet",
     "--lr": "1e-6",
@@ -52,6 +55,7 @@ class Given:
     config_files: tuple[Path, ...]
     overrides: tuple[str, ...]
     extras: Mapping[str, Any]
+    unknown: tuple[str, ...] = ()
 
     def resolve_node(self) -> Resolved:
         """Put what was typed over the other layers, with what SLURM says of this node."""
@@ -65,15 +69,24 @@ class Given:
         environ: Mapping[str, str] | None = None,
         origins: Mapping[str, str] | None = None,
     ) -> Resolved:
-        """Put what was typed over the other layers; `origins` tells where variables are from."""
-        return resolve(
-            flags=self.flags,
-            preset=self.preset,
-            config_files=self.config_files,
-            overrides=self.overrides,
-            environ=os.environ if environ is None else environ,
-            origins=origins,
-        )
+        """Put what was typed over the other layers; `origins` tells where variables are from.
+
+        Raises one ConfigError with flags that do not exist and all that is wrong with the rest.
+        """
+        try:
+            resolved = resolve(
+                flags=self.flags,
+                preset=self.preset,
+                config_files=self.config_files,
+                overrides=self.overrides,
+                environ=os.environ if environ is None else environ,
+                origins=origins,
+            )
+        except ConfigError as error:
+            raise ConfigError([*self.unknown, *error.problems]) from error
+        if self.unknown:
+            raise ConfigError(self.unknown)
+        return resolved
 
 
 def flag_keys() -> dict[str, Key]:
@@ -88,7 +101,7 @@ def takes_settings(
     keys = flag_keys()
     own = {p.name for p in extras}
 
-    def command(**typed: Any) -> None:
+    def command(ctx: typer.Context, **typed: Any) -> None:
         flags = {
             key.name: (tuple(typed[name]) if key.is_list else typed[name], f"flag {key.flag}")
             for name, key in keys.items()
@@ -101,6 +114,7 @@ def takes_settings(
                 config_files=tuple(Path(p) for p in typed["config"] or ()),
                 overrides=tuple(typed["overrides"] or ()),
                 extras={name: typed[name] for name in own},
+                unknown=ctx.meta.get(UNKNOWN, ()),
             )
         )
 
@@ -119,11 +133,49 @@ def switch(name: str, said: str) -> inspect.Parameter:
 
 
 class SettingsCommand(TyperCommand):
-    """A command whose list flags may be followed by several values."""
+    """A command whose list flags may be followed by several values.
+
+    Flags of other programs are read as their own; those that do not exist are kept in `ctx.meta`,
+    to be told with everything else that is wrong.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat a list flag before each of its values, then parse as usual."""
-        return super().parse_args(ctx, spread(args))
+        known, unknown = self._sorted_out(translate(args))
+        if unknown:
+            names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
+            told = [unknown_flag(flag, names) for flag in unknown]
+            told[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
+            ctx.meta[UNKNOWN] = tuple(told)
+        return super().parse_args(ctx, spread(known))
+
+    def _sorted_out(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """Take out flags that do not exist, with the values that follow them."""
+        takes_value = {
+            name: not getattr(option, "is_flag", False)
+            for option in self.params
+            for name in (*option.opts, *option.secondary_opts)
+        } | {"--help": False}
+        known: list[str] = []
+        unknown: list[str] = []
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            flag, equals, _ = word.replace("-", "_").partition("=")
+            flag = f"--{flag[2:]}"
+            if word == "--":
+                return [*known, word, *rest], unknown
+            if not word.startswith("--") or flag in takes_value:
+                known.append(word)
+                if word.startswith("--") and takes_value[flag] and not equals and rest:
+                    known.append(rest.pop(0))
+                continue
+            unknown.append(flag)
+            while (
+                not equals and rest and not rest[0].startswith("--") and not _is_override(rest[0])
+            ):
+                rest.pop(0)
+        return known, unknown
 
 
 def spread(args: Sequence[str]) -> list[str]:
@@ -163,6 +215,7 @@ def _layers() -> list[inspect.Parameter]:
             ),
             annotation=list[str] | None,
         ),
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         _keyword(
             "preset",
             str | None,

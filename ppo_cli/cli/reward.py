@@ -129,11 +129,11 @@ def audit(given: Given) -> None:
 
 def _settings(given: Given) -> tuple[Config, Screen]:
     """The checked settings, and a screen on stderr: stdout is for the result."""
+    resolved = given.resolve()
     if "file" in given.extras and not given.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
     if "labels" in given.extras and not given.extras["labels"]:
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
-    resolved = given.resolve()
     screen: Screen = PlainScreen(sys.stderr)
     if sys.stderr.isatty():
         screen = TerminalScreen(Console(file=sys.stderr, highlight=False))

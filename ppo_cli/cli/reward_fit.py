@@ -15,7 +15,7 @@ from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.screen import PlainScreen, TerminalScreen
 from ppo_cli.cli.wording import clean
 from ppo_cli.cli.wording import fit as fit_words
-from ppo_cli.errors import ConfigError, PpoError
+from ppo_cli.errors import ConfigError, PpoError, ppo
 from ppo_cli.tracker import Screen
 
 EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
@@ -203,7 +203,7 @@ def told_end(record: dict[str, Any]) -> str:
             for name in ("accuracy", "loss", "margin")
         ),
         f"Scores of held-out responses: mean {mean:.4g}, std {std:.4g}.",
-        f"Use it:  ppo train --reward_model {record['out']} …",
+        f"Use it:  {ppo('train')} --reward_model {record['out']}",
         f"In a mixture, under its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
     ]
     if warning := told_doubt(after["accuracy"], pairs["held_out"]):

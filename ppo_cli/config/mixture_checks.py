@@ -10,12 +10,7 @@ from ppo_cli.config.mixture import model_settings
 from ppo_cli.config.mixture_reading import PARTS, Mixture, has_mixture, read_mixture
 from ppo_cli.config.rewarding import Reward
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import did_you_mean
-
-MEASURE = (
-    "`ppo reward score` and `ppo reward calibrate` print them, and `ppo reward fit` writes them "
-    "to fit.json"
-)
+from ppo_cli.errors import did_you_mean, ppo
 
 
 def mixture_clashes(config: Config) -> Iterator[Clash]:
@@ -64,7 +59,8 @@ def _scaling(part: MixPart, found: Mixture, n: int) -> Iterator[Clash]:
         yield Clash(
             (f"{key}.scaling",),
             f"part {part.name} is scaled by affine, which needs mean and std ({key}.mean, .std): "
-            f"{MEASURE}.",
+            f"`{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
+            f"`{ppo('reward fit')}` writes them to fit.json.",
         )
     if given and part.scaling not in ("affine", "sigmoid"):
         yield Clash(

@@ -11,7 +11,7 @@ from ppo_cli.config.judge_checks import VARIABLE, is_address
 from ppo_cli.config.reward_models import SERVED, find_adapter, is_url
 from ppo_cli.config.schema import Config
 from ppo_cli.config.scorers import Scorer, models_of
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, ppo
 from ppo_cli.redact import redact
 
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
@@ -45,8 +45,8 @@ def _path(model: Scorer) -> Iterator[Clash]:
     if path == EMBEDDED:
         yield Clash(
             _keys(model, "path"),
-            "'embedded' is a small model to train, not a reward model; `ppo reward fit` makes "
-            "one from it.",
+            "'embedded' is a small model to train, not a reward model; "
+            f"`{ppo('reward fit')}` makes one from it.",
         )
     elif "://" in path and not is_address(path):
         yield Clash(

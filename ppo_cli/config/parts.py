@@ -14,6 +14,7 @@ from ppo_cli.config.mixture_checks import mixture_remarks
 from ppo_cli.config.model_checks import missing_models
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import ppo
 
 
 def missing_parts(
@@ -48,7 +49,7 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
     if not config.data.train_files:
         said.append(
             "There are no prompts to train on: name them with --train_files FILE. "
-            "`ppo data prepare gsm8k --source openai/gsm8k --out data/gsm8k` makes a set, "
+            f"`{ppo('data prepare gsm8k --source openai/gsm8k --out data/gsm8k')}` makes a set, "
             "and --preset embedded trains on the bundled one."
         )
     return said

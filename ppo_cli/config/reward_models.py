@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ppo_cli.config.tensor_names import has_weights, read_json, tensor_names
-from ppo_cli.errors import ModelError, RewardError, did_you_mean
+from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
 from ppo_cli.redact import redact
 
 LOCAL = ("seqcls", "armorm", "starling", "pair", "value_head")
@@ -140,7 +140,7 @@ def _choose(signs: Signs, wanted: str | None) -> Found:
         raise ModelError(
             f"{signs.folder} has no reward head: its {len(signs.tensors)} tensors hold "
             f"no {', '.join(prefix.rstrip('.') for prefix in ('score', 'classifier', 'v_head'))} "
-            "or the like; fit one with `ppo reward fit`."
+            f"or the like; fit one with `{ppo('reward fit')}`."
         )
     if wanted is None or wanted == found.adapter:
         return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.data_sets import gsm8k, humaneval
-from ppo_cli.errors import DataError, MissingPart, did_you_mean
+from ppo_cli.errors import DataError, MissingPart, did_you_mean, ppo
 
 Splits = Mapping[str, list[dict[str, Any]]]
 
@@ -55,7 +55,7 @@ def find_recipe(name: str) -> Recipe:
     near = did_you_mean(name.lower(), RECIPES)
     raise DataError(
         f"No recipe for the data set '{name}'.{near} Known: {known}. "
-        "Your own JSONL or parquet files need no preparation; see `ppo data check`."
+        f"Your own JSONL or parquet files need no preparation; see `{ppo('data check')}`."
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ppo_cli.errors import DataError
+from ppo_cli.errors import DataError, ppo
 
 SHOWN = 5
 
@@ -56,5 +57,6 @@ def raise_problems(problems: Sequence[RowProblem]) -> None:
         lines.append(f"… and {len(problems) - SHOWN} more.")
     if rows > 1:
         lines.insert(0, f"{rows} bad rows:")
-    lines.append("Mend or remove them; `ppo data check FILE` names them all.")
+    files = " ".join(dict.fromkeys(shlex.quote(problem.place.file) for problem in problems))
+    lines.append(f"Correct or remove them; `{ppo(f'data check {files}')}` names them all.")
     raise DataError("\n".join(lines))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ppo_cli.errors import ppo
 from ppo_cli.records import Scored
 from ppo_cli.rewards import checkers
 from ppo_cli.rewards.rules import RULES
@@ -14,12 +18,36 @@ MOST = 0.5
 LONGEST_GOLD = 100
 
 
-def explain_no_reward(scored: Sequence[Scored]) -> str | None:
+@dataclass(frozen=True)
+class Commands:
+    """Commands that look into a run, as they are typed."""
+
+    show: str
+    render: str
+    check: str
+
+
+def commands(run: Path = Path("outputs"), train_files: Sequence[str] = ("embedded",)) -> Commands:
+    """Return the commands that look into the run in this folder and at its prompts."""
+    folder, files = shlex.quote(str(run)), [shlex.quote(name) for name in train_files]
+    config = shlex.quote(str(run / "config.yaml"))
+    return Commands(
+        show=ppo(f"show {folder} --worst 20"),
+        render=ppo(f"prompts render {files[0]} --config {config}"),
+        check=ppo(f"data check {' '.join(files)}"),
+    )
+
+
+def explain_no_reward(scored: Sequence[Scored], look: Commands | None = None) -> str | None:
     """Name the likely cause in one paragraph with an example; None when something scored."""
     if not scored or any(one.score.value for one in scored):
         return None
+    look = look or commands()
     failed = [one for one in scored if one.score.value is None]
-    cause, example = _failed(failed, len(scored)) if _most(failed, scored) else _zero(scored)
+    if _most(failed, scored):
+        cause, example = _failed(failed, len(scored), look)
+    else:
+        cause, example = _zero(scored, look)
     return f"{cause} {_example(example)}"
 
 
@@ -27,26 +55,33 @@ def _most(some: Sequence[Scored], everything: Sequence[Scored]) -> bool:
     return len(some) > MOST * len(everything)
 
 
-def _failed(failed: Sequence[Scored], total: int) -> tuple[str, Scored]:
+def _failed(failed: Sequence[Scored], total: int, look: Commands) -> tuple[str, Scored]:
     reason, count = Counter(one.score.failure for one in failed).most_common(1)[0]
     example = next(one for one in failed if one.score.failure == reason)
-    text = f"Scoring failed for {len(failed)} of {total} responses, {count} times: {reason}."
-    return f"{text}{_mend_failure(reason)}", example
+    said = reason.removesuffix(".")
+    error = said.removeprefix("raised ")
+    said = f"{': ' if error == said else ' with '}{error}"
+    if count == total:
+        text = f"All {total} responses failed{said}."
+    else:
+        most = "" if count == len(failed) else f", {count} of them"
+        text = f"{len(failed)} of {total} responses failed{most}{said}."
+    return f"{text}{_mend_failure(reason, look)}", example
 
 
-def _mend_failure(reason: str) -> str:
+def _mend_failure(reason: str, look: Commands) -> str:
     if "no rule for data_source" in reason:
         return " Give --reward_function FILE:NAME, or --rule NAME for every row."
     if "ground_truth" in reason:
-        return " Check that column with `ppo data check FILE`, or choose another --rule."
+        return f" Check that column with `{look.check}`, or choose another --rule."
     if reason.startswith("timeout"):
         return " Make the function faster, or raise reward.timeout."
     if reason.startswith(("raised", "returned")):
-        return " Mend the reward function; the rollout log names the failure of each response."
+        return f" Correct the reward function; `{look.show}` names the failure of each response."
     return ""
 
 
-def _zero(scored: Sequence[Scored]) -> tuple[str, Scored]:
+def _zero(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
     """All zero: empty replies, nothing extracted, a strange ground truth, or plainly wrong."""
     judged = [one for one in scored if one.score.value is not None]
     empty = [one for one in judged if not one.rollout.text.strip()]
@@ -69,11 +104,11 @@ def _zero(scored: Sequence[Scored]) -> tuple[str, Scored]:
     if any("judge_reply" in one.score.info or "gated" in one.score.info for one in judged):
         return (
             f"The judge gave the lowest score to all {len(judged)} responses. Its reasons are in "
-            "rollouts/ (`ppo show --worst 20`); see what it is asked with `ppo prompts render`.",
+            f"rollouts/ (`{look.show}`); see what it is asked with `{look.render}`.",
             judged[0],
         )
     if any("mixture" in one.score.info for one in judged):
-        return _mixture_of_nothing(judged), judged[0]
+        return _mixture_of_nothing(judged, look), judged[0]
     if not any("rule" in one.score.info for one in judged):
         return (
             f"The reward function gave 0 to all {len(judged)} responses. Try it by hand on the "
@@ -88,7 +123,7 @@ def _zero(scored: Sequence[Scored]) -> tuple[str, Scored]:
     )
 
 
-def _mixture_of_nothing(judged: Sequence[Scored]) -> str:
+def _mixture_of_nothing(judged: Sequence[Scored], look: Commands) -> str:
     """Scaled by mean and spread, parts that never vary come to 0."""
     same = [
         f"{name} ({values.pop():g})"
@@ -97,7 +132,7 @@ def _mixture_of_nothing(judged: Sequence[Scored]) -> str:
     ]
     return (
         f"The mixture comes to 0 for all {len(judged)} responses. Parts that say the same of each: "
-        f"{', '.join(same) or 'none'}. Look at the parts with `ppo show`, and try each alone."
+        f"{', '.join(same) or 'none'}. Look at the parts with `{look.show}`, and try each alone."
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from ppo_cli.cli.app import main
 from ppo_cli.cli.flags import flag_keys, help_line, spread
+from ppo_cli.cli.foreign_flags import ALIASES, POINTERS, translate, unknown_flag
 from ppo_cli.config.keys import table
 
 FROZEN = """
@@ -29,6 +33,64 @@ val_files worker_timeout
 
 def test_the_flags_are_these_and_no_others() -> None:
     assert sorted(flag_keys()) == FROZEN.split()
+
+
+def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
+    known = {key.flag for key in table().values() if key.flag} | set(table())
+    assert {name: to for name, to in ALIASES.items() if to not in known} == {}
+    assert set(ALIASES) & set(flag_keys()) == set()
+    assert set(POINTERS) & (set(flag_keys()) | set(ALIASES)) == set()
+    words = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(POINTERS.values()))
+    assert {word for word in words if word not in known} == {"actor.fsdp_config"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--learning_rate 1e-5", "--lr 1e-5"),
+        ("--learning-rate=1e-5 --max-new-tokens 8", "--lr=1e-5 --max_response_length 8"),
+        ("--run_name a --seed 1", "trainer.experiment_name=a --seed 1"),
+        ("--warmup_ratio=0.1", "actor.optim.lr_warmup_steps_ratio=0.1"),
+        ("--lr 1 -- --learning_rate", "--lr 1 -- --learning_rate"),
+        ("--run_name", "--run_name"),
+    ],
+)
+def test_flags_of_other_programs(typed: str, meant: str) -> None:
+    assert translate(typed.split()) == meant.split()
+
+
+def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [key.flag for key in table().values() if key.flag]
+    monkeypatch.setenv("PPO_COMMAND", "/a/ppo")
+    for flag, told in {
+        "--nonsense": "there is no flag --nonsense.",
+        "--xyz": "there is no flag --xyz.",
+        "--learnin_rate": "Did you mean '--lr'?",
+        "--batch-sise": "there is no flag --batch_sise. Did you mean '--batch_size'?",
+        "--warmup_ration": "Did you mean 'actor.optim.lr_warmup_steps_ratio'?",
+        "--per_device_train_batch_sizes": "actor.ppo_micro_batch_size_per_gpu=N",
+        "--report_to": "use --logger console,wandb",
+        "--beta": "actor.kl_loss_coef=X",
+        "--push_to_hub": "`/a/ppo export`",
+    }.items():
+        said = unknown_flag(flag, known)
+        assert told in said and said[-1] in ".?", said
+
+
+def test_all_unknown_flags_are_told_at_once_with_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PPO_COMMAND", "/a\\ b/ppo")
+    line = "plan --nonsense 3 4 --bf16 --learnin_rate=1 lrr=3 --lr fast --system_prompt --foo"
+    assert main(line.split()) == 2
+    err = capsys.readouterr().err
+    for words in (
+        "5 things are wrong", "no flag --nonsense.", "--bf16: use --dtype bfloat16", "'--lr'?",
+        "no setting 'lrr'", "flag --lr: ", "See `/a\\ b/ppo plan --help`",
+    ):  # fmt: skip
+        assert words in err, words
+    assert main(["data", "check"]) == 2
+    assert "See `/a\\ b/ppo data check --help`" in capsys.readouterr().err
 
 
 def test_no_flag_and_no_variable_serves_two_settings() -> None:

@@ -180,7 +180,7 @@ def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: 
     lines = refusal(tokenizer, a, str(b)).splitlines()
     assert lines[:2] == ["8 bad rows:", f"{a} line 2, column prompt: is empty"]
     assert lines[-2:] == [
-        "… and 3 more.", "Mend or remove them; `ppo data check FILE` names them all."
+        "… and 3 more.", f"Correct or remove them; `ppo data check {a} {b}` names them all."
     ]  # fmt: skip
     assert refusal(tokenizer, str(b)).startswith(f"{b} line 1: not JSON")
 

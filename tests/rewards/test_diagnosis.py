@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ppo_cli.records import Part, Rollout, Score, Scored
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.diagnosis import explain_no_reward
+from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -46,7 +47,7 @@ def test_responses_that_were_cut_off(build: Build, rollout: MakeRollout) -> None
 
 def test_a_ground_truth_of_another_kind(build: Build, rollout: MakeRollout) -> None:
     text = said(build(), *[rollout("#### 72", "seventy-two")] * 2)
-    assert "Scoring failed for 2 of 2 responses" in text
+    assert "All 2 responses failed: ground_truth" in text
     assert "ground_truth 'seventy-two' is not a number" in text
     assert "ppo data check" in text
 
@@ -82,8 +83,19 @@ def test_a_function_that_gives_zero_or_fails(rollout: MakeRollout) -> None:
         return explain_no_reward([Scored(rollout("a"), score)])
 
     assert "The reward function gave 0 to all 1 responses" in text(Score(0.0))
-    assert "Mend the reward function" in text(Score.failed("raised KeyError: 'x'"))
+    failed = text(Score.failed("raised KeyError: 'x'"))
+    assert failed.startswith("All 1 responses failed with KeyError: 'x'. Correct the reward ")
     assert "raise reward.timeout" in text(Score.failed("timeout: took longer than 10 s"))
+
+
+def test_failures_are_counted_by_their_cause(rollout: MakeRollout) -> None:
+    reasons = ["raised KeyError: 'x'"] * 2 + ["timeout: took longer than 10 s"]
+    scored = [Scored(rollout("a"), Score.failed(reason)) for reason in reasons]
+    look = commands(Path("my run"), ["a b.jsonl"])
+    told = explain_no_reward([*scored, Scored(rollout("b"), Score(0.0))], look)
+    assert told is not None
+    assert "3 of 4 responses failed, 2 of them with KeyError: 'x'." in told
+    assert "`ppo show 'my run' --worst 20` names the failure" in told
 
 
 def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ppo_cli.config.rewarding import ApiReward
-from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.errors import Interrupted, RewardError, ppo
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdict
@@ -70,7 +70,7 @@ def _unreadable(error: JudgeError, api: ApiReward) -> str:
     return (
         f"The judge {_who(api)} answers, but no score can be read from it ({_words(error)}). It "
         'said: "' + redact(error.reply[:200]) + '". Try a stronger --rm_model, or see the '
-        "request with `ppo prompts render`."
+        f"request with `{ppo('prompts render embedded')}` and the same --rm_ flags."
     )
 
 
