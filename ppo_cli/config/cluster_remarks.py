@@ -21,7 +21,12 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
     """Say what is allowed and easily overlooked; `gpus` are those visible on this node."""
     trainer = config.trainer
     if gpus > 1 and trainer.n_gpus_per_node is None:
-        yield f"{gpus} GPUs are visible, and one is used; --n_gpus {gpus} uses them all."
+        used = gpus_per_node(config, gpus)
+        if used < gpus:
+            yield (
+                f"{gpus} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
+                f"--n_gpus {gpus} uses them all."
+            )
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.strategy == "fsdp":
             yield f"{who}.strategy fsdp is FSDP2 here."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Literal
 
@@ -55,8 +56,17 @@ def rollout_is(config: Config) -> Literal["token", "sequence"] | None:
     return "token" if set_level is None and config.trainer.async_steps else set_level
 
 
+def usual_gpus(there: int, sampler: int, tensor: int) -> int:
+    """Return the GPUs of a node that are used when nobody says how many.
+
+    One, or as many as `sampler` and `tensor` (GPUs that one sampler, and one split of each
+    layer, span) need.
+    """
+    return min(there, math.lcm(sampler, tensor))
+
+
 def gpus_per_node(config: Config, gpus: int | None = None) -> int:
-    """Return how many GPUs of each node are used; unset, one where there is any.
+    """Return how many GPUs of each node are used; unset, as `usual_gpus` says.
 
     `gpus` is how many are visible here; None looks.
     """
@@ -64,7 +74,10 @@ def gpus_per_node(config: Config, gpus: int | None = None) -> int:
     if wanted is not None:
         return wanted
     there = gpu_count() if gpus is None else gpus
-    return 0 if config.trainer.num_workers else min(1, there)
+    if config.trainer.num_workers:
+        return 0
+    span = config.rollout.tensor_model_parallel_size
+    return usual_gpus(there, span, config.trainer.tensor_parallel_size)
 
 
 def engine_name(config: Config, gpus: int | None = None) -> Literal["local", "ray"]:

@@ -11,7 +11,7 @@ from ppo_cli.config.bundled import EMBEDDED, preset_path
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.keys import table
 from ppo_cli.config.reward_file import read_reward_file
-from ppo_cli.config.values import Quoted, is_unset
+from ppo_cli.config.values import given_text, is_unset
 from ppo_cli.config.yaml_file import Entry, read_yaml
 from ppo_cli.errors import ConfigError
 
@@ -94,9 +94,9 @@ def _variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> list[E
     """Variables that are set; an empty one counts as not set."""
     named = ((key, environ.get(key.env, "")) for key in table().values() if key.env)
     return [
-        Entry(key.name, text, origins.get(str(key.env), f"env {key.env}"))
+        Entry(key.name, given_text(text), origins.get(str(key.env), f"env {key.env}"))
         for key, text in named
-        if text.strip()
+        if given_text(text)
     ]
 
 
@@ -114,14 +114,8 @@ def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
                 "actor.clip_ratio=0.1."
             )
             continue
-        entries.append(Entry(name, _unquoted(raw.strip()), "override"))
+        entries.append(Entry(name, given_text(raw), "override"))
     return entries
-
-
-def _unquoted(raw: str) -> Any:
-    if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"":
-        return Quoted(raw[1:-1])
-    return raw
 
 
 def _with_reward_file(

@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import Final
 
 # In that style one number served actor and critic; here each has its own.
+_OF_THE_UPDATE: Final[dict[str, tuple[str, ...]]] = {
+    "learning_rate": ("actor.optim.lr",),
+    "batch_size": ("data.train_batch_size",),
+    "mini_batch_size": ("actor.ppo_mini_batch_size",),
+    "epochs": ("actor.ppo_epochs", "critic.ppo_epochs"),
+    "clip_range": ("actor.clip_ratio",),
+    "value_loss_coef": ("critic.value_loss_coef",),
+    "entropy_coef": ("actor.entropy_coeff",),
+    "max_grad_norm": ("actor.grad_clip", "critic.grad_clip"),
+}
 RENAMED: Final[dict[str, tuple[str, ...]]] = {
-    "algorithm.learning_rate": ("actor.optim.lr",),
-    "algorithm.batch_size": ("data.train_batch_size",),
-    "algorithm.mini_batch_size": ("actor.ppo_mini_batch_size",),
-    "algorithm.epochs": ("actor.ppo_epochs", "critic.ppo_epochs"),
-    "algorithm.clip_range": ("actor.clip_ratio",),
-    "algorithm.value_loss_coef": ("critic.value_loss_coef",),
-    "algorithm.entropy_coef": ("actor.entropy_coeff",),
-    "algorithm.max_grad_norm": ("actor.grad_clip", "critic.grad_clip"),
+    **{
+        f"{group}.{name}": own
+        for group in ("algorithm", "ppo")
+        for name, own in _OF_THE_UPDATE.items()
+    },
     "ppo.normalize_advantages": ("algorithm.whiten_advantages",),
     "ppo.advantage_estimator": ("algorithm.adv_estimator",),
     "ppo.gae_lambda": ("algorithm.lam",),
@@ -25,7 +32,10 @@ RENAMED: Final[dict[str, tuple[str, ...]]] = {
         "actor.fsdp_config.optimizer_offload",
         "critic.fsdp_config.optimizer_offload",
     ),
-    "distributed.tensor_parallel_size": ("rollout.tensor_model_parallel_size",),
+    "training.eval_steps": ("trainer.test_freq",),
+    "trainer.eval_steps": ("trainer.test_freq",),
+    "eval_steps": ("trainer.test_freq",),
+    "distributed.tensor_parallel_size": ("trainer.tensor_parallel_size",),
     "distributed.pipeline_parallel_size": ("trainer.pipeline_parallel_size",),
     "composite_reward.*": ("reward.composite.*",),
 }
@@ -37,5 +47,6 @@ SAME: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 }
 REMARKS: Final[dict[str, str]] = {
     "algorithm.learning_rate": "it sets the actor's; the critic has --critic_lr",
-    "distributed.tensor_parallel_size": "it is the sampler's; see --tensor_parallel_size",
+    "ppo.learning_rate": "it sets the actor's; the critic has --critic_lr",
+    "distributed.tensor_parallel_size": "it splits what is trained; the sampler has --rollout_tp",
 }

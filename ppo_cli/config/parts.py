@@ -37,6 +37,7 @@ def remarks(
     config = resolved.config
     return [
         *idle_settings(resolved, there)[1],
+        *_two_kls(config),
         *judge_remarks(config),
         *mixture_remarks(config.reward),
         *cluster_remarks(config, there, environ),
@@ -53,6 +54,15 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
             "and --preset embedded trains on the bundled one."
         )
     return said
+
+
+def _two_kls(config: Config) -> Iterator[str]:
+    if config.algorithm.use_kl_in_reward and config.actor.use_kl_loss:
+        yield (
+            "The KL to the reference counts twice: in the reward (algorithm.use_kl_in_reward, "
+            f"weight {config.algorithm.kl_ctrl.kl_coef:g}) and in the loss (actor.use_kl_loss, "
+            f"weight {config.actor.kl_loss_coef:g}). Usually one of them is enough."
+        )
 
 
 def _missing_engines(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:

@@ -109,6 +109,7 @@ def _unknown(name: str) -> str:
 
 def _build(draft: _Draft) -> Config:
     late = [e for e in draft.entries.values() if isinstance(e.raw, Late)]
+    late.sort(key=lambda entry: not entry.name.startswith("trainer."))  # others count devices
     for entry in draft.entries.values():
         if not isinstance(entry.raw, Late):
             _read(draft, entry, entry.raw)
@@ -118,6 +119,7 @@ def _build(draft: _Draft) -> Config:
         except ValueError as error:
             _break(draft, entry.name, f"{entry.origin}: {error}")
     _name_judge(draft)
+    _one_kl(draft)
     _below_values(draft)
     return _validated(draft)
 
@@ -141,6 +143,14 @@ def _name_judge(draft: _Draft) -> None:
     draft.entries[entry.name] = entry
     _read(draft, entry, entry.raw)
     draft.notes.append(f"The judge is {entry.raw} ({kind}); --rm_model names another.")
+
+
+def _one_kl(draft: _Draft) -> None:
+    """With a KL loss, leave the KL out of the reward unless it is asked for there."""
+    name = "algorithm.use_kl_in_reward"
+    if _value(draft, "actor.use_kl_loss") and name not in draft.entries:
+        draft.entries[name] = entry = Entry(name, "false", "default with actor.use_kl_loss")
+        _read(draft, entry, entry.raw)
 
 
 def _value(draft: _Draft, name: str) -> Any:

@@ -174,7 +174,7 @@ class Trainer(Section):
     )
     n_gpus_per_node: int | None = setting(
         None,
-        "GPUs on each node; unset takes one where there is any.",
+        "GPUs on each node; unset takes one, or as many as one sampler or layer spans.",
         flag="--n_gpus",
         env="N_GPUS",
         ge=0,

@@ -127,6 +127,9 @@ class CriticModel(Section):
         None, "Critic backbone; unset takes the actor's.", flag="--critic_model",
         env="CRITIC_MODEL_PATH",
     )  # fmt: skip
+    enable_gradient_checkpointing: bool | None = setting(
+        None, "Recompute the critic's activations; unset does as for the actor."
+    )
 
 
 class Critic(Trained):
@@ -191,7 +194,10 @@ class Algorithm(Section):
     lam: float = setting(0.95, "GAE lambda.", flag="--lam", env="GAE_LAMBDA", ge=0.0, le=1.0)
     whiten_advantages: bool = setting(True, "Whiten GAE advantages over the whole batch.")
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's spread in GRPO.")
-    use_kl_in_reward: bool = setting(True, "Subtract kl_coef times the KL from token rewards.")
+    use_kl_in_reward: bool = setting(
+        True,
+        "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss.",
+    )
     kl_penalty: KlKind = setting("kl", "Estimator of the KL penalty in the reward.")
     kl_ctrl: KlControl = section(KlControl)
     rollout_correction: RolloutCorrection = section(RolloutCorrection)

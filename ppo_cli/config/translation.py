@@ -13,9 +13,13 @@ Lookup = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Late:
-    """A raw value that depends on other settings; computed once these are known."""
+    """A raw value that depends on other settings; computed once these are known.
+
+    One that `yields` gives way to a plain value for the same setting.
+    """
 
     compute: Callable[[Lookup], Any]
+    yields: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Translation:
         if given != self.given:
             if isinstance(raw, Late) and isinstance(old.raw, Late):
                 new = Entry(name, _smaller(old.raw, raw), entry.origin)
+            elif isinstance(old.raw, Late) and old.raw.yields:
+                pass
+            elif isinstance(raw, Late) and raw.yields:
+                new = old
             elif str(old.raw) != str(raw):
                 self.problem(
                     entry, f"{self.given} and {given} both set {name}, differently; keep one."

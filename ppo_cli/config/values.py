@@ -23,21 +23,31 @@ UNSET = frozenset({"null", "none", "~"})
 
 
 class Quoted(str):
-    """A text that was written in quotes: never a null."""
+    """A text that was written in quotes: a setting that takes text takes it as it stands."""
 
     __slots__ = ()
 
 
+def given_text(raw: str) -> str:
+    """Return what a variable or an override says, without quotes around the whole of it."""
+    text = raw.strip()
+    mark = text[:1]
+    if len(text) >= 2 and mark in ("'", '"') and text.find(mark, 1) == len(text) - 1:
+        return Quoted(text[1:-1])
+    return text
+
+
 def is_unset(raw: Any) -> bool:
     """Tell whether a raw value is null, in any of its spellings."""
-    if raw is None:
-        return True
-    return isinstance(raw, str) and not isinstance(raw, Quoted) and raw.lower() in UNSET
+    return raw is None or (isinstance(raw, str) and raw.lower() in UNSET)
 
 
 def read_value(key: Key, raw: Any) -> Any:
-    """Turn a raw value into the type of its setting; ValueError says in words what is wrong."""
-    if key.optional and is_unset(raw):
+    """Turn a raw value into the type of its setting; ValueError says in words what is wrong.
+
+    Quotes make no list, number, switch or null into text, except where text is wanted.
+    """
+    if key.optional and is_unset(raw) and not (key.kind is str and isinstance(raw, Quoted)):
         return None
     if raw is None:
         raise ValueError("cannot be null")
@@ -65,8 +75,9 @@ def _read(kind: Any, raw: Any) -> Any:
     if origin is tuple:
         return _list(get_args(kind), raw)
     if origin in (Union, types.UnionType):
-        listed = isinstance(raw, list | tuple) or (isinstance(raw, str) and raw[:1] in "[(")
-        return _list((str, ...), raw) if listed or "," in str(raw) else _text(raw)
+        several = isinstance(raw, list | tuple) or _bracketed(raw)
+        several = several or ("," in str(raw) and not isinstance(raw, Quoted))
+        return _list((str, ...), raw) if several else _text(raw)
     if origin is dict:
         return _mapping(raw)
     return _SCALARS[kind](raw)
@@ -126,7 +137,7 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
 
 
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
-    parts = listed(raw)
+    parts = listed(raw, text=items[0] is str)
     if items[1:] == (...,):
         return tuple(_read(items[0], part) for part in parts)
     if len(parts) != len(items):
@@ -134,17 +145,26 @@ def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
     return tuple(_read(kind, part) for kind, part in zip(items, parts, strict=True))
 
 
-def listed(raw: Any) -> list[Any]:
-    """Return the items of a list in any of its spellings; ValueError where it is none."""
+def listed(raw: Any, *, text: bool = False) -> list[Any]:
+    """Return the items of a list in any of its spellings; ValueError where it is none.
+
+    Where items are `text`, a comma inside quotes is a part of the item.
+    """
     if isinstance(raw, tuple):
-        return [part for item in raw for part in listed(item)]
+        return [part for item in raw for part in listed(item, text=text)]
     if isinstance(raw, list):
         return raw
-    if isinstance(raw, Quoted) or not isinstance(raw, str):
+    if not isinstance(raw, str):
         return [raw]
-    if raw[:1] in ("[", "(") and raw[-1:] in ("]", ")"):
+    if _bracketed(raw):
         return _flow(raw)
+    if text and isinstance(raw, Quoted):
+        return [raw]
     return [part.strip() for part in raw.split(",") if part.strip()]
+
+
+def _bracketed(raw: Any) -> bool:
+    return isinstance(raw, str) and raw[:1] in ("[", "(") and raw[-1:] in ("]", ")")
 
 
 def _flow(raw: str) -> list[Any]:

@@ -15,7 +15,7 @@ from ppo_cli.config.layers import Reset
 from ppo_cli.config.translation import Told, Translation
 from ppo_cli.config.values import is_unset
 from ppo_cli.config.verl_special import PRECISIONS, TURNED
-from ppo_cli.config.verl_table import REFUSED, RENAMED, SAME, TIED, TOLD
+from ppo_cli.config.verl_table import MEGATRON, REFUSED, RENAMED, SAME, TIED, TOLD
 from ppo_cli.config.yaml_file import Entry
 
 WRAPPER = "actor_rollout_ref."
@@ -55,6 +55,8 @@ class Translator(Translation):
             self._tie(entry, TIED[name])
         elif name in _SAME:
             self._same(entry, *_SAME[name])
+        elif ".megatron" in name:
+            self.problem(entry, f"{name} cannot be set here: {MEGATRON}.")
         elif said := _below(TOLD, name):
             self.note(entry, said)
         elif said := _below(REFUSED, name):

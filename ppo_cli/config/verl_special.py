@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ppo_cli.config.device_list import read_placement
+from ppo_cli.config.effective import usual_gpus
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.keys import table
-from ppo_cli.config.translation import Translation
+from ppo_cli.config.translation import Late, Translation
 from ppo_cli.config.values import NO, YES, is_unset, listed
 from ppo_cli.config.verl_table import BUDGET, GDPO
 from ppo_cli.config.yaml_file import Entry
@@ -70,6 +71,11 @@ def _log_prob_rows(shared: bool, told: Translation, entry: Entry) -> None:
         return rows * int(value("data.max_prompt_length") + value("data.max_response_length"))
 
     if not is_unset(entry.raw):
+        told.note(
+            entry,
+            f"it sets {BUDGET} here, to the tokens of {entry.raw} of the longest sequences"
+            f"{' over all ranks' if shared else ''}; of several such sizes the smallest holds",
+        )
         told.put_late(entry, BUDGET, budget)
 
 
@@ -93,8 +99,11 @@ def _ranks(value: Callable[[str], Any], environ: Mapping[str, str]) -> int:
     elif workers:
         ranks = int(workers)
     else:
-        a_node = min(1, gpu_count(environ)) if gpus is None else int(gpus)
-        ranks = max(1, a_node) * int(value("trainer.nnodes"))
+        a_node = gpus
+        if gpus is None:
+            spans = ("rollout.tensor_model_parallel_size", "trainer.tensor_parallel_size")
+            a_node = usual_gpus(gpu_count(environ), *(int(value(span)) for span in spans))
+        ranks = max(1, int(a_node)) * int(value("trainer.nnodes"))
     return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
 
@@ -110,12 +119,40 @@ def _old_dynamic(told: Translation, entry: Entry) -> None:
 
 
 def _data_parallel(told: Translation, entry: Entry) -> None:
-    """So many ranks: GPUs where there are some, else worker processes."""
-    key = "trainer.n_gpus_per_node" if gpu_count(told.environ) else "trainer.num_workers"
-    if str(entry.raw).strip() == "1":
+    """The ranks that share the rows; times those that split each layer, all that train.
+
+    They are GPUs where some are visible or asked for, else worker processes.
+    """
+    on_gpus = gpu_count(told.environ) > 0
+    try:
+        size = _count(entry)
+    except ValueError as error:
+        told.problem(entry, str(error))
         return
-    told.note(entry, f"it sets {key}")
-    told.put(entry, key, entry.raw)
+
+    def ranks(value: Callable[[str], Any]) -> int:
+        return size * int(value("trainer.tensor_parallel_size"))
+
+    def devices(value: Callable[[str], Any]) -> int | None:
+        nodes = int(value("trainer.nnodes")) if on_gpus else 1
+        asked = not on_gpus and value("trainer.n_gpus_per_node")
+        placed = value("trainer.placement") is not None
+        return None if asked or placed or ranks(value) == 1 else max(1, ranks(value) // nodes)
+
+    def fits(value: Callable[[str], Any]) -> bool:
+        gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
+        there = gpus * value("trainer.nnodes") if gpus else workers or 1
+        placed = value("trainer.placement") is not None or value("trainer.async_steps")
+        return bool(placed) or there == ranks(value)
+
+    key = f"trainer.{'n_gpus_per_node' if on_gpus else 'num_workers'}"
+    told.put(entry, key, Late(devices, yields=True))
+    told.demand(
+        entry,
+        fits,
+        f"{entry.name} {entry.raw} times trainer.tensor_parallel_size is not the number of "
+        "devices of the run; leave it out, or change --n_gpus (without GPUs --num_workers).",
+    )
 
 
 def _greedy_validation(told: Translation, entry: Entry) -> None:

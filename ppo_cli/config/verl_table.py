@@ -28,6 +28,7 @@ IN_BACKGROUND: Final = "a checkpoint is written while training goes on, and coun
 CLUSTER: Final = (
     "set the cluster with --nnodes, --node_rank and --master_addr, or name one in RAY_ADDRESS"
 )
+MEGATRON: Final = f"it is a setting of Megatron, which is {NOT_OFFERED}"
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 
 RENAMED: Final[dict[str, tuple[str, ...]]] = {
@@ -90,7 +91,6 @@ TIED: Final[dict[str, str]] = {
     "model.tokenizer_path": "model.path",
     "critic.model.tokenizer_path": "model.path",
     "critic.model.trust_remote_code": "model.trust_remote_code",
-    "critic.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
     "ref.fsdp_config.fsdp_size": "actor.fsdp_config.fsdp_size",
     "ref.fsdp_config.reshard_after_forward": "actor.fsdp_config.reshard_after_forward",
     # verl's name for the tokenizer that wrote the responses, not for the reward model's own.
@@ -292,9 +292,6 @@ TOLD: Final[dict[str, str]] = {
 # Understood, and not to be had: why, and what to use.
 REFUSED: Final[dict[str, str]] = {
     "actor.policy_loss.*": "other policy losses than vanilla are not offered",
-    "actor.megatron.*": f"Megatron is {NOT_OFFERED}",
-    "critic.megatron.*": f"Megatron is {NOT_OFFERED}",
-    "ref.megatron.*": f"Megatron is {NOT_OFFERED}",
     "actor.checkpoint.*": "a checkpoint always holds weights, optimizer and state; "
     "see trainer.max_ckpt_to_keep",
     "critic.checkpoint.*": "a checkpoint always holds weights, optimizer and state",

@@ -312,9 +312,11 @@ class Learner:
         )  # fmt: skip
 
     def _load_value_model(self, path: str) -> ValueModel:
-        sharding = self._config.critic.fsdp_config
+        critic, loading = self._config.critic, self._loading()
+        if critic.model.enable_gradient_checkpointing is not None:
+            loading["gradient_checkpointing"] = critic.model.enable_gradient_checkpointing
         value_model = load_spread_value_model(
-            path, self._ranks, sharding, self._compute, **self._loading()
+            path, self._ranks, critic.fsdp_config, self._compute, **loading
         )
         self._check_vocabulary(value_model.model, path)
         return self._packed(value_model, path)

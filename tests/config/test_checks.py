@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.parts import missing_inputs, missing_parts
+from ppo_cli.config.effective import uses_reference
+from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
@@ -64,7 +65,26 @@ def test_a_clash_names_all_places_it_came_from() -> None:
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    assert settle(*overrides.split())
+    found = settle(*overrides.split())
+    taken = [name.partition("=")[0] for name in overrides.split()]
+    assert [found.origins[key] for key in taken] == ["override"] * len(taken)
+
+
+def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> None:
+    loss, reward = "actor.use_kl_loss=true", "algorithm.use_kl_in_reward"
+    assert settle().config.algorithm.use_kl_in_reward
+    found = settle(loss)
+    assert not found.config.algorithm.use_kl_in_reward
+    assert found.origins[reward] == "default with actor.use_kl_loss"
+    assert uses_reference(found.config)
+    assert not uses_reference(settle(f"{reward}=false").config)
+    assert remarks(found, 0, {}) == remarks(settle(f"{reward}=true"), 0, {}) == []
+    both = settle(loss, f"{reward}=true", "actor.kl_loss_coef=0.002")
+    assert both.config.algorithm.use_kl_in_reward
+    (note,) = remarks(both, 0, {})
+    assert "counts twice" in note and "weight 0.001" in note and "weight 0.002" in note
+    with pytest.raises(ConfigError, match="which is off"):
+        settle(loss, "algorithm.kl_ctrl.type=adaptive")
 
 
 def test_the_plain_run_misses_nothing_but_prompts() -> None:

@@ -184,6 +184,51 @@ def test_one_right_value(override: str, key: str, value: object) -> None:
     assert found.origins[key] == "override"
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("trainer.logger", '["console","wandb"]', ("console", "wandb")),
+        ("trainer.logger", "console, tensorboard", ("console", "tensorboard")),
+        ("data.train_files", "['a.jsonl', b.jsonl]", ("a.jsonl", "b.jsonl")),
+        ("data.train_batch_size", "64", 64),
+        ("actor.optim.lr", "1e-5", 1e-5),
+        ("actor.optim.betas", "[0.8, 0.9]", (0.8, 0.9)),
+        ("data.shuffle", "false", False),
+        ("trainer.total_training_steps", "null", None),
+        ("actor.ppo_micro_batch_size", "None", None),
+        ("rollout.name", "null", None),
+        ("model.target_modules", "[q_proj, v_proj]", ("q_proj", "v_proj")),
+        ("model.target_modules", "q_proj|v.{1,2}", "q_proj|v.{1,2}"),
+        ("data.system_prompt", "[be brief]", "[be brief]"),
+        ("data.system_prompt", "null", "null"),
+        ("data.system_prompt", "1e-5", "1e-5"),
+        ("data.train_files", "a,b.jsonl", ("a,b.jsonl",)),
+    ],
+)
+def test_quotes_in_a_file_a_variable_and_an_override_mean_the_same(
+    key: str, text: str, value: object, tmp_path: Path
+) -> None:
+    group, _, leaf = key.rpartition(".")
+    nested = "".join(f"{'  ' * i}{part}:\n" for i, part in enumerate(group.split(".")))
+    own = key.replace("micro_batch_size", "micro_batch_size_per_gpu")
+    for mark in "'\"":
+        quoted = mark + text.replace(mark, mark * 2 if mark == "'" else f"\\{mark}") + mark
+        file = write(tmp_path / "q.yaml", f"{nested}{'  ' * (key.count('.'))}{leaf}: {quoted}\n")
+        assert value_of(settle(files=[file]).config, own) == value
+        if mark in text:
+            continue
+        assert value_of(settle(f"{key}={mark}{text}{mark}").config, own) == value
+        if variable := table().get(key) and table()[key].env:
+            found = settle(env={variable: f"{mark}{text}{mark}"})
+            assert value_of(found.config, own) == value
+
+
+def test_quotes_inside_a_text_stay() -> None:
+    found = settle("data.system_prompt='a' or 'b'")
+    assert found.config.data.system_prompt == "'a' or 'b'"
+    assert settle(env={"LR": "''"}).origins["actor.optim.lr"] == "default"
+
+
 def test_a_tilde_takes_a_setting_back_to_its_default() -> None:
     found = settle("~actor.optim.lr", "~actor_rollout_ref.rollout.n", preset="embedded")
     assert found.config.actor.optim.lr == 1e-6

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config import older_style
+from ppo_cli.config.effective import data_ranks
 from ppo_cli.config.keys import find, table, value_of
 from ppo_cli.config.parts import missing_parts
 from ppo_cli.config.verl_special import TURNED
@@ -101,7 +102,18 @@ def test_every_wrapped_spelling_is_the_setting(key: str) -> None:
         ("ppo.clip_grad_value=1", "actor.clip_grad_value", 1.0),
         ("training.gradient_checkpointing=off", "model.enable_gradient_checkpointing", False),
         ("training.offload_optimizer=on", "critic.fsdp_config.optimizer_offload", True),
+        ("ppo.max_grad_norm=0.5", "actor.grad_clip", 0.5),
+        ("ppo.max_grad_norm=0.5", "critic.grad_clip", 0.5),
+        ("ppo.clip_range=0.1", "actor.clip_ratio", 0.1),
+        ("training.eval_steps=7", "trainer.test_freq", 7),
+        ("eval_steps=7", "trainer.test_freq", 7),
         ("distributed.data_parallel_size=2", "trainer.num_workers", 2),
+        ("critic.optim.clip_grad=2", "critic.grad_clip", 2.0),
+        (
+            "critic.model.enable_gradient_checkpointing=False",
+            "critic.model.enable_gradient_checkpointing",
+            False,
+        ),
         ("model.lora.merge=True", "model.lora_merge", True),
         ("actor_rollout_ref.model.use_remove_padding=True", "model.packing", True),
         ("critic.model.use_remove_padding=True", "model.packing", True),
@@ -143,8 +155,76 @@ def test_the_old_global_micro_batch_is_shared_over_ranks() -> None:
     assert "6 is not divisible by 4 ranks" in said
 
 
+def test_the_old_global_log_prob_size_is_shared_over_ranks() -> None:
+    sizes = ("data.max_prompt_length=100", "data.max_response_length=28")
+    found = settle("rollout.log_prob_micro_batch_size=8", "trainer.n_gpus_per_node=4", *sizes)
+    assert found.config.ref.log_prob_max_token_len_per_gpu == 2 * 128
+    found = settle("rollout.log_prob_micro_batch_size=2", "trainer.n_gpus_per_node=4", *sizes)
+    assert found.config.ref.log_prob_max_token_len_per_gpu == 128
+
+
+def test_one_models_clip_leaves_the_other_alone() -> None:
+    config = settle("critic.optim.clip_grad=2").config
+    assert (config.actor.grad_clip, config.critic.grad_clip) == (1.0, 2.0)
+    config = settle("actor.optim.clip_grad=2").config
+    assert (config.actor.grad_clip, config.critic.grad_clip) == (2.0, 1.0)
+
+
+MESH = ("distributed.data_parallel_size=4", "distributed.tensor_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("visible", "more", "gpus", "workers"),
+    [
+        (0, (), None, 8),
+        (0, ("trainer.n_gpus_per_node=8",), 8, None),
+        (0, ("trainer.nnodes=2", "trainer.node_rank=0"), None, 8),
+        (8, (), 8, None),
+        (8, ("trainer.nnodes=2", "trainer.node_rank=0"), 4, None),
+        (8, ("trainer.placement=train:0-7,rollout:8-15", "trainer.n_gpus_per_node=16"), 16, None),
+    ],
+)
+def test_the_older_styles_mesh_is_the_trainers(
+    visible: int, more: tuple[str, ...], gpus: int | None, workers: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ppo_cli.config.hardware._devices_present", lambda root: visible)
+    found = settle(*MESH, *more, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(visible)))})
+    trainer = found.config.trainer
+    assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
+    assert trainer.tensor_parallel_size == 2
+    assert found.config.rollout.tensor_model_parallel_size == 1
+    assert data_ranks(found.config, visible) == 4
+    (note,) = (n for n in found.notes if n.startswith("override: distributed"))
+    assert "the sampler has --rollout_tp" in note
+
+
+def test_a_mesh_that_is_not_the_runs_is_refused() -> None:
+    said = refusal(*MESH, "trainer.num_workers=4")
+    assert "data_parallel_size 4 times trainer.tensor_parallel_size is not" in said
+    assert "'x' is not a whole number" in refusal("distributed.data_parallel_size=x")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.megatron_config.tensor_model_parallel_size",
+        "actor_rollout_ref.actor.megatron_config.pipeline_model_parallel_size",
+        "critic.megatron_config.tensor_model_parallel_size",
+        "actor.megatron.param_offload",
+        "reward_model.megatron.seed",
+        "ref.megatron_config.x.y",
+    ],
+)
+def test_a_setting_of_megatron_is_named_as_such(key: str) -> None:
+    said = refusal(f"{key}=4")
+    assert "it is a setting of Megatron, which is not offered" in said
+    assert "rollout." not in said and "Did you mean" not in said
+
+
 def test_two_names_in_one_layer_must_agree() -> None:
-    assert settle("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=2")
+    both = settle("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=2")
+    assert both.config.actor.ppo_epochs == 2
     said = refusal("actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_epochs=3")
     assert "both set actor.ppo_epochs, differently" in said
 
@@ -156,37 +236,64 @@ def test_clip_ratio_works_by_itself_and_low_high_win_when_set() -> None:
     assert (clip_low(actor), clip_high(actor)) == (0.1, 0.1)
     actor = settle("actor.clip_ratio=0.1", "actor.clip_ratio_high=0.28").config.actor
     assert (clip_low(actor), clip_high(actor)) == (0.1, 0.28)
+    actor = settle("actor.clip_ratio=0.1", "actor.clip_ratio_low=0.05").config.actor
+    assert (clip_low(actor), clip_high(actor)) == (0.05, 0.1)
 
 
-@pytest.mark.parametrize(("key", "own"), TIED.items())
-def test_a_tied_setting_must_be_what_it_is_tied_to(key: str, own: str) -> None:
-    known = table()[own]
-    assert settle(f"{key}=null")
-    if known.default is not None and own != "model.path":
-        assert settle(f"{key}={known.default}")
-    assert f"{key} is {own} here" in refusal(f"{key}=7777")
+@pytest.mark.parametrize(
+    ("key", "same", "other", "own"),
+    [
+        ("actor.rollout_n", "1", "4", "rollout.n"),
+        ("rollout.prompt_length", "512", "1024", "data.max_prompt_length"),
+        ("rollout.response_length", "512", "256", "data.max_response_length"),
+        ("data.gen_batch_size", "256", "512", "data.train_batch_size"),
+        ("data.seed", "42", "7", "trainer.seed"),
+        ("actor.fsdp_config.strategy", "fsdp2", "fsdp", "actor.strategy"),
+        ("ref.strategy", "fsdp2", "fsdp", "actor.strategy"),
+        ("critic.model.tokenizer_path", "some/model", "other/model", "model.path"),
+        ("data.trust_remote_code", "False", "True", "model.trust_remote_code"),
+    ],
+)
+def test_a_tied_setting_must_be_what_it_is_tied_to(
+    key: str, same: str, other: str, own: str
+) -> None:
+    assert settle(f"{key}={same}").config == settle(f"{key}=null").config == settle().config
+    assert f"{key} is {own} here" in refusal(f"{key}={other}")
 
 
-@pytest.mark.parametrize("key", [*SAME, *older_style.SAME])
-def test_what_we_do_anyway_is_taken_and_anything_else_refused(key: str) -> None:
-    allowed, why = (SAME | older_style.SAME)[key]
-    for value in allowed:
-        assert settle(f"{key}={value}")
-    assert why in refusal(f"{key}=otherwise")
+@pytest.mark.parametrize(
+    ("key", "ours", "other", "why"),
+    [
+        ("hybrid_engine", "True", "False", "--placement"),
+        ("actor.policy_loss.loss_mode", "vanilla", "gspo", "clipped surrogate"),
+        ("critic.optim.optimizer", "adamw", "sgd", "torch's AdamW"),
+        ("model.use_shm", "False", "True", "read from where they lie"),
+        ("critic.model.lora_rank", "0", "8", "LoRA adapts the actor"),
+        ("rollout.do_sample", "True", "False", "rollout.temperature"),
+        ("rollout.ignore_eos", "False", "True", "ends where the model ends it"),
+        ("trainer.balance_batch", "True", "False", "balanced by tokens"),
+        ("ref.ulysses_sequence_parallel_size", "1", "2", "sequence parallelism"),
+        ("actor.fsdp_config.model_dtype", "fp32", "bf16", "kept in float32"),
+        ("algorithm.name", "ppo", "dpo", "algorithm.adv_estimator"),
+    ],
+)
+def test_what_we_do_anyway_is_taken_and_anything_else_refused(
+    key: str, ours: str, other: str, why: str
+) -> None:
+    assert settle(f"{key}={ours}").config == settle().config
+    assert why in refusal(f"{key}={other}")
 
 
-@pytest.mark.parametrize("key", TOLD)
-def test_a_matter_of_speed_is_remarked_on(key: str) -> None:
-    name = key.replace("*", "x")
-    (note,) = settle(f"{name}=True", "data.train_files=x.jsonl").notes
-    assert note == f"override: {name}: {TOLD[key]}."
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_offered_is_refused_with_the_reason(key: str) -> None:
-    said = refusal(f"{key.replace('*', 'some_key')}=1")
-    assert said.startswith("override: ")
-    assert REFUSED[key] in said
+def test_no_name_of_the_tables_is_passed_over_or_unknown() -> None:
+    """Whatever is tied, done anyway or not offered refuses an odd value, and gives a reason."""
+    names = [*TIED, *SAME, *older_style.SAME, *REFUSED]
+    said = {name: refusal(f"{name.replace('*', 'some_key')}=7777") for name in names}
+    assert [name for name, text in said.items() if "there is no setting" in text] == []
+    notes = {
+        name: settle(f"{name.replace('*', 'some_key')}=True", "data.train_files=x.jsonl").notes
+        for name in TOLD
+    }
+    assert [name for name, told in notes.items() if len(told) != 1] == []
 
 
 @pytest.mark.parametrize(
@@ -225,9 +332,10 @@ def test_refusals_say_what_to_use(given: str, said: str) -> None:
 
 
 def test_critic_enable_is_taken_where_it_says_what_we_do() -> None:
-    assert settle("critic.enable=True")
-    assert settle("critic.enable=null")
-    assert settle("critic.enable=False", "algorithm.adv_estimator=reinforce_plus_plus")
+    assert settle("critic.enable=True").config == settle("critic.enable=null").config
+    rpp = "algorithm.adv_estimator=reinforce_plus_plus"
+    assert settle("critic.enable=False", rpp).config == settle(rpp).config
+    assert "only gae trains a critic" in refusal("critic.enable=True", rpp)
 
 
 def test_the_quickstart_command_line_works() -> None:
@@ -254,7 +362,13 @@ def test_the_quickstart_command_line_works() -> None:
         "trainer.nnodes=1",
         "trainer.total_epochs=15",
     )
-    assert found.notes == ()
+    assert [note.split(": ")[1] for note in found.notes] == [
+        "rollout.log_prob_micro_batch_size_per_gpu",
+        "ref.log_prob_micro_batch_size_per_gpu",
+    ]
+    assert "the tokens of 8 of the longest sequences" in found.notes[0]
+    assert "the smallest holds" in found.notes[0]
+    assert found.config.ref.log_prob_max_token_len_per_gpu == 4 * 1024
     assert found.config.model.packing
     assert found.config.rollout.name == "vllm"
 
