@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -33,7 +32,7 @@ from ppo_cli.run_folder import RunFolder, check_same_run
 from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.sinks import check_loggers
-from ppo_cli.summary import summarise
+from ppo_cli.summary import refuse_unscored, summarise
 from ppo_cli.tracker import Screen, Tracker
 
 
@@ -139,16 +138,24 @@ def _train_in(
             resume_command=resume_command,
             fingerprint=identity,
         )
-        started = time.monotonic()
         begin = partial(_begin, resume_from=resume_from, screen=screen)
         run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
-        seconds = time.monotonic() - started
-        screen.summary(summarise(tracker.history, folder.path, config, seconds))
+        refuse_unscored(tracker.history, folder.path, resume_command)
+        screen.summary(
+            summarise(
+                tracker.history,
+                folder.path,
+                config,
+                session=tracker.session,
+                resume_command=resume_command,
+            )
+        )
 
 
 def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
     def tell(name: str) -> None:
-        screen.note(f"{name}: finishing this step, then saving. Once more stops at once.")
+        named, again = ("Ctrl-C", "Press") if name == "SIGINT" else (name, "Send it")
+        screen.note(f"{named}: will save after this step. {again} again to stop immediately.")
 
     return StopOnSignal(tell, cluster.stop_asked if cluster else lambda: None)
 
@@ -171,7 +178,10 @@ def _start_reward(
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:
-        raise Interrupted(f"{stop} Go on with: {_resume_command(resolved)}") from stop
+        command = _resume_command(resolved)
+        if isinstance(stop, Interrupted):
+            command = stop.resume_with(command)
+        raise Interrupted(f"{stop} Go on with: {command}") from stop
 
 
 def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -76,9 +77,20 @@ class MissingPart(UserError, ImportError):
 
 
 class Interrupted(PpoError):
-    """The run stopped early, saved itself and can be resumed."""
+    """The run stopped early, saved itself and can be resumed.
+
+    `needs` is a flag and the value that it must have for the run to go on.
+    """
 
     exit_code = EXIT_RESUMABLE
+
+    def __init__(self, message: str, *, needs: tuple[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.needs = needs
+
+    def resume_with(self, command: str) -> str:
+        """Return the resume command, with what the run needs to go on."""
+        return with_flag(command, *self.needs) if self.needs else command
 
 
 class WorkerLost(PpoError):
@@ -118,6 +130,12 @@ def ppo(words: str = "") -> str:
     `./train.sh` says in PPO_COMMAND (quoted for a shell) where `ppo` lies.
     """
     return f"{os.environ.get('PPO_COMMAND') or _called_as()} {words}".rstrip()
+
+
+def with_flag(command: str, flag: str, value: str) -> str:
+    """Return a command line with this flag at this value, in place of the one it had."""
+    spelt = re.escape(flag).replace("_", "[-_]")
+    return f"{re.sub(rf' {spelt}[ =][^ ]+', '', command)} {flag} {value}"
 
 
 def _called_as() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, pvariance
 from typing import Any
 
@@ -21,7 +21,10 @@ History = Sequence[Mapping[str, Any]]
 
 SETTLE_STEPS = 5  # the first steps say little
 LONG = 20  # steps after which something slow counts as stuck
+LOST_REWARD = 0.1  # share of its best reward, below which a collapsed policy has none left
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
+FAR = 10.0  # times a limit at which one step is enough
+SIGNS_OF_COLLAPSE = ("kl_high", "entropy", "ratio", "clip_high", "reward_same", "grad_norm")
 CALM_STEPS = 5  # steps without a trouble after which it counts as new
 
 
@@ -44,6 +47,9 @@ class Limits:
     async_steps: int = 0
     reward_advice: str = "check --reward_function or --rule"
     run_dir: str = "outputs"  # quoted for a shell
+    saved: tuple[int, ...] = ()  # steps with a checkpoint
+    lr: float = 1e-6
+    judged: bool = True  # by a model or a judge, which may be fooled, rather than a rule
 
 
 def limits_of(config: Config) -> Limits:
@@ -62,6 +68,8 @@ def limits_of(config: Config) -> Limits:
         async_steps=config.trainer.async_steps,
         reward_advice=_reward_advice(config),
         run_dir=shlex.quote(config.trainer.output_dir),
+        lr=actor.optim.lr,
+        judged=bool(judges_of(config.reward) or models_of(config.reward)),
     )
 
 
@@ -85,6 +93,8 @@ def find_trouble(history: History, limits: Limits) -> dict[str, str]:
     if not steps:
         return {}
     found = {kind: check(steps, limits) for kind, check in _CHECKS.items()}
+    if found["collapsed"]:  # one cause for all of these
+        found |= dict.fromkeys(SIGNS_OF_COLLAPSE, "")
     return {kind: line for kind, line in found.items() if line}
 
 
@@ -96,12 +106,13 @@ class HealthWatch:
         self._told: dict[str, int] = {}
         self._seen: dict[str, int] = {}
 
-    def check(self, history: History) -> list[str]:
-        """The lines worth saying now, after the last step of `history`."""
+    def check(self, history: History, saved: Sequence[int] = ()) -> list[str]:
+        """The lines worth saying now, after the last step; `saved` are steps with a checkpoint."""
         if not history:
             return []
         step, lines = int(history[-1]["step"]), []
-        for kind, line in find_trouble(history, self._limits).items():
+        limits = replace(self._limits, saved=tuple(saved))
+        for kind, line in find_trouble(history, limits).items():
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
             if is_new or step - self._told.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
                 lines.append(line)
@@ -130,14 +141,63 @@ def _reward_stands_still(steps: History) -> bool:
     return bool(rewards) and not _moves(rewards)
 
 
+def _collapsed(steps: History, limits: Limits) -> str:
+    """A reward that was there and is gone, together with a KL far off or an entropy near 0."""
+    now, earlier = steps[-1], steps[:-1]
+    reward, kl, entropy = (now.get(k) for k in ("reward_mean", "kl_divergence", "entropy"))
+    before = [float(s["reward_mean"]) for s in earlier if s.get("reward_mean") is not None]
+    lowest = [float(s["score/min"]) for s in steps if s.get("score/min") is not None]
+    if reward is None or not before or not lowest:
+        return ""
+    best, floor = max(before), min(lowest)
+    if best <= floor or reward - floor > LOST_REWARD * (best - floor):
+        return ""
+    had = max((float(s.get("entropy") or 0.0) for s in earlier), default=0.0)
+    silent = entropy is not None and entropy < limits.entropy_share * had
+    far = kl is not None and kl > FAR * limits.kl[1]
+    if not (silent or far):
+        return ""
+    signs = [f"kl is {kl:.2g}"] * far + [f"entropy fell from {had:.2g} to {entropy:.2g}"] * silent
+    good = max(s["step"] for s in earlier if s.get("reward_mean") == best)
+    saved = max((step for step in limits.saved if step <= good), default=None)
+    again = "start afresh with --resume never"
+    if saved is not None:
+        path = f"{limits.run_dir}/checkpoints/step_{saved:06d}"
+        again = f"resume from step {saved} with --resume {path}"
+    return (
+        f"The policy has collapsed: reward fell from {best:.3f} to {reward:.3f}, "
+        f"{' and '.join(signs)}. Lower --lr (now {limits.lr:g}) and {again}. See "
+        "docs/troubleshooting.md#collapse."
+    )
+
+
 def _kl_high(steps: History, limits: Limits) -> str:
-    kl = _last(steps, "kl_divergence", 2)
-    if len(steps) < SETTLE_STEPS or not kl or min(kl) <= limits.kl[1]:
+    kl = _last(steps, "kl_divergence", 1)
+    if not kl or not _far_off(steps, limits):
         return ""
     return (
-        f"kl_divergence {kl[-1]:.3g} is above {limits.kl[1]:g}: the model moves far from where it "
-        f"started. Raise {limits.kl_setting} or lower --lr."
+        f"kl {kl[-1]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
+        f"Raise {limits.kl_setting} or lower --lr."
     )
+
+
+def _far_off(steps: History, limits: Limits) -> bool:
+    """Far above the limit at once; a little above when it stays and does not pay.
+
+    A rule cannot be fooled: there a reward that rises is worth some distance.
+    """
+    newest, two = _last(steps, "kl_divergence", 1), _last(steps, "kl_divergence", 2)
+    if newest and newest[0] > FAR * limits.kl[1]:
+        return True
+    if len(steps) < SETTLE_STEPS or not two or min(two) <= limits.kl[1]:
+        return False
+    return limits.judged or not _reward_rises(steps)
+
+
+def _reward_rises(steps: History) -> bool:
+    rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
+    few = rewards[-SETTLE_STEPS:]
+    return len(rewards) > 1 and fmean(few) > rewards[0]
 
 
 def _kl_low(steps: History, limits: Limits) -> str:
@@ -146,7 +206,7 @@ def _kl_low(steps: History, limits: Limits) -> str:
     if not (learning and kl and max(kl) < limits.kl[0] and _reward_stands_still(steps)):
         return ""
     return (
-        f"kl_divergence {kl[-1]:.2g} stays below {limits.kl[0]:g} and reward_mean does not move: "
+        f"kl {kl[-1]:.2g} stays below {limits.kl[0]:g} and reward does not move: "
         f"the model hardly changes. Raise --lr, or lower {limits.kl_setting}."
     )
 
@@ -156,7 +216,7 @@ def _clip_high(steps: History, limits: Limits) -> str:
     if not clipped or min(clipped) <= limits.clip_fraction[1]:
         return ""
     return (
-        f"clip_fraction {clipped[-1]:.2f} is above {limits.clip_fraction[1]:g}: updates are so "
+        f"clip {clipped[-1]:.2f} is above {limits.clip_fraction[1]:g}: updates are so "
         "large that much of them is cut off. Lower --lr or --ppo_epochs."
     )
 
@@ -168,8 +228,8 @@ def _clip_low(steps: History, limits: Limits) -> str:
     if not (low and len(steps) > limits.warmup_steps + LONG and _reward_stands_still(steps)):
         return ""
     return (
-        f"clip_fraction {clipped[-1]:.2g} has stayed below {limits.clip_fraction[0]:g} while "
-        "reward_mean stands still: there may be room for a higher --lr or more --ppo_epochs."
+        f"clip {clipped[-1]:.2g} has stayed below {limits.clip_fraction[0]:g} while "
+        "reward stands still: there may be room for a higher --lr or more --ppo_epochs."
     )
 
 
@@ -395,6 +455,7 @@ def _memory_ran_out(steps: History, limits: Limits) -> str:
 
 
 _CHECKS: dict[str, Callable[[History, Limits], str]] = {
+    "collapsed": _collapsed,
     "not_finite": _not_finite,
     "memory": _memory_ran_out,
     "kl_high": _kl_high,

@@ -94,7 +94,7 @@ def take_step(job: Job, state: RunState) -> None:
         settle(job)
         if job.store.newest_step() != state.step:
             save(job, state)
-        raise _resumable(job, state, str(stop)) from stop
+        raise _resumable(job, state, stop) from stop
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
     job.tracker.rollouts(state.step, scored)
@@ -119,7 +119,7 @@ def finish_step(job: Job, state: RunState) -> bool:
     if done or stop or state.is_best or _due(state.step, trainer.save_freq):
         save(job, state)
     if stop and not done:
-        raise _resumable(job, state, f"Stopped after step {state.step} ({stop}).")
+        raise _resumable(job, state, Interrupted(f"Stopped after step {state.step} ({stop})."))
     return done
 
 
@@ -129,15 +129,15 @@ def _saved_when_stopped(job: Job, state: RunState) -> Iterator[None]:
         yield
     except Interrupted as stop:
         save(job, state)
-        raise _resumable(job, state, str(stop)) from stop
+        raise _resumable(job, state, stop) from stop
 
 
-def _resumable(job: Job, state: RunState, told: str) -> Interrupted:
+def _resumable(job: Job, state: RunState, stop: Interrupted) -> Interrupted:
     settle(job)
-    return Interrupted(
-        f"{told} Everything up to step {state.step} of {job.total_steps} is saved. "
-        f"Go on with: {job.resume_command}"
-    )
+    saved = f"Everything up to step {state.step} of {job.total_steps} is saved."
+    if state.unfinished is not None:  # neither screen nor metrics have this step yet
+        saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."
+    return Interrupted(f"{stop} {saved} Go on with: {stop.resume_with(job.resume_command)}")
 
 
 def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float], int]:
@@ -362,7 +362,9 @@ def _explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) ->
         state.zero_steps = 0
         return
     state.zero_steps += 1
-    if state.zero_steps in (2, 20):
+    # A task that was rewarded before is not too hard: health tells what became of the policy.
+    before = any(line.get("reward_mean") for line in job.tracker.history)
+    if state.zero_steps in (2, 20) and not before:
         text = job.diagnose(judged)
         if text:
             job.tracker.screen.health(text)

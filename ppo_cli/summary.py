@@ -2,37 +2,104 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import RewardError, ppo, with_flag
 from ppo_cli.step_metrics import mixture_parts
 from ppo_cli.tracker import Summary
 
+Lines = Sequence[Mapping[str, Any]]
+ROUNDING = 1e-6  # a mean of z-scores is 0 but for this
+_JUDGE = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(calls|retries|cached|errors/(.+))")
+_JUDGE_COST = re.compile(r"(?:val/)?(judge(?:_[^/]+)?)/cost_usd_total")
+
 
 def summarise(
-    history: Sequence[Mapping[str, Any]], run_dir: Path, config: Config, seconds: float
+    history: Lines,
+    run_dir: Path,
+    config: Config,
+    *,
+    session: tuple[int, float],
+    resume_command: str,
 ) -> Summary:
-    """Compare the first and the last steps of a run; `seconds` is the wall time of training."""
-    rewards = tuple(float(line["reward_mean"]) for line in history if _has(line, "reward_mean"))
-    few = max(1, len(rewards) // 10)
+    """Compare the first and the last steps of a run; `session` is steps and seconds of this one."""
+    measured = [line for line in history if _has(line, "reward_mean")]
     validations = [line for line in history if _has(line, "val/reward_mean")]
+    rewards = _rewards(measured)
+    few = max(1, len(measured) // 10)
+    rows = [(_parts(measured[:few]), _parts(measured[-few:]), len(measured))]
+    rows.append((_validation(validations[:1]), _validation(validations[-1:]), len(validations)))
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
+    seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     return Summary(
         steps=steps,
-        reward_before=_mean(rewards[:few]),
+        reward_before=_mean(rewards[:few]) if len(rewards) > 1 else None,
         reward_after=_mean(rewards[-few:]),
         rewards=rewards,
         model_dir=model_dir if model_dir.exists() else None,
         run_dir=run_dir,
         wall_seconds=seconds,
-        val_before=_validation(validations[:1]),
-        val_after=_validation(validations[-1:]),
-        next_steps=_next_steps(config, run_dir, steps),
+        before={k: v for before, _, count in rows if count > 1 for k, v in before.items()},
+        after={k: v for _, after, _ in rows for k, v in after.items()},
+        next_steps=_next_steps(config, run_dir, steps, resume_command),
+        session=session if session[0] < steps else None,
+        judge=judge_totals(history),
     )
+
+
+def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
+    """Raise RewardError when no response of the whole run got a score: nothing was learned."""
+    steps = [line for line in history if line["step"] > 0]
+    if not steps or any(_has(line, "reward_mean") for line in steps):
+        return
+    look = ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
+    raise RewardError(
+        f"No response of the {len(steps)} step{'s' * (len(steps) > 1)} got a score, so the model "
+        f"has learned nothing. `{look}` tells why. Correct the reward, then start afresh: "
+        f"{with_flag(resume_command, '--resume', 'never')}"
+    )
+
+
+def judge_totals(history: Lines) -> str:
+    """Say what the judges of a run did and cost; empty where none was asked."""
+    sums: Counter[str] = Counter()
+    causes: Counter[str] = Counter()
+    cost: dict[str, float] = {}
+    for line in history:
+        for key, value in line.items():
+            if (found := _JUDGE.fullmatch(key)) and value is not None:
+                sums["errors" if found[2] else found[1]] += value
+                causes[found[2] or ""] += value
+            elif (found := _JUDGE_COST.fullmatch(key)) and value is not None:
+                cost[found[1]] = max(cost.get(found[1], 0.0), float(value))
+    if not sums["calls"] and not sums["cached"]:
+        return ""
+    said = [f"{sums['calls']:,.0f} calls"]
+    if sums["errors"]:
+        each = ", ".join(f"{name} {n:,.0f}" for name, n in causes.most_common() if name)
+        said.append(f"{sums['errors']:,.0f} failed ({each}), {sums['retries']:,.0f} retries")
+    if sums["cached"]:
+        said.append(f"{sums['cached']:,.0f} verdicts from the cache")
+    unscored = sum(
+        line.get(f"{split}score/failed") or 0.0 for line in history for split in ("", "val/")
+    )
+    if unscored:
+        said.append(f"{unscored:,.0f} responses without a score")
+    return ", ".join([*said, dollars(sum(cost.values()))])
+
+
+def dollars(amount: float) -> str:
+    """Return an amount with two significant digits at least: `$12.50`, `$0.0021`."""
+    if amount >= 0.995:
+        return f"${amount:,.2f}"
+    return f"${amount:.2g}" if amount >= 1e-4 or not amount else f"${amount:.1e}"
 
 
 def _has(line: Mapping[str, Any], name: str) -> bool:
@@ -43,27 +110,47 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _validation(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _rewards(lines: Lines) -> tuple[float, ...]:
+    """The mean reward of each step; nothing for z-scored mixtures, whose mean is 0 by itself."""
+    rewards = tuple(float(line["reward_mean"]) for line in lines)
+    mixed = any(mixture_parts(line) for line in lines)
+    return () if mixed and max(map(abs, rewards)) < ROUNDING else rewards
+
+
+def _parts(lines: Lines) -> dict[str, float]:
+    """The raw mean of each part of a mixture over some steps."""
+    values: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in mixture_parts(line).items():
+            values.setdefault(f"reward {name}", []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _validation(lines: Lines) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in lines:
         # Of right-or-wrong scores the mean is the accuracy: one name is enough.
         name = "accuracy" if _has(line, "val/accuracy") else "reward_mean"
-        found[f"validation {name}"] = float(line[f"val/{name}"])
-        found |= {f"validation {n}": v for n, v in mixture_parts(line, "val/").items()}
+        parts = mixture_parts(line, "val/")
+        if not parts or abs(line[f"val/{name}"]) > ROUNDING:
+            found[f"validation {name}"] = float(line[f"val/{name}"])
+        found |= {f"validation {n}": v for n, v in parts.items()}
     return found
 
 
-def _next_steps(config: Config, run_dir: Path, done: int) -> tuple[str, ...]:
+def _next_steps(config: Config, run_dir: Path, done: int, resume_command: str) -> tuple[str, ...]:
     """Commands that a user may want now."""
-    shown = shlex.quote(str(run_dir))
-    steps = [f"ppo show {shown} --worst 5    the responses with the lowest scores"]
+    steps = [
+        ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
+        + "    the responses with the lowest scores"
+    ]
     if config.model.path == "embedded":
-        steps.append(
-            "./train.sh --model PATH_OR_HUB_NAME --train_files YOUR.jsonl    your model, your data"
-        )
-        steps.append("./train.sh --reward_function FILE.py    your own reward")
+        own = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")
+        steps.append(f"{own}    your model, your data")
+        steps.append(f"{ppo('train --reward_function FILE.py')}    your own reward")
     else:
-        steps.append(f"the same command with --max_steps {2 * done}    go on from here")
+        longer = with_flag(resume_command, "--max_steps", str(2 * done))
+        steps.append(f"{longer}    go on from here")
     best = run_dir / "checkpoints" / "best"
     if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():
         steps.append(f"{best / 'actor'}    the best validated model, not the last")

@@ -7,11 +7,12 @@ a run was interrupted or not. A line is on the disk before `step` returns.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 from ppo_cli.config.schema import Config
@@ -30,11 +31,18 @@ from ppo_cli.run_log import (
 from ppo_cli.sinks import Sink, make_sinks
 
 Advance = Callable[[int], None]
+RECENT_STEPS = 10
+BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases outside of time/step_s
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished run came to; a number is None where the run did not measure it."""
+    """What a finished run came to; a number is None where the run did not measure it.
+
+    `before` and `after` hold further measures by name; one that was measured once is in `after`
+    alone. `wall_seconds` is of all sessions, `session` the steps and seconds of the last one where
+    there were several.
+    """
 
     steps: int
     reward_before: float | None
@@ -43,9 +51,11 @@ class Summary:
     model_dir: Path | None
     run_dir: Path
     wall_seconds: float
-    val_before: Mapping[str, float] = field(default_factory=dict)
-    val_after: Mapping[str, float] = field(default_factory=dict)
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
     next_steps: tuple[str, ...] = ()
+    session: tuple[int, float] | None = None
+    judge: str = ""
 
 
 class Screen(Protocol):
@@ -126,6 +136,7 @@ class Tracker:
         self._sinks_open = False
         self._watch = HealthWatch(limits_of(Config.model_validate(config)))
         self._history = read_metrics(run_dir)
+        self._clock = _Clock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)
         self._validations: dict[int, dict[str, float]] = {}
 
@@ -133,6 +144,11 @@ class Tracker:
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a number that was not finite is None."""
         return self._history
+
+    @property
+    def session(self) -> tuple[int, float]:
+        """Steps and seconds since this process began to track the run."""
+        return self._clock.steps, self._clock.seconds()
 
     def resume_at(self, step: int) -> None:
         """Forget what was logged past `step`: that work will be done again."""
@@ -174,16 +190,20 @@ class Tracker:
         """Finish a step: its line goes to the disk, the loggers and the screen."""
         merged = self._seconds | self._validations.pop(step, {}) | dict(metrics)
         self._seconds = defaultdict(float)
+        if "time/step_s" in merged:
+            merged |= self._clock.after_step(merged, self._total_steps - step)
         line = self._write(step, merged)
         if self._console:
             self.screen.step(step, self._total_steps, _numbers(line))
-        for told in self._watch.check(self._history):
+        saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
+        for told in self._watch.check(self._history, saved):
             self.screen.health(told)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep validation metrics for the line of their step; step 0 has a line of its own."""
         if step == 0:
-            line = self._write(step, dict(metrics))
+            line = self._write(step, self._seconds | dict(metrics))
+            self._seconds = defaultdict(float)
             if self._console:
                 self.screen.step(step, self._total_steps, _numbers(line))
         else:
@@ -226,6 +246,29 @@ class Tracker:
                 "Free some space, then run the same command again: it goes on from the last "
                 "checkpoint."
             ) from error
+
+
+class _Clock:
+    """The seconds of a run over all its sessions, and how many are left."""
+
+    def __init__(self, history: Sequence[Mapping[str, Any]]) -> None:
+        self._before = float(history[-1].get("time/run_s") or 0.0) if history else 0.0
+        self._started = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._others = 0.0
+        self.steps = 0
+
+    def seconds(self) -> float:
+        """Seconds of this session."""
+        return time.monotonic() - self._started
+
+    def after_step(self, metrics: Mapping[str, float], left: int) -> dict[str, float]:
+        """Take in the times of a step; the newest steps tell best how long the next will take."""
+        self.steps += 1
+        self._recent.append(metrics["time/step_s"])
+        self._others += sum(metrics.get(f"time/{name}_s", 0.0) for name in BETWEEN_STEPS)
+        a_step = fmean(self._recent) + self._others / self.steps
+        return {"time/run_s": self._before + self.seconds(), "time/left_s": left * a_step}
 
 
 def rollout_line(step: int, scored: Scored) -> dict[str, Any]:

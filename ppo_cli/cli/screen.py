@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
@@ -15,6 +17,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -84,6 +87,21 @@ class PlainScreen:
             ) from None
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """The time left of a phase as its speed tells it, of the run as the run itself tells it."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        ends = task.fields.get("ends")
+        if ends is None or math.isnan(ends):
+            return super().render(task)
+        left = max(0, round(ends - time.monotonic()))
+        minutes, seconds = divmod(left, 60)
+        shown = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        return Text(shown, style="progress.remaining")
+
+
 class TerminalScreen:
     """A bar for the run and one for each phase of the present step, lines above them."""
 
@@ -94,8 +112,9 @@ class TerminalScreen:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            _TimeLeft(),
             console=console,
+            speed_estimate_period=3600.0,  # of a phase: its parts may take minutes
             transient=True,
             expand=True,
         )
@@ -124,13 +143,14 @@ class TerminalScreen:
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step and move the bar of the run."""
-        self._print(step_line(step, total_steps, metrics))
+        self._print(step_line(step, total_steps, metrics, self._console.width))
         for task in self._phases.values():
             self._progress.remove_task(task)
         self._phases.clear()
         if self._whole is None:
             self._whole = self._progress.add_task("steps", total=total_steps, completed=step)
-        self._progress.update(self._whole, completed=step)
+        ends = time.monotonic() + metrics.get("time/left_s", math.nan)
+        self._progress.update(self._whole, completed=step, ends=ends)
 
     def note(self, text: str) -> None:
         """Print a remark."""

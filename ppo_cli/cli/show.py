@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
 from ppo_cli.errors import DataError
 from ppo_cli.run_log import METRICS_FILE, read_lines, read_metrics, rollout_file, rollout_steps
+from ppo_cli.summary import judge_totals
 
 MOST_STEPS = 20
 Line = Mapping[str, Any]
@@ -34,6 +36,12 @@ def show(
         int, typer.Option("--last", min=1, help="Rows of the table of steps.")
     ] = MOST_STEPS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    csv: Annotated[
+        str | None,
+        typer.Option(
+            "--csv", metavar="[FILE.csv]", help="All steps as CSV, to stdout or into a file."
+        ),
+    ] = None,
 ) -> None:
     """Show the steps of a run, or the responses of one step with their scores.
 
@@ -42,12 +50,28 @@ def show(
     check_run_folder(run)
     if step is None and worst is None and not val:
         steps = read_metrics(run)[-last:]
-        text = dump(steps) if as_json else steps_table(steps)
+        if csv is not None:
+            text = steps_csv(read_metrics(run), csv)
+        else:
+            text = dump(steps) if as_json else steps_text(steps, read_metrics(run))
     else:
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else worst_first(lines)[:worst]
         text = dump(chosen) if as_json else "\n\n".join(rollout_text(x) for x in chosen)
     typer.echo(fit(text, sys.stdout.encoding))
+
+
+class ShowCommand(TyperCommand):
+    """A command whose --csv may stand without a file: then it is stdout."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give --csv the file `-` where no FILE.csv follows."""
+        words: list[str] = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            words.append(word)
+            if word == "--csv" and following != "-" and not following.endswith(".csv"):
+                words.append("-")
+        return super().parse_args(ctx, words)
 
 
 def check_run_folder(run: Path) -> None:
@@ -81,6 +105,26 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
 def worst_first(lines: Sequence[Line]) -> list[Line]:
     """Sort by score, lowest first; those without a score at the end."""
     return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
+
+
+def steps_text(steps: Sequence[Line], history: Sequence[Line]) -> str:
+    """Return the table of steps, and what the judges of the whole run did."""
+    judge = judge_totals(history)
+    return steps_table(steps) + (f"\n\njudge: {judge}" if judge else "")
+
+
+def steps_csv(history: Sequence[Line], file: str) -> str:
+    """Write a row a step and a column a metric; return the CSV itself for the file `-`."""
+    import pandas
+
+    frame = pandas.DataFrame(list(history))
+    if file == "-":
+        return str(frame.to_csv(index=False)).rstrip("\n")
+    try:
+        frame.to_csv(file, index=False)
+    except OSError as error:
+        raise DataError(f"--csv {file} cannot be written: {error.strerror or error}.") from error
+    return f"{file}: {len(frame)} steps, {len(frame.columns)} columns"
 
 
 def steps_table(steps: Sequence[Line]) -> str:
@@ -131,4 +175,4 @@ def dump(lines: Sequence[Line]) -> str:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(epilog="Example: ppo show outputs --worst 5")(show)
+app.command(cls=ShowCommand, epilog="Example: ppo show outputs --worst 5")(show)

@@ -21,6 +21,8 @@ COLUMNS = {
     "entropy": "entropy",
     "response_length_mean": "length",
 }
+NOT_ON_A_LINE = {"policy_loss"}  # near 0 by its very construction
+NOISE = 1e-6  # smaller numbers of a step are rounding
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.:-=+*#"
 CURVE_WIDTH = 40
@@ -63,19 +65,36 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
 
 
-def step_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """Return one line for one step; what was not measured is left out."""
-    width = len(str(total_steps))
-    words = [f"step {step:>{width}}/{total_steps}"]
+def step_line(
+    step: int, total_steps: int, metrics: Mapping[str, float], width: int | None = None
+) -> str:
+    """Return one line for one step; what was not measured is left out.
+
+    With a `width` in characters it is broken between fields, and what follows is indented.
+    """
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for key, word in COLUMNS.items():
-        if key in metrics:
+        if key in metrics and key not in NOT_ON_A_LINE:
             parts = _parts(metrics) if key == "reward_mean" else ""
-            words.append(f"{word} {number(metrics[key])}{parts}")
+            shown = number(0.0 if abs(metrics[key]) < NOISE else metrics[key])
+            words.append(f"{word} {shown}{parts}")
     if (value := validation_value(metrics)) is not None:
         words.append(f"val {number(value)}{_parts(metrics, 'val/')}")
     if "time/step_s" in metrics:
         words.append(f"{metrics['time/step_s']:.1f} s")
-    return "  ".join(words)
+    if metrics.get("time/left_s"):
+        words.append(f"{duration(metrics['time/left_s'])} left")
+    return _broken(words, width) if width else "  ".join(words)
+
+
+def _broken(words: Sequence[str], width: int) -> str:
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(f"    {word}")
+    return "\n".join(lines)
 
 
 def _parts(metrics: Mapping[str, float], prefix: str = "") -> str:
@@ -115,16 +134,27 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def _change(before: float | None, after: float, arrow: str) -> str:
+    """Return `0.5 → 0.9`; one number where it was measured once."""
+    first, last = number(before), number(after)
+    if before is None or math.isnan(before):
+        return last
+    return f"{first} {arrow} {last}{' (declined)' if after < before and first != last else ''}"
+
+
 def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     """Return what a run came to, line by line."""
     arrow = "->" if ascii_only else "→"
     rows = [("steps", f"{summary.steps} in {duration(summary.wall_seconds)}")]
+    if summary.session is not None:
+        steps, seconds = summary.session
+        rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {duration(seconds)})")
     if summary.reward_after is not None:
-        before, after = number(summary.reward_before), number(summary.reward_after)
-        rows.append(("reward", f"{before} {arrow} {after}"))
-    for name, after_value in summary.val_after.items():
-        before = number(summary.val_before.get(name))
-        rows.append((name, f"{before} {arrow} {number(after_value)}"))
+        rows.append(("reward", _change(summary.reward_before, summary.reward_after, arrow)))
+    for name, after in summary.after.items():
+        rows.append((name, _change(summary.before.get(name), after, arrow)))
+    if summary.judge:
+        rows.append(("judge", summary.judge))
     if len(summary.rewards) > 1:
         rows.append(("curve", sparkline(summary.rewards, ascii_only=ascii_only)))
     if summary.model_dir is not None:

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.screen import PlainScreen, TerminalScreen, Unread, make_screen
-from ppo_cli.cli.wording import ASCII_BLOCKS, BLOCKS, clean, duration, number, sparkline, step_line
+from ppo_cli.cli.wording import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    COLUMNS,
+    clean,
+    duration,
+    number,
+    sparkline,
+    step_line,
+    summary_lines,
+)
 from ppo_cli.tracker import SilentScreen, Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
@@ -47,8 +57,8 @@ def summary() -> Summary:
         model_dir=Path("outputs/checkpoints/latest/actor"),
         run_dir=Path("outputs"),
         wall_seconds=125.0,
-        val_before={"val/accuracy": 0.125},
-        val_after={"val/accuracy": 0.875},
+        before={"val/accuracy": 0.125},
+        after={"val/accuracy": 0.875},
         next_steps=("ppo show outputs --worst 5",),
     )
 
@@ -184,6 +194,37 @@ def test_step_line() -> None:
     line = step_line(7, 120, METRICS | {"val/reward_mean": 0.3, "val/accuracy": 0.25})
     assert line == "step   7/120  reward 0.500  kl 1.2e-04  entropy 1.250  val 0.250  2.0 s"
     assert step_line(0, 5, {"val/reward_mean": 0.3}) == "step 0/5  val 0.300"
+    assert (
+        step_line(1, 5, {"policy_loss": 7.5e-08, "kl_divergence": 7.5e-08, "time/left_s": 90})
+        == "step 1/5  kl 0.000  1 min 30 s left"
+    )
+
+
+def test_a_step_line_breaks_between_fields() -> None:
+    metrics = dict.fromkeys(COLUMNS, -0.123) | {"time/step_s": 39.0, "time/left_s": 4000.0}
+    line = step_line(7, 120, metrics)
+    broken = step_line(7, 120, metrics, 80)
+    assert "\n" not in line and max(map(len, broken.split("\n"))) <= 80
+    assert broken.replace("\n    ", "  ") == line and "\n" in broken
+
+
+def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
+    lines = "\n".join(
+        summary_lines(
+            Summary(
+                12, 0.453, 0.0, (0.453, 0.0), None, Path("r"), 400.0,
+                {"validation accuracy": 0.5}, {"validation accuracy": 0.6, "once": 0.617},
+                session=(2, 8.0), judge="3 calls, $0.0021",
+            )
+        )
+    )  # fmt: skip
+    for words in (
+        "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined)",
+        "validation accuracy  0.500 → 0.600\n", "once                 0.617\n",
+        "judge                3 calls, $0.0021",
+    ):  # fmt: skip
+        assert words in lines, words
+    assert lines.count("declined") == 1
 
 
 @pytest.mark.parametrize(

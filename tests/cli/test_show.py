@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from ppo_cli.cli.app import main
 from ppo_cli.cli.show import app
 from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.run_log import METRICS_FILE, read_metrics, replace_lines
 from ppo_cli.tracker import SilentScreen, Tracker
 
 
@@ -109,3 +112,38 @@ def test_lines_of_others_do_not_break_it(tmp_path: Path) -> None:
 def test_it_has_an_example() -> None:
     assert "ppo show outputs --worst 5" in show("--help")
     assert isinstance(app, typer.Typer)
+
+
+def test_all_steps_as_csv(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(run), "--csv"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    steps = read_metrics(run)
+    assert [int(row["step"]) for row in rows] == [line["step"] for line in steps]
+    keys = {key for line in steps for key in line}
+    assert set(rows[0]) == keys
+    for row, line in zip(rows, steps, strict=True):
+        assert {k: float(v) for k, v in row.items() if v} == {
+            k: v for k, v in line.items() if v is not None
+        }
+    file = run / "all.csv"
+    assert main(["show", "--csv", str(file), str(run)]) == 0
+    assert len(file.read_text().splitlines()) == len(steps) + 1
+    assert main(["show", str(run), "--csv", str(run / "no" / "x.csv")]) == 2
+    assert "--csv" in capsys.readouterr().err
+
+
+def test_what_the_judges_did_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_lines(
+        tmp_path / METRICS_FILE,
+        [
+            {"step": 0, "val/judge/calls": 4.0, "val/judge/cost_usd_total": 0.0004},
+            {"step": 1, "judge/calls": 10.0, "judge/errors/rate_limit": 2.0, "judge/retries": 2.0,
+             "judge/cached": 3.0, "judge/cost_usd_total": 0.0014, "score/failed": 1.0},
+            {"step": 2, "judge_b/calls": 6.0, "judge/cost_usd_total": 0.0021, "reward_mean": None},
+        ],
+    )  # fmt: skip
+    assert main(["show", str(tmp_path)]) == 0
+    assert (
+        "judge: 20 calls, 2 failed (rate_limit 2), 2 retries, 3 verdicts from the cache, "
+        "1 responses without a score, $0.0021"
+    ) in capsys.readouterr().out

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.cli.wording import COLUMNS
 from ppo_cli.config.schema import Config
 from ppo_cli.health import (
     CALM_STEPS,
@@ -53,13 +54,18 @@ def mixed(share: float, std: float = 0.4, scaled: float = 4.0) -> Change:
 
 
 FIRING: dict[str, tuple[int, Change, str]] = {
+    "collapsed": (
+        3,
+        lambda s: {"entropy": 1e-5, "kl_divergence": 5.3, "reward_mean": 0.0} if s == 3 else {},
+        "Lower --lr (now 1e-06)",
+    ),
     "kl_high": (6, always(kl_divergence=0.2), "--kl_coef"),
     "kl_low": (30, always(kl_divergence=1e-5, **FLAT), "--lr"),
     "clip_high": (2, always(clip_fraction=0.4), "--lr"),
     "clip_low": (30, always(clip_fraction=0.01, **FLAT), "--ppo_epochs"),
     "ratio": (1, always(ppo_ratio=1.3), "--lr"),
     "sampler": (1, always(rollout__logprob_diff=2e-3), "--rollout_name hf"),
-    "reward_same": (3, always(score__std=0.0, reward_mean=1.0), "--reward_function"),
+    "reward_same": (3, always(score__std=0.0, reward_mean=1.0), "--rule"),
     "entropy": (12, lambda s: {"entropy": 2.0 if s < 4 else 0.05}, "actor.entropy_coeff"),
     "critic": (20, always(explained_variance=-0.1), "--critic_lr"),
     "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
@@ -83,6 +89,74 @@ def test_trouble_is_named_with_what_to_change(kind: str) -> None:
     found = find_trouble(history(count, change), Limits())
     assert set(found) == {kind}
     assert flag in found[kind]
+
+
+def falls(step: int, **then: float) -> Change:
+    """A run whose reward of 0.45 is gone from this step on."""
+    return lambda s: {"reward_mean": 0.0, **then} if s >= step else {"reward_mean": 0.45}
+
+
+def test_a_collapse_is_told_apart_from_a_hard_task() -> None:
+    far, silent = {"kl_divergence": 5.3}, {"entropy": 1e-5}
+    for change, told in (
+        (falls(2, **far), {"collapsed"}),
+        (falls(2, **silent), {"collapsed"}),
+        (falls(2, **far, **silent, ppo_ratio=3.0, grad_norm=99.0), {"collapsed"}),
+        (falls(2), set()),  # an unlucky step
+        (lambda s: {"reward_mean": 0.0, "kl_divergence": 5.3}, {"kl_high"}),  # never had any
+        (lambda s: {"reward_mean": 0.45 + 0.1 * s, **(far if s > 1 else {})}, {"kl_high"}),
+    ):
+        assert kinds(2, change) == told
+    steps = history(5, falls(5, **far))
+    for saved, words in (
+        ((), "start afresh with --resume never"),
+        ((5,), "start afresh"),
+        ((2, 4, 5), "resume from step 4 with --resume outputs/checkpoints/step_000004"),
+    ):
+        (line,) = HealthWatch(Limits(lr=0.03)).check(steps, saved)
+        assert "reward fell from 0.450 to 0.000, kl is 5.3" in line and words in line
+        assert "Lower --lr (now 0.03)" in line
+
+
+def test_a_kl_far_off_is_told_in_its_very_step() -> None:
+    assert told_at(lambda s: {"kl_divergence": 6.9 if s >= 2 else 0.02}, 30) == [2]
+
+
+def test_some_distance_is_fine_while_a_rule_pays_for_it() -> None:
+    rule = limits_of(Config())
+    judge = limits_of(Config.model_validate({"reward": {"api": {"enable": True}}}))
+    away = always(kl_divergence=0.2)
+    assert kinds(9, away, rule) == set() and kinds(9, away, judge) == {"kl_high"}
+    assert kinds(9, always(kl_divergence=0.2, **FLAT), rule) == {"kl_high"}
+    assert kinds(9, always(kl_divergence=2.0), rule) == {"kl_high"}
+
+
+def test_advice_on_a_reward_names_what_scores() -> None:
+    same = history(3, always(score__std=0.0, reward_mean=1.0))
+    for reward, named, other in (
+        ({"api": {"enable": True}}, "--rm_prompt_preset", "--rule"),
+        ({"function": "a.py"}, "--reward_function", "--rule"),
+        ({"rule": "exact"}, "--rule", "--reward_function"),
+    ):
+        line = find_trouble(same, limits_of(Config.model_validate({"reward": reward})))
+        assert named in line["reward_same"] and other not in line["reward_same"]
+
+
+def test_warnings_use_the_words_of_the_step_line() -> None:
+    said = " ".join(
+        find_trouble(history(count, change), Limits())[kind]
+        for kind, (count, change, _) in FIRING.items()
+    )
+    assert [name for name in COLUMNS if name != COLUMNS[name] and name in said] == []
+
+
+def test_commands_in_advice_name_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PPO_COMMAND", "/venv/bin/ppo")
+    limits = limits_of(Config.model_validate({"trainer": {"output_dir": "my run"}}))
+    same = history(3, always(score__std=0.0, reward_mean=1.0))
+    assert "`/venv/bin/ppo show 'my run' --worst 5`" in find_trouble(same, limits)["reward_same"]
+    (fooled,) = find_trouble(history(1, always(judge__canary_max=0.6)), limits).values()
+    assert "`/venv/bin/ppo reward audit --config 'my run'/config.yaml`" in fooled
 
 
 def test_the_part_without_a_scale_is_named_be_it_loud_or_quiet() -> None:
@@ -171,7 +245,7 @@ def test_advice_follows_the_settings() -> None:
         }
     )
     limits = limits_of(config)
-    found = find_trouble(history(6, always(kl_divergence=0.2)), limits)
+    found = find_trouble(history(6, always(kl_divergence=2.0)), limits)
     assert "actor.kl_loss_coef" in found["kl_high"]
     found = find_trouble(history(3, always(response_length__clip_ratio=0.9)), limits)
     assert "77 tokens" in found["too_long"]

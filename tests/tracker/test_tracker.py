@@ -11,6 +11,7 @@ import pytest
 
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.run_log import replace_lines
 from ppo_cli.tracker import SilentScreen, Tracker
 
 
@@ -76,6 +77,24 @@ def test_phases_are_timed_and_added_up_and_start_again(tmp_path: Path) -> None:
     first, second = lines(tmp_path / "metrics.jsonl")
     assert set(first) == {"step", "time/update_actor_s"} and first["time/update_actor_s"] > 0
     assert set(second) == {"step", "time/rollout_s"}
+
+
+def test_time_left_is_of_the_whole_run_and_time_spent_of_all_sessions(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    tracker.validation(0, {"val/accuracy": 0.5})
+    tracker.step(1, {"time/step_s": 39.0})
+    tracker.step(2, {"time/step_s": 41.0, "time/validate_s": 10.0})
+    first = lines(tmp_path / "metrics.jsonl")
+    assert [round(line["time/left_s"]) for line in first[1:]] == [8 * 39, 7 * 45]
+    assert tracker.session[0] == 2
+    tracker.close()
+    replace_lines(tmp_path / "metrics.jsonl", [*first[:2], first[2] | {"time/run_s": 500.0}])
+    again = make(tmp_path)
+    again.resume_at(2)
+    again.step(3, {"time/step_s": 1.0})
+    last = lines(tmp_path / "metrics.jsonl")[-1]
+    assert 500.0 < last["time/run_s"] < 560.0 and last["time/left_s"] == 6.0
+    assert again.session[0] == 1
 
 
 def test_validation_joins_the_line_of_its_step_and_step_0_has_its_own(tmp_path: Path) -> None:

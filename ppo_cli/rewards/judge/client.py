@@ -205,6 +205,7 @@ class JudgeClient:
                 value, reason, reply = await self._try(job)
             except JudgeError as error:
                 pause = self._after(job, error, key)
+                self.counters.add("retried")
             else:
                 took = self._clock() - (job.first_sent or 0.0)
                 verdict = self._verdict(job, value, reason, reply, took)

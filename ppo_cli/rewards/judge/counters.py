@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 class Counters:
     """Counts since the last `take()`.
 
-    `calls` are requests sent and `verdicts` the scores that they brought; `cached` and `shared`
-    are answers that needed no call of their own. `errors` counts failed calls by cause, retried
-    ones included; `latencies` are the seconds of the calls that a score was read from.
+    `calls` are requests sent, `retried` those that repeat a failed one, and `verdicts` the scores
+    that they brought; `cached` and `shared` are answers that needed no call of their own. `errors`
+    counts failed calls by cause, retried ones included; `latencies` are the seconds of the calls
+    that a score was read from.
     """
 
     calls: int = 0
+    retried: int = 0
     verdicts: int = 0
     cached: int = 0
     shared: int = 0

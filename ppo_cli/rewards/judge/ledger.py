@@ -299,15 +299,20 @@ class Ledger:
     def _used_up(self, need: _Need) -> Interrupted:
         usage = self._total.usage
         if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
+            more = max(2 * self.budget_usd, 1.5 * (self._total.usd + need.usd))
             return Interrupted(
-                f"The judge budget of ${self.budget_usd:.2f} is used up: {self._total.calls} calls "
-                f"cost ${self._total.usd:.4f}, and the next may cost up to ${need.usd:.4f}. "
-                "To go on, raise --rm_budget_usd and resume."
+                f"The judge budget of ${self.budget_usd:g} is used up: {self._total.calls} calls "
+                f"cost ${self._total.usd:.3g}, and the next may cost up to ${need.usd:.2g}. "
+                "To go on, raise --rm_budget_usd and resume.",
+                needs=("--rm_budget_usd", f"{more:.2g}"),
             )
+        assert self.budget_tokens is not None
+        needed = max(2 * self.budget_tokens, 2 * (usage.input + usage.output + need.tokens))
         return Interrupted(
             f"The judge budget of {self.budget_tokens:,} tokens is used up: {self._total.calls} "
             f"calls used {usage.input + usage.output:,}, and the next may use up to "
-            f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume."
+            f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume.",
+            needs=("--rm_budget_tokens", str(needed)),
         )
 
     def _book(

@@ -58,6 +58,8 @@ def call_metrics(counters: Counters) -> dict[str, float]:
         "judge/error_rate": errors / counters.calls if counters.calls else 0.0,
         "judge/parse_failures": float(counters.unparsed),
         "judge/refusals": float(counters.refused),
+        "judge/retries": float(counters.retried),
+        "judge/cached": float(counters.cached + counters.shared),
         "judge/cache_hits": (counters.cached + counters.shared) / asked if asked else 0.0,
         "judge/concurrency": float(counters.concurrency),
         "judge/outage_s": counters.open_seconds,

@@ -1,0 +1,105 @@
+"""The last words of a run say what was measured, and nothing as done that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import RewardError, ppo, with_flag
+from ppo_cli.summary import dollars, refuse_unscored, summarise
+from ppo_cli.tracker import Summary
+
+HERE = Path("my run")
+
+
+def told(*lines: dict[str, Any], session: tuple[int, float] = (9, 5.0)) -> Summary:
+    return summarise(lines, HERE, Config(), session=session, resume_command="ppo train --lr 1")
+
+
+def test_what_was_measured_once_is_one_number() -> None:
+    end = told(
+        {"step": 1, "reward_mean": 0.4},
+        {"step": 2, "reward_mean": 0.5, "val/accuracy": 0.617, "val/reward_mean": 0.617},
+    )
+    assert end.before == {} and end.after == {"validation accuracy": 0.617}
+    assert (end.reward_before, end.reward_after) == (0.4, 0.5)
+    alone = told({"step": 1, "reward_mean": 0.4})
+    assert (alone.reward_before, alone.reward_after) == (None, 0.4)
+
+
+def test_the_time_is_of_all_sessions() -> None:
+    lines = [{"step": n, "reward_mean": 0.1, "time/run_s": 30.0 * n} for n in range(1, 11)]
+    end = told(*lines, session=(4, 100.0))
+    assert end.wall_seconds == 300.0 and end.session == (4, 100.0)
+    assert told(*lines, session=(10, 301.0)).session is None
+
+
+def mixture(step: int, total: float, judge: float) -> dict[str, Any]:
+    found = {"reward_mean": total, "reward/judge": judge, "reward/judge/weight": 1.0}
+    return {"step": step} | found | {f"val/{name}": value for name, value in found.items()}
+
+
+def test_a_mixture_whose_mean_is_0_by_itself_is_told_by_its_parts() -> None:
+    end = told(mixture(1, 1e-17, 4.0), mixture(2, -1e-17, 6.0))
+    assert end.rewards == () and end.reward_after is None
+    assert end.before == {"reward judge": 4.0, "validation judge": 4.0}
+    assert end.after == {"reward judge": 6.0, "validation judge": 6.0}
+    plain = told(mixture(1, 0.4, 4.0), mixture(2, 0.6, 6.0))
+    assert (plain.reward_before, plain.reward_after) == (0.4, 0.6)
+    assert plain.after["validation reward_mean"] == 0.6
+
+
+def test_a_run_without_any_score_is_not_done() -> None:
+    failed = [{"step": n, "score/failed_share": 1.0} for n in range(4)]
+    for count in (1, 2, 3):
+        with pytest.raises(RewardError) as refused:
+            refuse_unscored(failed[: count + 1], HERE, "ppo train --resume auto --lr 1")
+        assert f"No response of the {count} step" in str(refused.value)
+        assert "ppo show 'my run' --worst 5" in str(refused.value)
+        assert str(refused.value).endswith("ppo train --lr 1 --resume never")
+    refuse_unscored([*failed, {"step": 4, "reward_mean": 0.0}], HERE, "")
+    refuse_unscored(failed[:1], HERE, "")
+
+
+def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PPO_COMMAND", r"/a\ b/ppo")
+    steps = told({"step": 3, "reward_mean": 0.1}).next_steps
+    assert steps[0].startswith(r"/a\ b/ppo show 'my run' --worst 5 ")
+    assert steps[1].startswith("ppo train --lr 1 --max_steps 6 ")
+    embedded = Config.model_validate({"model": {"path": "embedded"}})
+    found = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
+    assert all(line.startswith(r"/a\ b/ppo ") for line in found)
+
+
+def test_how_this_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PPO_COMMAND", raising=False)
+    program = tmp_path / "a b" / "ppo"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(program), "train"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ppo("show") == f"'{program}' show"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert ppo("show") == "ppo show"
+    monkeypatch.setattr("sys.argv", ["/x/ppo_cli/__main__.py"])
+    assert ppo("show").endswith(" -m ppo_cli show")
+    monkeypatch.setattr("sys.argv", ["/x/worker.py"])
+    assert ppo() == "ppo"
+
+
+def test_a_flag_takes_the_place_of_the_one_before() -> None:
+    for line in (
+        "ppo train --rm_budget_usd 0.002 --lr 1",
+        "ppo train --lr 1 --rm-budget-usd=0.002",
+    ):
+        assert (
+            with_flag(line, "--rm_budget_usd", "0.004") == "ppo train --lr 1 --rm_budget_usd 0.004"
+        )
+
+
+def test_small_amounts_are_not_nothing() -> None:
+    shown = {12.5: "$12.50", 0.25: "$0.25", 0.0021: "$0.0021", 0.00001: "$1.0e-05", 0.0: "$0"}
+    assert {amount: dollars(amount) for amount in shown} == shown
