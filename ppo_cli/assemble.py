@@ -22,7 +22,7 @@ from ppo_cli.engines import Engines
 from ppo_cli.errors import Interrupted, WorkerLost, ppo
 from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
 from ppo_cli.restarts import run_with_restarts, start_engine
 from ppo_cli.rewards.base import Reward
@@ -131,25 +131,28 @@ def _train_in(
             pad_token_id=tokenizer.pad_token_id,
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
-            diagnose=partial(
-                explain_no_reward, look=commands(folder.path, config.data.train_files)
-            ),
+            diagnose=_diagnose(folder, config),
             stop_requested=stop.reason,
             resume_command=resume_command,
             fingerprint=identity,
         )
         begin = partial(_begin, resume_from=resume_from, screen=screen)
         run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
-        refuse_unscored(tracker.history, folder.path, resume_command)
-        screen.summary(
-            summarise(
-                tracker.history,
-                folder.path,
-                config,
-                session=tracker.session,
-                resume_command=resume_command,
-            )
-        )
+        _say_the_end(screen, tracker, folder.path, config, resume_command)
+
+
+def _diagnose(folder: RunFolder, config: Config) -> Callable[[Sequence[Scored]], str | None]:
+    return partial(explain_no_reward, look=commands(folder.path, config.data.train_files))
+
+
+def _say_the_end(
+    screen: Screen, tracker: Tracker, run_dir: Path, config: Config, resume_command: str
+) -> None:
+    history, session = tracker.history, tracker.session
+    refuse_unscored(history, run_dir, resume_command)
+    screen.summary(
+        summarise(history, run_dir, config, session=session, resume_command=resume_command)
+    )
 
 
 def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
