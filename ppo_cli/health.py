@@ -368,6 +368,35 @@ def _audit(limits: Limits) -> str:
     return ppo(f"reward audit --config {limits.run_dir}/config.yaml")
 
 
+_UNREAD = {
+    "truncated": "Raise --rm_max_tokens, or take an --rm_model that does not think aloud.",
+    "thought": (
+        "Switch the judge's thinking off, start its server with a reasoning parser, or take "
+        "another --rm_model."
+    ),
+    "out_of_range": "Name one scale in --rm_scoring_prompt, the one of --rm_scale.",
+    "ambiguous": "Ask in --rm_scoring_prompt for one score only.",
+    "form": (
+        "Take an --rm_model (or a server) that keeps to a JSON schema, ask for no other form in "
+        "--rm_scoring_prompt, or set --rm_output text."
+    ),
+}
+
+
+def _replies_unread(steps: History, limits: Limits) -> str:
+    line = steps[-1]
+    for key in line:
+        share = line[key] if key.startswith("judge") and key.endswith("/unread") else 0
+        if share and share > 0.1:
+            causes = {k[len(key) + 1 :]: line[k] for k in line if k.startswith(f"{key}/")}
+            cause = max(causes, key=lambda name: float(causes[name] or 0.0), default="form")
+            return (
+                f"{share:.0%} of the judge's replies could not be read (most often: {cause}) and "
+                f"were asked again. {_UNREAD.get(cause, 'Take another --rm_model.')}"
+            )
+    return ""
+
+
 def _monitor_silent(steps: History, limits: Limits) -> str:
     failed = _last(steps, "judge/monitor_failed", 2)
     if not failed or steps[-1].get("judge/monitor_mean") is not None:
@@ -473,6 +502,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "failed": _scores_failed,
     "judge_fooled": _judge_fooled,
     "judge_length": _judge_likes_length,
+    "judge_unread": _replies_unread,
     "monitor_silent": _monitor_silent,
     "part_drowns": _part_drowns,
     "part_fails": _part_fails,

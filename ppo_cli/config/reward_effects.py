@@ -110,6 +110,7 @@ _MIXTURE = Idle(
 REWARD_EFFECTS: Final[dict[str, Idle]] = {
     "reward.api.*": _JUDGE,
     "reward.api.monitor.*": _MONITOR,
+    "reward.api.output": _DECISION,
     "reward.api.temperature": _DECISION,
     "reward.api.max_tokens": _DECISION,
     "reward.api.prompt_preset": Idle(

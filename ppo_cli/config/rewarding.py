@@ -69,6 +69,10 @@ class ApiReward(Section):
         None, "Lowest and highest score, LOW-HIGH; unset, what the prompt says, else 1-10.",
         flag="--rm_scale",
     )  # fmt: skip
+    output: Literal["json", "text"] | None = setting(
+        None, "Answer to ask for: a JSON object, or a last line `Score: N`; unset: what the "
+        "prompt file says, else json.", flag="--rm_output",
+    )  # fmt: skip
     mode: Literal["text", "decision"] = setting(
         "text", "Read a written verdict, or ask a decision endpoint for probabilities.",
         flag="--rm_mode",

@@ -75,6 +75,11 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "memory": (1, always(critic__micro_batch_rows=6.0), "critic.ppo_micro_batch_size_per_gpu=6"),
     "judge_fooled": (1, always(judge__canary_max=0.6), "ppo reward audit"),
     "judge_length": (10, always(judge__length_correlation=0.8), "ignore length"),
+    "judge_unread": (
+        1,
+        always(judge__unread=0.2, judge__unread__form=0.05, judge__unread__truncated=0.15),
+        "--rm_max_tokens",
+    ),
     "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
     "part_drowns": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
@@ -192,6 +197,10 @@ SILENT: dict[str, tuple[int, Change]] = {
     "parts that share as they weigh": (1, mixed(0.28)),
     "a rule that is solved": (1, mixed(0.0, std=0.0)),
     "a part that drowns later": (9, mixed(0.05)),
+    "a reply that cannot be read now and then": (
+        9,
+        always(judge__unread=0.05, judge__unread__form=0.05),
+    ),
     "a part that fails now and then": (9, always(reward__judge__failed_share=0.1)),
     "no prompt cut": (3, always(model__prompts_cut=0.0)),
     "a sampler that agrees": (3, always(rollout__logprob_diff=9e-4)),

@@ -188,10 +188,10 @@ def test_a_failed_part_fails_its_row_and_says_which(
     server.score = lambda system, user: "I like it." if "11 + 1" in user else 10
     code, out, _ = run(capsys, "score", sums(tmp_path), *judge, "--json")
     told = json.loads(out)
-    assert (code, told["scored"], told["failed"]) == (0, 6, {"judge: unparsed": 2})
+    assert (code, told["scored"], told["failed"]) == (0, 6, {"judge: form": 2})
     assert (told["parts"]["judge"]["failed"], told["parts"]["rule"]["failed"]) == (2, 0)
     row = read(tmp_path / "a.scored.jsonl")[2]
-    assert row["score"] is None and row["failure"].startswith("judge: unparsed")
+    assert row["score"] is None and row["failure"].startswith("judge: form")
     assert row["parts"]["rule"]["raw"] == 1.0
     assert told["remarks"] == ["judge gives every row the same score, so it decides nothing here."]
 

@@ -59,7 +59,7 @@ def test_failed_verdicts_are_null_with_a_reason(
     assert err == "1 of 6 rows could not be scored; `failure` says why.\n"
     rows = read(tmp_path / "a.scored.jsonl")
     assert [row["score"] for row in rows] == [1.0] * 5 + [None]
-    assert rows[5]["failure"].startswith("unparsed")
+    assert rows[5]["failure"].startswith("form")
 
 
 def test_budget_ends_it_resumably(

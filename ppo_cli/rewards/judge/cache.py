@@ -25,7 +25,7 @@ from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdic
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2  # raised when replies are read in another way: older verdicts are asked again
 CONNECT_S = 30.0
 # The refusals that are about a text for good; any other may have had a passing reason.
 FINAL_REFUSALS = frozenset({"refusal", "content_filter"})
@@ -44,7 +44,8 @@ def key_of(provider_identity: str, question: Question) -> str:
     The nonce and the token limit stay out of it.
     """
     scale = [question.scale.low, question.scale.high]
-    parts = json.dumps([SCHEMA, provider_identity, question.identity, scale, question.vote])
+    asked = [question.identity, scale, question.vote, question.output]
+    parts = json.dumps([SCHEMA, provider_identity, *asked])
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -29,16 +29,12 @@ from ppo_cli.rewards.judge.exchange import (
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill, worst_case
 from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.outage import BadRequests, Breaker
-from ppo_cli.rewards.judge.parse import read_verdict
+from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0
 MOST_FATALS = 3
 MOST_TOKENS = 8  # times what was asked for at first, when answers keep being cut
-_REMINDER = (
-    "Your last answer to this could not be read as a score. Give nothing but the answer in the "
-    "form asked for above, with one whole number from {low} to {high} as the score."
-)
 _CLOSED = "The run ended before the judge had answered."
 
 Read = tuple[float, str, Reply]
@@ -250,16 +246,14 @@ class JudgeClient:
         return pause
 
     def _ask_again(self, job: _Job, error: JudgeError) -> None:
-        self.counters.add("unparsed")
         if job.reasks >= self._limits.reasks:
             raise self._final(job, error)
         job.reasks += 1
         tokens = job.question.max_tokens
         if error.cause == "truncated":
             tokens = min(2 * tokens, MOST_TOKENS * job.asked.max_tokens)
-        scale = job.asked.scale
-        reminder = _REMINDER.format(low=scale.low, high=scale.high)
-        job.question = job.asked.again(reminder=reminder, max_tokens=tokens)
+        told = reminder(job.asked.output, job.asked.scale)
+        job.question = job.asked.again(reminder=told, max_tokens=tokens)
         job.worst_known = None
 
     def _answered_others(self, job: _Job) -> bool:
@@ -339,10 +333,12 @@ class JudgeClient:
         try:
             outcome = reply = await self._provider.ask(job.question, timeout=self._limits.timeout)
             word = "ok"
-            value, reason = read_verdict(reply, job.question.scale)
+            value, reason = read_verdict(reply, job.question.scale, job.question.output)
         except JudgeError as error:
             outcome, word = outcome or error, error.cause
-            if error.kind is not Failure.UNPARSED:
+            if error.kind is Failure.UNPARSED:
+                self.counters.add_unread(error.cause)
+            else:
                 self.counters.add_error(error.cause)
             raise self._bad_requests.weigh(error, job.asked) from None
         finally:

@@ -13,9 +13,9 @@ class Counters:
     """Counts since the last `take()`.
 
     `calls` are requests sent, `retried` those that repeat a failed one, and `verdicts` the scores
-    that they brought; `cached` and `shared` are answers that needed no call of their own. `errors`
-    counts failed calls by cause, retried ones included; `latencies` are the seconds of the calls
-    that a score was read from.
+    that they brought; `cached` and `shared` are answers that needed no call of their own. `unread`
+    counts replies that did not count, by cause, and `errors` failed calls, retried ones included;
+    `latencies` are the seconds of the calls that a score was read from.
     """
 
     calls: int = 0
@@ -23,8 +23,8 @@ class Counters:
     verdicts: int = 0
     cached: int = 0
     shared: int = 0
-    unparsed: int = 0
     refused: int = 0
+    unread: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, int] = field(default_factory=dict)
     latencies: tuple[float, ...] = ()
     concurrency: int = 0
@@ -42,6 +42,7 @@ class Tally:
 
     def _clear(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._unread: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._latencies: list[float] = []
 
@@ -49,6 +50,11 @@ class Tally:
         """Count one more of `name`, a whole-number field of `Counters`."""
         with self._lock:
             self._counts[name] += 1
+
+    def add_unread(self, cause: str) -> None:
+        """Count one reply that no score was read from."""
+        with self._lock:
+            self._unread[cause] += 1
 
     def add_error(self, cause: str) -> None:
         """Count one failed call."""
@@ -66,6 +72,7 @@ class Tally:
             concurrency, open_seconds = self._gauge()
             taken = Counters(
                 **self._counts,
+                unread=dict(self._unread),
                 errors=dict(self._errors),
                 latencies=tuple(self._latencies),
                 concurrency=concurrency,

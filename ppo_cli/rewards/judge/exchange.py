@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+# What a judge is asked to answer with, and so what counts as an answer.
+Output = Literal["json", "text"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Question:
 
     `system` and `user` go on the wire, the data in them fenced with a random nonce. `identity`
     is the same text with the nonce left out: what the cache and the de-duplication go by.
-    `vote` numbers independent verdicts on one response.
+    `vote` numbers independent verdicts on one response, `output` is the form of the answer that
+    `user` asks for.
     """
 
     system: str
@@ -52,6 +56,7 @@ class Question:
     scale: Scale
     max_tokens: int = 1024
     vote: int = 0
+    output: Output = "json"
 
     def again(self, *, reminder: str, max_tokens: int | None = None) -> Question:
         """Ask once more after an unreadable answer; the identity stays."""
@@ -121,7 +126,7 @@ class JudgeError(Exception):
     """One failed call, or one verdict that could not be had.
 
     `cause` is a short word for metrics and rollouts: `timeout`, `connection`, `http_429`,
-    `http_503`, `bad_body`, `http_401`, `refusal`, `content_filter`, `truncated`, `unparsed` …
+    `http_503`, `bad_body`, `http_401`, `refusal`, `content_filter`, `truncated`, `form` …
     `retry_after` is what the provider asked for, in seconds. `usage` is billed all the same.
     """
 

@@ -52,11 +52,13 @@ class StepReport:
 def call_metrics(counters: Counters) -> dict[str, float]:
     """Rates and latencies of the calls of a step."""
     errors = sum(counters.errors.values())
+    unread = sum(counters.unread.values())
+    replies = unread + len(counters.latencies)
     asked = counters.cached + counters.shared + counters.verdicts
     metrics = {
         "judge/calls": float(counters.calls),
         "judge/error_rate": errors / counters.calls if counters.calls else 0.0,
-        "judge/parse_failures": float(counters.unparsed),
+        "judge/unread": unread / replies if replies else 0.0,
         "judge/refusals": float(counters.refused),
         "judge/retries": float(counters.retried),
         "judge/cached": float(counters.cached + counters.shared),
@@ -65,6 +67,7 @@ def call_metrics(counters: Counters) -> dict[str, float]:
         "judge/outage_s": counters.open_seconds,
     }
     metrics |= {f"judge/errors/{cause}": float(n) for cause, n in counters.errors.items()}
+    metrics |= {f"judge/unread/{cause}": n / replies for cause, n in counters.unread.items()}
     if counters.latencies:
         p50, p95 = np.percentile(counters.latencies, [50, 95])
         metrics |= {"judge/latency_p50_s": float(p50), "judge/latency_p95_s": float(p95)}

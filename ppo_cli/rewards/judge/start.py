@@ -69,8 +69,9 @@ def _unreadable(error: JudgeError, api: ApiReward) -> str:
         )
     return (
         f"The judge {_who(api)} answers, but no score can be read from it ({_words(error)}). It "
-        'said: "' + redact(error.reply[:200]) + '". Try a stronger --rm_model, or see the '
-        f"request with `{ppo('prompts render embedded')}` and the same --rm_ flags."
+        'said: "' + redact(error.reply[:200]) + '". Try a stronger --rm_model or another '
+        f"--rm_output, or see the request with `{ppo('prompts render embedded')}` and the same "
+        "--rm_ flags."
     )
 
 

@@ -91,7 +91,7 @@ def load_template(api: ApiReward) -> Template:
         found = replace(found, name=name, system=without_doubles(system))
     if api.scale is not None:
         found = replace(found, scale=parse_scale(api.scale, SCALE_FLAG))
-    return found
+    return found if api.output is None else replace(found, output=api.output)
 
 
 def _base(api: ApiReward) -> Template:
@@ -111,6 +111,7 @@ def _own_scoring(api: ApiReward, base: Template) -> Template:
         system=base.system if api.prompt_file is not None else NEUTRAL,
         scoring=scoring,
         scale=named or base.scale,
+        output=base.output,
         description="Prompt from the settings.",
     )
 
@@ -127,8 +128,9 @@ def read_template(path: Path) -> Template:
     unknown = [key for key in given if key not in KEYS]
     if unknown:
         raise RewardError(_unknown_keys(where, unknown, KEYS))
-    if given.get("output", "json") != "json":
-        raise RewardError(f"{where}, key output: {given['output']!r} is not known; it is 'json'.")
+    output = given.get("output", "json")
+    if output not in ("json", "text"):
+        raise RewardError(f"{where}, key output: {output!r} is not known; it is json or text.")
     scoring = _text(given, "scoring", where, needed=True)
     check_variables(scoring, f"{where}, key scoring")
     system = _text(given, "system", where) if "system" in given else NEUTRAL
@@ -143,6 +145,7 @@ def read_template(path: Path) -> Template:
         description=" ".join(_text(given, "description", where).split()),
         cases=_cases(given, scale, where),
         written_for=scale,
+        output=output,
     )
 
 

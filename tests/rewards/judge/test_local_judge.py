@@ -21,9 +21,9 @@ import pytest
 
 from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply
-from ppo_cli.rewards.judge.parse import read_verdict
 from ppo_cli.rewards.judge.providers.build import build_provider
 from ppo_cli.rewards.judge.template import Material, load_template
+from ppo_cli.rewards.judge.verdict import read_verdict
 
 needs_no_gpu = pytest.mark.skipif(
     any(Path("/dev").glob("nvidia[0-9]*")) or sys.platform != "linux",

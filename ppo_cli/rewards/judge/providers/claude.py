@@ -61,7 +61,7 @@ class ClaudeJudge(SdkProvider):
         chosen: dict[str, Any] = {"system": question.system} if question.system else {}
         if "thinking" in form:
             chosen["thinking"] = {"type": "disabled"}
-        if "output_config" in form:
+        if "output_config" in form and question.output == "json":
             schema = verdict_schema(question.scale)
             chosen["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         if "temperature" in form:  # the SDK has no such argument any more; gateways may

@@ -68,7 +68,7 @@ class DashScopeJudge(SdkProvider):
             chosen["enable_thinking"] = False
         if "seed" in form:
             chosen["seed"] = question.vote
-        if "response_format" in form:
+        if "response_format" in form and question.output == "json":
             chosen["response_format"] = response_format(question.scale, form["response_format"])
         if "temperature" in form:
             chosen["temperature"] = self.endpoint.sampling()

@@ -122,9 +122,10 @@ class GeminiJudge(SdkProvider):
             ]
         if "seed" in form:
             config["seed"] = question.vote
-        if "response_schema" in form:
+        asked = form.get("response_schema") if question.output == "json" else None
+        if asked:
             config["response_mime_type"] = "application/json"
-        if form.get("response_schema") == "json_schema":
+        if asked == "json_schema":
             schema = verdict_schema(question.scale)
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}

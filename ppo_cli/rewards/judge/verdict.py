@@ -1,0 +1,334 @@
+r"""From a judge's reply to a score on its scale, or to a failure; never to a guess.
+
+What was asked for decides what counts. Asked for JSON, only a reply that is one object with
+`score`, beside it nothing but strings that explain it. Asked for text, a bare number, or one
+labelled score as the last line, and no second score anywhere. A complete thought in front is left
+out; a reply that was cut never counts. Asking again is cheap, a wrong reward is not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Output, Reply, Scale
+from ppo_cli.rewards.judge.thoughts import MARKS, UnfinishedThought, after_thought
+
+# What a judge is asked for, in the words that it reads.
+ASKED: Mapping[Output, str] = {
+    "json": (
+        "Reply with ONE JSON object and nothing else, the reason first and no longer than three "
+        'sentences:\n{"reason": "...", "score": N}'
+    ),
+    "text": (
+        "Give the reason first, in no more than three sentences. End with one line in exactly "
+        "this form and write nothing after it:\nScore: N"
+    ),
+}
+REMINDER = (
+    "Your last answer to this was not in the form asked for. {asked}\n"
+    "N is one whole number from {low} to {high}. Name no other score."
+)
+LONGEST_REASON = 2000
+LONGEST_SCORE_LINE = 200
+# Providers round each probability; more missing than this means that levels are missing, and
+# an expectation over the rest would lean to one side.
+SUM_TOLERANCE = 0.1
+
+REASON_KEYS = frozenset(
+    ("reason", "reasoning", "explanation", "rationale", "justification", "analysis", "feedback")
+)
+_NUMBER = r"[-−]?(?:0|[1-9][0-9]{0,5})(?:\.[0-9]{1,6})?"
+_FINAL = r"final|overall|gesamt|最终|最終|综合|総合|최종|итогов\w+"
+_NOUN = (
+    r"score|rating|grade|mark|评分|評分|分数|得分|打分|スコア|評価|点数|得点|점수|평점|bewertung"
+    r"|punktzahl|note\s+finale|puntuación|calificación|pontuação|punteggio|балл|оценка|التقييم"
+)
+_IS = r"(?:\bis\b\s*:?|[:=]|为|是|は)"
+_OVER = r"(?:/|out\s+of|von|из|sobre|sur|su)"
+# Stop tokens that a server without its model's template leaves at the end.
+_STOP = re.compile(r"(?:\s{0,9}(?:<\|[a-zA-Z_]{1,30}\|>|</s>|<eos>|<end_of_turn>|<turn\|>))+\Z")
+_FRAMES = (
+    r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```",
+    r"<answer>(.*)</answer>",  # Hunyuan
+    r"<\|(?:START_RESPONSE|begin_of_solution)\|>(.*)",  # Cohere, OpenThinker
+)
+_FRAME = re.compile("|".join(_FRAMES), re.S | re.I)
+# A backslash that JSON does not know, as models write in mathematics; it is only ever text.
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”|‘[^‘’]*’|`[^`]*`|「[^「」]*」|(?<!\w)'[^']*'(?!\w)")
+# A reason that gives another final score than its object does.
+_STATED = re.compile(
+    rf"(?:\b(?:{_FINAL}|my)\s*(?:{_NOUN})|\bI(?:'d|\s+would|\s+will)?\s+(?:give|rate|score|grade)"
+    r"(?:\s+(?:it|this|the)(?:\s+\w+)?)?)\W{0,4}(?:(?:is|of|an?|as|at|should\s+be|为|是|は)\W{0,4})?"
+    rf"({_NUMBER})(?:\s*{_OVER}\s*[0-9]+)?(?=\W*(?:[.!;]|$))",
+    re.I,
+)
+# A labelled number, or a line of its own with a number and nothing else.
+_ANOTHER = re.compile(
+    rf"(?:(?:{_NOUN})(?![a-z])|(?:{_FINAL}|adjusted|total)(?=[^\w\n]{{0,6}}[:=])"
+    rf"|^(?=[^\w\n]{{0,6}}{_NUMBER}[^\w\n]*$))"
+    rf"[^\w\n]{{0,9}}?(?:(?:is|was|of|as|an?|at|to|be|should|would|为|是|は)[^\w\n]{{1,4}}){{0,3}}"
+    rf"({_NUMBER})(?![\w%]|\s*(?:[-–~～]|to\s)\s*[0-9])",
+    re.I | re.M,
+)
+_OTHER_SCALE = re.compile(
+    r"\bscale\s{1,3}(?:of\s|from\s)?(-?[0-9]{1,4})\s?(?:[-–]|to)\s?([0-9]{1,4})", re.I
+)
+# A line that may stand before the score's: a sentence that ends, or an item of a list.
+_ENDS = re.compile(r"[.!?。！？…)）\]】»”\"|~]\W{0,9}$|[:：]\W{0,9}[0-9./]{1,9}\W{0,9}$")
+_ITEM = re.compile(rf"\s*(?:[-*•+#|]|[0-9]+[.)]\s|(?:{'|'.join(REASON_KEYS)}|理由)\s*[:：])", re.I)
+_ANNOUNCES = re.compile(r"\b(?:follow(?:s|ing)|below|this|these|says|reads)\W{0,9}$", re.I)
+_LAST_SENTENCE = re.compile(rf"(.*(?:[.!?]\s|[。！？]))\s*((?:{_FINAL})?\s?(?:{_NOUN}).*)", re.I)
+_TAG = re.compile(r"^[ \t]{0,9}(?:</?[^\s<>/][^<>\n]{0,40}>|\[[A-Z_]{3,}\])", re.M)
+
+
+class Unreadable(Exception):
+    """Why no score can be taken from a reply; `cause` is the word for metrics."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def read_verdict(reply: Reply, scale: Scale, output: Output = "json") -> tuple[float, str]:
+    """Return score and reason of a reply; JudgeError of kind UNPARSED when it does not count.
+
+    Its cause is `empty`, `truncated`, `thought` (not finished, or of an unknown kind), `form`
+    (not what was asked for), `ambiguous` (a second score) or `out_of_range`; for probabilities
+    also `unparsed`.
+    """
+    try:
+        if reply.probabilities is not None:
+            return _expectation(reply.probabilities, scale)
+        if reply.truncated:
+            raise Unreadable("truncated", "the judge's reply was cut at its token limit")
+        value, reason = _read(reply.text, scale, output)
+    except UnfinishedThought as problem:
+        raise _failure("thought", str(problem), reply) from None
+    except Unreadable as problem:
+        raise _failure(problem.cause, str(problem), reply) from None
+    return value, reason.strip()[:LONGEST_REASON]
+
+
+def reminder(output: Output, scale: Scale) -> str:
+    """What a judge is told when its answer did not count."""
+    return REMINDER.format(asked=ASKED[output], low=scale.low, high=scale.high)
+
+
+def _failure(cause: str, problem: str, reply: Reply) -> JudgeError:
+    excerpt = " ".join(reply.text.split())
+    excerpt = f"{excerpt[:60]} … {excerpt[-60:]}" if len(excerpt) > 130 else excerpt
+    said = f", in the judge's reply {excerpt!r}" if excerpt else ""
+    return JudgeError(
+        Failure.UNPARSED, cause, f"{problem}{said}", usage=reply.usage, reply=reply.text
+    )
+
+
+def _read(text: str, scale: Scale, output: Output) -> tuple[float, str]:
+    text = text.strip("\ufeff \t\r\n").replace("\r\n", "\n")
+    if not text:
+        raise Unreadable("empty", "the judge's reply is empty")
+    answer = _STOP.sub("", text)
+    if not answer.startswith("{"):
+        answer = after_thought(answer)
+    if (frame := _FRAME.fullmatch(answer)) is not None:
+        answer = next(part for part in frame.groups() if part is not None).strip()
+    if answer.startswith("{"):
+        return _read_object(answer, scale)
+    if not answer or MARKS.search(answer) or _TAG.search(_SCORE_TAG.sub("", answer)):
+        raise Unreadable("thought", "there is no plain answer after what seems to be a thought")
+    if output == "json":
+        raise Unreadable("form", "it is not one JSON object and nothing else")
+    return _read_text(answer, scale)
+
+
+def _within(value: float, scale: Scale) -> float:
+    """Return a value that lies on the scale; anything else is refused, never clamped."""
+    if not scale.low <= value <= scale.high:
+        raise Unreadable("out_of_range", f"the score is outside {scale}")
+    if 0 < value < 1 and scale.low <= 0 and scale.high >= 10:
+        raise Unreadable("ambiguous", f"{value:g} may be a share of {scale} or a score on it")
+    return float(value)
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def _read_object(text: str, scale: Scale) -> tuple[float, str]:
+    entries = _decode(text)
+    reasons = [value for key, value in entries.items() if key in REASON_KEYS]
+    if "score" not in entries or len(entries) != 1 + len(reasons):
+        odd = [key for key in entries if key not in REASON_KEYS and key != "score"]
+        told = f"the key {odd[0][:40]!r} was not asked for" if odd else 'it has no "score"'
+        raise Unreadable("form", told)
+    if not all(isinstance(reason, str) for reason in reasons):
+        raise Unreadable("form", "the reason is not a text")
+    score = entries["score"]
+    if isinstance(score, str):
+        score = _written(score.strip(), scale)
+    if score is None or isinstance(score, bool) or not isinstance(score, int | float):
+        raise Unreadable("form", '"score" is not a number')
+    value = _within(score, scale)
+    reason = "\n".join(reasons)
+    for stated in _STATED.finditer(_QUOTED.sub(" ", reason)):
+        if _number(stated[1]) != value:
+            raise Unreadable("ambiguous", "its reason gives another score")
+    return value, reason
+
+
+def _decode(text: str) -> dict[str, Any]:
+    """Decode one object; its keys in small letters, each there once."""
+    try:
+        try:
+            found = _DECODER.decode(text)
+        except json.JSONDecodeError:
+            found = _DECODER.decode(_ESCAPE.sub(lambda e: e[0] if e[1] else r"\\", text))
+    except (ValueError, RecursionError):  # broken, NaN, a number of a million digits, too deep
+        raise Unreadable("form", "it is not one JSON object and nothing else") from None
+    return dict(found)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = {key.strip().casefold(): value for key, value in pairs}
+    if len(entries) != len(pairs):
+        raise Unreadable("form", "a key stands there twice")
+    return entries
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(word)
+
+
+# Line breaks in a string are no JSON, and harmless.
+_DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number, strict=False)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _read_text(text: str, scale: Scale) -> tuple[float, str]:
+    lines = [line for line in text.translate(_WIDE).split("\n") if re.search(r"\w", line)]
+    if not lines:
+        raise Unreadable("form", "there is no score in it")
+    if sentence := _LAST_SENTENCE.fullmatch(lines[-1]):
+        lines[-1:] = sentence.groups()
+    before, last = lines[:-1], lines[-1]
+    if len(last) > LONGEST_SCORE_LINE:
+        raise Unreadable("form", "its last line is not a score and nothing else")
+    value = _written(_bare(last), scale)
+    if value is not None and before and _is_heading(before[-1]):
+        before = before[:-1]  # "### Score" and then "7/10"
+    elif value is None or before:
+        value = _labelled(last, scale)
+    if value is None:
+        raise Unreadable("form", "its last line is not a score and nothing else")
+    if before and (last[0].isspace() or not _leads(before[-1])):
+        raise Unreadable("form", "its last line may be a quotation")
+    value = _within(value, scale)
+    reason = "\n".join(before)
+    _check_only_score(reason, last, value, scale)
+    return value, reason
+
+
+_SCORE_TAG = re.compile(r"^<(score|rating)>([^<>\n]{1,20})</\1>\Z", re.M)
+_WIDE = str.maketrans("０１２３４５６７８９：／（）", "0123456789:/()")
+
+
+@lru_cache(maxsize=16)
+def _patterns(scale: Scale) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """A value, and a labelled value, on one scale; another scale than that does not match."""
+    low, high = re.escape(str(scale.low)), re.escape(str(scale.high))
+    bracket = rf"分?\s*\(\s*(?:out\s+of|满分)\s*{high}\s*分?\s*\)"
+    over = rf"(?P<over>\s*{_OVER}\s*{high}|\s*{bracket})"
+    unit = r"(?:\s*(?:points?|分|点|점|punkten?|баллов))?"
+    value = rf"(?P<value>{_NUMBER}){over}?{unit}\s*[.。!]?"
+    named = rf"(?:\s*\(?(?:{low}\s*(?:[-–~]|to|到|至)\s*{high}|(?:out\s+of|满分)\s*{high}分?)\)?)?"
+    lead = r"(?:(?:so|thus|therefore|hence|overall),?\s+)?(?:(?:the|my)\s+)?"
+    label = (
+        rf"{lead}\[?(?P<vague>note|nota|voto|total)?(?:{_FINAL})?\s*(?P<noun>{_NOUN})?"
+        rf"(?:\s+final)?\]?{named}\s*{_IS}\s*"
+    )
+    give = (
+        r"I(?:['’]d|\s+would)?\s+(?:rate|give|score)\s+(?:it|(?:this|the)(?:\s+\w+)?)(?:\s+an?)?"
+        r"(?:\s+(?:score|rating)\s+of)?\s+"
+    )
+    return re.compile(value, re.I), re.compile(f"(?:{label}|{give}){value}", re.I)
+
+
+def _bare(line: str) -> str:
+    """Take marks of markdown and LaTeX off a line; a blockquote keeps its own."""
+    line = re.sub(r"(?<!\w)(?:\*{1,3}|__)|(?:\*{1,3}|__)(?!\w)|[`$]|\\[\[\]()]", "", line)
+    line = re.sub(r"\\boxed\{([^{}]*)\}|\[\[([^\[\]]*)\]\]", r"\1\2", line)
+    return line.strip()
+
+
+def _written(text: str, scale: Scale) -> float | None:
+    """A number, perhaps over the top of the scale, and nothing else; None for anything else."""
+    found = _patterns(scale)[0].fullmatch(text)
+    return _number(found["value"]) if found else None
+
+
+def _labelled(line: str, scale: Scale) -> float | None:
+    if tag := _SCORE_TAG.fullmatch(line):
+        return _written(tag[2].strip(), scale)
+    found = _patterns(scale)[1].fullmatch(re.sub(r"^(?:#{1,6}|[-•+])\s+", "", _bare(line)))
+    # "Total score: 7" may be a sum, "Overall: 8" many things, unless they name the scale.
+    if not found or not (found["over"] or (found["noun"] and not found["vague"])):
+        return None
+    return _number(found["value"])
+
+
+def _number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
+def _is_heading(line: str) -> bool:
+    """Whether a line is the label of a score, its number still to come."""
+    plain = re.sub(r"^#{1,6}\s+", "", _bare(line))
+    return bool(re.fullmatch(rf"(?:{_FINAL})?\s*(?:{_NOUN})\s*:?", plain, re.I))
+
+
+def _leads(line: str) -> bool:
+    """Whether a line is whole in itself, and does not announce the next one."""
+    whole = _ITEM.match(line) or _ENDS.search(line)
+    return bool(whole) and not re.search(r"[:：]\W{0,9}$", line) and not _ANNOUNCES.search(line)
+
+
+def _check_only_score(before: str, last: str, value: float, scale: Scale) -> None:
+    """Refuse a reply that names another score, or another scale, before its last line."""
+    numbers = [_number(found[1]) for found in _ANOTHER.finditer(before)]
+    if not re.search(_FINAL, last, re.I):  # an overall score may sum up scores of criteria
+        over = rf"(?<![\w/.])({_NUMBER})\s*(?:/|out\s+of)\s*{scale.high}(?![\w/])"
+        numbers += [_number(found[1]) for found in re.finditer(over, before)]
+    if any(number != value for number in numbers):
+        raise Unreadable("ambiguous", "it names several different scores")
+    ends = {(int(low), int(high)) for low, high in _OTHER_SCALE.findall(before)}
+    if ends - {(scale.low, scale.high)}:
+        raise Unreadable("ambiguous", f"it speaks of another scale than {scale}")
+
+
+# --- probabilities -------------------------------------------------------------------------------
+
+
+def _expectation(probabilities: Mapping[int, float], scale: Scale) -> tuple[float, str]:
+    """Return the mean level under the given probabilities."""
+    pairs = dict(probabilities)
+    if not pairs:
+        raise Unreadable("empty", "the judge gave no probabilities")
+    if wrong := [level for level in pairs if level not in scale.levels()]:
+        raise Unreadable("out_of_range", f"level {wrong[0]!r} is not on the scale {scale}")
+    if any(not math.isfinite(p) or not 0.0 <= p <= 1.0 + SUM_TOLERANCE for p in pairs.values()):
+        raise Unreadable("unparsed", "the judge's probabilities are not probabilities")
+    total = math.fsum(pairs.values())
+    if abs(total - 1.0) > SUM_TOLERANCE:
+        raise Unreadable("unparsed", f"the judge's probabilities sum to {total:.3g}, not to 1")
+    above = math.fsum((level - scale.low) * p for level, p in pairs.items()) / total
+    best = sorted(pairs, key=lambda level: -pairs[level])[:3]
+    likely = ", ".join(f"{level}: {pairs[level]:.3g}" for level in best)
+    # Rounding alone may carry the mean a last bit past the end.
+    return min(scale.low + above, float(scale.high)), f"most likely levels {likely}"

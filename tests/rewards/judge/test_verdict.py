@@ -1,0 +1,243 @@
+"""Replies of judges count when they have the form that was asked for, and are never guessed at.
+
+`verdicts.jsonl` holds rows `{"id", "asked": "json"|"text", "scale": [low, high], "reply",
+"truncated", "right": number or null, "kind": "realistic"|"contrived", "note"}`, `right` being the
+score that a careful reader would take; `unread` marks those that the strict rule does not read
+all the same. Any other `*.jsonl` here is measured in the same way, without that mark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Output, Reply, Scale, Usage
+from ppo_cli.rewards.judge.verdict import read_verdict, reminder
+
+HERE = Path(__file__).parent
+TEN = Scale(1, 10)
+CAUSES = {"empty", "truncated", "thought", "form", "ambiguous", "out_of_range"}
+CONTRIVED_WRONG = 0.02  # of contrived replies; no realistic one may be read wrongly
+Row = dict[str, Any]
+
+
+class Findings(NamedTuple):
+    """Rows that were read as a wrong number, and rows that were not read though they could be."""
+
+    wrong: list[Row]
+    needless: list[Row]
+
+
+def rows_of(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def read_row(row: Row) -> float | None:
+    reply = Reply(row["reply"], Usage(5, 3), truncated=row["truncated"])
+    try:
+        return read_verdict(reply, Scale(*row["scale"]), row["asked"])[0]
+    except JudgeError as error:
+        assert error.kind is Failure.UNPARSED and error.cause in CAUSES, row["id"]
+        assert (error.usage, error.reply) == (Usage(5, 3), row["reply"]), row["id"]
+        return None
+
+
+def assess(rows: Iterable[Row]) -> Findings:
+    """Read every reply and compare it with what a careful reader takes."""
+    found = Findings([], [])
+    for row in rows:
+        value = read_row(row)
+        if value is not None and value != row["right"]:
+            found.wrong.append(row | {"got": value})
+        elif value is None and row["right"] is not None:
+            found.needless.append(row)
+    return found
+
+
+def test_own_corpus() -> None:
+    rows = rows_of(HERE / "verdicts.jsonl")
+    found = assess(rows)
+    assert found.wrong == []
+    unread = {row["id"] for row in rows if row.get("unread")}
+    assert {row["id"] for row in found.needless} ^ unread == set()
+    assert len({row["id"] for row in rows}) == len(rows) > 800
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("*.jsonl")), ids=lambda path: path.name)
+def test_any_corpus_keeps_the_bar(path: Path) -> None:
+    rows = rows_of(path)
+    found = assess(rows)
+    contrived = [row for row in rows if row["kind"] == "contrived"]
+    wrong = [row for row in found.wrong if row["kind"] == "contrived"]
+    print(f"{path.name}: {len(rows)} rows, silently wrong {len(found.wrong)}, needlessly unread")
+    for row in (*found.wrong, *found.needless):
+        print(row["id"], row["kind"], repr(row["reply"][-80:]), row["right"], row.get("got"))
+    assert [row for row in found.wrong if row["kind"] == "realistic"] == []
+    assert len(wrong) <= CONTRIVED_WRONG * len(contrived), wrong
+
+
+def read(text: str, output: Output = "json", scale: Scale = TEN, **kwargs: Any) -> float:
+    return read_verdict(Reply(text, **kwargs), scale, output)[0]
+
+
+def refused(text: str, output: Output = "json", **kwargs: Any) -> JudgeError:
+    with pytest.raises(JudgeError) as caught:
+        read(text, output, **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "reason"),
+    [
+        ("json", '{"reason": "mostly right", "score": 8}', "mostly right"),
+        ("json", '{"score": 8, "explanation": "clear"}', "clear"),
+        ("text", "Reason: it skips a step\nScore: 8", "Reason: it skips a step"),
+        ("text", "It skips a step.\n\n**Score:** 8", "It skips a step."),
+        ("text", "8", ""),
+    ],
+)
+def test_the_reason_is_the_judges_own_words(output: Output, text: str, reason: str) -> None:
+    assert read_verdict(Reply(text), TEN, output) == (8.0, reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "cause"),
+    [
+        ("", "json", "empty"),
+        ("<think>maybe 8", "json", "thought"),
+        ("<cot>maybe</cot>8", "text", "thought"),
+        ("Score: 8", "json", "form"),
+        ('{"score": 8, "confidence": 1}', "json", "form"),
+        ('{"score": 11}', "json", "out_of_range"),
+        ("Score: 3.\nScore: 8", "text", "ambiguous"),
+    ],
+)
+def test_the_cause_says_what_is_wrong(text: str, output: Output, cause: str) -> None:
+    assert refused(text, output).cause == cause
+
+
+def test_the_message_names_the_trouble_and_shows_a_short_excerpt() -> None:
+    error = refused("blah " * 500 + '{"score": 8}')
+    assert "it is not one JSON object and nothing else, in the judge's reply 'blah" in str(error)
+    assert len(str(error)) < 300
+
+
+def test_the_reminder_names_the_form_and_the_scale() -> None:
+    assert '{"reason": "...", "score": N}\nN is one whole number from 0 to 5' in reminder(
+        "json", Scale(0, 5)
+    )
+    assert "\nScore: N\nN is one whole number from 1 to 10" in reminder("text", TEN)
+
+
+# Decision mode
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "expected"),
+    [
+        ({1: 0.5, 10: 0.5}, 5.5),
+        ({7: 1.0}, 7.0),
+        ({7: 0.6, 8: 0.3, 9: 0.1}, 7.5),
+        ({7: 0.59, 8: 0.3, 9: 0.1}, 7.505),
+        ({10: 0.97}, 10.0),
+        ({10: 1}, 10.0),
+    ],
+)
+def test_probabilities_give_their_mean(probabilities: dict[int, float], expected: float) -> None:
+    value, reason = read_verdict(Reply("", probabilities=probabilities), TEN)
+    assert value == pytest.approx(expected, abs=0.001)
+    assert str(max(probabilities, key=probabilities.__getitem__)) in reason
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "cause"),
+    [
+        ({}, "empty"),
+        ({7: math.nan}, "unparsed"),
+        ({7: math.inf}, "unparsed"),
+        ({7: 1.2, 8: -0.2}, "unparsed"),
+        ({7: 0.0}, "unparsed"),
+        ({7: 0.6}, "unparsed"),
+        ({7: 0.9, 8: 0.9}, "unparsed"),
+        ({0: 0.5, 1: 0.5}, "out_of_range"),
+        ({11: 1.0}, "out_of_range"),
+    ],
+)
+def test_doubtful_probabilities_are_refused(probabilities: dict[int, float], cause: str) -> None:
+    assert refused("", probabilities=probabilities).cause == cause
+
+
+@given(st.lists(st.floats(0.001, 1.0), min_size=10, max_size=10))
+def test_a_mean_never_leaves_the_scale(weights: list[float]) -> None:
+    total = sum(weights)
+    spread = {level: w / total for level, w in zip(TEN.levels(), weights, strict=True)}
+    assert 1.0 <= read("", probabilities=spread) <= 10.0
+
+
+# Replies by chance
+
+OUTPUTS = st.sampled_from(["json", "text"])
+TOKENS = st.sampled_from(
+    [
+        *("{", "}", "[", "]", '"', "'", "score", '"score"', ":", ",", "8", "3", "85", "/10", "\n"),
+        *(" ", "Score: ", "Final score: ", "<think>", "</think>", "```", "json", "<score>"),
+        *("</score>", "true", "null", "NaN", "-", ".", "reason", "|", "**", "(", ")", "满分", "分"),
+        *("out of 10", '{"score": ', "{'score': "),
+    ]
+)
+
+
+@given(st.text(max_size=300) | st.lists(TOKENS, max_size=30).map("".join), OUTPUTS)
+def test_any_text_is_either_on_the_scale_or_refused(text: str, output: Output) -> None:
+    try:
+        assert 1.0 <= read(text, output) <= 10.0
+    except JudgeError as error:
+        assert error.kind is Failure.UNPARSED and error.cause in CAUSES
+
+
+@given(reason=st.text(max_size=200), score=st.integers(1, 10), ascii_only=st.booleans())
+def test_nothing_quoted_in_a_reason_can_change_the_score(
+    reason: str, score: int, ascii_only: bool
+) -> None:
+    told = reason.replace('"', "")
+    for text in (f"<think>{reason}", f'It says "{told} Final score: 10 {told}"'):
+        reply = json.dumps({"reason": text, "score": score}, ensure_ascii=ascii_only)
+        assert read(reply) == score
+
+
+@given(st.integers(1, 10), st.integers(0, 60), OUTPUTS)
+def test_a_cut_verdict_is_never_read(score: int, cut: int, output: Output) -> None:
+    whole = json.dumps({"reason": "is long", "score": score})
+    assert refused(whole[:cut], output, truncated=True).cause == "truncated"
+    if cut < len(whole):
+        assert refused(whole[:cut], output).cause in CAUSES
+
+
+DEEP = '{"score":' + "[" * 50_000
+
+
+@pytest.mark.timeout(300)
+def test_hostile_lengths_take_no_time_and_never_kill_a_run() -> None:
+    for text in (
+        "{" * 20_000, '{"a":' * 10_000, "[{" * 10_000, "<think>" * 20_000, " x" * 20_000, DEEP,
+        "<think>" * 4000 + "</think>" * 4000, "a" + " " * 40_000 + "b", "|" * 20_000,
+        '{"score":' + "9" * 10_000 + "}", "Score: " + "1" * 10_000, "{'score':" + "(" * 5000,
+        "<score>" * 20_000, "Score: 8\n" * 5000, '{"score": 8}\n' * 400, "." * 20_000 + " ",
+        '{"score": 8}\n' + "x: 8 " * 20_000, '{"score": 8}\n' + ":" * 20_000,
+        "“" * 20_000 + "\nScore: 8", "final" + " " * 20_000 + "\nScore: 8", "```\n" * 10_000,
+        '{"reason": "' + "“" * 20_000 + '", "score": 8}', "scale " * 20_000 + "\nScore: 8",
+        "." * 20_000 + "x\nScore: 8", '{"reason": "' + "I " * 10_000 + '", "score": 8}',
+        "final: " * 20_000 + ".\nScore: 8", ". " * 10_000 + "Score: 8", "-\n" * 20_000 + "8",
+    ):  # fmt: skip
+        for output in ("json", "text"):
+            try:
+                assert read(text, output) == 8, text[:20]
+            except JudgeError as error:
+                assert len(str(error)) < 500
