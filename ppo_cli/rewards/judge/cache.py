@@ -25,7 +25,8 @@ from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdic
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2  # raised when replies are read in another way: older verdicts are asked again
+SCHEMA = 1
+READING = 2  # raised when replies are read in another way: their verdicts are asked for again
 CONNECT_S = 30.0
 # The refusals that are about a text for good; any other may have had a passing reason.
 FINAL_REFUSALS = frozenset({"refusal", "content_filter"})
@@ -45,7 +46,7 @@ def key_of(provider_identity: str, question: Question) -> str:
     """
     scale = [question.scale.low, question.scale.high]
     asked = [question.identity, scale, question.vote, question.output]
-    parts = json.dumps([SCHEMA, provider_identity, *asked])
+    parts = json.dumps([READING, provider_identity, *asked])
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -126,6 +126,7 @@ def test_a_refusal_that_quotes_a_key_is_kept_without_it(
         ({"identity": "else"}, False),
         ({"scale": Scale(1, 5)}, False),
         ({"vote": 1}, False),
+        ({"output": "text"}, False),
     ],
 )
 def test_the_key_goes_by_what_changes_the_answer(changed: dict[str, object], same: bool) -> None:

@@ -128,6 +128,18 @@ def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     assert again["judge/cost_usd_total"] == metrics["judge/cost_usd_total"]
 
 
+def test_replies_that_do_not_count_are_told_by_cause(make: Make, server: JudgeServer) -> None:
+    reward = make()
+    server.fail("prose", times=1)
+    server.fail("truncated", times=2)
+    score_all(reward, [right(1), right(2)])
+    metrics = reward.measure()
+    assert metrics["judge/unread"] == pytest.approx(0.6)
+    assert metrics["judge/unread/form"] == pytest.approx(0.2)
+    assert metrics["judge/unread/truncated"] == pytest.approx(0.4)
+    assert metrics["judge/error_rate"] == 0.0
+
+
 def test_equal_responses_share_one_call(make: Make, server: JudgeServer) -> None:
     server.state.latency = 0.2
     scores = score_all(make(cache="off"), [right(1)] * 20)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
 from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.rewards.judge.admission import Admission, Ticket
 from ppo_cli.rewards.judge.limits import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
+from ppo_cli.rewards.judge.outage import Breaker
 
 
 class Hands:
@@ -52,6 +55,32 @@ def test_spacing_takes_back_what_an_estimate_had_too_much(clock: Hands) -> None:
     before = spacing.wait()
     spacing.correct(-150.0)
     assert spacing.wait() == pytest.approx(before - 1.5)
+
+
+@pytest.mark.parametrize(
+    ("expected", "used", "at_once"), [(1000, 100, True), (100, 100, True), (100, 1000, False)]
+)
+def test_the_tokens_that_a_call_took_count_and_not_those_expected(
+    clock: Hands, expected: int, used: int, at_once: bool
+) -> None:
+    """100 tokens a second: a second after a call of 100 the next may leave, after 1,000 not."""
+
+    async def work() -> bool:
+        breaker = Breaker("openai (m)", 1800.0, clock)
+        admission = Admission(Limits(max_tpm=6000), breaker, clock)
+        clock.now += 10.0
+        first, second = Ticket(tokens=expected), Ticket(tokens=expected)
+        await admission.enter(first)
+        admission.succeeded(first, used=used)
+        clock.now += 1.0
+        waiting = asyncio.ensure_future(admission.enter(second))
+        await asyncio.sleep(0)
+        left = waiting.done()
+        admission.close("over")
+        await asyncio.gather(waiting, return_exceptions=True)
+        return left
+
+    assert asyncio.run(work()) is at_once
 
 
 def test_window_opens_by_itself_while_nothing_objects(clock: Hands) -> None:

@@ -71,6 +71,17 @@ def test_one_at_a_time_needs_five_in_a_row() -> None:
     assert breaker.open
 
 
+@pytest.mark.parametrize(("window", "row"), [(1, 5), (5, 5), (12, 12), (20, 20), (64, 20)])
+def test_the_row_that_opens_it_is_as_long_as_the_window(window: int, row: int) -> None:
+    breaker, clock = make()
+    for _ in range(row - 1):
+        clock.now += 1.0
+        breaker.failure(DOWN, window=window, probe=False)
+    assert not breaker.open
+    breaker.failure(DOWN, window=window, probe=False)
+    assert breaker.open
+
+
 @pytest.mark.parametrize("per_second", [2000, 64])
 def test_a_third_of_all_calls_failing_does_not_open_it(per_second: int) -> None:
     breaker, clock = make()

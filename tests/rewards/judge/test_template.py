@@ -103,6 +103,18 @@ def test_the_identity_has_no_chance_in_it() -> None:
     assert own(PLAIN, scale="0-5").question(material).identity != first.identity
 
 
+def test_the_form_of_the_answer_is_a_setting(tmp_path: Path) -> None:
+    material = Material("p", "r", "g")
+    json, text = (own(PLAIN, output=output).question(material) for output in ("json", "text"))
+    assert (json.output, text.output) == ("json", "text")
+    assert text.user.endswith("write nothing after it:\nScore: N")
+    assert "JSON" not in text.user and text.identity != json.identity
+    file = write(tmp_path, "scoring: 'Rate {response}'\noutput: text\n")
+    assert load_template(file).output == "text"
+    asked = file.model_copy(update={"output": "json"})
+    assert load_template(asked).question(material).output == "json"
+
+
 def test_settings_reach_the_question() -> None:
     question = own(PLAIN).question(Material("p", "r", "g"), max_tokens=99)
     assert (question.max_tokens, question.scale) == (99, Scale(1, 10))

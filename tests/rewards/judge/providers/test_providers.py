@@ -107,6 +107,14 @@ def test_the_form_of_the_verdict_is_on_the_wire(server: JudgeServer, wire: str) 
 
 
 @pytest.mark.parametrize("wire", WIRES)
+def test_asked_for_text_no_schema_is_sent(server: JudgeServer, wire: str) -> None:
+    reply = ask_once(judge_at(server, wire), make_question(output="text"))
+    assert isinstance(reply, Reply)
+    names = {"response_format", "output_config", "responseJsonSchema", "responseMimeType"}
+    assert names & set(parameters(server.calls[0])) == set()
+
+
+@pytest.mark.parametrize("wire", WIRES)
 def test_both_texts_arrive_as_they_are(wire: str) -> None:
     seen: list[tuple[str, str]] = []
 
