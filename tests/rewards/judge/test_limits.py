@@ -58,16 +58,23 @@ def test_spacing_takes_back_what_an_estimate_had_too_much(clock: Hands) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "used", "at_once"), [(1000, 100, True), (100, 100, True), (100, 1000, False)]
+    ("limits", "expected", "used", "at_once"),
+    [
+        (Limits(max_tpm=6000), 1000, 100, True),
+        (Limits(max_tpm=6000), 100, 100, True),
+        (Limits(max_tpm=6000), 100, 1000, False),
+        (Limits(max_rpm=60), 0, 0, True),
+        (Limits(max_rpm=20), 0, 0, False),
+    ],
 )
-def test_the_tokens_that_a_call_took_count_and_not_those_expected(
-    clock: Hands, expected: int, used: int, at_once: bool
+def test_a_cap_lets_the_next_call_go_when_the_last_one_is_paid_for(
+    clock: Hands, limits: Limits, expected: int, used: int, at_once: bool
 ) -> None:
-    """100 tokens a second: a second after a call of 100 the next may leave, after 1,000 not."""
+    """A second after a call; the tokens that it took count, not those expected."""
 
     async def work() -> bool:
         breaker = Breaker("openai (m)", 1800.0, clock)
-        admission = Admission(Limits(max_tpm=6000), breaker, clock)
+        admission = Admission(limits, breaker, clock)
         clock.now += 10.0
         first, second = Ticket(tokens=expected), Ticket(tokens=expected)
         await admission.enter(first)
