@@ -80,7 +80,7 @@ _OTHER_SCALE = re.compile(
     r"\bscale\s{1,3}(?:of\s|from\s)?(-?[0-9]{1,4})\s?(?:[-–]|to)\s?([0-9]{1,4})", re.I
 )
 # A line that may stand before the score's: a sentence that ends, or an item of a list.
-_ENDS = re.compile(r"[.!?。！？…)）\]】»”\"|~]\W{0,9}$|[:：]\W{0,9}[0-9./]{1,9}\W{0,9}$")
+_ENDS = re.compile(r"[.!?。！？…)）\]】»”\"|~$`]\W{0,9}$|[:：]\W{0,9}[0-9./]{1,9}\W{0,9}$")
 _ITEM = re.compile(rf"\s*(?:[-*•+#|]|[0-9]+[.)]\s|(?:{'|'.join(REASON_KEYS)}|理由)\s*[:：])", re.I)
 _ANNOUNCES = re.compile(r"\b(?:follow(?:s|ing)|below|this|these|says|reads)\W{0,9}$", re.I)
 _LAST_SENTENCE = re.compile(rf"(.*(?:[.!?]\s|[。！？]))\s*((?:{_FINAL})?\s?(?:{_NOUN}).*)", re.I)
@@ -151,7 +151,7 @@ def _within(value: float, scale: Scale) -> float:
     """Return a value that lies on the scale; anything else is refused, never clamped."""
     if not scale.low <= value <= scale.high:
         raise Unreadable("out_of_range", f"the score is outside {scale}")
-    if 0 < value < 1 and scale.low <= 0 and scale.high >= 10:
+    if 0 < value < 1 < scale.high:
         raise Unreadable("ambiguous", f"{value:g} may be a share of {scale} or a score on it")
     return float(value)
 
@@ -220,10 +220,10 @@ def _read_text(text: str, scale: Scale) -> tuple[float, str]:
     before, last = lines[:-1], lines[-1]
     if len(last) > LONGEST_SCORE_LINE:
         raise Unreadable("form", "its last line is not a score and nothing else")
-    value = _written(_bare(last), scale)
-    if value is not None and before and _is_heading(before[-1]):
-        before = before[:-1]  # "### Score" and then "7/10"
-    elif value is None or before:
+    value, headed = _written(_bare(last), scale), bool(before) and _is_heading(before[-1])
+    if headed:  # "### Score" and then "7/10", or "Verdict:" and then "Score: 7"
+        before = before[:-1]
+    if value is None or (before and not headed):
         value = _labelled(last, scale)
     if value is None:
         raise Unreadable("form", "its last line is not a score and nothing else")
@@ -288,9 +288,10 @@ def _number(text: str) -> float:
 
 
 def _is_heading(line: str) -> bool:
-    """Whether a line is the label of a score, its number still to come."""
+    """Whether a line does nothing but announce the score of the whole."""
     plain = re.sub(r"^#{1,6}\s+", "", _bare(line))
-    return bool(re.fullmatch(rf"(?:{_FINAL})?\s*(?:{_NOUN})\s*:?", plain, re.I))
+    nouns = rf"{_NOUN}|evaluation|assessment|verdict|judge?ment|conclusion|result"
+    return bool(re.fullmatch(rf"(?:{_FINAL}|my)?\s*(?:{nouns})\s*:?", plain, re.I))
 
 
 def _leads(line: str) -> bool:
