@@ -87,7 +87,9 @@ def check(
 )
 def prepare(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(RECIPES)}.")],
-    out: Annotated[str, typer.Option("--out", help="Folder for the parquet files.")],
+    out: Annotated[
+        str, typer.Option("--out", "--local_save_dir", help="Folder for the parquet files.")
+    ],
     source: Annotated[
         str | None,
         typer.Option("--source", help="File or folder with the original rows, or a hub set."),

@@ -18,8 +18,12 @@ class Clash:
 
 @dataclass(frozen=True)
 class Idle:
-    """When a setting changes nothing; `absent` means that its part is not there."""
+    """When a setting changes nothing; `absent` means that its part is not there.
+
+    A setting of memory or speed (`tuning`) is only remarked on: results are what was asked for.
+    """
 
     when: Callable[[Config], bool]
     text: str
     absent: bool = False
+    tuning: bool = False

@@ -59,12 +59,22 @@ def _no_weights(config: Config) -> bool:
     return rollout_is(config) is None
 
 
-_SAMPLER = Idle(_hf, "the hf sampler has no such setting; use --rollout_name vllm, or leave it out")
-_SHARDS = Idle(_local, "one process holds whole models and shards nothing; leave it out")
-_OFFLOAD = Idle(
-    _local_on_cpu, "in one process without a GPU everything is in host memory; leave it out"
+_SAMPLER = Idle(
+    _hf,
+    "the hf sampler has no such setting; use --rollout_name vllm, or leave it out",
+    tuning=True,
 )
-_RESTARTS = Idle(_local, "one process has no workers and no nodes to lose; leave it out")
+_SHARDS = Idle(
+    _local, "one process holds whole models and shards nothing; leave it out", tuning=True
+)
+_OFFLOAD = Idle(
+    _local_on_cpu,
+    "in one process without a GPU everything is in host memory; leave it out",
+    tuning=True,
+)
+_RESTARTS = Idle(
+    _local, "one process has no workers and no nodes to lose; leave it out", tuning=True
+)
 _LORA = Idle(
     lambda c: c.model.lora_rank == 0,
     "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
@@ -188,7 +198,7 @@ def _rows(key: str) -> Iterator[Idle]:
 def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
     """Tell an error from a remark: who typed a setting wants it; a preset serves many runs."""
     origin = resolved.origins[key]
-    if origin.startswith(("preset ", "bundled prompts")):
+    if idle.tuning or origin.startswith(("preset ", "bundled prompts")):
         return False
     if idle.absent:
         return True

@@ -23,13 +23,15 @@ def setting(
     *,
     flag: str | None = None,
     env: str | None = None,
+    usual: tuple[float, float] | None = None,
     **limits: Any,
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
+    A value outside the `usual` range is taken with a remark.
     """
-    extra: Any = {k: v for k, v in (("flag", flag), ("env", env)) if v}
+    extra: Any = {k: v for k, v in (("flag", flag), ("env", env), ("usual", usual)) if v}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
 
 

@@ -36,6 +36,7 @@ class Key:
     flag: str | None = None
     env: str | None = None
     limits: tuple[tuple[str, float], ...] = ()
+    usual: tuple[float, float] | None = None
 
     @property
     def is_list(self) -> bool:
@@ -151,6 +152,7 @@ def _key(name: str, field: FieldInfo) -> Key:
         flag=typing.cast("str | None", extra.get("flag")),
         env=typing.cast("str | None", extra.get("env")),
         limits=tuple(limits),
+        usual=typing.cast("tuple[float, float] | None", extra.get("usual")),
     )
 
 

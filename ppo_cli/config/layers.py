@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ from ppo_cli.config.yaml_file import Entry, read_yaml
 from ppo_cli.errors import ConfigError
 
 Reader = Callable[[Path, str], list[Entry]]
-MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path"})
+MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path", "critic.model.path"})
+DATA_FOLDER = "data.path"
+DATA_FILE = r"[-_.].*?\.?(parquet|(json|jsonl|ndjson)(\.gz)?)"  # after the name of the split
+VALIDATION = ("test", "val", "validation", "valid", "eval", "dev")  # names of files, in this order
 PROMPT_KEYS = ("data.train_files", "data.val_files")
 REWARD_FILE = "reward.config_file"
 GPU_KEYS = frozenset({"trainer.n_gpus_per_node"})
@@ -58,16 +62,20 @@ def gather(
     overrides: Sequence[str],
     environ: Mapping[str, str],
     origins: Mapping[str, str] | None = None,
+    reward_files: Sequence[str] = (),
 ) -> Gathered:
     """Read all layers: preset < files < reward file < variables < flags < overrides.
 
-    `origins` says of variables where they really come from, such as SLURM's.
+    `origins` says of variables where they really come from, such as SLURM's. `reward_files` were
+    named by nobody and lie below the settings files.
     """
     found = Gathered()
     low = [_preset(found, preset)] if preset else []
+    low += [found.read(Path(name), name, read_reward_file) for name in reward_files]
     low += [found.read(Path(path), str(path)) for path in config_files]
     given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
     high = [_variables(environ, origins or {}), given, _overrides(found, overrides)]
+    low, high = _with_data_folder(low, high)
     layers = _with_reward_file(found, low, high)
     if not preset and not _names(layers, MODEL_KEYS) and gpu_count(environ) == 0:
         layers.insert(0, _preset(found, "embedded"))
@@ -116,6 +124,36 @@ def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
             continue
         entries.append(Entry(name, given_text(raw), "override"))
     return entries
+
+
+def _with_data_folder(
+    low: list[list[Entry]], high: list[list[Entry]]
+) -> tuple[list[list[Entry]], list[list[Entry]]]:
+    """Read `data.path`: a file of prompts, or a folder with files named after their split.
+
+    Validation prompts found there lie below the settings that name the folder.
+    """
+    layers, val = [*low, *high], None
+    for place, layer in enumerate(layers):
+        for at, entry in enumerate(layer):
+            if entry.name == DATA_FOLDER and isinstance(entry.raw, str):
+                train = _split_files(entry.raw, ("train",)) or [entry.raw]
+                layer[at] = Entry(PROMPT_KEYS[0], train, entry.origin)
+                files = _split_files(entry.raw, VALIDATION)
+                val = (place, Entry(PROMPT_KEYS[1], files, entry.origin)) if files else None
+    if val is not None:
+        low.insert(min(val[0], len(low)), [val[1]])
+    return low, high
+
+
+def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
+    """Return the files of the first split that a folder has: test.parquet, test-00000-of-…"""
+    path = Path(folder).expanduser()
+    names = sorted(p.name for p in path.iterdir() if p.is_file()) if path.is_dir() else []
+    for split in splits:
+        if found := [name for name in names if re.fullmatch(split + DATA_FILE, name)]:
+            return [str(path / name) for name in found]
+    return []
 
 
 def _with_reward_file(

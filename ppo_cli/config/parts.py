@@ -10,9 +10,10 @@ from ppo_cli.config.effective import engine_name, has_package
 from ppo_cli.config.effects import idle_settings
 from ppo_cli.config.hardware import gpu_count
 from ppo_cli.config.judge_checks import judge_remarks, missing_keys
+from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.mixture_checks import mixture_remarks
 from ppo_cli.config.model_checks import missing_models
-from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
 
@@ -22,11 +23,19 @@ def missing_parts(
 ) -> list[str]:
     """Return one sentence for each thing that is asked for and cannot be honoured."""
     config, there = resolved.config, gpu_count() if gpus is None else gpus
+    wrong = _gpus(config.trainer.n_gpus_per_node, there, environ)
+    verl = config.trainer.engine == "verl"
     return [
-        *_missing_engines(config, there, environ),
+        *([wrong] if wrong and not verl else []),
         *_missing_packages(config, there),
-        *idle_settings(resolved, there)[0],
+        *refused_settings(resolved, there),
     ]
+
+
+def refused_settings(resolved: Resolved, gpus: int | None = None) -> list[str]:
+    """Return one sentence for each setting that no machine could honour, or that has no effect."""
+    there = gpu_count() if gpus is None else gpus
+    return [*_not_offered(resolved.config), *idle_settings(resolved, there)[0]]
 
 
 def remarks(
@@ -37,6 +46,7 @@ def remarks(
     config = resolved.config
     return [
         *idle_settings(resolved, there)[1],
+        *_unusual(resolved),
         *_two_kls(config),
         *judge_remarks(config),
         *mixture_remarks(config.reward),
@@ -56,6 +66,17 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
     return said
 
 
+def _unusual(resolved: Resolved) -> Iterator[str]:
+    """Remark on values far from what works elsewhere; presets and defaults are tried."""
+    for name, key in table().items():
+        value, origin = value_of(resolved.config, name), resolved.origins[name]
+        if key.usual is None or value is None or origin.startswith((DEFAULT, "preset ")):
+            continue
+        low, high = key.usual
+        if not low <= value <= high:
+            yield f"{origin}: {name} {value:g} is far from what is usual: {low:g} to {high:g}."
+
+
 def _two_kls(config: Config) -> Iterator[str]:
     if config.algorithm.use_kl_in_reward and config.actor.use_kl_loss:
         yield (
@@ -65,15 +86,12 @@ def _two_kls(config: Config) -> Iterator[str]:
         )
 
 
-def _missing_engines(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.engine == "verl":
+def _not_offered(config: Config) -> Iterator[str]:
+    if config.trainer.engine == "verl":
         yield (
             "The engine 'verl' is not offered: this program trains by itself. Use --engine ray, or "
             "--engine local for one process."
         )
-    elif wrong := _gpus(trainer.n_gpus_per_node, gpus, environ):
-        yield wrong
     if config.model.attn_implementation == "flash_attention_2":
         yield (
             "model.attn_implementation flash_attention_2 cannot be used: it needs half-precision "

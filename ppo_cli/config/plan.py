@@ -11,12 +11,13 @@ from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.device_plan import DevicePlan, device_plan
 from ppo_cli.config.effective import critic_mini_batch, data_ranks, uses_critic
 from ppo_cli.config.keys import value_of
-from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
+from ppo_cli.config.parts import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_plan import RewardPlan, reward_plan
 from ppo_cli.config.rows import count_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Trained
+from ppo_cli.errors import ConfigError
 from ppo_cli.redact import mask_secrets, redact
 
 
@@ -44,7 +45,12 @@ class Plan:
 
 
 def make_plan(resolved: Resolved) -> Plan:
-    """Lay out a resolved configuration: values, arithmetic and remarks."""
+    """Lay out a resolved configuration: values, arithmetic and remarks.
+
+    ConfigError tells the settings that would keep a run from starting, on whatever machine.
+    """
+    if wrong := refused_settings(resolved):
+        raise ConfigError(wrong)
     sums = arithmetic(resolved.config)
     values = {
         key: (_plain(value_of(resolved.config, key)), origin)

@@ -13,6 +13,7 @@ from ppo_cli.config.checks import cross_checks
 from ppo_cli.config.judge_models import DEFAULT_MODELS
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
 from ppo_cli.config.layers import Gathered, Reset, gather
+from ppo_cli.config.reward_file import FILE, reward_files_here
 from ppo_cli.config.schema import Config
 from ppo_cli.config.translation import Demand, Late
 from ppo_cli.config.values import read_free, read_value
@@ -46,9 +47,13 @@ def resolve(
 
     `origins` says of variables in `environ` where they really come from, such as SLURM's.
     """
-    found = gather(flags, preset, config_files, overrides, environ, origins)
-    draft = _merge(found, environ)
+    layers = (flags, preset, config_files, overrides, environ, origins)
+    draft = _merge(gather(*layers), environ)
     config = _build(draft)
+    if files := reward_files_here(config.reward, named=FILE in draft.entries):
+        draft = _merge(gather(*layers, reward_files=files), environ)
+        config = _build(draft)
+        draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
     for clash in cross_checks(config, environ):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ppo_cli.config.judge_models import KEY_VARIABLES
 from ppo_cli.config.keys import find, table
+from ppo_cli.config.rewarding import Reward
+from ppo_cli.config.scorers import judges_of, models_of
 from ppo_cli.config.values import listed
 from ppo_cli.config.yaml_file import Entry, read_yaml
 from ppo_cli.errors import ConfigError, did_you_mean
@@ -61,9 +63,17 @@ EXAMPLES = {
     "shaping": "overlong_buffer: 64",
     "code": "score: share",
 }
+# Files that are read where a run starts, once it has a judge or a reward model.
+JUDGE_FILE, MODEL_FILE = "api_reward_config.yaml", "reward_model_config.yaml"
 MODEL_SWITCH = "reward_model.enable"
 _SECRET = re.compile(r"(?:^|_)(?:api_?keys?|key|token|secret|password)$|^authorization$")
 _VARIABLE = re.compile(r"\$\{?(?:oc\.env:)?([A-Za-z_]\w*)\}?")
+
+
+def reward_files_here(reward: Reward, *, named: bool) -> list[str]:
+    """Return the reward files in the current folder that concern a reward; `named` takes none."""
+    wanted = {JUDGE_FILE: bool(judges_of(reward)), MODEL_FILE: bool(models_of(reward))}
+    return [file for file, used in wanted.items() if used and not named and Path(file).is_file()]
 
 
 def read_reward_file(path: Path, label: str) -> list[Entry]:

@@ -103,8 +103,8 @@ class Rollout(Section):
     )
     n: int = setting(1, "Responses a prompt.", flag="--rollout_n", env="ROLLOUT_N", ge=1)
     temperature: float = setting(
-        1.0, "Sampling temperature.", flag="--temperature", env="ROLLOUT_TEMPERATURE", gt=0.0,
-        le=10.0,
+        1.0, "Sampling temperature.", flag="--temperature", env="ROLLOUT_TEMPERATURE",
+        usual=(0.3, 1.5), gt=0.0, le=10.0,
     )  # fmt: skip
     top_p: float = setting(1.0, "Nucleus size; 1 is off.", flag="--top_p", gt=0.0, le=1.0)
     top_k: int = setting(-1, "Candidates; -1 is off.", flag="--top_k", ge=-1)

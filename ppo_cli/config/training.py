@@ -47,14 +47,22 @@ class Optim(Section):
 class ActorOptim(Optim):
     """AdamW of the actor and its schedule."""
 
-    lr: float = setting(1e-6, "Actor learning rate.", flag="--lr", env="LR", ge=0.0, le=1.0)
+    lr: float = setting(
+        1e-6, "Actor learning rate.", flag="--lr", env="LR", usual=(1e-8, 1e-3), ge=0.0, le=1.0
+    )
 
 
 class CriticOptim(Optim):
     """AdamW of the critic and its schedule."""
 
     lr: float = setting(
-        1e-5, "Critic learning rate.", flag="--critic_lr", env="CRITIC_LR", ge=0.0, le=1.0
+        1e-5,
+        "Critic learning rate.",
+        flag="--critic_lr",
+        env="CRITIC_LR",
+        usual=(1e-8, 1e-2),
+        ge=0.0,
+        le=1.0,
     )
 
 
@@ -101,18 +109,31 @@ class Actor(Trained):
         1, "Passes over the rollouts for the actor.", flag="--ppo_epochs", env="PPO_EPOCHS", ge=1
     )
     clip_ratio: float = setting(
-        0.2, "PPO clip range.", flag="--clip_ratio", env="CLIP_RATIO", gt=0.0, lt=1.0
+        0.2,
+        "PPO clip range.",
+        flag="--clip_ratio",
+        env="CLIP_RATIO",
+        usual=(0.05, 0.5),
+        gt=0.0,
+        lt=1.0,
     )
     clip_ratio_low: float | None = setting(
-        None, "Lower clip range, when it differs from clip_ratio.", gt=0.0, lt=1.0
+        None,
+        "Lower clip range, when it differs from clip_ratio.",
+        usual=(0.05, 0.5),
+        gt=0.0,
+        lt=1.0,
     )
     clip_ratio_high: float | None = setting(
-        None, "Upper clip range (clip-higher), when it differs from clip_ratio.", gt=0.0
+        None,
+        "Upper clip range (clip-higher), when it differs from clip_ratio.",
+        usual=(0.05, 0.5),
+        gt=0.0,
     )
     clip_ratio_c: float = setting(3.0, "Dual-clip bound for negative advantages.", gt=1.0)
-    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", ge=0.0)
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", usual=(0.0, 0.1), ge=0.0)
     use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
-    kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", ge=0.0)
+    kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", usual=(0.0, 0.5), ge=0.0)
     kl_loss_type: KlKind = setting("low_var_kl", "Estimator of the KL loss.")
     target_kl: float | None = setting(
         None, "Stop the epochs of a step when the KL to the old policy passes 1.5 times this.",
@@ -167,7 +188,7 @@ class KlControl(Section):
     type: Literal["fixed", "adaptive"] = setting("fixed", "Fixed, or steered to target_kl.")
     kl_coef: float = setting(
         0.001, "Weight of the KL penalty; with adaptive, where it starts.", flag="--kl_coef",
-        env="KL_COEF", ge=0.0,
+        env="KL_COEF", usual=(0.0, 0.5), ge=0.0,
     )  # fmt: skip
     horizon: int = setting(10000, "Sequences over which the adaptive controller acts.", ge=1)
     target_kl: float = setting(0.1, "KL that the adaptive controller aims at.", gt=0.0)
@@ -190,8 +211,12 @@ class Algorithm(Section):
         "gae", "Advantage estimator; only gae trains a critic.", flag="--adv_estimator",
         env="ADV_ESTIMATOR",
     )  # fmt: skip
-    gamma: float = setting(1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", ge=0.0, le=1.0)
-    lam: float = setting(0.95, "GAE lambda.", flag="--lam", env="GAE_LAMBDA", ge=0.0, le=1.0)
+    gamma: float = setting(
+        1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0, le=1.0
+    )
+    lam: float = setting(
+        0.95, "GAE lambda.", flag="--lam", env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0
+    )
     whiten_advantages: bool = setting(True, "Whiten GAE advantages over the whole batch.")
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's spread in GRPO.")
     use_kl_in_reward: bool = setting(

@@ -35,6 +35,11 @@ def settle(
     )  # fmt: skip
 
 
+def taken(found: Resolved, *overrides: str) -> bool:
+    """Tell whether each override of a setting reached it."""
+    return all(found.origins[given.partition("=")[0]] == "override" for given in overrides)
+
+
 def problems(*overrides: str, **layers: Any) -> tuple[str, ...]:
     """All that is wrong with settings; they must be refused."""
     with pytest.raises(ConfigError) as caught:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ppo_cli.config.bundled import preset_names
 from ppo_cli.config.effective import uses_reference
 from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
+from ppo_cli.config.plan import make_plan
 from ppo_cli.errors import ConfigError
-from tests.config.settling import problems, settle
+from tests.config.settling import problems, settle, taken
 
 FILE = "data.train_files=x.jsonl"
 
@@ -65,9 +67,7 @@ def test_a_clash_names_all_places_it_came_from() -> None:
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    found = settle(*overrides.split())
-    taken = [name.partition("=")[0] for name in overrides.split()]
-    assert [found.origins[key] for key in taken] == ["override"] * len(taken)
+    assert taken(settle(*overrides.split()), *overrides.split())
 
 
 def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> None:
@@ -93,3 +93,39 @@ def test_the_plain_run_misses_nothing_but_prompts() -> None:
     assert "--train_files" in said
     assert "ppo data prepare gsm8k" in said
     assert missing_inputs(settle(FILE).config) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("actor.optim.lr=0.5", "actor.optim.lr 0.5 is far from what is usual: 1e-08 to 0.001."),
+        ("critic.optim.lr=0.5", "usual: 1e-08 to 0.01."),
+        ("actor.clip_ratio=0.9", "usual: 0.05 to 0.5."),
+        ("actor.clip_ratio_high=0.9", "usual: 0.05 to 0.5."),
+        ("actor.entropy_coeff=5", "usual: 0 to 0.1."),
+        ("algorithm.kl_ctrl.kl_coef=3", "usual: 0 to 0.5."),
+        ("algorithm.gamma=0.5", "usual: 0.9 to 1."),
+        ("algorithm.lam=0.1", "usual: 0.8 to 1."),
+        ("rollout.temperature=4", "usual: 0.3 to 1.5."),
+    ],
+)
+def test_a_value_far_from_the_usual_is_taken_with_a_remark(given: str, said: str) -> None:
+    (note,) = remarks(settle(given), 0, {})
+    assert note.startswith("override: ") and note.endswith(said)
+    assert note in make_plan(settle(given)).notes
+
+
+def test_usual_values_and_presets_are_not_remarked_on() -> None:
+    usual = "actor.optim.lr=1e-6 actor.clip_ratio=0.28 algorithm.lam=0.97 rollout.temperature=0.7"
+    assert remarks(settle(*usual.split()), 0, {}) == []
+    far = {preset: remarks(settle(preset=preset), 0, {}) for preset in preset_names()}
+    assert [said for said in far.values() if "usual" in " ".join(said)] == []
+
+
+def test_a_plan_refuses_what_a_run_would_refuse_on_any_machine() -> None:
+    given = ("actor.kl_loss_coef=0.01", "trainer.engine=verl")
+    with pytest.raises(ConfigError) as caught:
+        make_plan(settle(*given))
+    assert caught.value.problems == tuple(missing_parts(settle(*given), 0, {}))
+    assert "the KL loss is off; set actor.use_kl_loss=true" in str(caught.value)
+    assert make_plan(settle("actor.kl_loss_coef=0.01", "actor.use_kl_loss=true")).notes

@@ -6,7 +6,7 @@ import pytest
 
 from ppo_cli.config import cluster_remarks, parts
 from ppo_cli.config.parts import missing_parts, remarks
-from tests.config.settling import problems, settle
+from tests.config.settling import problems, settle, taken
 
 SPAN = "rollout.tensor_model_parallel_size"
 EIGHT = "trainer.n_gpus_per_node=8"
@@ -127,7 +127,7 @@ def test_a_placement_of_nobody_names_both_roles() -> None:
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
-    assert settle(*overrides.split())
+    assert taken(settle(*overrides.split()), *overrides.split())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_offloading_needs_a_gpu_or_several_processes() -> None:
     given = "actor.fsdp_config.optimizer_offload=true"
-    (line,) = missing_parts(settle(given), 0, {})
+    (line,) = remarks(settle(given), 0, {})
     assert "everything is in host memory" in line
-    assert missing_parts(settle(given), 1, {}) == []
-    assert missing_parts(settle(given, "trainer.engine=ray"), 0, {}) == []
+    assert remarks(settle(given), 1, {}) == []
+    assert remarks(settle(given, "trainer.engine=ray"), 0, {}) == []

@@ -15,6 +15,10 @@ def ranks(size: int, path: str) -> tuple[str, ...]:
     return (*sizes.split(), f"model.path={path}")
 
 
+def split_over(*given: str) -> int:
+    return settle(*given).config.trainer.tensor_parallel_size
+
+
 def model(folder: Path, text: str) -> str:
     (folder / "config.json").write_text(text, encoding="utf-8")
     return str(folder)
@@ -35,7 +39,7 @@ def test_the_bundled_model_is_looked_at(size: int, said: str) -> None:
 
 
 def test_what_divides_is_taken() -> None:
-    assert settle(*ranks(2, "embedded"))
+    assert split_over(*ranks(2, "embedded")) == 2
 
 
 def test_a_folder_is_looked_at(tmp_path: Path) -> None:
@@ -50,7 +54,7 @@ def test_a_critic_of_its_own_is_looked_at(tmp_path: Path) -> None:
     (line,) = problems(*ranks(2, "embedded"), f"critic.model.path={path}")
     assert f"2 does not divide the 9 attention heads of {path}" in line
     own = (*ranks(2, "embedded"), f"critic.model.path={path}", "algorithm.adv_estimator=grpo")
-    assert settle(*own, "rollout.n=2")
+    assert split_over(*own, "rollout.n=2") == 2
 
 
 @pytest.mark.parametrize(
@@ -62,9 +66,8 @@ def test_a_critic_of_its_own_is_looked_at(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_left_to_the_run(text: str, tmp_path: Path) -> None:
-    assert settle(*ranks(3, model(tmp_path, text)))
+    assert split_over(*ranks(3, model(tmp_path, text))) == 3
 
 
 def test_a_hub_name_and_a_missing_file_are_left_to_the_run(tmp_path: Path) -> None:
-    assert settle(*ranks(3, "some/model"))
-    assert settle(*ranks(3, str(tmp_path)))
+    assert split_over(*ranks(3, "some/model")) == split_over(*ranks(3, str(tmp_path))) == 3

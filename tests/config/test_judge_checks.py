@@ -79,11 +79,12 @@ def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
     ],
 )
 def test_what_fits_together_is_taken(given: str) -> None:
-    assert settle(*given.split())
+    assert settling.taken(settle(*given.split()), *judged(*given.split()))
 
 
 def test_a_judge_that_is_off_clashes_with_nothing() -> None:
-    assert settle("enable=false", "scale=none", "model=null", "reward.rule=exact")
+    found = settle("enable=false", "scale=none", "model=null", "reward.rule=exact").config
+    assert (found.reward.api.enable, found.reward.rule) == (False, "exact")
 
 
 def test_an_address_with_a_password_is_not_repeated() -> None:

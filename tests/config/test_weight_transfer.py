@@ -89,7 +89,8 @@ def test_a_way_that_cannot_be_gone_is_refused(way: str, given: str, said: str) -
     ],
 )
 def test_what_can_be_gone_is_taken(way: str, given: str) -> None:
-    assert settle(f"rollout.weight_transfer={way}", *given.split())
+    found = settle(f"rollout.weight_transfer={way}", *given.split())
+    assert found.config.rollout.weight_transfer == way
 
 
 def test_an_unreadable_placement_is_told_alone() -> None:
