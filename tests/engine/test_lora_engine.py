@@ -133,3 +133,17 @@ def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) ->
     exported = engine_of(tokenizer, path=str(tmp_path / "out"), lora_rank=0)
     whole = annotated(exported, rollouts)
     torch.testing.assert_close(whole.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "critic"), [(True, None, True), (True, False, False), (False, True, True)]
+)
+def test_the_critic_recomputes_activations_as_set_for_it(
+    shared: bool, own: bool | None, critic: bool, tokenizer: Any
+) -> None:
+    settings = config(enable_gradient_checkpointing=shared).model_dump()
+    settings["critic"]["model"]["enable_gradient_checkpointing"] = own
+    learner = Learner(Config.model_validate(settings), tokenizer, total_steps=1)
+    assert learner._critic is not None
+    assert learner.policy.model.is_gradient_checkpointing == shared
+    assert learner._critic.value_model.model.is_gradient_checkpointing == critic
