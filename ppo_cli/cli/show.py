@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +68,7 @@ class ShowCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give --csv the file `-` where no FILE.csv follows."""
         words: list[str] = []
-        for word, following in zip(args, [*args[1:], ""], strict=True):
+        for word, following in pairwise([*args, ""]):
             words.append(word)
             if word == "--csv" and following != "-" and not following.endswith(".csv"):
                 words.append("-")
