@@ -81,7 +81,9 @@ class Engines:
 
     def _make(self) -> Engine:
         if engine_name(self.config) == "local":
-            return LocalEngine(self.config, self.tokenizer, total_steps=self.total_steps)
+            return LocalEngine(
+                self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell
+            )
         from ppo_cli.engine.cluster.apart import ApartEngine
 
         return ApartEngine(

@@ -136,13 +136,6 @@ def _roles(roles: Roles) -> Iterator[tuple[tuple[str, ...], str]]:
                 f"names no device for {role}; write train:0-3,rollout:4-7 to part them, or "
                 "train:0-7,rollout:0-7 to let them take turns.",
             )
-    both = tuple(sorted({*train} & {*rollout}))
-    if both and train != rollout:
-        yield (
-            (PLACEMENT,),
-            f"has train and rollout share {numbered(both)} and not the rest; give both the same "
-            "devices, so that they take turns, or each its own.",
-        )
 
 
 def _existing(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -281,11 +274,11 @@ def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
         return
     if placement is not None:
         roles = read_placement(placement)
-        if roles["train"] == roles["rollout"]:
+        if shared := tuple(sorted({*roles["train"]} & {*roles["rollout"]})):
             yield Clash(
                 ("trainer.async_steps", PLACEMENT),
                 f"trainer.async_steps {steps} samples while it trains, but {PLACEMENT} has both "
-                "take turns on the same devices; give each its own, or use --async_steps 0.",
+                f"take turns on {numbered(shared)}; give each its own, or use --async_steps 0.",
             )
     elif not train_devices(config, gpus):
         span = config.rollout.tensor_model_parallel_size

@@ -30,7 +30,8 @@ class DevicePlan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON takes it."""
         told = asdict(self)
-        return {"engine": told.pop("engine"), **told.pop("placement"), **told}
+        where = told.pop("placement") | {"sleepers": self.placement.sleepers}
+        return {"engine": told.pop("engine"), **where, **told}
 
 
 def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:

@@ -123,15 +123,19 @@ def weight_transfer(config: Config, gpus: int | None = None) -> Transfer:
     whole = sampler_name(config, gpus) == "vllm" and not publishes_adapter(config)
     if not whole or gpus_per_node(config, gpus) == 0:
         return "memory"
-    return "ipc" if takes_turns(config) else "nccl"
+    ways: dict[str, Transfer] = {"all": "ipc", "none": "nccl", "some": "memory"}
+    return ways[shared_samplers(config)]
 
 
-def takes_turns(config: Config) -> bool:
-    """Tell whether the GPUs that train sample too; ValueError as in `train_devices`."""
+def shared_samplers(config: Config) -> Literal["all", "some", "none"]:
+    """Tell how many of the devices that sample train too; ValueError as in `train_devices`."""
     if config.trainer.placement is None:
-        return config.trainer.async_steps == 0
+        return "none" if config.trainer.async_steps else "all"
     roles = read_placement(config.trainer.placement)
-    return roles.get("train") == roles.get("rollout")
+    train, rollout = {*roles.get("train", ())}, {*roles.get("rollout", ())}
+    if not train & rollout:
+        return "none"
+    return "all" if rollout <= train else "some"
 
 
 def train_devices(config: Config, gpus: int | None = None) -> tuple[int, ...]:

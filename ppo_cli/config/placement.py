@@ -19,8 +19,8 @@ class Placement:
     """Who works where; without GPUs (`devices_per_node` 0) the numbers are slots.
 
     Each entry of `rollout` holds the devices of one sampler. `reward` are the devices of the
-    reward models that the run hosts itself, empty where there is none. `colocated` samplers
-    share the devices that train, and sleep meanwhile. `alone`: one process does it all.
+    reward models that the run hosts itself, empty where there is none. `alone`: one process
+    does it all.
     """
 
     nodes: int
@@ -28,8 +28,13 @@ class Placement:
     train: tuple[int, ...]
     rollout: tuple[tuple[int, ...], ...]
     reward: tuple[int, ...]
-    colocated: bool
     alone: bool = False
+
+    @property
+    def sleepers(self) -> tuple[int, ...]:
+        """The samplers, by number, that use a device that trains: they sleep while it does."""
+        train = {*self.train}
+        return tuple(i for i, devices in enumerate(self.rollout) if train & {*devices})
 
     def node_of(self, device: int) -> int | None:
         """Return the node that has a GPU; None on the CPU, where slots are on no node yet."""
@@ -40,7 +45,7 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     """Work out who works where; `gpus` are those visible on this node, None looks."""
     per_node, nodes = gpus_per_node(config, gpus), config.trainer.nnodes
     if engine_name(config, gpus) == "local":
-        return Placement(1, min(1, per_node), (0,), ((0,),), (), colocated=True, alone=True)
+        return Placement(1, min(1, per_node), (0,), ((0,),), (), alone=True)
     span = config.rollout.tensor_model_parallel_size
     if config.trainer.placement is not None:
         roles = read_placement(config.trainer.placement)
@@ -49,7 +54,7 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     train, rollout = roles.get("train", ()), roles.get("rollout", ())
     reward = roles.get("reward") or _reward_devices(config, train, rollout, per_node)
     samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
-    return Placement(nodes, per_node, train, samplers, reward, colocated=train == rollout)
+    return Placement(nodes, per_node, train, samplers, reward)
 
 
 def _usual(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
@@ -88,7 +93,7 @@ def describe(placement: Placement) -> list[str]:
         return [f"one process on {where} trains and samples"]
     said = [f"{_learners(placement)}, {_samplers(placement)}"]
     if placement.reward:
-        said.append(f"reward models on {_devices(placement, placement.reward)}")
+        said.append(f"reward models on {_devices(placement, placement.reward)}{_beside(placement)}")
     if idle := _idle(placement):
         said.append(f"{_devices(placement, idle)} {'does' if len(idle) == 1 else 'do'} nothing")
     if placement.nodes > 1 and placement.devices_per_node:
@@ -109,10 +114,40 @@ def _samplers(placement: Placement) -> str:
     what = _count(count, "sampler")
     if placement.devices_per_node and (span > 1 or count > 1):
         what += f" of {_count(span, 'GPU')}"
-    if placement.colocated:
+    if rollout == placement.train:
         kind = "GPU" if placement.devices_per_node else "slot"
         return f"{what} on the same {kind}{'s' if len(rollout) > 1 else ''} (asleep while training)"
-    return f"{what} on {_devices(placement, rollout)}"
+    return f"{what} on {_devices(placement, rollout)}{_asleep(placement)}"
+
+
+def _asleep(placement: Placement) -> str:
+    """Say which samplers share devices with the learner, where not all devices are shared."""
+    sleepers, count = placement.sleepers, len(placement.rollout)
+    if not sleepers:
+        return ""
+    if len(sleepers) == count:
+        return f" ({'shares' if count == 1 else 'share'} with training, asleep meanwhile)"
+    devices = tuple(device for i in sleepers for device in placement.rollout[i])
+    one = len(sleepers) == 1
+    return (
+        f" ({'that' if one else 'those'} on {_devices(placement, devices)} "
+        f"{'shares' if one else 'share'} with training, asleep meanwhile)"
+    )
+
+
+def _beside(placement: Placement) -> str:
+    """Say with whom the reward models share devices; they never sleep."""
+    reward = {*placement.reward}
+    others = {
+        "training": {*placement.train},
+        "sampling": {device for sampler in placement.rollout for device in sampler},
+    }
+    shared = [
+        f"{numbered(tuple(sorted(reward & used)))} with {what}"
+        for what, used in others.items()
+        if reward & used
+    ]
+    return f" (shares {' and '.join(shared)})" if shared else ""
 
 
 def _idle(placement: Placement) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppo_cli.config.clash import Clash
-from ppo_cli.config.effective import gpus_per_node, publishes_adapter, sampler_name, takes_turns
+from ppo_cli.config.effective import gpus_per_node, publishes_adapter, sampler_name, shared_samplers
 from ppo_cli.config.schema import Config
 
 KEY = "rollout.weight_transfer"
@@ -34,20 +34,27 @@ def transfer_clashes(config: Config, gpus: int) -> Iterator[Clash]:
 
 
 def _between_gpus(config: Config, gpus: int) -> Iterator[Clash]:
-    way, turns = config.rollout.weight_transfer, takes_turns(config)
+    way, shared = config.rollout.weight_transfer, shared_samplers(config)
     if gpus_per_node(config, gpus) == 0:
         yield Clash(
             (KEY, "trainer.n_gpus_per_node"),
             f"{KEY} {way} goes from GPU to GPU, and none is used; use memory or gloo, or name the "
             "GPUs with --n_gpus.",
         )
-    elif way == "nccl" and turns:
+    elif shared == "some":
+        yield Clash(
+            (KEY, "trainer.placement"),
+            f"{KEY} {way} needs samplers that all share the GPUs that train (ipc) or all have "
+            "their own (nccl), and here some of their GPUs train too; use memory or gloo, "
+            f"{LEAVE}.",
+        )
+    elif way == "nccl" and shared == "all":
         yield Clash(
             (KEY, "trainer.placement"),
             f"{KEY} nccl needs samplers on GPUs of their own, and here they share those that "
             f"train; use ipc, {LEAVE}.",
         )
-    elif way == "ipc" and not turns:
+    elif way == "ipc" and shared == "none":
         yield Clash(
             (KEY, "trainer.placement"),
             f"{KEY} ipc needs samplers on the GPUs that train, and here they have their own; use "

@@ -2,7 +2,9 @@
 
 Rows are sampled together, at most `max_num_seqs` of them. Finished rows leave the cache when a
 quarter of it is idle, and waiting prompts take their place, longest prompts first, so that what
-comes later always fits beside what runs. Shapes: R rows, P prompts, C columns, V vocabulary.
+comes later always fits beside what runs. When memory runs out, the unfinished rows are sampled
+again, half as many at once; each draws from a stream of its own, so they come out the same.
+Shapes: R rows, P prompts, C columns, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from transformers import PreTrainedModel
 
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.kv_cache import KVCache, plan_layers
+from ppo_cli.engine.micro_batches import is_out_of_memory
 from ppo_cli.engine.packed_rows import BY_ROWS
-from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.sampler import Room, Weights
 from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
@@ -70,6 +73,10 @@ class Rows:
         arrays = {name: getattr(self, name)[kept] for name in ARRAYS}
         return Rows(jobs=[self.jobs[i] for i in kept], **arrays)
 
+    def alive_jobs(self) -> list[Job]:
+        """What is still to be finished."""
+        return [job for job, alive in zip(self.jobs, self.alive_R, strict=True) if alive]
+
     def join(self, other: Rows) -> Rows:
         """Return our rows, then the other's."""
         arrays = {n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in ARRAYS}
@@ -109,7 +116,7 @@ class HFSampler:
         self._load_adapter = load_adapter
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
-        self._max_num_seqs = max_num_seqs
+        self.room = Room(max_num_seqs)
         self._detokenize = detokenize
         self._autocast = autocast
         self._num_layers, has_sliding = plan_layers(model.config)
@@ -170,17 +177,29 @@ class HFSampler:
         """Go on until a rollout finishes; return what still runs, and what finished."""
         finished: list[tuple[Rows, int]] = []
         while not finished and (waiting or running is not None):
-            running = _compact(running)
-            busy = 0 if running is None else int(running.rows.alive_R.sum())
-            if waiting and busy <= BUSY_SHARE * self._max_num_seqs:
-                running = _compact(running, at_once=True)
-                jobs = _next_jobs(waiting, self._max_num_seqs - busy)
-                running, done = self._admit(running, jobs, sampling)
-            elif running is not None:
-                done = self._decode(running, sampling)
-            finished += done
-            if running is not None and not running.rows.alive_R.any():
-                running = None
+            under_way = [] if running is None else running.rows.alive_jobs()
+            admitted: list[Job] = []
+            if waiting and len(under_way) <= BUSY_SHARE * self.room.rows:
+                admitted = _next_jobs(waiting, self.room.rows - len(under_way))
+            try:
+                running = _compact(running, at_once=bool(admitted))
+                if admitted:
+                    running, finished = self._admit(running, admitted, sampling)
+                elif running is not None:
+                    finished = self._decode(running, sampling)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if running is not None:
+                    running.cache.layers.clear()  # whoever else holds it holds no memory then
+                running, finished = None, []
+            else:
+                if running is not None and not running.rows.alive_R.any():
+                    running = None
+                continue
+            # Only here, as the error holds what was computed up to it.
+            _put_back(waiting, [*under_way, *admitted])
+            self.room.halve(len(under_way) + len(admitted))
         return running, finished
 
     def _admit(
@@ -320,6 +339,12 @@ def _next_jobs(waiting: list[Job], room: int) -> list[Job]:
         prompts.add(uid)
         taken.append(waiting.pop())
     return taken
+
+
+def _put_back(waiting: list[Job], jobs: list[Job]) -> None:
+    """Let jobs that were begun wait again, in the order of `_list_jobs`."""
+    waiting += jobs
+    waiting.sort(key=lambda job: len(job.prompt.token_ids))
 
 
 def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[Prompt]]:

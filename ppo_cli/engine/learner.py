@@ -144,23 +144,31 @@ class Learner:
         return Weights(tensors, self._weight_version, adapter=publishes_adapter(self._config))
 
     @torch.no_grad()
-    def begin_save(self, directory: Path, writers: int | None = None) -> Future[None]:
+    def begin_save(
+        self, directory: Path, writers: int | None = None, room: Sequence[int | None] = ()
+    ) -> Future[None]:
         """Copy this rank's share of a checkpoint at once, and write it in the background.
 
-        The first `writers` ranks write (all by default): those that see the run folder.
+        The first `writers` ranks write (all by default): those that see the run folder. `room`
+        is what halvings have left of each sampler's, None where there were none.
         """
         budgets = {name: budget.state() for name, budget in self._budgets().items()}
-        state = {"weight_version": self._weight_version, "budgets": budgets}
+        state = {"weight_version": self._weight_version, "budgets": budgets, "room": [*room]}
         snapshot = take_snapshot(self._trained(), state, self._ranks, writers)
         return snapshot.write_in_background(directory)
 
-    def load(self, directory: Path) -> None:
-        """Take back weights, optimizers, budgets and the weight version, exactly."""
+    def load(self, directory: Path) -> list[int | None]:
+        """Take back weights, optimizers, budgets and the weight version, exactly.
+
+        Returns the `room` that was saved.
+        """
         state = restore(directory, self._trained(), self._ranks)
         self._weight_version = state["weight_version"]
         for name, budget in self._budgets().items():
             budget.load_state(state["budgets"][name])
         self._set_progress()
+        room: list[int | None] = state.get("room", [])  # older checkpoints have none
+        return room
 
     def _trained(self) -> list[Trained]:
         """The trained models as a checkpoint holds them."""

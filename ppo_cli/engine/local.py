@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.models import decode_text, stop_token_ids
+from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
 
@@ -26,11 +27,19 @@ from ppo_cli.records import Prompt, Rollout
 class LocalEngine:
     """Holds every model in this process; the sampler reads the actor's own weights."""
 
-    def __init__(self, config: Config, tokenizer: Any, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        total_steps: int,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._learner = Learner(config, tokenizer, total_steps=total_steps)
         self._sampler = self._build_sampler()
+        self._sampler.room.tell = lambda rows: tell(room_told(rows))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
@@ -52,11 +61,12 @@ class LocalEngine:
 
     def save(self, directory: Path) -> Future[None]:
         """Take a snapshot; `actor/`, `critic/` and `state/` are written in the background."""
-        return self._learner.begin_save(directory)
+        return self._learner.begin_save(directory, room=[self._sampler.room.left()])
 
     def load(self, directory: Path) -> None:
         """Take back weights, optimizers, budgets and the weight version, exactly."""
-        self._learner.load(directory)
+        for rows in self._learner.load(directory)[:1]:
+            self._sampler.room.resume(rows)
 
     def close(self) -> None:
         """Nothing outlives the process here."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ppo_cli.engine.base import Sampling
+from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -25,8 +27,51 @@ class Weights:
     adapter: bool = False
 
 
+@dataclass
+class Room:
+    """How many responses are sampled at once; halved, and kept halved, when memory runs out.
+
+    `tell` is called with the new number after each halving.
+    """
+
+    rows: int
+    halved: bool = False
+    tell: Callable[[int], None] = lambda rows: None
+
+    def halve(self, tried: int) -> None:
+        """Shrink below what was just tried; raises UserError when one response is too much."""
+        if tried <= 1:
+            raise UserError(
+                "Sampling ran out of memory, even with one response at a time: lower "
+                "--max_response_length or --max_prompt_length, or take a smaller --model."
+            )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.rows, self.halved = tried // 2, True
+        self.tell(self.rows)
+
+    def left(self) -> int | None:
+        """What halving has left of it; None while it is as it was set."""
+        return self.rows if self.halved else None
+
+    def resume(self, rows: int | None) -> None:
+        """Take up what an earlier run had left of it; a smaller setting of this run stands."""
+        if rows is not None and rows < self.rows:
+            self.rows, self.halved = rows, True
+
+
+def room_told(rows: int, who: str = "Sampling") -> str:
+    """What people are told of a halving."""
+    return (
+        f"{who} ran out of memory: at most {rows} response{'s' * (rows != 1)} are sampled at "
+        f"once now. Set rollout.max_num_seqs={rows} to start there next time."
+    )
+
+
 class Sampler(Protocol):
     """Samples from weights of its own."""
+
+    room: Room
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int

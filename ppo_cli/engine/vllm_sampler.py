@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.gloo_group import GLOO
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
-from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.micro_batches import is_out_of_memory
+from ppo_cli.engine.sampler import Room, Weights
 from ppo_cli.engine.token_draw import stream_key
 from ppo_cli.errors import DataError, MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
@@ -103,6 +105,7 @@ class VLLMSampler:
         lora: LoRA | None = None,
         transfer: Transfer = "memory",
     ) -> None:
+        self.room = Room(max_num_seqs)
         self._eos_ids = sorted(eos_token_ids)
         self._detokenize = detokenize
         self._max_model_len = max_model_len
@@ -232,9 +235,16 @@ class VLLMSampler:
             self._folder = None
 
     def _start(self, options: dict[str, Any], transfer: str) -> None:
-        from vllm import EngineArgs
-        from vllm.config import WeightTransferConfig
-        from vllm.v1.engine.llm_engine import LLMEngine
+        try:
+            from vllm import EngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except Exception as error:  # a build for another torch or machine may raise anything
+            raise MissingPart(
+                f"vLLM is installed but does not load here ({type(error).__name__}: "
+                f"{_first_line(error)}): install one that fits (scripts/setup vllm), or sample "
+                "without it (--rollout_name hf)."
+            ) from error
 
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
         # All files that vLLM makes go where `close` removes them.
@@ -255,15 +265,15 @@ class VLLMSampler:
         if self._busy:
             raise RuntimeError("the iterator of the last generate() is neither used up nor closed")
         self._busy = True
+        waiting = deque((prompt, sample) for prompt in prompts for sample in range(sampling.n))
         jobs: dict[str, tuple[Prompt, int]] = {}
         try:
             self._set_temperature(sampling.temperature or 1.0)
-            for prompt in prompts:
-                for sample in range(sampling.n):
-                    name = self._submit(prompt, sample, sampling)
-                    jobs[name] = (prompt, sample)
-            while jobs:
-                for output in self._engine.step():
+            while waiting or jobs:
+                while waiting and len(jobs) < self.room.rows:
+                    job = waiting.popleft()
+                    jobs[self._submit(*job, sampling)] = job
+                for output in self._advance(jobs, waiting):
                     if output.finished:
                         prompt, sample = jobs.pop(output.request_id)
                         yield self._rollout(prompt, sample, output.outputs[0], weight_version)
@@ -271,6 +281,25 @@ class VLLMSampler:
             self._busy = False
             if jobs and self._engine is not None:
                 self._engine.abort_request(list(jobs), internal=False)
+
+    def _advance(
+        self, jobs: dict[str, tuple[Prompt, int]], waiting: deque[tuple[Prompt, int]]
+    ) -> list[Any]:
+        """Let vLLM take a step; when memory runs out, begin again with half as many at once.
+
+        With workers of its own vLLM ends when one of them fails: then it is told.
+        """
+        try:
+            return list(self._engine.step())
+        except Exception as error:
+            if not (self._own_process and is_out_of_memory(error)):
+                raise
+        self._engine.abort_request(list(jobs), internal=False)
+        tried = len(jobs)
+        waiting.extendleft(reversed(jobs.values()))
+        jobs.clear()
+        self.room.halve(tried)
+        return []
 
     def _submit(self, prompt: Prompt, sample: int, sampling: Sampling) -> str:
         from vllm import SamplingParams

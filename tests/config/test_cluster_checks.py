@@ -52,7 +52,6 @@ SIZE = "fsdp_config.fsdp_size"
             f"{EIGHT} trainer.nnodes=2 trainer.node_rank=0 trainer.placement=train:0-15,rollout:17",
             "the last of the run's 16 is GPU 15; use lower numbers, or --n_gpus 9",
         ),
-        (f"{EIGHT} trainer.placement=train:0-5,rollout:5-7", "share 5 and not the rest"),
         (f"{EIGHT} {SPAN}=2 trainer.placement=train:0-4,rollout:5-7", "gives rollout 3 GPU(s)"),
         (
             f"trainer.n_gpus_per_node=4 trainer.nnodes=2 trainer.node_rank=0 {SPAN}=2 "
@@ -93,7 +92,11 @@ SIZE = "fsdp_config.fsdp_size"
         (f"{EIGHT} {SPAN}=2 rollout.name=hf", "the hf sampler uses one GPU"),
         (f"trainer.n_gpus_per_node=3 {SPAN}=2", "3 GPU(s) of a node cannot be split into samp"),
         # Ahead of training
-        (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "take turns"),
+        (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "turns on 0-7"),
+        (
+            f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-5,rollout:5-7",
+            "turns on 5; gi",
+        ),
         ("trainer.n_gpus_per_node=1 trainer.async_steps=1", "use --n_gpus 2 or more"),
     ],
 )

@@ -74,8 +74,9 @@ def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> 
     assert found.rollout
     sampling = {device for sampler in found.rollout for device in sampler}
     assert len(sampling) == sum(len(sampler) for sampler in found.rollout)
-    assert sampling == {*found.train} if found.colocated else sampling.isdisjoint(found.train)
-    assert not (found.colocated and config.trainer.async_steps)
+    for i, sampler in enumerate(found.rollout):
+        assert (i in found.sleepers) is not {*sampler}.isdisjoint(found.train)
+    assert not (found.sleepers and config.trainer.async_steps)
     if engine_name(config, gpus) == "local":
         assert found.alone and found.train == (0,)
     if found.devices_per_node:

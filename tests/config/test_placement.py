@@ -23,6 +23,8 @@ from tests.config.settling import settle
 
 RM = "reward.model.path=a/b"
 SPAN = "rollout.tensor_model_parallel_size"
+TABLE = "trainer.n_gpus_per_node=8 trainer.placement=train:0-7,rollout:0-1,reward:2-3"
+PARTLY = "trainer.n_gpus_per_node=8 trainer.placement=train:0-5,rollout:4-7"
 
 
 def config(given: str) -> Config:
@@ -79,26 +81,45 @@ def test_a_package_is_looked_for_and_not_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "train", "rollout", "reward", "colocated"),
+    ("given", "gpus", "train", "rollout", "reward", "sleepers"),
     [
-        ("", 0, 1, [(0,)], (), True),
-        ("trainer.engine=ray", 1, 1, [(0,)], (), True),
-        ("trainer.n_gpus_per_node=4", 4, 4, [(0,), (1,), (2,), (3,)], (), True),
-        (f"trainer.n_gpus_per_node=4 {SPAN}=2", 4, 4, [(0, 1), (2, 3)], (), True),
-        (f"trainer.n_gpus_per_node=2 {RM}", 2, 2, [(0,), (1,)], (1,), True),
-        (f"trainer.n_gpus_per_node=2 {RM} reward.model.device=cpu", 2, 2, [(0,), (1,)], (), True),
-        ("trainer.n_gpus_per_node=2 reward.model.path=http://h", 2, 2, [(0,), (1,)], (), True),
-        ("trainer.n_gpus_per_node=8 trainer.async_steps=1", 8, 6, [(6,), (7,)], (), False),
-        (f"trainer.n_gpus_per_node=8 trainer.async_steps=1 {RM}", 8, 6, [(6,), (7,)], (5,), False),
-        ("trainer.n_gpus_per_node=2 trainer.async_steps=1", 2, 1, [(1,)], (), False),
-        ("trainer.num_workers=2", 0, 2, [(2,)], (), False),
-        (f"trainer.num_workers=2 rollout.num_samplers=2 {RM}", 0, 2, [(2,), (3,)], (4,), False),
-        ("trainer.nnodes=2 trainer.node_rank=0", 0, 2, [(2,)], (), False),
-        ("trainer.async_steps=1", 0, 1, [(1,)], (), False),
-        ("trainer.placement=train:0-1,rollout:2,3", 0, 2, [(2,), (3,)], (), False),
-        (f"trainer.placement=train:0-1,rollout:2 {RM}", 0, 2, [(2,)], (3,), False),
-        (f"trainer.placement=train:0-1,rollout:2,reward:1 {RM}", 0, 2, [(2,)], (1,), False),
-        ("trainer.placement=train:0-1,rollout:0-1", 0, 2, [(0,), (1,)], (), True),
+        ("", 0, 1, [(0,)], (), (0,)),
+        ("trainer.engine=ray", 1, 1, [(0,)], (), (0,)),
+        ("trainer.n_gpus_per_node=4", 4, 4, [(0,), (1,), (2,), (3,)], (), (0, 1, 2, 3)),
+        (f"trainer.n_gpus_per_node=4 {SPAN}=2", 4, 4, [(0, 1), (2, 3)], (), (0, 1)),
+        (f"trainer.n_gpus_per_node=2 {RM}", 2, 2, [(0,), (1,)], (1,), (0, 1)),
+        (f"trainer.n_gpus_per_node=2 {RM} reward.model.device=cpu", 2, 2, [(0,), (1,)], (), (0, 1)),
+        ("trainer.n_gpus_per_node=2 reward.model.path=http://h", 2, 2, [(0,), (1,)], (), (0, 1)),
+        ("trainer.n_gpus_per_node=8 trainer.async_steps=1", 8, 6, [(6,), (7,)], (), ()),
+        (f"trainer.n_gpus_per_node=8 trainer.async_steps=1 {RM}", 8, 6, [(6,), (7,)], (5,), ()),
+        ("trainer.n_gpus_per_node=2 trainer.async_steps=1", 2, 1, [(1,)], (), ()),
+        ("trainer.num_workers=2", 0, 2, [(2,)], (), ()),
+        (f"trainer.num_workers=2 rollout.num_samplers=2 {RM}", 0, 2, [(2,), (3,)], (4,), ()),
+        ("trainer.nnodes=2 trainer.node_rank=0", 0, 2, [(2,)], (), ()),
+        ("trainer.async_steps=1", 0, 1, [(1,)], (), ()),
+        ("trainer.placement=train:0-1,rollout:2,3", 0, 2, [(2,), (3,)], (), ()),
+        (f"trainer.placement=train:0-1,rollout:2 {RM}", 0, 2, [(2,)], (3,), ()),
+        (f"trainer.placement=train:0-1,rollout:2,reward:1 {RM}", 0, 2, [(2,)], (1,), ()),
+        ("trainer.placement=train:0-1,rollout:0-1", 0, 2, [(0,), (1,)], (), (0, 1)),
+        (f"{TABLE} {SPAN}=2 {RM}", 8, 8, [(0, 1)], (2, 3), (0,)),
+        (
+            f"trainer.placement=train:0-3,rollout:0-1,reward:2-3 {RM}",
+            0,
+            4,
+            [(0,), (1,)],
+            (2, 3),
+            (0, 1),
+        ),
+        (f"{PARTLY} {SPAN}=2", 8, 6, [(4, 5), (6, 7)], (), (0,)),
+        (
+            f"trainer.n_gpus_per_node=8 trainer.placement=train:0-4,rollout:4-7 {SPAN}=2",
+            8,
+            5,
+            [(4, 5), (6, 7)],
+            (),
+            (0,),
+        ),
+        ("trainer.placement=train:0-1,rollout:0-3", 0, 2, [(0,), (1,), (2,), (3,)], (), (0, 1)),
     ],
 )
 def test_everybody_has_a_place(
@@ -107,13 +128,13 @@ def test_everybody_has_a_place(
     train: int,
     rollout: list[tuple[int, ...]],
     reward: tuple[int, ...],
-    colocated: bool,
+    sleepers: tuple[int, ...],
 ) -> None:
     settings = config(given)
     found = placement_of(settings, gpus)
     assert found.train == tuple(range(train))
     assert found.rollout == tuple(rollout)
-    assert (found.reward, found.colocated) == (reward, colocated)
+    assert (found.reward, found.sleepers) == (reward, sleepers)
     assert learner_ranks(settings, gpus) == train
 
 
@@ -160,8 +181,34 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
             8,
             [
                 "5 learner ranks on GPUs 0-4, 2 samplers of 1 GPU on GPUs 6-7",
-                "reward models on GPU 4",
+                "reward models on GPU 4 (shares 4 with training)",
                 "GPU 5 does nothing",
+            ],
+        ),
+        (
+            f"{TABLE} {SPAN}=2 {RM}",
+            8,
+            [
+                "8 learner ranks on GPUs 0-7, 1 sampler of 2 GPUs on GPUs 0-1 (shares with "
+                "training, asleep meanwhile)",
+                "reward models on GPUs 2-3 (shares 2-3 with training)",
+            ],
+        ),
+        (
+            f"{PARTLY},reward:5-6 {RM}",
+            8,
+            [
+                "6 learner ranks on GPUs 0-5, 4 samplers of 1 GPU on GPUs 4-7 (those on GPUs 4-5 "
+                "share with training, asleep meanwhile)",
+                "reward models on GPUs 5-6 (shares 5 with training and 5-6 with sampling)",
+            ],
+        ),
+        (
+            "trainer.placement=train:0-1,rollout:1-2",
+            0,
+            [
+                "2 learner ranks on CPU slots 0-1, 2 samplers on CPU slots 1-2 (that on CPU slot "
+                "1 shares with training, asleep meanwhile)"
             ],
         ),
         (
@@ -217,7 +264,8 @@ def test_the_plan_says_how_ranks_share_models_and_rows(given: str, said: str) ->
 def test_the_plan_has_the_placement_for_programs() -> None:
     told = make_plan(settle("trainer.num_workers=2")).as_dict()["placement"]
     assert (told["engine"], told["sampler"], told["learner_ranks"]) == ("ray", "hf", 2)
-    assert json.loads(json.dumps(told))["rollout"] == [[2]]
+    found = json.loads(json.dumps(told))
+    assert (found["rollout"], found["sleepers"]) == ([[2]], [])
 
 
 def test_stale_responses_are_weighted_by_token_unless_set() -> None:

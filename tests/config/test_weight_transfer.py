@@ -13,6 +13,8 @@ VLLM = "rollout.name=vllm"
 FOUR = "trainer.n_gpus_per_node=4"
 SPLIT = "trainer.placement=train:0-2,rollout:3"
 SHARED = "trainer.placement=train:0-3,rollout:0-3"
+WITHIN = "trainer.placement=train:0-3,rollout:0-1"
+PARTLY = "trainer.placement=train:0-2,rollout:2-3"
 LORA = "model.lora_rank=8"
 NODES = "trainer.nnodes=2 trainer.node_rank=0"
 
@@ -32,6 +34,8 @@ NODES = "trainer.nnodes=2 trainer.node_rank=0"
         (FOUR, 4, "ipc"),
         (f"{VLLM} {FOUR} {SHARED}", 4, "ipc"),
         (f"{FOUR} {NODES}", 4, "ipc"),
+        (f"{FOUR} {WITHIN}", 4, "ipc"),
+        (f"{FOUR} {PARTLY}", 4, "memory"),
         (f"{FOUR} {SPLIT}", 4, "nccl"),
         (f"{FOUR} trainer.async_steps=1", 4, "nccl"),
         (f"{FOUR} {NODES} trainer.placement=train:0-3,rollout:4-7", 4, "nccl"),
@@ -67,6 +71,8 @@ def test_the_way_follows_from_devices_and_sampler(
         ("nccl", f"{VLLM} {FOUR}", "here they share those that train; use ipc, or leave it out."),
         ("nccl", f"{VLLM} {FOUR} {SHARED}", "nccl needs samplers on GPUs of their own"),
         ("ipc", f"{VLLM} {FOUR} {SPLIT}", "here they have their own; use nccl, or leave it out."),
+        ("ipc", f"{VLLM} {FOUR} {PARTLY}", "some of their GPUs train too; use memory or gloo, or"),
+        ("nccl", f"{VLLM} {FOUR} {PARTLY}", "ipc) or all have their own (nccl), and here some of"),
         ("ipc", f"{VLLM} {FOUR} trainer.async_steps=1", "ipc needs samplers on the GPUs that t"),
     ],
 )
@@ -85,6 +91,8 @@ def test_a_way_that_cannot_be_gone_is_refused(way: str, given: str, said: str) -
         ("gloo", f"{VLLM} {LORA} model.lora_merge=true"),
         ("nccl", f"{VLLM} {FOUR} {SPLIT}"),
         ("ipc", f"{VLLM} {FOUR}"),
+        ("ipc", f"{VLLM} {FOUR} {WITHIN}"),
+        ("gloo", f"{VLLM} {FOUR} {PARTLY}"),
         ("auto", f"{VLLM} {LORA}"),
     ],
 )

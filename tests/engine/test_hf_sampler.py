@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.kv_cache import KVCache
 from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
-from ppo_cli.errors import DataError, ModelError
+from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 
 EOS, PAD, VOCAB = 1, 0, 48
@@ -323,3 +324,87 @@ def test_a_model_without_keys_and_values_is_refused() -> None:
     config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(ModelError, match="mamba"):
         make_sampler(MambaForCausalLM(config))
+
+
+class SmallMemory:
+    """A model's forward that runs out of memory above so many tokens in one pass or cache."""
+
+    def __init__(self, model: Any, room: int, error: Exception) -> None:
+        self.forward, self.room, self.error = model.forward, room, error
+        self.caches: list[weakref.ref[Any]] = []
+        self.refused: list[int] = []
+
+    def __call__(self, **given: Any) -> Any:
+        cache = given["past_key_values"]
+        if not any(known() is cache for known in self.caches):
+            self.caches.append(weakref.ref(cache))
+        rows, columns = given["input_ids"].shape
+        # What is held anywhere counts, also a cache that nobody samples from any more.
+        held = sum(
+            layer.keys.shape[0] * layer.get_seq_length()
+            for known in self.caches if (there := known()) is not None
+            for layer in there.layers[:1] if layer.is_initialized
+        )  # fmt: skip
+        if held + rows * columns > self.room:
+            self.refused.append(rows)
+            raise self.error
+        return self.forward(**given)
+
+
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+)
+
+
+@pytest.mark.parametrize("room", [40, 60, 100, 150, 300])
+def test_out_of_memory_halves_what_is_sampled_at_once_and_changes_no_row(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = build_model(), make_prompts()
+    for wanted in ({"n": 3}, {"n": 2, "temperature": 0.0}, {"n": 1, "top_p": 0.7, "seed": 4}):
+        whole = tokens_of(sample(model, prompts, **wanted))
+        for error in OUT_OF_MEMORY:
+            memory, told = SmallMemory(model, room, error), []
+            sampler = make_sampler(model)
+            sampler.room.tell = told.append
+            with monkeypatch.context() as patch:
+                patch.setattr(model, "forward", memory)
+                sampling = Sampling(**({"max_tokens": 12} | wanted))
+                found = list(sampler.generate(prompts, sampling, 5))
+            assert len(found) == len(whole)
+            assert {rollout.key: rollout.token_ids for rollout in found} == whole
+            assert bool(memory.refused) is bool(told), "each halving is told"
+            assert told == sorted(told, reverse=True) and sampler.room.left() in (*told[-1:], None)
+
+
+def test_what_memory_allows_is_remembered_and_a_smaller_setting_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, prompts = build_model(), make_prompts()
+    sampler, memory = make_sampler(model), SmallMemory(model, 100, OUT_OF_MEMORY[0])
+    monkeypatch.setattr(model, "forward", memory)
+    assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
+    left, memory.refused = sampler.room.left(), []
+    assert left is not None and left < 21
+    assert len(list(sampler.generate(prompts, Sampling(max_tokens=12, n=3), 0))) == 21
+    assert not memory.refused
+    for setting, wanted in ((64, left), (left, None), (1, None)):
+        resumed = make_sampler(model, setting)
+        resumed.room.resume(left)
+        assert (resumed.room.rows, resumed.room.left()) == (min(setting, left), wanted)
+
+
+def test_one_response_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model()
+    monkeypatch.setattr(model, "forward", SmallMemory(model, 10, OUT_OF_MEMORY[0]))
+    with pytest.raises(UserError, match=r"Sampling ran out of memory, even with one .*response_l"):
+        list(make_sampler(model).generate(make_prompts(), Sampling(max_tokens=12), 0))
+
+
+def test_other_errors_of_a_forward_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, error = build_model(), RuntimeError("size mismatch")
+    monkeypatch.setattr(model, "forward", SmallMemory(model, 10, error))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        list(make_sampler(model).generate(make_prompts(), Sampling(), 0))

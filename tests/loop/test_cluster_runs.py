@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -137,3 +138,35 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_others(
     assert_same_numbers(metrics(pair), metrics(out))
     assert_same_weights(pair, out)
     assert_same_rewards(pair, out)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with a random head: a reward model of no merit, but a real one."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    source, folder = model_folder("embedded"), tmp_path_factory.mktemp("rm")
+    torch.manual_seed(7)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def test_roles_that_share_some_devices_train_as_roles_that_share_all(
+    reward_model: Path, tmp_path: Path
+) -> None:
+    judged = ("--reward_model", str(reward_model), "--reward_model_self_test", "off")
+    short = (*TWELVE, *judged, "--engine", "ray", "--max_steps", "2", "--save_freq", "2")
+    placements = {
+        "all": "train:0-1,rollout:0-1,reward:1",
+        "some": "train:0-1,rollout:0,reward:1",
+        "partly": "train:0-1,rollout:1-2,reward:2",
+    }
+    for name, placement in placements.items():
+        train(tmp_path / name, *short, "--placement", placement)
+    for name in ("some", "partly"):
+        assert_same_weights(tmp_path / "all", tmp_path / name)
+        assert_same_numbers(metrics(tmp_path / "all"), metrics(tmp_path / name))
+        assert rows(tmp_path / "all") == rows(tmp_path / name)

@@ -19,11 +19,12 @@ from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.dealing import deal_prompts
 from ppo_cli.engine.cluster.failures import Member, late
 from ppo_cli.engine.cluster.hosting import Proxy
-from ppo_cli.engine.cluster.plans import ExchangePlan, LearnerPlan
+from ppo_cli.engine.cluster.plans import ExchangePlan, Halved, LearnerPlan
 from ppo_cli.engine.cluster.publishing import Publisher
 from ppo_cli.engine.cluster.starts import start_learner, start_sampler
 from ppo_cli.engine.cluster.waits import Call
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
@@ -52,6 +53,8 @@ class ClusterEngine:
     ) -> None:
         trainer = config.trainer
         self._weight_version = 0
+        self._tell = tell
+        self._room: list[int | None] = [None] * len(placement.rollout)
         self._one_node = placement.nodes == 1
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._learners: list[Member] = []
@@ -80,7 +83,12 @@ class ClusterEngine:
                 calls.append(self._cluster.ask(sampler, "generate", "stream", *words))
         own = {prompt.uid: prompt for prompt in prompts}
         for sent in self._cluster.waits.stream(calls):
-            yield from (rejoin_prompt(item, own) for item in sent)
+            for item in sent:
+                if isinstance(item, Halved):
+                    self._room[item.sampler] = item.rows
+                    self._tell(room_told(item.rows, f"Sampler {item.sampler}"))
+                else:
+                    yield rejoin_prompt(item, own)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values; each rank does its rows."""
@@ -103,12 +111,18 @@ class ClusterEngine:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
         directory = directory.absolute()
         writers = len(self._learners) if self._one_node else self._count_writers(directory)
-        self._all_learners("begin_save", directory, writers)
+        self._all_learners("begin_save", directory, writers, self._room)
         return self._saver.submit(self._await_saved, time.monotonic())
 
     def load(self, directory: Path) -> None:
         """Take back all that was saved, and bring it to the samplers."""
-        self._all_learners("load", directory.absolute())
+        saved = self._all_learners("load", directory.absolute())[0]
+        limits = [(i, rows) for i, rows in enumerate(saved[: len(self._room)]) if rows is not None]
+        for i, rows in limits:
+            self._room[i] = rows
+        self._cluster.waits.collect(
+            [self._cluster.ask(self._samplers[i], "resume_room", "call", n) for i, n in limits]
+        )
         self._weight_version = self._all_learners("version")[0]
         self._publisher.send()
 
@@ -142,15 +156,18 @@ class ClusterEngine:
         cluster, collect = self._cluster, self._cluster.waits.collect
         transfer = weight_transfer(config)
         given = cluster.share(config), cluster.share(tokenizer), transfer
-        loading = [cluster.ask(s, "start", "build", start_sampler, *given) for s in self._samplers]
+        loading = [
+            cluster.ask(sampler, "start", "build", start_sampler, i, *given)
+            for i, sampler in enumerate(self._samplers)
+        ]
         self._publisher = Publisher(
             cluster, self._learners, self._samplers,
-            colocated=placement.colocated and placement.devices_per_node > 0,
+            sleepers=[self._samplers[i] for i in placement.sleepers],
         )  # fmt: skip
-        if placement.colocated and placement.devices_per_node:
+        if placement.sleepers:
             # Samplers measure the memory that is free, so they come before the learner's models.
-            collect(loading, may_stop=True)
-            loading = []
+            collect([loading[i] for i in placement.sleepers], may_stop=True)
+            loading = [c for i, c in enumerate(loading) if i not in placement.sleepers]
             self._publisher.sleep()
         plan = cluster.share(
             LearnerPlan(config, tokenizer, total_steps, len(self._learners), self._one_node)

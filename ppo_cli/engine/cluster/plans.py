@@ -20,6 +20,14 @@ class LearnerPlan:
 
 
 @dataclass(frozen=True)
+class Halved:
+    """A sampler, by number, ran out of memory: how many responses it samples at once now."""
+
+    sampler: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """How weights travel, to whom, and from which address of the first rank."""
 

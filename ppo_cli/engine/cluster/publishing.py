@@ -17,7 +17,7 @@ AFTER_RANK_S = 5.0
 
 
 class Publisher:
-    """Keeps the samplers' weights equal to the learner's; colocated ones sleep meanwhile."""
+    """Keeps the samplers' weights equal to the learner's; `sleepers` sleep while it trains."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class Publisher:
         learners: Sequence[Member],
         samplers: Sequence[Member],
         *,
-        colocated: bool,
+        sleepers: Sequence[Member],
     ) -> None:
         self._cluster = cluster
         self._learners = learners
         self._samplers = samplers
-        self._colocated = colocated
+        self._sleepers = sleepers
         self._awake = True
         self._connected = False
 
@@ -46,8 +46,8 @@ class Publisher:
 
     def sleep(self) -> None:
         """Leave the devices to the learner, where they are shared."""
-        if self._colocated and self._awake:
-            self._all("sleep")
+        if self._sleepers and self._awake:
+            self._all(self._sleepers, "sleep")
             self._awake = False
 
     def send(self) -> None:
@@ -60,13 +60,13 @@ class Publisher:
         self._cluster.waits.collect(calls)
         self._rouse()
         # The reference travels: samplers read what the first rank laid down.
-        self._all("load_weights", calls[0].ref)
+        self._all(self._samplers, "load_weights", calls[0].ref)
 
     def _rouse(self) -> None:
         if not self._awake:
             # On shared devices samplers cannot have what the learner's allocator only keeps.
             self._all_learners("spare_memory")
-            self._all("wake_up")
+            self._all(self._sleepers, "wake_up")
             self._awake = True
 
     def _all_learners(self, name: str, *args: object) -> None:
@@ -74,6 +74,6 @@ class Publisher:
         calls = [self._cluster.ask(one, name, "call", *args) for one in self._learners]
         waits.collect(calls, waits.timeout_s + AFTER_RANK_S)
 
-    def _all(self, name: str, *args: object) -> None:
+    def _all(self, samplers: Sequence[Member], name: str, *args: object) -> None:
         waits = self._cluster.waits
-        waits.collect([self._cluster.ask(s, name, "call", *args) for s in self._samplers])
+        waits.collect([self._cluster.ask(s, name, "call", *args) for s in samplers])

@@ -20,7 +20,7 @@ import torch
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.exchange import Exchange
-from ppo_cli.engine.cluster.plans import ExchangePlan, LearnerPlan
+from ppo_cli.engine.cluster.plans import ExchangePlan, Halved, LearnerPlan
 from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
@@ -118,9 +118,9 @@ class LearnerRole:
         """Whether a file that the driver has made is there on this node, too."""
         return mark.exists()
 
-    def begin_save(self, directory: Path, writers: int) -> None:
+    def begin_save(self, directory: Path, writers: int, room: Sequence[int | None]) -> None:
         """Keep what is to be written; the writing goes on in the background."""
-        self._writing = self._learner.begin_save(directory, writers)
+        self._writing = self._learner.begin_save(directory, writers, room)
 
     def saved(self) -> bool:
         """Whether this rank has written all; raises what went wrong."""
@@ -130,24 +130,33 @@ class LearnerRole:
         writing.result()
         return True
 
-    def load(self, directory: Path) -> None:
-        """Take back what was saved."""
-        self._learner.load(directory)
+    def load(self, directory: Path) -> list[int | None]:
+        """Take back what was saved; returns the room that samplers had left."""
+        return self._learner.load(directory)
 
 
 class SamplerRole:
     """A sampler with weights of its own."""
 
-    def __init__(self, config: Config, tokenizer: bytes, transfer: Transfer) -> None:
+    def __init__(self, number: int, config: Config, tokenizer: bytes, transfer: Transfer) -> None:
+        self._number = number
+        self._halved: list[Halved] = []
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
+        self._sampler.room.tell = self._note_halving
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
-    ) -> Iterator[tuple[str, Rollout]]:
-        """Yield rollouts without their prompts."""
+    ) -> Iterator[tuple[str, Rollout] | Halved]:
+        """Yield rollouts without their prompts, and what became of memory meanwhile."""
         with tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
             for rollout in self._sampler.generate(prompts, sampling, weight_version):
+                while self._halved:
+                    yield self._halved.pop(0)
                 yield shed_prompt(rollout)
+
+    def resume_room(self, rows: int) -> None:
+        """Sample no more at once than an earlier run could."""
+        self._sampler.room.resume(rows)
 
     def load_weights(self, weights: PackedRecord) -> None:
         """Take new weights; they are read where they lie."""
@@ -168,6 +177,9 @@ class SamplerRole:
     def close(self) -> None:
         """Free everything."""
         self._sampler.close()
+
+    def _note_halving(self, rows: int) -> None:
+        self._halved.append(Halved(self._number, rows))
 
 
 def interface_of(address: str) -> str | None:

@@ -36,6 +36,7 @@ from ppo_cli.redact import redact
 
 # Ray wants its joining and leaving to happen in the main thread.
 IN_MAIN_THREAD = ("build", "close")
+TELLING = ("build", "generate")  # these may tell something before their end
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Service:
         self._engine: ClusterEngine | None = None
         self._hosted: dict[int, Proxy] = {}
         self._numbers = count()
+        self._told_under = 0  # the request of which something is told meanwhile
 
     def run(self) -> None:
         """Listen, and do in this thread what belongs there."""
@@ -72,14 +74,16 @@ class Service:
 
     def build(self, options: dict[str, Any], number: int) -> None:
         """Make the engine; meanwhile it may tell something."""
+        self._told_under = number
         self._engine = ClusterEngine(
             **options,
-            tell=lambda text: self._send(number, "tell", text),
+            tell=lambda text: self._send(self._told_under, "tell", text),
             stop_requested=lambda: self._stop,
         )
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Any]:
-        """Rollouts without their prompts, which the other side has."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, number: int) -> Iterator[Any]:
+        """Rollouts without their prompts, which the other side has; one request at a time."""
+        self._told_under = number
         rollouts: Iterator[Rollout] = self._built.generate(prompts, sampling)
         for rollout in rollouts:
             yield shed_prompt(rollout)
@@ -166,7 +170,7 @@ class Service:
     def _answer(self, request: Request) -> None:
         try:
             args = pickle.loads(request.arguments)
-            if request.verb == "build":
+            if request.verb in TELLING:
                 args = (*args, request.number)
             value = getattr(self, request.verb)(*args)
             if isinstance(value, Iterator):

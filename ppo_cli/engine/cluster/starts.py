@@ -18,8 +18,8 @@ def start_learner(rank: int, plan: LearnerPlan) -> LearnerRole:
     return LearnerRole(rank, plan)
 
 
-def start_sampler(config: Config, tokenizer: bytes, transfer: Transfer) -> SamplerRole:
+def start_sampler(number: int, config: Config, tokenizer: bytes, transfer: Transfer) -> SamplerRole:
     """Become a sampler."""
     from ppo_cli.engine.cluster.roles import SamplerRole
 
-    return SamplerRole(config, tokenizer, transfer)
+    return SamplerRole(number, config, tokenizer, transfer)

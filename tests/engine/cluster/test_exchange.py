@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
 ]
-PLACEMENT = Placement(1, 0, (0, 1), ((2,), (3,)), (), colocated=False)
+PLACEMENT = Placement(1, 0, (0, 1), ((2,), (3,)), ())
 SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
 TOLERANCE = 1e-4
 

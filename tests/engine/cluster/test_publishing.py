@@ -12,7 +12,7 @@ from ppo_cli.engine.cluster.publishing import Publisher
 ROUSED = ["learner spare_memory", "sampler wake_up"]
 
 
-def publisher(said: list[str], *, colocated: bool) -> Publisher:
+def publisher(said: list[str], *sleepers: str) -> Publisher:
     """One that writes down what it asks of whom."""
 
     def ask(member: str, name: str, *rest: Any) -> SimpleNamespace:
@@ -21,14 +21,14 @@ def publisher(said: list[str], *, colocated: bool) -> Publisher:
 
     waits = SimpleNamespace(collect=lambda calls, *limit: [], timeout_s=1.0)
     cluster: Any = SimpleNamespace(ask=ask, waits=waits)
-    members: Any = [["learner"], ["sampler"]]
-    return Publisher(cluster, *members, colocated=colocated)
+    members: Any = [["learner"], ["sampler", *(s for s in sleepers if s != "sampler")]]
+    return Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("connected", [False, True])
 def test_the_learner_makes_room_before_samplers_wake(connected: bool) -> None:
     said: list[str] = []
-    weights = publisher(said, colocated=True)
+    weights = publisher(said, "sampler")
     if connected:
         weights.connect(SimpleNamespace())  # type: ignore[arg-type]
     weights.sleep()
@@ -44,7 +44,18 @@ def test_the_learner_makes_room_before_samplers_wake(connected: bool) -> None:
 
 def test_samplers_with_devices_of_their_own_never_sleep() -> None:
     said: list[str] = []
-    weights = publisher(said, colocated=False)
+    weights = publisher(said)
     weights.sleep()
     weights.send()
     assert said == ["learner weights", "sampler load_weights"]
+
+
+def test_only_samplers_that_share_devices_sleep_and_all_get_the_weights() -> None:
+    said: list[str] = []
+    weights = publisher(said, "sharer")
+    weights.sleep()
+    weights.wake()
+    assert said == [
+        "sharer sleep", "learner weights", "learner spare_memory", "sharer wake_up",
+        "sampler load_weights", "sharer load_weights",
+    ]  # fmt: skip

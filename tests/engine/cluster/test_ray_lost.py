@@ -22,8 +22,8 @@ from ppo_cli.errors import Interrupted, WorkerLost
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[3]
-ONE_NODE = Placement(1, 0, (0, 1), ((2,),), (), colocated=False)
-TWO_NODES = Placement(2, 0, (0, 1), ((2,),), (), colocated=False)
+ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
+TWO_NODES = Placement(2, 0, (0, 1), ((2,),), ())
 
 
 class Sleeper:

@@ -24,7 +24,7 @@ from ppo_cli.engine.cluster.worker import _failure
 from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
 
 pytestmark = pytest.mark.ray
-ONE_NODE = Placement(1, 0, (0, 1), ((2,),), (), colocated=False)
+ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
 
 
 class Thing:
