@@ -240,10 +240,11 @@ class VLLMSampler:
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.llm_engine import LLMEngine
         except Exception as error:  # a build for another torch or machine may raise anything
+            named, said = type(error).__name__, _first_line(error)
+            why = named if said == named else f"{named}: {said}"
             raise MissingPart(
-                f"vLLM is installed but does not load here ({type(error).__name__}: "
-                f"{_first_line(error)}): install one that fits (scripts/setup vllm), or sample "
-                "without it (--rollout_name hf)."
+                f"vLLM is installed but does not load here ({why}): install one that fits "
+                "(scripts/setup vllm), or sample without it (--rollout_name hf)."
             ) from error
 
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.adapter_files import LoRA
-from ppo_cli.errors import MissingPart, ModelError
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.errors import MissingPart, ModelError, UserError
+from ppo_cli.records import Prompt
 
 TOLERANCE = 1e-4
 ROOT = Path(__file__).parents[2]
@@ -151,3 +159,130 @@ def test_adapters_are_padded_to_a_rank_that_vllm_has() -> None:
     assert [LoRA(rank, 16).padded_rank() for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
     with pytest.raises(ModelError, match=r"up to rank 512.*lora_merge"):
         LoRA(513, 16).padded_rank()
+
+
+class FakeEngine:
+    """vLLM's engine as far as a sampler asks it: a step finishes a request of few at once."""
+
+    def __init__(self, holds: int = 100) -> None:
+        self.holds = holds
+        self.said: list[str] = []
+        self.requests: list[str] = []
+        self.most = 0
+
+    def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+        self.said.append(method)
+        return []
+
+    def set_weight_version(self, version: str) -> None:
+        self.said.append(f"version {version}")
+
+    def reset_prefix_cache(self) -> bool:
+        self.said.append("reset_prefix_cache")
+        return not self.requests
+
+    def abort_request(self, names: list[str], internal: bool) -> None:
+        self.requests = [name for name in self.requests if name not in names]
+
+    def step(self) -> list[SimpleNamespace]:
+        if len(self.requests) > self.holds:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.most = max(self.most, len(self.requests))
+        output = SimpleNamespace(token_ids=[1], logprobs=SimpleNamespace(logprobs=[-0.5]))
+        done = self.requests.pop(0)
+        return [SimpleNamespace(finished=True, request_id=done, outputs=[output])]
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler, FakeEngine]]:
+    """A sampler of a fake engine, which needs no vLLM."""
+    monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
+    monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
+
+    def make(holds: int = 100, **options: Any) -> tuple[VLLMSampler, FakeEngine]:
+        engine, count = FakeEngine(holds), itertools.count()
+
+        def submit(prompt: Prompt, sample: int, sampling: Sampling) -> str:
+            engine.requests.append(f"{prompt.uid} {sample} {next(count)}")
+            return engine.requests[-1]
+
+        monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
+        made = VLLMSampler(
+            "m", eos_token_ids=frozenset({1}), detokenize=str, max_model_len=1024, **options
+        )
+        made._engine = engine
+        monkeypatch.setattr(made, "_submit", submit)
+        return made, engine
+
+    return make
+
+
+Make = Callable[..., tuple[VLLMSampler, FakeEngine]]
+PROMPTS = [Prompt(f"p{i}", "", (), "", (3, 4)) for i in range(5)]
+
+
+def test_new_weights_drop_what_was_cached_under_the_old_ones(sampler: Make) -> None:
+    made, engine = sampler()
+    made.load_weights(Weights({}, 7))
+    assert engine.said == [
+        "start_weight_update", "update_weights", "finish_weight_update", "version 7",
+        "reset_prefix_cache",
+    ]  # fmt: skip
+    engine.requests.append("under way")
+    with pytest.raises(RuntimeError, match="weights came while responses were under way"):
+        made.load_weights(Weights({}, 8))
+
+
+def test_out_of_memory_halves_the_requests_and_keeps_what_is_finished(sampler: Make) -> None:
+    made, engine = sampler(holds=3, max_num_seqs=8)
+    told: list[int] = []
+    made.room.tell = told.append
+    keys = [r.key for r in made.generate(PROMPTS, Sampling(n=3), 0)]
+    assert keys == [(f"p{i}", sample) for i in range(5) for sample in range(3)]
+    assert told == [4, 2] and made.room.left() == 2 and engine.most <= 3
+    assert len(list(made.generate(PROMPTS, Sampling(n=3), 0))) == 15 and told == [4, 2]
+    engine.holds = 0
+    with pytest.raises(UserError, match="ran out of memory, even with one response at a time"):
+        list(made.generate(PROMPTS, Sampling(), 0))
+
+
+def test_workers_that_vllm_has_of_its_own_are_not_asked_again(sampler: Make) -> None:
+    made, _ = sampler(holds=3, tensor_parallel_size=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(made.generate(PROMPTS, Sampling(), 0))
+
+
+IMPORTS = """
+import json, sys
+from pathlib import Path
+from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.errors import MissingPart
+
+for text in json.loads(sys.argv[2]):
+    Path(sys.argv[1]).write_text(text)
+    try:
+        VLLMSampler("m", eos_token_ids=frozenset({1}), detokenize=str, max_model_len=8)
+    except MissingPart as error:
+        print(error)
+"""
+
+
+def test_a_vllm_that_does_not_load_is_one_sentence(tmp_path: Path) -> None:
+    """Broken builds raise anything while they are imported; tried in a fresh process."""
+    broken = tmp_path / "vllm" / "__init__.py"
+    broken.parent.mkdir()
+    broken.touch()
+    mistakes = {
+        "raise ImportError('libcudart.so.13: cannot open it')": "(ImportError: libcudart.so.13: c",
+        "raise RuntimeError('built for another torch')": "(RuntimeError: built for another torch)",
+        "raise OSError": "(OSError)",
+    }
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", IMPORTS, str(broken), json.dumps([*mistakes])],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    for line, said in zip(lines, mistakes.values(), strict=True):
+        assert line.startswith("vLLM is installed but does not load here ") and said in line
+        assert line.endswith("or sample without it (--rollout_name hf).")
