@@ -100,7 +100,11 @@ def prepare(
     """Write a well-known set as verl-style parquet files, ready for --train_files."""
     files = run_prepare(name, source=source, out=out, force=force)
     if as_json:
-        shown = [{"split": f.split, "path": str(f.path), "rows": f.rows} for f in files]
+        shown = [
+            {"split": f.split, "path": str(f.path), "rows": f.rows}
+            | ({"note": f.note} if f.note else {})
+            for f in files
+        ]
         typer.echo(json.dumps(shown, indent=2))
     else:
         print_prepared(files)

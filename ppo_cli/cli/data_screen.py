@@ -139,8 +139,13 @@ def print_prepared(files: Sequence[Prepared]) -> None:
     """Print what was written and the command that uses it."""
     for file in files:
         typer.echo(f"{file.path}: {file.rows:,} rows")
+    for note in filter(None, (file.note for file in files)):
+        typer.echo(note)
     paths = {file.split: file.path for file in files}
     flags = ["--train_files", str(paths["train"])] if "train" in paths else []
     held_out = next((split for split in ("val", "test") if split in paths), None)
     flags += ["--val_files", str(paths[held_out])] if held_out else []
     typer.echo(f"Next: {ppo('train')} {shlex.join(flags)}")
+    if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
+        told = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
+        typer.echo(f"Or:   {ppo('reward fit')} {told}")

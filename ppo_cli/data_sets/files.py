@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ppo_cli.errors import DataError, MissingPart, did_you_mean
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 SHOWN_FILES = 5
+SPLITS = ("train", "test")
 NO_DATA_FILE = "it holds no JSON, JSONL or parquet file"
 Record = Mapping[str, Any]
 
@@ -37,6 +39,35 @@ def file_suffix(path: Path) -> str:
     """Return `.jsonl.gz` for a gzipped file, the last suffix for any other, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return "".join(suffixes[-2:]) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
+
+
+def split_sources(source: str) -> dict[str, list[str]]:
+    """Return the sources of each split: files of a folder, one file, or names on the hub.
+
+    A file belongs to the split that its name, or a folder around it, says last
+    (`train-00000.parquet`, `test/algebra/1.json`); a file given by itself is `train` otherwise.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return {_split_of(path.name) or SPLITS[0]: [str(path)]}
+    if not path.is_dir():
+        return {split: [f"{source}:{split}"] for split in SPLITS}
+    found: dict[str, list[str]] = {}
+    for file in sorted(path.rglob("*")):
+        if file_suffix(file) in SUFFIXES and file.is_file():
+            found.setdefault(_split_of(str(file.relative_to(path))), []).append(str(file))
+    named = {split: found[split] for split in SPLITS if split in found}
+    if not named:
+        raise DataError(
+            f"{path} holds no file of a split; expected train.jsonl and test.jsonl (.gz too), "
+            "parquet files, or folders `train` and `test`."
+        )
+    return named
+
+
+def _split_of(name: str) -> str:
+    words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
+    return words[-1] if words else ""
 
 
 def read_file(source: str) -> Records:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.data_sets.files import SUFFIXES, Record, file_suffix
-from ppo_cli.data_sets.problems import Place, RowProblem, raise_problems
+from ppo_cli.data_sets.files import SPLITS, SUFFIXES, Record, file_suffix
+from ppo_cli.data_sets.problems import Built, Place, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import read_source
 from ppo_cli.errors import DataError
 
 HUB = "openai/gsm8k"
-SPLITS = ("train", "test")
 INSTRUCTION = (
     "Reason step by step. Finish with a last line that holds only the result, "
     "written as `#### answer`."
 )
 
 
-def build_gsm8k(source: str) -> dict[str, list[dict[str, Any]]]:
+def build_gsm8k(source: str) -> Built:
     """Return the verl rows of both splits, read from a folder or from the hub."""
-    return {split: build_split(split, split_sources(source, split)) for split in SPLITS}
+    return Built({split: build_split(split, split_sources(source, split)) for split in SPLITS})
 
 
 def split_sources(source: str, split: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.data_sets.files import SUFFIXES, Record, file_suffix
-from ppo_cli.data_sets.problems import Place, RowProblem, raise_problems
+from ppo_cli.data_sets.problems import Built, Place, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import read_source
 from ppo_cli.errors import DataError
 
@@ -21,7 +21,7 @@ INSTRUCTION = (
 )
 
 
-def build_humaneval(source: str) -> dict[str, list[dict[str, Any]]]:
+def build_humaneval(source: str) -> Built:
     """Return the verl rows of the one split, read from a file, a folder or the hub."""
     rows: list[dict[str, Any]] = []
     problems: list[RowProblem] = []
@@ -35,7 +35,7 @@ def build_humaneval(source: str) -> dict[str, list[dict[str, Any]]]:
             else:
                 problems.append(problem)
     raise_problems(problems)
-    return {SPLIT: rows}
+    return Built({SPLIT: rows})
 
 
 def list_sources(source: str) -> list[str]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.data_sets import gsm8k, humaneval
+from ppo_cli.data_sets import gsm8k, hh_rlhf, humaneval, math
+from ppo_cli.data_sets.problems import Built
 from ppo_cli.errors import DataError, MissingPart, did_you_mean, ppo
-
-Splits = Mapping[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Recipe:
 
     about: str
     source: str
-    build: Callable[[str], Splits]
+    build: Callable[[str], Built]
 
 
 RECIPES = {
@@ -35,6 +34,12 @@ RECIPES = {
         humaneval.HUB,
         humaneval.build_humaneval,
     ),
+    "hh_rlhf": Recipe(
+        "Dialogues about help and harm with two last replies: pairs, and prompts.",
+        hh_rlhf.HUB,
+        hh_rlhf.build_hh_rlhf,
+    ),
+    "math": Recipe("12.5k competition problems; train and test.", math.HUB, math.build_math),
 }
 
 
@@ -45,6 +50,7 @@ class Prepared:
     split: str
     path: Path
     rows: int
+    note: str = ""
 
 
 def find_recipe(name: str) -> Recipe:
@@ -67,7 +73,8 @@ def prepare(
     folder = Path(out).expanduser()
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")
-    splits = recipe.build(source or recipe.source)
+    built = recipe.build(source or recipe.source)
+    splits = built.splits
     targets = {split: folder / f"{split}.parquet" for split in splits}
     there = [path.name for path in targets.values() if path.exists()]
     if there and not force:
@@ -77,7 +84,12 @@ def prepare(
         write_all({targets[split]: rows for split, rows in splits.items()})
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error}).") from error
-    return [Prepared(split, path, len(splits[split])) for split, path in targets.items()]
+    files = [Prepared(split, path, len(splits[split])) for split, path in targets.items()]
+    if built.left_out:
+        count = len({problem.place for problem in built.left_out})
+        told = f"{count} rows left out, such as {built.left_out[0]}."
+        files[-1] = replace(files[-1], note=told)
+    return files
 
 
 def write_all(files: Mapping[Path, list[dict[str, Any]]]) -> None:

@@ -128,7 +128,7 @@ class ActorLearner:
 
         with self.policy.awake():
             table = run_within_memory(
-                row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
+                row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
             )
             norm, stepped = self.optimizer.apply()
         told = {"actor/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
@@ -136,6 +136,13 @@ class ActorLearner:
             told["grad_norm"] = (norm, 1.0)
         told["actor/lr"] = (self.optimizer.lr, 1.0)
         return own_rows(self._ranks, table) | only_first(self._ranks, told)
+
+    def _start_over(self) -> None:
+        """Forget a pass that broke off, and the gradients so far."""
+        self.policy.forget()
+        if self._reference is not None:
+            self._reference.forget()
+        self.optimizer.zero_grad()
 
     def _loss(
         self, batch: TrainBatch, cut: Slice, tokens: int, sequences: int, table: SumTable

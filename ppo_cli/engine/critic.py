@@ -74,7 +74,7 @@ class CriticLearner:
 
         with self.value_model.awake():
             table = run_within_memory(
-                row_lengths(batch), self.budget, accumulate, self.optimizer.zero_grad, self._ranks
+                row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
             )
             norm, stepped = self.optimizer.apply()
         told = {"critic/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
@@ -82,6 +82,11 @@ class CriticLearner:
             told["critic_grad_norm"] = (norm, 1.0)
         told["critic/lr"] = (self.optimizer.lr, 1.0)
         return own_rows(self._ranks, table) | only_first(self._ranks, told)
+
+    def _start_over(self) -> None:
+        """Forget a pass that broke off, and the gradients so far."""
+        self.value_model.forget()
+        self.optimizer.zero_grad()
 
     def values_BT(self, cut: Slice) -> Tensor:
         """Values before each response token of a slice."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks
 from ppo_cli.errors import UserError
 
 Result = TypeVar("Result")
@@ -103,6 +103,19 @@ def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) ->
     The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
     the order of the ranks turns round with each, so that none always has the heaviest.
     """
+    return _own_share(_in_turns(lengths, budget, ranks), ranks)
+
+
+def _own_share(whole: list[list[int]], ranks: Ranks) -> list[list[int]]:
+    mine = []
+    for turn in range(len(whole) // ranks.data_size):
+        place = ranks.data_rank if turn % 2 == 0 else ranks.data_size - 1 - ranks.data_rank
+        mine.append(whole[turn * ranks.data_size + place])
+    return mine
+
+
+def _in_turns(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:
+    """The micro-batches of all ranks, the heaviest first; each turn has one for each rank."""
     whole = plan_micro_batches(lengths, budget)
     turns = -(-len(whole) // ranks.data_size)
     if len(whole) % ranks.data_size:
@@ -113,12 +126,7 @@ def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) ->
             -budget.size(len(group), lengths[group[0]], sum(lengths[i] for i in group))
         )
     )
-    whole += [[]] * (turns * ranks.data_size - len(whole))
-    mine = []
-    for turn in range(turns):
-        place = ranks.data_rank if turn % 2 == 0 else ranks.data_size - 1 - ranks.data_rank
-        mine.append(whole[turn * ranks.data_size + place])
-    return mine
+    return whole + [[]] * (turns * ranks.data_size - len(whole))
 
 
 def _fill(
@@ -171,25 +179,31 @@ def run_within_memory(
     """Do `work` on micro-batches; when memory runs out, `restart` and try with halves.
 
     All of the work is done again, never the rest of it: a backward pass that broke off may
-    have left half a gradient behind. One of several ranks cannot turn back alone: the others
-    are waiting for it in the middle of a pass, so there it ends the run with advice.
+    have left half a gradient behind. When memory runs out on one of several ranks, all turn
+    back together (`Ranks.agree`) and halve alike. Only ranks that share layers cannot: a
+    neighbour waits for the other in the middle of one, so there it ends the run with advice.
     """
     while True:
-        plan = share_micro_batches(lengths, budget, ranks)
-        heaviest = max(plan, key=lambda group: sum(lengths[i] for i in group))
-        most_rows = len(heaviest) if budget.packed else max(len(group) for group in plan)
+        whole = _in_turns(lengths, budget, ranks)
+        heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
+        most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)
         try:
-            return work(plan)
+            result = work(_own_share(whole, ranks))
+            ranks.agree()
+            return result
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if not ranks.alone:
+            if ranks.tensor_size > 1:
                 raise UserError(
                     f"Learner rank {ranks.rank} ran out of memory with micro-batches of up to "
                     f"{most_rows} sequences. Lower actor.ppo_max_token_len_per_gpu, "
                     "critic.ppo_max_token_len_per_gpu and ref.log_prob_max_token_len_per_gpu "
                     f"(now {budget.tokens} here), then start the same command again."
                 ) from error
+            elsewhere = isinstance(error, OutOfMemoryElsewhere)
+        if not elsewhere:
+            ranks.agree(failed=True)
         restart()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

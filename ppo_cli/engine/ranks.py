@@ -20,17 +20,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Result = TypeVar("Result")
 
 
+class OutOfMemoryElsewhere(MemoryError):
+    """Another rank has run out of memory in work that all do together."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among all learner processes; the default is one process alone.
 
     `mesh` has the dimensions "replicate", "shard" and "tensor", and is None for one alone.
+    `flags` is a group of all ranks, on the CPU, in which `agree` asks whether all are well.
     """
 
     rank: int = 0
     size: int = 1
     tensor_size: int = 1
     mesh: DeviceMesh | None = None
+    flags: dist.ProcessGroup | None = None
+
+    def agree(self, *, failed: bool = False) -> None:
+        """Say whether memory has run out here; all ranks call, before what they do together.
+
+        Raises OutOfMemoryElsewhere where it has run out on another rank. One that has failed
+        says so once, instead of its next `agree`: all of them are then at the same place.
+        """
+        if self.flags is None:
+            return
+        flag = torch.tensor([int(failed)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.flags)
+        if flag.item() and not failed:
+            raise OutOfMemoryElsewhere("another rank ran out of memory")
 
     @property
     def alone(self) -> bool:
@@ -89,7 +108,11 @@ def join_ranks(
         (data_size // shards, shards, tensor_size),
         mesh_dim_names=("replicate", "shard", "tensor"),
     )
-    return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh)
+    # Ranks that share layers could not turn back together: see `run_within_memory`.
+    flags = None
+    if tensor_size == 1:
+        flags = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh, flags=flags)
 
 
 def leave_ranks() -> None:

@@ -27,6 +27,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -159,6 +163,45 @@ class Root(nn.Module):
         return tuple(t.clone() if t._is_view() else t for t in work(*tensors))
 
 
+class AgreedGather(DefaultAllGather):
+    """FSDP2's all-gather, begun only when memory has run out on no rank.
+
+    Its buffers are there by then: nothing can fail between `agree` and the collective, on one
+    rank alone, and leave the others waiting.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, *given: Any, **named: Any) -> dist.Work | None:
+        """Gather the pieces of all ranks of the group."""
+        self._ranks.agree()
+        return super().__call__(*given, **named)
+
+
+class AgreedReduction(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, and the all-reduce of copies behind it, begun in agreement.
+
+    Models that are not `in_pieces` have only the latter, for which buffers are allocated.
+    """
+
+    def __init__(self, ranks: Ranks, in_pieces: bool) -> None:
+        self._ranks = ranks
+        self._in_pieces = in_pieces
+
+    def allocate(self, *given: Any, **named: Any) -> Tensor:
+        """A fresh buffer."""
+        buffer = super().allocate(*given, **named)
+        if not self._in_pieces:
+            self._ranks.agree()
+        return buffer
+
+    def __call__(self, *given: Any, **named: Any) -> dist.Work:
+        """Add up the gradients of all ranks of the group, a piece to each."""
+        self._ranks.agree()
+        return super().__call__(*given, **named)
+
+
 class Gathered:
     """Runs work in a sharded model, and leaves the model in pieces whatever happens."""
 
@@ -192,6 +235,13 @@ class Gathered:
     def forget(self) -> None:
         """Take the model apart again; gradients under way are lost."""
         self._root.reset_iter_state()
+        # It leaves what autograd has put at whole weights and FSDP has not taken yet.
+        for module in _sharded_modules(self._root):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
 
 class Hosted:
@@ -293,7 +343,10 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)
+    in_pieces = ranks.mesh["shard"].size() > 1
     for module in _sharded_modules(root):
+        module.set_custom_all_gather(AgreedGather(ranks))
+        module.set_custom_reduce_scatter(AgreedReduction(ranks, in_pieces))
         # Losses are normalised by what all ranks hold together: gradients add up.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

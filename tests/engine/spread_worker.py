@@ -9,7 +9,8 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from published_weights import published
 from spread_training import BFLOAT16, FLOAT32, Trained, compare, gap, policy_loss, rows, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.schema import Config
@@ -320,6 +322,50 @@ def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return packed_case(ranks, models, lora_rank=4, rows=MIXED[1:2])
 
 
+def memory_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """Memory runs out on the last rank alone, in a forward and in a backward pass."""
+    config = settings(tokens=400, model={"path": models["tied"]})
+    found: Found = {}
+    for where in ("forward", "backward"):
+        with out_of_memory(where, above=2 if ranks.rank == ranks.size - 1 else 99) as refused:
+            spread = take_steps(config, ranks, MIXED, steps=2)
+        held = [sums.pop(n) for sums in spread.sums for n in [*sums] if "micro_batch" in n]
+        found[where] = {"refused": len(refused), "held": sorted({most for most, _ in held})}
+        if ranks.rank == 0:
+            found[where] |= gaps(spread, roomy_alone(models["tied"]))
+    return found
+
+
+@cache
+def roomy_alone(path: str) -> Seen:
+    return take_steps(settings(tokens=400, model={"path": path}), ALONE, MIXED, steps=2)
+
+
+@contextmanager
+def out_of_memory(where: str, above: int) -> Iterator[list[int]]:
+    """Let a layer in the middle of the model fail with more rows than `above`."""
+    forward, refused = Qwen2DecoderLayer.forward, []
+
+    def fail(rows: int) -> None:
+        refused.append(rows)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def limited(self: Any, hidden_BLH: Tensor, *given: Any, **named: Any) -> Any:
+        rows, middle = hidden_BLH.shape[0], self.self_attn.layer_idx == 1
+        if middle and rows > above and (where == "forward" or not torch.is_grad_enabled()):
+            fail(rows)
+        found = forward(self, hidden_BLH, *given, **named)
+        if middle and rows > above:
+            found.register_hook(lambda _: fail(rows))
+        return found
+
+    Qwen2DecoderLayer.forward = limited  # type: ignore[method-assign,assignment]
+    try:
+        yield refused
+    finally:
+        Qwen2DecoderLayer.forward = forward  # type: ignore[method-assign]
+
+
 def published_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return {"sent": [published(ranks, models["tied"], lora_rank) for lora_rank in (0, 4)]}
 
@@ -331,9 +377,9 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
         (1, 2): [
             tied_case, frozen_case, offload_case, value_case, bfloat16_case, lora_case, nested_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
-            together_case, published_case,
+            together_case, published_case, memory_case,
         ],
-        (1, 1): [untied_case],
+        (1, 1): [untied_case, memory_case],
         (2, 1): [
             tied_case, heads_case, gathered_case, value_case, lora_case, spoilt_case, packed_case,
             unsplit_case,

@@ -96,6 +96,13 @@ def test_a_resumed_run_takes_up_halvings_of_its_own_kind(packed: bool) -> None:
     tried.halve(longest=100, most_rows=8, most_tokens=800)
     fresh.load_state(tried.state())
     assert fresh == tried and fresh.held() == (("tokens", 400) if packed else ("rows", 4))
+    # A smaller setting of the resumed run stands, a larger one yields to what memory allowed.
+    smaller = Budget(300, rows=3, packed=packed)
+    smaller.load_state(tried.state())
+    assert smaller.held() == (("tokens", 300) if packed else ("rows", 3)) and smaller.halvings == 1
+    larger = Budget(9000, rows=90, packed=packed)
+    larger.load_state(tried.state())
+    assert larger.held() == (("tokens", 400) if packed else ("rows", 4))
     other = Budget(1000, packed=not packed)
     other.load_state(tried.state())
     assert other == Budget(1000, packed=not packed)

@@ -212,6 +212,18 @@ def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["memory_case-1-2", "memory_case-1-1"])
+def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
+    two: list[dict[str, Any]], case: str
+) -> None:
+    first, second = of_case(two, case)
+    for where in ("forward", "backward"):
+        assert first[where].pop("refused") == 0 < second[where]["refused"]
+        assert first[where].pop("held") == second[where]["held"] == [2.0]
+        assert max(first[where].values()) < 2e-5 and first[where]["weights"] < 2e-6, first
+
+
+@pytest.mark.slow
 def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
     two: list[dict[str, Any]], four: list[dict[str, Any]]
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, share_micro_batches
-from ppo_cli.engine.ranks import Ranks
+from ppo_cli.engine.ranks import OutOfMemoryElsewhere, Ranks
 from ppo_cli.errors import UserError
 
 
@@ -63,13 +63,51 @@ def test_the_work_is_about_even(lengths: list[int], ranks: int) -> None:
     assert max(work) - min(work) <= 2048
 
 
-def test_one_of_several_ranks_does_not_try_again_alone() -> None:
+def test_ranks_that_share_layers_do_not_try_again() -> None:
     def work(plan: list[list[int]]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    pair = Ranks(1, 2, tensor_size=2, mesh=object())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"Learner rank 1 ran out of memory .* up to 4 sequences"):
-        run_within_memory([9] * 8, Budget(36), work, lambda: None, fake_ranks())
+        run_within_memory([9] * 8, Budget(36), work, lambda: None, pair)
 
 
-def fake_ranks() -> Ranks:
-    return Ranks(1, 2, mesh=object())  # type: ignore[arg-type]
+class Flags(Ranks):
+    """A rank whose others fail in some of the rounds; what it says is kept."""
+
+    fail: tuple[bool, ...]
+    said: list[bool]
+
+    def agree(self, *, failed: bool = False) -> None:
+        round_ = len(self.said)
+        self.said.append(failed)
+        if self.fail[round_] and not failed:
+            raise OutOfMemoryElsewhere
+
+
+@pytest.mark.parametrize(
+    ("fail", "fits", "said", "rows"),
+    [
+        ((False,), 9, [False], None),
+        ((True, False), 9, [False, False], 4),  # the other fails
+        ((False, False), 4, [True, False], 4),  # this one fails, and says so
+        ((True, False), 4, [True, False], 4),  # both do
+        ((True, True, False), 4, [True, False, False], 1),  # three at most were tried
+    ],
+)
+def test_ranks_turn_back_together_and_halve_alike(
+    fail: tuple[bool, ...], fits: int, said: list[bool], rows: int | None
+) -> None:
+    ranks = Flags(1, 2, mesh=object())  # type: ignore[arg-type]
+    object.__setattr__(ranks, "fail", fail)
+    object.__setattr__(ranks, "said", [])
+    budget, restarts = Budget(10_000), []
+
+    def work(plan: list[list[int]]) -> int:
+        if max(len(group) for group in plan) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sum(len(group) for group in plan)
+
+    # 17 rows: one rank has 9 at first, the other 8; both count what all have.
+    assert run_within_memory([7] * 17, budget, work, lambda: restarts.append(1), ranks) in (8, 9)
+    assert (ranks.said, budget.rows, len(restarts)) == (said, rows, len(said) - 1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.data_sets.transcripts import split_transcript
 from ppo_cli.errors import DataError
 from ppo_cli.fitting.preferences import Pair, load_pairs
-from ppo_cli.fitting.transcripts import split_transcript
 
 USER = {"role": "user", "content": "Hi?"}
 GOOD = {"role": "assistant", "content": "Hello."}
