@@ -1,6 +1,6 @@
 """HH-RLHF: dialogues with a chosen and a rejected last reply, to pairs and to prompts.
 
-The pairs are for `ppo reward fit`, the prompts (each once) for `ppo train`.
+The pairs, as they were written, are for `ppo reward fit`; the prompts, each once, for `ppo train`.
 """
 
 from __future__ import annotations
@@ -18,36 +18,33 @@ SIDES = ("chosen", "rejected")
 # The published files hold a few dialogues that end with the human, or part early.
 MOST_ODD = 0.01
 
-Pair = dict[str, Any]
-
 
 def build_hh_rlhf(source: str) -> Built:
     """Return prompts and pairs of each split, read from a file, a folder or the hub."""
     splits: dict[str, list[dict[str, Any]]] = {}
     odd: list[RowProblem] = []
     for split, files in split_sources(source).items():
-        pairs: list[Pair] = []
+        found: list[tuple[Record, tuple[Message, ...]]] = []
         problems: list[RowProblem] = []
         for file in files:
-            found, bad = read_records(read_source(file), read_pair)
-            pairs += found
+            good, bad = read_records(read_source(file), read_pair)
+            found += good
             problems += bad
-        if len(problems) > MOST_ODD * (len(pairs) + len(problems)):
+        if len(problems) > MOST_ODD * (len(found) + len(problems)):
             raise_problems(problems)
         odd += problems
-        splits |= {split: prompt_rows(pairs, split), f"pairs_{split}": pairs}
+        pairs = [{side: record[side] for side in SIDES} for record, _ in found]
+        prompts = [prompt for _, prompt in found]
+        splits |= {split: prompt_rows(prompts, split), f"pairs_{split}": pairs}
     return Built(splits, tuple(odd))
 
 
-def read_pair(place: Place, record: Record) -> Pair:
-    """Turn two dialogues that differ in the last reply into a row of `ppo reward fit`."""
+def read_pair(place: Place, record: Record) -> tuple[Record, tuple[Message, ...]]:
+    """Return two dialogues that differ in the last reply, and what stands before it."""
     chosen, rejected = (read_dialogue(record.get(column), column) for column in SIDES)
     if chosen[:-1] != rejected[:-1]:
         raise RowError("rejected", "is another dialogue than `chosen`, not another last reply")
-    # Whole dialogues: a bare reply that begins with `Human:` would be taken for one.
-    return {
-        name: [dict(m) for m in side] for name, side in zip(SIDES, (chosen, rejected), strict=True)
-    }
+    return record, chosen[:-1]
 
 
 def read_dialogue(value: Any, column: str) -> tuple[Message, ...]:
@@ -60,14 +57,13 @@ def read_dialogue(value: Any, column: str) -> tuple[Message, ...]:
     return messages
 
 
-def prompt_rows(pairs: list[Pair], split: str) -> list[dict[str, Any]]:
+def prompt_rows(prompts: list[tuple[Message, ...]], split: str) -> list[dict[str, Any]]:
     """Return each prompt once, in verl's layout; a reward model or a judge scores the replies."""
-    prompts = [pair["chosen"][:-1] for pair in pairs]
     distinct = {str(prompt): prompt for prompt in prompts}
     return [
         {
             "data_source": HUB,
-            "prompt": prompt,
+            "prompt": [dict(message) for message in prompt],
             "ability": "alignment",
             "reward_model": {"style": "model", "ground_truth": ""},
             "extra_info": {"split": split, "index": index},

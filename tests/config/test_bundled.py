@@ -8,17 +8,21 @@ import pytest
 
 from ppo_cli.config import bundled
 from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.plan import make_plan
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
 
 ENV = {"CUDA_VISIBLE_DEVICES": ""}
 NAMES = (
     "embedded",
+    "gemma-2-2b",
     "gsm8k-qwen2.5-0.5b",
     "judge",
     "lora-low-memory",
     "mixed",
+    "qwen2-7b-dynamic",
     "qwen2.5-7b-8gpu",
+    "reward-model",
     "smollm2-arithmetic",
 )
 
@@ -41,6 +45,30 @@ def test_the_gsm8k_preset_has_the_published_sizes() -> None:
     config = resolve(flags={}, preset="gsm8k", config_files=(), overrides=(), environ=ENV).config
     assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (256, 64)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "where", "settings"),
+    [
+        ("qwen2-7b-dynamic", 8, "8 learner ranks on GPUs 0-7, 4 samplers of 2 GPUs",
+         {"model.packing": True, "actor.ppo_max_token_len_per_gpu": 24000,
+          "data.train_batch_size": 4096}),
+        ("reward-model", 8, "reward models on GPU 7 (shares 7 with training and 7 with sampling)",
+         {"reward.model.path": "RLHFlow/ArmoRM-Llama3-8B-v0.1"}),
+        ("gemma-2-2b", 2, "2 learner ranks on GPUs 0-1, 1 sampler of 2 GPUs",
+         {"model.path": "google/gemma-2-2b-it", "actor.ppo_mini_batch_size": 128}),
+    ],
+)  # fmt: skip
+def test_a_preset_for_gpus_plans_and_says_that_it_is_not_measured(
+    name: str, gpus: int, where: str, settings: dict[str, object]
+) -> None:
+    found = resolve(flags={}, preset=name, config_files=(), overrides=(), environ=ENV)
+    plan = make_plan(found).as_dict()
+    assert {key: plan["values"][key]["value"] for key in settings} == settings
+    assert where in " ".join(plan["placement"]["sentences"])
+    assert len(plan["placement"]["train"]) == gpus
+    head = bundled.preset_path(name).read_text(encoding="utf-8").split("\nmodel:")[0]
+    assert "not measured yet" in head.replace("\n# ", " ")
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,8 @@ def test_dialogues_become_pairs_and_each_prompt_once(tmp_path: Path) -> None:
         asked, {"role": "assistant", "content": "Eight minutes."},
         {"role": "user", "content": "Thanks!"},
     ]  # fmt: skip
-    assert rows_of(out / "pairs_test.parquet") == [
-        {
-            "chosen": [*talk, {"role": "assistant", "content": "Enjoy."}],
-            "rejected": [*talk, {"role": "assistant", "content": "No."}],
-        }
-    ]
+    assert rows_of(out / "pairs_test.parquet") == [PAIR]
+    assert rows_of(out / "test.parquet")[0]["prompt"] == talk
     assert rows_of(out / "train.parquet")[0]["prompt"] == [asked]
     assert rows_of(out / "train.parquet")[1]["extra_info"] == {"split": "train", "index": 1}
     # Both readers take them as they are.

@@ -219,7 +219,7 @@ def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
     first, second = of_case(two, case)
     for where in ("forward", "backward"):
         assert first[where].pop("refused") == 0 < second[where]["refused"]
-        assert first[where].pop("held") == second[where]["held"] == [2.0]
+        assert first[where].pop("held") == second[where]["held"] == [1.0]
         assert max(first[where].values()) < 2e-5 and first[where]["weights"] < 2e-6, first
 
 
