@@ -19,11 +19,11 @@ Role = Literal["candidate", "tester", "probe", "sandlock_launcher"]
 
 _ROOM = Path(__file__).parent
 _PACKAGE = "ppo_cli.rewards.code"
-_SHARED = ("plain_data", "link", "limits")
+_SHARED = ("seccomp", "limits", "plain_data", "link")
 _MODULES: dict[Role, tuple[str, ...]] = {
     "candidate": (*_SHARED, "candidate"),
     "tester": (*_SHARED, "checks", "outputs", "remote", "tester"),
-    "probe": ("probe",),
+    "probe": ("seccomp", "limits", "probe"),
     "sandlock_launcher": ("ending", "sandlock_launcher"),
 }
 _START = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ppo_cli.rewards.code.limits import set_limits
+from ppo_cli.rewards.code.limits import confine
 from ppo_cli.rewards.code.link import MOST_TRUSTED, Link, take_over
 from ppo_cli.rewards.code.plain_data import decode, encode
 
@@ -199,9 +199,8 @@ def describe(error: BaseException) -> tuple[list[str], str]:
 
 def main(arguments: list[str]) -> None:
     """Serve until the tester hangs up."""
-    memory_mb, cpu_seconds, file_mb = map(int, arguments)
     link = Link(take_over(0), MOST_TRUSTED)
-    set_limits(memory_mb, cpu_seconds, file_mb)
+    confine(*map(int, arguments))
     sys.argv = [""]
     link.send(b"ready")
     candidate = Candidate()

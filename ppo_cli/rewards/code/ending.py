@@ -1,15 +1,26 @@
-"""The end of sandboxed processes: everything that belongs to one is counted, and killed."""
+"""What belongs to a sandboxed process: processes, threads and files; counted, and cleared away.
+
+A response may do to its files what it likes while they are counted, and leave trees of any depth.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import secrets
 import signal
+import stat
+import time
 from pathlib import Path
 from typing import Protocol
 
 SECONDS_TO_DIE = 10.0
 MOST_ROUNDS = 50
+MOST_FILES_MB = 64
+MOST_ENTRIES = 10_000
+LARGEST_FILE_MB = 32
+_BLOCK = 512
 
 
 class Process(Protocol):
@@ -114,3 +125,84 @@ def _find_session(leader: int) -> list[int]:
             if int(facts[3]) == leader and facts[0] not in "ZX":
                 found.append(int(entry.name))
     return found
+
+
+def count_files(folder: str, pids: list[int]) -> tuple[int, int]:
+    """Return bytes and number of a folder's files, with those that processes hold unlinked.
+
+    Ends early above either limit. OSError: something in there cannot be measured.
+    """
+    taken, found = _count_unlinked(folder, pids)
+    pending = [folder]
+    while pending and found <= MOST_ENTRIES and taken <= MOST_FILES_MB << 20:
+        # Whatever is listed may be gone when it is looked at.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(pending.pop()):
+                found += 1
+                if found > MOST_ENTRIES:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    taken += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+    return taken, found
+
+
+def _count_unlinked(folder: str, pids: list[int]) -> tuple[int, int]:
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                if f" {folder}/" in line and line.endswith(" (deleted)"):
+                    # How large it is cannot be seen.
+                    sizes[int(line.split()[4])] = LARGEST_FILE_MB << 20
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    facts = os.stat(f"/proc/{pid}/fd/{fd}")
+                    if stat.S_ISREG(facts.st_mode) and not facts.st_nlink:
+                        sizes[facts.st_ino] = facts.st_blocks * _BLOCK
+    return sum(sizes.values()), len(sizes)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder with all that is in it; what its process still writes as it dies goes too."""
+    for _ in range(MOST_ROUNDS):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+        if not os.path.lexists(folder):
+            return
+        with contextlib.suppress(OSError):
+            top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                _empty(top)
+            finally:
+                os.close(top)
+        time.sleep(0.02)
+
+
+def _empty(top: int) -> None:
+    """Empty a folder level by level: what a folder in it holds is moved up before it goes."""
+    fresh = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    while names := os.listdir(top):
+        for name in names:
+            if _unlink(name, top):
+                continue
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for child in os.listdir(inner):
+                    if not _unlink(child, inner):
+                        os.rename(child, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=top)
+
+
+def _unlink(name: str, folder: int) -> bool:
+    """Remove a file; a folder is made one that can be emptied and moved instead."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except (IsADirectoryError, PermissionError):
+        os.chmod(name, 0o700, dir_fd=folder)
+        return False
+    return True

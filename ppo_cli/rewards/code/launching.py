@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import socket
 import tempfile
 import time
-from pathlib import Path
 from types import TracebackType
 
 from ppo_cli.config.rewarding import Code
 from ppo_cli.rewards.code.boot import Role, command
 from ppo_cli.rewards.code.ending import (
+    LARGEST_FILE_MB,
+    MOST_ENTRIES,
+    MOST_FILES_MB,
     SECONDS_TO_DIE,
     Process,
+    count_files,
     count_threads,
     end_process,
     find_family,
+    remove_folder,
 )
-from ppo_cli.rewards.code.sandboxes import TEMPORARY_MB, Sandbox
+from ppo_cli.rewards.code.sandboxes import Sandbox
 
-LARGEST_FILE_MB = 32
 _PIECE = 1 << 16
 # What bubblewrap's first process and the interpreter take, which the limit does not mean.
 OWN_THREADS = {"bwrap": 2, "sandlock": 1, "none": 1}
@@ -40,7 +42,7 @@ class Launched:
         self._sandbox = sandbox
         self._settings = settings
         self._stack = contextlib.ExitStack()
-        self._folders: list[str] = []
+        self._folder = ""
 
     def __enter__(self) -> Launched:
         try:
@@ -85,9 +87,11 @@ class Launched:
         folder = "/"
         if self._sandbox.uses_folder:
             folder = tempfile.mkdtemp(prefix="ppo-code-")
-            self._folders.append(folder)
-            self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        program = command(role, [memory_mb, self._settings.cpu_seconds, LARGEST_FILE_MB])
+            self._stack.callback(remove_folder, folder)
+            # The candidate's; it is the first to be launched.
+            self._folder = self._folder or folder
+        limits = [memory_mb, self._settings.cpu_seconds, LARGEST_FILE_MB]
+        program = command(role, [*limits, int(self._sandbox.leaves_filter)])
         process = self._sandbox.start(program, streams=streams, folder=folder)
         self._stack.callback(end_process, process, alone=self._sandbox.name == "bwrap")
         return process
@@ -108,19 +112,26 @@ class Launched:
 
     def find_excess(self) -> str:
         """Say which limit is broken that no process can be made to hold by itself."""
-        launcher, *others = find_family(self.candidate.pid)
-        own = 1 if self._sandbox.name == "none" else 0
-        threads = count_threads([launcher] * own + others) - OWN_THREADS[self._sandbox.name]
-        if threads > self._settings.processes:
-            return f"killed: more than {self._settings.processes} processes and threads"
-        if sum(map(_size, self._folders)) > TEMPORARY_MB << 20:
-            return f"killed: wrote more than {TEMPORARY_MB} MB of files"
-        return ""
+        pid, most = self.candidate.pid, self._settings.processes
+        return find_excess(self._sandbox, pid, self._folder, most)
 
 
-def _size(folder: str) -> int:
-    total = 0
-    for path in Path(folder).rglob("*"):
+def find_excess(sandbox: Sandbox, pid: int, folder: str, most_threads: int) -> str:
+    """Say which limit a sandboxed process breaks; `folder` is the one that it may write to."""
+    launcher, *others = find_family(pid)
+    own = 1 if sandbox.name == "none" else 0
+    threads = count_threads([launcher] * own + others) - OWN_THREADS[sandbox.name]
+    if threads > most_threads:
+        return f"killed: more than {most_threads} processes and threads"
+    try:
+        taken, found = count_files(folder, [launcher, *others]) if folder else (0, 0)
+    except OSError as error:
+        return f"broke its sandbox: its files cannot be measured ({error.strerror})"
+    if not folder and others:
+        # bubblewrap limits the size of what lies in memory, and not the number.
         with contextlib.suppress(OSError):
-            total += path.lstat().st_blocks * 512
-    return total
+            memory = os.statvfs(f"/proc/{others[-1]}/root/tmp")
+            found = memory.f_files - memory.f_ffree
+    if taken > MOST_FILES_MB << 20:
+        return f"killed: wrote more than {MOST_FILES_MB} MB of files"
+    return f"killed: made more than {MOST_ENTRIES} files" if found > MOST_ENTRIES else ""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import resource
 
+from ppo_cli.rewards.code.seccomp import put_on
+
 MOST_FILES = 64
 MEBIBYTE = 1 << 20
 
 
-def set_limits(memory_mb: int, cpu_seconds: int, file_mb: int) -> None:
+def confine(memory_mb: int, cpu_seconds: int, file_mb: int, filtered: int) -> None:
     """Cap memory, processor time, size of files and number of open files, for good.
 
-    A process gets the signal of its processor time first and is killed a second later, so
-    that who ignores the signal gains nothing.
+    `filtered` asks for the system call filter too, where the sandbox brings none. A process gets
+    the signal of its processor time first and is killed a second later, so that who ignores the
+    signal gains nothing.
     """
     _cap(resource.RLIMIT_AS, memory_mb * MEBIBYTE)
     _cap(resource.RLIMIT_FSIZE, file_mb * MEBIBYTE)
     _cap(resource.RLIMIT_NOFILE, MOST_FILES)
     _cap(resource.RLIMIT_CORE, 0)
     _cap(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)
+    if filtered:
+        put_on()
 
 
 def _cap(what: int, soft: int, hard: int | None = None) -> None:

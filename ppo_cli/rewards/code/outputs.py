@@ -5,6 +5,8 @@ Runs inside the sandbox, on plain data only.
 
 from __future__ import annotations
 
+from math import isfinite
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -33,7 +35,7 @@ def _same_word(word: str, expected: str) -> bool:
     one, other = _decimal(word), _decimal(expected)
     if one is None or other is None or not ("." in word or "." in expected):
         return False
-    return _close(one, other)
+    return isfinite(one) and _close(one, other)
 
 
 def _decimal(word: str) -> float | None:
@@ -45,8 +47,11 @@ def _decimal(word: str) -> float | None:
         return None
 
 
-def _close(one: float, other: float) -> bool:
-    return one == other or abs(one - other) <= CLOSE * max(1.0, abs(one), abs(other))
+def _close(value: float, expected: float) -> bool:
+    """Compare within a tolerance that what was expected sets; what is not finite equals itself."""
+    if not (isfinite(value) and isfinite(expected)):
+        return value == expected or (value != value and expected != expected)
+    return abs(value - expected) <= CLOSE * max(1.0, abs(expected))
 
 
 def same_value(value: Any, expected: Any) -> bool:

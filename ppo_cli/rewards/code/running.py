@@ -38,6 +38,10 @@ class Unscored(Exception):
     """The response could not be judged, through no fault of its own."""
 
 
+class Lost(Exception):
+    """What watches over the sandboxes died while the tests ran, and the tests with it."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the tests have shown; `reason` is empty when all passed.
@@ -59,21 +63,46 @@ class Check:
         self._settings = settings
         self._nonce = secrets.token_hex(16)
         self._stopped = False
+        self._ready = False
         self._written = 0
         self._words = bytearray()
         self._reports = bytearray()
 
     def run(self, tests: RowTests, attempts: Sequence[str]) -> Verdict:
-        """Run the tests of a row against the code; Unscored when that was not possible."""
+        """Run the tests of a row against the code; Unscored when that was not possible.
+
+        Who watches over the sandboxes watches over several. When it dies, nobody knows who is to
+        blame, so each is run once more with a watcher of its own.
+        """
         job = {**asdict(tests), "attempts": list(attempts), "nonce": self._nonce}
         try:
-            with Launched(self._sandbox, self._settings) as launched:
+            return self._run_in(self._sandbox, job)
+        except Lost:
+            with contextlib.closing(self._sandbox.apart()) as own:
+                try:
+                    return self._run_in(own, job)
+                except Lost:
+                    return Verdict(reason="broke its sandbox: what watches over it died, twice")
+
+    def _run_in(self, sandbox: Sandbox, job: dict[str, Any]) -> Verdict:
+        self._written, self._ready = 0, False
+        self._words.clear()
+        self._reports.clear()
+        try:
+            with Launched(sandbox, self._settings) as launched:
                 self._send(launched, encode(job, no_objects, MOST_TRUSTED))
-                verdict = self._watch(launched)
+                try:
+                    verdict = self._watch(launched)
+                except Unscored:
+                    if launched.is_lost() and not self._stopped:
+                        raise Lost from None
+                    raise
                 if not verdict.finished and launched.is_lost():
-                    raise Unscored("the sandbox's launcher died while the tests ran")
+                    raise Lost
                 return verdict
         except OSError as error:
+            if self._ready:
+                return Verdict(reason=f"broke its sandbox: {error}"[:LONGEST_WORDS])
             raise Unscored(f"the sandbox does not start: {error}") from None
 
     def stop(self) -> None:
@@ -90,21 +119,20 @@ class Check:
 
     def _watch(self, launched: Launched) -> Verdict:
         """Read what comes until the tester's last word, or until a limit is broken."""
-        ready = False
         deadline = time.monotonic() + SECONDS_TO_START
         look = 0.0
         while True:
             if self._stopped:
                 raise Unscored("the run ended before this response was scored")
             if time.monotonic() >= deadline:
-                return self._late(ready)
+                return self._late()
             open_ones = self._read(launched, min(deadline, time.monotonic() + 0.1))
             for what, facts in self._take_reports():
                 if what != "ready":
                     return self._conclude(launched, what, facts)
-                ready, deadline = True, time.monotonic() + self._settings.timeout
+                self._ready, deadline = True, time.monotonic() + self._settings.timeout
             if not open_ones:
-                return self._closed(launched, ready)
+                return self._closed(launched)
             if self._written > self._settings.output_kb << 10:
                 return Verdict(reason=f"wrote more than {self._settings.output_kb} KB of output")
             if time.monotonic() >= look:
@@ -151,14 +179,14 @@ class Check:
                     found.append((what, facts))
         return found
 
-    def _late(self, ready: bool) -> Verdict:
-        if not ready:
+    def _late(self) -> Verdict:
+        if not self._ready:
             raise Unscored(f"the sandbox took more than {SECONDS_TO_START:g} s to start")
         return Verdict(reason=f"timed out after {self._settings.timeout:g} s")
 
-    def _closed(self, launched: Launched, ready: bool) -> Verdict:
+    def _closed(self, launched: Launched) -> Verdict:
         """The tester has gone without a last word."""
-        if not ready:
+        if not self._ready:
             words = " ".join(self._words.decode("utf-8", "replace").split())
             code = _wait(launched.tester)
             raise Unscored(f"the sandbox did not start (exit code {code}): {words[-500:]}")

@@ -15,21 +15,26 @@ from pathlib import Path
 from typing import Protocol
 
 from ppo_cli.rewards.code.boot import ENVIRONMENT, interpreter
-from ppo_cli.rewards.code.ending import Process
+from ppo_cli.rewards.code.ending import MOST_FILES_MB, Process
 from ppo_cli.rewards.code.forked import Forked, Launcher
 from ppo_cli.rewards.code.seccomp import build_filter
 
-TEMPORARY_MB = 64
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/nix/store")
 _LOADER = ("/etc/ld.so.cache",)
+NO_FILTER = "no system call filter is known for this machine"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 class Sandbox(Protocol):
-    """A way to start a process. `uses_folder`: it writes to a folder of ours, which we watch."""
+    """A way to start a process.
+
+    `uses_folder`: it writes to a folder of ours, which we watch. `leaves_filter`: a process in it
+    has to put the system call filter on itself.
+    """
 
     name: str
     uses_folder: bool
+    leaves_filter: bool
 
     def missing(self) -> str:
         """Say why it cannot be used here at all; empty when it can be tried."""
@@ -39,6 +44,10 @@ class Sandbox(Protocol):
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
     ) -> Process:
         """Start a command with these standard streams."""
+        ...
+
+    def apart(self) -> Sandbox:
+        """Return one of this kind that shares no process with this one."""
         ...
 
     def close(self) -> None:
@@ -88,6 +97,7 @@ class Bubblewrap:
 
     name = "bwrap"
     uses_folder = False
+    leaves_filter = False
 
     def __init__(self) -> None:
         self._filter = build_filter()
@@ -97,7 +107,7 @@ class Bubblewrap:
         """Say why it cannot be used here at all; empty when it can be tried."""
         if self._binary is None:
             return "there is no `bwrap` program"
-        return "" if self._filter else "no system call filter is known for this machine"
+        return "" if self._filter else NO_FILTER
 
     def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
         """Start a command; its files live in memory and go with it."""
@@ -109,6 +119,10 @@ class Bubblewrap:
             return _start(whole, streams, pass_fds=[reading])
         finally:
             os.close(reading)
+
+    def apart(self) -> Bubblewrap:
+        """Return itself: its starts share nothing."""
+        return self
 
     def close(self) -> None:
         """Free what starting has needed: nothing."""
@@ -126,7 +140,7 @@ class Bubblewrap:
                 options += ["--ro-bind", path, path]
         for path in _DEVICES:
             options += ["--dev-bind", path, path]
-        options += ["--size", str(TEMPORARY_MB << 20), "--perms", "0700", "--tmpfs", "/tmp"]
+        options += ["--size", str(MOST_FILES_MB << 20), "--perms", "0700", "--tmpfs", "/tmp"]
         return [*options, "--remount-ro", "/", "--chdir", "/tmp"]
 
 
@@ -145,6 +159,7 @@ class Sandlock:
 
     name = "sandlock"
     uses_folder = True
+    leaves_filter = True
 
     def __init__(self, memory_mb: int = 512) -> None:
         self._memory_mb = memory_mb
@@ -152,8 +167,9 @@ class Sandlock:
 
     def missing(self) -> str:
         """Say why it cannot be used here at all; empty when it can be tried."""
-        there = importlib.util.find_spec("sandlock") is not None
-        return "" if there else "the package sandlock is not installed"
+        if importlib.util.find_spec("sandlock") is None:
+            return "the package sandlock is not installed"
+        return "" if build_filter() else NO_FILTER
 
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
@@ -170,6 +186,10 @@ class Sandlock:
         }
         return self._launcher.fork(command, plan, streams=streams, folder=folder)
 
+    def apart(self) -> Sandlock:
+        """Return one with a launcher of its own."""
+        return Sandlock(self._memory_mb)
+
     def close(self) -> None:
         """End the launcher."""
         self._launcher.close()
@@ -180,6 +200,7 @@ class Unsandboxed:
 
     name = "none"
     uses_folder = True
+    leaves_filter = False
 
     def missing(self) -> str:
         """Say why it cannot be used here at all; it always can."""
@@ -188,6 +209,10 @@ class Unsandboxed:
     def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
         """Start a command in the folder."""
         return _start(command, streams, folder=folder)
+
+    def apart(self) -> Unsandboxed:
+        """Return itself: its starts share nothing."""
+        return self
 
     def close(self) -> None:
         """Free what starting has needed: nothing."""

@@ -3,8 +3,8 @@
 Started by `forked.Launcher` with a socket as standard input. Each message there is a folder, with
 the descriptors of a channel and of three streams; a fork reads from the channel what to run. The
 channel brings back the number of the process and how it ended; when it closes, the process is
-killed, and only then reaped, so that its number is nobody else's meanwhile; its folder goes too.
-When the trainer is gone, all channels close, and this program ends.
+killed, and only then reaped, so that its number is nobody else's meanwhile. When the trainer is
+gone, all channels close, and this program removes the folders that are left, and ends.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import gc
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ppo_cli.rewards.code.ending import kill_session
+from ppo_cli.rewards.code.ending import (
+    MOST_ENTRIES,
+    MOST_FILES_MB,
+    kill_session,
+    remove_folder,
+)
 
 READY = b"ready"
 NUMBER = struct.Struct("<q")
@@ -33,13 +36,14 @@ NUMBER = struct.Struct("<q")
 DENIED = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat",
     "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
-    "utime", "utimes", "utimensat", "futimesat", "chroot", "memfd_create", "setpriority",
+    "utime", "utimes", "utimensat", "futimesat",
 )  # fmt: skip
 _LONGEST_PATH = 4096
 _DIE_WITH_PARENT, _DROP_BOUNDING, _AMBIENT, _CLEAR_AMBIENT = 1, 24, 47, 4
 _CAPABILITIES_3 = 0x20080522
 _MOST_CAPABILITIES = 64
-_TRIES_TO_REMOVE = 50
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_PRIVATE_TREE, _NO_SUID_NO_DEVICES = 0x00044000, 0x6
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,6 @@ class Launch:
     pid: int
     exit: int
     channel: int
-    folder: str
 
     def tell(self, number: int) -> None:
         """Send the trainer a number, if it still listens."""
@@ -63,7 +66,7 @@ class Launch:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def end(self, *, has_ended: bool) -> None:
-        """Kill it with its command if it lives, reap it, and remove its folder."""
+        """Kill it with its command if it lives, and reap it."""
         if not has_ended:
             # A command that is only half confined does not die with who watches over it.
             kill_session(self.pid)
@@ -71,8 +74,6 @@ class Launch:
         os.waitpid(self.pid, 0)
         os.close(self.exit)
         os.close(self.channel)
-        # A trainer that dies has no time for it.
-        remove_folder(self.folder)
 
 
 class Server:
@@ -88,6 +89,7 @@ class Server:
         self._poll.register(trainer, select.POLLIN)
         self._exits: dict[int, Launch] = {}
         self._channels: dict[int, Launch] = {}
+        self._folders: list[str] = []
 
     def serve(self) -> None:
         """Serve to the end, and leave nothing behind."""
@@ -95,6 +97,9 @@ class Server:
             pass
         for launch in self._channels.values():
             launch.end(has_ended=launch.exit not in self._exits)
+        # A trainer that dies has no time for it.
+        for folder in self._folders:
+            remove_folder(folder)
 
     def _serve_round(self) -> bool:
         for fd, _ in self._poll.poll():
@@ -136,25 +141,18 @@ class Server:
         try:
             pid = os.fork()
         except OSError as error:
-            os.write(channel, NUMBER.pack(-(error.errno or errno.EAGAIN)))
+            with suppress(OSError):
+                os.write(channel, NUMBER.pack(-(error.errno or errno.EAGAIN)))
             return
         if pid == 0:
             run_forked(launcher, channel, streams)
-        launch = Launch(pid, os.pidfd_open(pid), os.dup(channel), folder)
+        launch = Launch(pid, os.pidfd_open(pid), os.dup(channel))
+        self._folders = [one for one in self._folders if os.path.lexists(one)] + [folder]
         self._exits[launch.exit] = self._channels[launch.channel] = launch
         self._poll.register(launch.exit, select.POLLIN)
         # For its end alone: what is to be read there is for the fork.
         self._poll.register(launch.channel, 0)
         launch.tell(pid)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder; what its process still wrote as it died is removed too."""
-    for _ in range(_TRIES_TO_REMOVE):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
-            return
-        time.sleep(0.02)
 
 
 def run_forked(launcher: int, channel: int, streams: list[int]) -> NoReturn:
@@ -165,6 +163,8 @@ def run_forked(launcher: int, channel: int, streams: list[int]) -> NoReturn:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == launcher:
             plan, command = read_order(channel)
+            limit_files(plan["cwd"])
+            drop_privileges()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
             close_all_but_streams()
@@ -204,6 +204,26 @@ def run(plan: dict[str, Any], command: list[str]) -> int:
     return int(result.exit_code) if result.exit_code >= 0 else 128 + signal.SIGKILL
 
 
+def limit_files(folder: str) -> None:
+    """Lay a file system in memory over the folder, of limited size and for this process alone.
+
+    It goes with the process. Where the kernel refuses, the trainer counts the files itself.
+    """
+    library = ctypes.CDLL(None)
+    if library.unshare(_NEW_MOUNTS) != 0:
+        identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+        if library.unshare(_NEW_MOUNTS | _NEW_USER) != 0:
+            return
+        with open("/proc/self/setgroups", "w") as file:
+            file.write("deny")
+        for name, number in identities.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(f"{number} {number} 1")
+    library.mount(b"none", b"/", None, _PRIVATE_TREE, None)
+    options = f"size={MOST_FILES_MB}m,nr_inodes={MOST_ENTRIES},mode=0700".encode()
+    library.mount(b"ppo-code", os.fsencode(folder), b"tmpfs", _NO_SUID_NO_DEVICES, options)
+
+
 def drop_privileges() -> None:
     """Give up every privilege of root, for this process and its forks: it could lift limits."""
     library = ctypes.CDLL(None, use_errno=True)
@@ -217,7 +237,6 @@ def drop_privileges() -> None:
 
 def prepare() -> None:
     """Load once what every fork needs. Threads would not come along in a fork."""
-    drop_privileges()
     import sandlock  # noqa: F401
 
     if len(os.listdir("/proc/self/task")) > 1:

@@ -11,7 +11,7 @@ import os
 import sys
 
 from ppo_cli.rewards.code.checks import RECORD, Checks, free_names, record_asserts, used_modules
-from ppo_cli.rewards.code.limits import set_limits
+from ppo_cli.rewards.code.limits import confine
 from ppo_cli.rewards.code.link import MOST_TRUSTED, Gone, Link, take_over
 from ppo_cli.rewards.code.outputs import same_output, same_value
 from ppo_cli.rewards.code.plain_data import MOST_BYTES, decode, encode, no_numbers, no_objects
@@ -224,10 +224,9 @@ def _can_fail(tree: ast.Module) -> bool:
 
 def main(arguments: list[str]) -> None:
     """Take one job, run it, report."""
-    memory_mb, cpu_seconds, file_mb = map(int, arguments)
     asked = Link(take_over(0), MOST_BYTES + 1024)
     control = Link(take_over(1, 2), MOST_TRUSTED)
-    set_limits(memory_mb, cpu_seconds, file_mb)
+    confine(*map(int, arguments))
     job = decode(control.receive(), no_numbers)
 
     def report(what: str, **facts: Any) -> None:
