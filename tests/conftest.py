@@ -30,6 +30,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which sandboxes the tests of code rewards ran in."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    told = {
+        text
+        for report in reports
+        for key, text in getattr(report, "user_properties", ())
+        if key == "sandbox"
+    }
+    if told:
+        terminalreporter.write_line(f"Sandboxes of code rewards: {'; '.join(sorted(told))}")
+
+
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[..., Any]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors

@@ -168,6 +168,29 @@ def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
     assert beside.result(PATIENCE).value == 1.0
 
 
+def test_calls_that_kill_their_worker_are_tried_twice(
+    scores: Callable[..., list[Score]], tmp_path: Path
+) -> None:
+    code = f"""
+        import asyncio, os
+        log = {str(tmp_path / "log")!r}
+        under_way = 0
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            global under_way
+            with open(log, "a") as file:
+                file.write("x")
+            under_way += 1
+            while under_way < 2:
+                await asyncio.sleep(0.01)
+            if os.path.getsize(log) > 8:
+                return 1
+            os._exit(3)
+    """
+    found = scores(code, "a", "b", num_workers=1)
+    assert {score.failure for score in found} == {"the worker process ended with exit code 3"}
+    assert (tmp_path / "log").read_text() == "xxxx"
+
+
 def test_keyword_arguments_from_the_settings(scores: Callable[..., list[Score]]) -> None:
     code = """
         def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus):

@@ -131,7 +131,9 @@ def find_excess(sandbox: Sandbox, pid: int, folder: str, most_threads: int) -> s
         # bubblewrap limits the size of what lies in memory, and not the number.
         with contextlib.suppress(OSError):
             memory = os.statvfs(f"/proc/{others[-1]}/root/tmp")
-            found = memory.f_files - memory.f_ffree
+            # While it starts, this is the folder outside.
+            if memory.f_blocks * memory.f_frsize == MOST_FILES_MB << 20:
+                found = memory.f_files - memory.f_ffree
     if taken > MOST_FILES_MB << 20:
         return f"killed: wrote more than {MOST_FILES_MB} MB of files"
     return f"killed: made more than {MOST_ENTRIES} files" if found > MOST_ENTRIES else ""

@@ -68,7 +68,12 @@ def _same(value: Any, expected: Any) -> bool:
     if type(value) is dict and type(expected) is dict:
         named = {str(key): item for key, item in value.items()}
         wanted = {str(key): item for key, item in expected.items()}
-        return named.keys() == wanted.keys() and all(_same(named[k], wanted[k]) for k in named)
+        # Keys that are different and read the same stay two.
+        return (
+            len(value) == len(wanted) == len(named)
+            and named.keys() == wanted.keys()
+            and all(_same(named[k], wanted[k]) for k in named)
+        )
     if float in (type(value), type(expected)) and {type(value), type(expected)} <= {int, float}:
         return _close(value, expected)
     return type(value) is type(expected) and bool(value == expected)

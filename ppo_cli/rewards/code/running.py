@@ -135,7 +135,7 @@ class Check:
                 return self._closed(launched)
             if self._written > self._settings.output_kb << 10:
                 return Verdict(reason=f"wrote more than {self._settings.output_kb} KB of output")
-            if time.monotonic() >= look:
+            if self._ready and time.monotonic() >= look:
                 look = time.monotonic() + SECONDS_BETWEEN_LOOKS
                 excess = launched.find_excess()
                 if excess:

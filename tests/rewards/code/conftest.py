@@ -29,8 +29,8 @@ LIMITS = {"timeout": 8.0, "cpu_seconds": 6, "memory_mb": 256}
 
 
 @pytest.fixture
-def make_sandbox() -> Iterator[Callable[[str], Sandbox]]:
-    """Make a sandbox by its name; the test is skipped where it does not work."""
+def make_sandbox(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Sandbox]]:
+    """Make a sandbox by its name; the test is skipped where it does not start."""
 
     made: list[Sandbox] = []
 
@@ -38,6 +38,11 @@ def make_sandbox() -> Iterator[Callable[[str], Sandbox]]:
         sandbox = KINDS[name]()
         made.append(sandbox)
         fault = "" if name == "none" else find_fault(sandbox)
+        told = f"{name}: not tested, {fault}" if fault else f"{name}: tested"
+        # What the end of the session shows.
+        request.node.user_properties.append(("sandbox", told))
+        if "its trial failed" in fault:
+            pytest.fail(f"{name}: {fault}")
         if fault:
             pytest.skip(f"{name}: {fault}")
         return sandbox

@@ -7,7 +7,11 @@ import importlib.util
 import os
 import re
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +34,8 @@ TESTS = {
     "entry_point": "solve",
     "prompt": "import math\ndef solve(n):\n    '''Return the square of n.'''\n",
 }
-# Without bubblewrap the slow tests are the ones that tell.
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("sandlock", "none")]
+WALLS = ["bwrap", "sandlock"]
+ALL = [*WALLS, pytest.param("none", marks=pytest.mark.slow)]
 RIGHT = "def solve(n): return n * n"
 
 
@@ -45,7 +49,19 @@ def _load(name: str) -> ModuleType:
 
 
 _READ = _load("attacks").read_attacks
-OUTSIDE, ENDLESS, TRICKS = (_READ(name) for name in ("outside", "endless", "tricks"))
+OUTSIDE, ENDLESS, TRICKS, FILES = map(_READ, ("outside", "endless", "tricks", "files"))
+
+
+def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Returned]) -> list[str]:
+    """Return the attacks that were not a 0 for the reason that was due, with what they were."""
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(attacks, pool.map(lambda one: run(one[0]), attacks.values()), strict=True))
+    return [
+        f"{name}: {returned}"
+        for name, returned in found.items()
+        if (returned.score, returned.failure) != (0.0, "")
+        or not re.search(attacks[name][1] or ".", returned.reason)
+    ]
 
 
 @dataclass
@@ -118,39 +134,62 @@ def test_an_honest_answer_gets_its_score(
     assert (found.info["passed"], found.info["total"], found.info["sandbox"]) == (4, 4, name)
 
 
-@pytest.mark.parametrize("attack", OUTSIDE)
-@pytest.mark.parametrize("name", ["bwrap", OTHERS[0]])
+@pytest.mark.parametrize("name", WALLS)
 @pytest.mark.usefixtures("no_trace")
 def test_nothing_gets_out(
-    name: str, attack: str, run_code: RunCode, make_sandbox: MakeSandbox, outside: Outside
+    name: str, run_code: RunCode, make_sandbox: MakeSandbox, outside: Outside
 ) -> None:
-    found = run_code(_fill(OUTSIDE[attack][0], outside), TESTS, make_sandbox(name))
-    assert (found.score, found.failure) == (0.0, ""), found
-    assert found.reason
+    sandbox = make_sandbox(name)
+    attacks = {key: (_fill(code, outside), note) for key, (code, note) in OUTSIDE.items()}
+    assert _attack_all(attacks, lambda code: run_code(code, TESTS, sandbox)) == []
     assert outside.is_untouched()
 
 
-@pytest.mark.parametrize("attack", ENDLESS)
-@pytest.mark.parametrize("name", ["bwrap", *OTHERS])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.usefixtures("no_trace")
-def test_nothing_goes_on_for_ever(
-    name: str, attack: str, run_code: RunCode, make_sandbox: MakeSandbox
-) -> None:
-    code, words = ENDLESS[attack]
-    found = run_code(code, TESTS, make_sandbox(name), timeout=1.5, cpu_seconds=1)
-    assert (found.score, found.failure) == (0.0, ""), found
-    assert re.search(words, found.reason), found.reason
+def test_nothing_goes_on_for_ever(name: str, run_code: RunCode, make_sandbox: MakeSandbox) -> None:
+    sandbox = make_sandbox(name)
+    limits = {"timeout": 1.5, "cpu_seconds": 1}
+    assert _attack_all(ENDLESS, lambda code: run_code(code, TESTS, sandbox, **limits)) == []
 
 
-@pytest.mark.parametrize("trick", TRICKS)
-@pytest.mark.parametrize("name", ["bwrap", *OTHERS])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.usefixtures("no_trace")
-def test_no_trick_fools_the_judge(
-    name: str, trick: str, run_code: RunCode, make_sandbox: MakeSandbox
+def test_no_trick_fools_the_judge(name: str, run_code: RunCode, make_sandbox: MakeSandbox) -> None:
+    sandbox = make_sandbox(name)
+    limits = {"score": "share", "cpu_seconds": 2}
+    assert _attack_all(TRICKS, lambda code: run_code(code, TESTS, sandbox, **limits)) == []
+
+
+@pytest.mark.parametrize("name", WALLS)
+@pytest.mark.usefixtures("no_trace")
+def test_files_break_nothing_and_harm_no_neighbour(
+    name: str, run_code: RunCode, make_sandbox: MakeSandbox
 ) -> None:
-    found = run_code(TRICKS[trick][0], TESTS, make_sandbox(name), score="share", cpu_seconds=2)
-    assert (found.score, found.failure) == (0.0, ""), found
-    assert found.reason
+    sandbox = make_sandbox(name)
+    neighbours: list[Returned] = []
+
+    def run(code: str) -> Returned:
+        found = run_code(code, TESTS, sandbox, timeout=4.0)
+        neighbours.append(run_code(RIGHT, TESTS, sandbox))
+        return found
+
+    assert _attack_all(FILES, run) == []
+    assert [one for one in neighbours if one.score != 1.0] == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux only; a disk takes minutes")
+def test_files_are_counted_where_no_file_system_can_be_made() -> None:
+    """A machine that allows no namespaces, as most containers do."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        told = subprocess.run(
+            [sys.executable, str(HERE / "without_namespaces.py")],
+            env={**os.environ, "TMPDIR": folder, "PYTHONPATH": str(HERE.parents[2])},
+            capture_output=True,
+            text=True,
+        )
+        assert (told.stdout, told.stderr) == ("", "")
+        assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize(

@@ -120,14 +120,18 @@ def test_one_launcher_forks_all_and_hands_them_nothing(start: Start) -> None:
         one.wait(0.05)
 
 
-def test_number_and_folder_are_kept_until_the_release(start: Start, tmp_path: Path) -> None:
+def test_the_number_is_kept_until_the_release(start: Start) -> None:
     process = start("")
     process.wait(30)
     assert Path(f"/proc/{process.pid}").exists()
-    assert len(list(tmp_path.iterdir())) == 1
     process.release()
     assert await_that(lambda: not Path(f"/proc/{process.pid}").exists())
-    assert await_that(lambda: not list(tmp_path.iterdir()))
+
+
+def test_memory_has_a_limit_beside_that_of_the_process(start: Start) -> None:
+    """A process that caps itself is held by its own limit; here it does not."""
+    assert start("kept = bytearray(256 << 20)").wait(30) == 0
+    assert start("kept = bytearray(2048 << 20)").wait(30) != 0
 
 
 @pytest.mark.usefixtures("no_trace")
@@ -160,24 +164,35 @@ def test_a_launcher_that_cannot_start_is_told(
     assert start("").wait(30) == 0
 
 
-def test_a_dead_launcher_is_no_zero(
-    run_code: Callable[..., Returned], sandlock: Sandbox, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("deaths", "score", "reason"),
+    [(1, 1.0, ""), (2, 0.0, "broke its sandbox: what watches over it died, twice")],
+)
+@pytest.mark.usefixtures("no_trace")
+def test_who_loses_the_launcher_is_run_again_with_its_own(
+    deaths: int,
+    score: float,
+    reason: str,
+    run_code: Callable[..., Returned],
+    sandlock: Sandbox,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks: list[int] = []
+    killed: list[int] = []
 
     def kill_launcher(self: Check, launched: object, until: float) -> bool:
-        looks.append(1)
-        if len(looks) == 1:
-            with suppress(OSError):
-                os.kill(launcher_of(launched.candidate), signal.SIGKILL)  # type: ignore
+        if self._ready and len(killed) < deaths:
+            launcher = launcher_of(launched.candidate)  # type: ignore
+            if launcher not in killed:
+                killed.append(launcher)
+                os.kill(launcher, signal.SIGKILL)
         return read(self, launched, until)  # type: ignore
 
     read = Check._read
     monkeypatch.setattr(Check, "_read", kill_launcher)
-    code = "import time\ndef f(n): time.sleep(9)"
+    code = "import time\ndef f(n):\n    time.sleep(0.5)\n    return n"
     found = run_code(code, ["assert f(1)"], sandlock)
-    assert found.score is None
-    assert "sandbox" in found.failure
+    assert (found.score, found.failure, found.reason) == (score, "", reason)
+    assert len(killed) == deaths
     assert run_code("def f(n): return n", ["assert f(1)"], sandlock).score == 1.0
 
 

@@ -1,0 +1,118 @@
+"""When a value or a printed line counts as what the row expects."""
+
+from __future__ import annotations
+
+from collections import deque
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from ppo_cli.rewards.code.outputs import same_output, same_value
+from ppo_cli.rewards.code.sandboxes import Sandbox
+
+INF, NAN = float("inf"), float("nan")
+FINITE = [0, 1, 42, -7, 10**30, 0.5, 1e308, -1e-9, [1, 2, 3], [[1.5], 2], {"a": 1.0}, "5", True]
+# What is never the answer where something finite is due.
+ENDLESS = [
+    INF, -INF, NAN, complex(INF, 0), complex(NAN, NAN), Decimal("Infinity"), Decimal("NaN"),
+    Decimal("sNaN"), "inf", "nan", "1e999",
+]  # fmt: skip
+
+
+def _shaped_as(pattern: Any, value: Any) -> Any:
+    """Return a container like another that holds this value everywhere."""
+    if isinstance(pattern, list):
+        return [_shaped_as(one, value) for one in pattern]
+    return {"a": value} if isinstance(pattern, dict) else value
+
+
+def _equals(value: Any, expected: Any) -> bool:
+    try:
+        return same_value(value, expected)
+    except Exception:
+        return False
+
+
+def test_what_is_not_finite_equals_nothing_finite() -> None:
+    wrong = [
+        (form, expected)
+        for expected in FINITE
+        for value in ENDLESS
+        for form in (value, _shaped_as(expected, value), [value], (value,), {"a": value})
+        if _equals(form, expected) or _equals(expected, form)
+    ]
+    assert wrong == []
+
+
+def test_what_is_not_finite_equals_itself_where_it_is_due() -> None:
+    for value in (INF, -INF, NAN):
+        assert same_value(value, value)
+        assert same_value([1, (value, 2.0)], [1, [value, 2.0]])
+        assert same_value(value, [value])
+    for value, expected in ((INF, -INF), (INF, NAN), (NAN, INF), (1.0, NAN), (10**400, INF)):
+        assert not _equals(value, expected)
+
+
+def test_the_tolerance_is_that_of_what_is_expected() -> None:
+    for value, expected in (
+        (1e6 + 0.5, 1e6),
+        (0.1 + 0.2, 0.3),
+        (3, 3.0),
+        (1e300, 1e300),
+        (0, 1e-7),
+    ):
+        assert same_value(value, expected)
+        assert same_value([value], [expected])
+    for value, expected in ((1e300, 42), (1e6 + 2, 1e6), (-1e-3, 0), (1e300, 0.0), (10**400, 1.5)):
+        assert not _equals(value, expected)
+
+
+def test_other_types_are_compared_as_they_are() -> None:
+    for value in (complex(1, 2), Decimal("1.5"), Fraction(1, 3), deque([1]), {1, 2}, b"x", None):
+        assert same_value(value, value)
+    for value, expected in (
+        (True, 1), (1, True), ("1", 1), (Decimal(1), 1), (Fraction(1), 1), (1 + 0j, 1),
+        ({1: 2, "1": 3}, {"1": 3}),
+    ):  # fmt: skip
+        assert not same_value(value, expected)
+
+
+@pytest.mark.parametrize(
+    "printed", ["1.e999", "-1.e999", "1.0e400", ".1e999", "inf", "nan", "1e999."]
+)
+def test_a_printed_infinity_is_no_number(printed: str) -> None:
+    for expected in ("5", "14", "0", "5.5", "1e308", "-1.5e300"):
+        assert not same_output(printed, expected)
+        assert not same_output(expected, printed)
+    assert not same_output(f"{printed} {printed}\n{printed}", "5 6\n7")
+    assert same_output(f"{printed}\n", printed)
+    assert not same_output("2.e999", "3.e999")
+
+
+def test_printed_decimals_may_be_near() -> None:
+    for printed, expected in (
+        ("0.3333333333", "0.33333333"),
+        ("5.0", "5"),
+        ("5", "5.0"),
+        ("1e3.", "1e3."),
+    ):
+        assert same_output(printed, expected)
+    for printed, expected in (
+        ("5", "6"),
+        ("1e300", "42.0"),
+        ("42.1", "42.0"),
+        ("5 5", "5"),
+        ("5", ""),
+    ):
+        assert not same_output(printed, expected)
+
+
+def test_rows_are_not_passed_by_infinity(run_code: Any, any_sandbox: Sandbox) -> None:
+    called = {"inputs": [[1], [2]], "outputs": [42, [1, 2, 3]], "fn_name": "f"}
+    for code in ("def f(n): return float('inf')", "def f(n): return [float('inf')] * 3"):
+        assert run_code(code, called, score="share").score == 0.0
+    printed = {"inputs": ["1", "2"], "outputs": ["5", "14"]}
+    for code in ("print('1.e999')", "print(float('inf'))", "print('nan')"):
+        assert run_code(code, printed, score="share").score == 0.0

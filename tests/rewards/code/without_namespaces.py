@@ -1,0 +1,68 @@
+"""Attacks on files under sandlock, in a process that the kernel refuses namespaces and mounts.
+
+Started by test_attacks.py; prints what went wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from contextlib import closing
+from struct import pack
+
+from attacks import read_attacks
+
+from ppo_cli.config.rewarding import Code
+from ppo_cli.rewards.code import seccomp
+from ppo_cli.rewards.code.choosing import find_fault
+from ppo_cli.rewards.code.code_pool import CodePool
+from ppo_cli.rewards.code.sandboxes import Sandlock
+from ppo_cli.rewards.returned import Returned
+from ppo_cli.rewards.worker import Call
+
+TESTS = ["assert solve(3) == 9"]
+RIGHT = Call("code", "def solve(n): return n * n", TESTS, {})
+
+
+def refuse_namespaces() -> None:
+    """Put a filter on this process, and on what it starts, as a container has one."""
+    column = 0 if os.uname().machine == "x86_64" else 1
+    program = seccomp._step(seccomp._LOAD, 0)
+    for name in ("unshare", "mount", "setns"):
+        program += b"".join(seccomp._rule(seccomp._DENIED[name][column], [seccomp._refuse()]))
+    program += seccomp._step(seccomp._RETURN, seccomp._ALLOW)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(38, 1, 0, 0, 0) == prctl(22, 2, header, 0, 0) == 0
+
+
+def main() -> None:
+    """Attack, with an honest answer beside each attack."""
+    refuse_namespaces()
+    fault = find_fault(Sandlock())
+    if fault:
+        print(f"sandlock: {fault}")
+        return
+    settings = Code(sandbox="sandlock", timeout=4.0, cpu_seconds=6, memory_mb=256)
+    with closing(CodePool(settings, size=2)) as pool:
+
+        def submit(call: Call) -> Returned:
+            return pool.submit(call, lambda returned: returned)  # type: ignore
+
+        attacks = read_attacks("files")
+        found = {
+            name: (submit(Call("code", code, TESTS, {})), submit(RIGHT), words)
+            for name, (code, words) in attacks.items()
+        }
+        for name, (attack, honest, words) in found.items():
+            one, other = attack.result(), honest.result()
+            if (one.score, one.failure) != (0.0, "") or not re.search(words, one.reason):
+                print(f"{name}: {one}")
+            if other.score != 1.0:
+                print(f"beside {name}: {other}")
+
+
+if __name__ == "__main__":
+    main()
