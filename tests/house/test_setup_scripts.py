@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,18 @@ class House:
         self.python = folder / "stand-in"
         self.python.write_text(STAND_IN.format(python=sys.executable))
         self.python.chmod(0o755)
+        # First on the path, so that no test installs a package of the system.
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        self.stand_in("bwrap", "exit 0")
+
+    def stand_in(self, name: str, line: str) -> None:
+        (self.programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "$CALLS"\n{line}\n')
+        (self.programs / name).chmod(0o755)
 
     def env(self, extra: Mapping[str, str]) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PPO_")}
+        kept["PATH"] = f"{self.programs}:{kept['PATH']}"
         return {**kept, "CALLS": str(self.calls), "PPO_PYTHON": str(self.python), **extra}
 
     def start(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -259,3 +269,49 @@ def test_interrupted_set_up_ends_pip(house: House) -> None:
     assert "stopped" in words
     assert house.start().returncode == 0  # waits for pip, were it still there
     assert time.monotonic() - begin < 30
+
+
+@pytest.fixture
+def bare_house(house: House) -> House:
+    """A machine without bubblewrap, sudo and apt-get, whose programs are links."""
+    (house.programs / "bwrap").unlink()
+    for folder in ("/bin", "/usr/bin"):
+        for program in Path(folder).iterdir():
+            if program.name not in {"bwrap", "sudo", "apt-get"}:
+                with suppress(FileExistsError):
+                    (house.programs / program.name).symlink_to(program)
+    return house
+
+
+def _be(house: House, uid: int) -> None:
+    (house.programs / "id").unlink()
+    house.stand_in("id", f"echo {uid}")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("uid", "apt", "sudo", "installed"),
+    [
+        (0, "exit 0", None, True),
+        (0, 'case "$*" in *update) touch "$0.new" ;; esac; [ -e "$0.new" ]', None, True),
+        (1000, "exit 0", 'shift; exec "$@"', True),
+        (0, "exit 100", None, False),
+        (1000, "exit 0", "exit 1", False),
+        (1000, "exit 0", None, False),
+        (0, None, None, False),
+    ],
+)
+def test_bubblewrap_is_installed_or_asked_for(
+    uid: int, apt: str | None, sudo: str | None, installed: bool, bare_house: House
+) -> None:
+    _be(bare_house, uid)
+    for name, line in (("apt-get", apt), ("sudo", sudo)):
+        if line is not None:
+            bare_house.stand_in(name, line)
+    done = bare_house.set_up("dev", PATH=str(bare_house.programs))
+    assert done.returncode == 0, done.stderr
+    calls = [c for c in bare_house.calls.read_text().splitlines() if c.startswith("apt-get")]
+    assert bool(calls) == (apt is not None and (uid == 0 or sudo == 'shift; exec "$@"'))
+    assert all("bubblewrap" in call or call.endswith("update") for call in calls)
+    assert ("bubblewrap is missing" in done.stderr) != installed
+    assert "Ready in" in done.stderr
