@@ -189,7 +189,7 @@ def test_who_loses_the_launcher_is_run_again_with_its_own(
 
     read = Check._read
     monkeypatch.setattr(Check, "_read", kill_launcher)
-    code = "import time\ndef f(n):\n    time.sleep(0.5)\n    return n"
+    code = "import time\ndef f(n):\n    time.sleep(3)\n    return n"
     found = run_code(code, ["assert f(1)"], sandlock)
     assert (found.score, found.failure, found.reason) == (score, "", reason)
     assert len(killed) == deaths
