@@ -379,7 +379,7 @@ def _unscored(state: RunState) -> str | None:
 
 def _out_of_patience(job: Job, state: RunState) -> bool:
     patience = job.config.trainer.patience
-    if patience is None or state.step == 0 or state.stale < patience:
+    if patience is None or state.stale < patience:
         return False
     job.tracker.screen.note(
         f"Ended at step {state.step}: {state.stale} validations without a new best. To go on, "

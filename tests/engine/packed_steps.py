@@ -23,6 +23,7 @@ from ppo_cli.records import Prompt, Rollout
 Rows = tuple[tuple[int, int], ...]
 # Prompt and response of each row: of one token, of one length, longer than any other.
 MIXED = ((1, 1), (3, 9), (17, 2), (5, 5), (5, 5), (2, 12), (1, 7), (23, 1), (8, 4))
+RATE = 1e-3  # of both optimizers
 SPLIT = 24  # tokens of a micro-batch: fewer than the longest rows have together
 ANNOTATED = ("old_logprobs_BT", "ref_logprobs_BT", "full_kl_BT", "entropy_BT", "values_BT")
 
@@ -38,7 +39,7 @@ class Seen:
 
 def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
     """A run with every model; groups of settings are merged over these."""
-    optim = {"lr": 1e-3, "eps": 1e-5}
+    optim = {"lr": RATE, "eps": 1e-5}
     own: dict[str, dict[str, Any]] = {
         "model": {"path": "embedded"},
         "algorithm": {"kl_penalty": "full"},
@@ -101,18 +102,27 @@ def take_steps(config: Config, ranks: Ranks = ALONE, rows: Rows = MIXED, steps: 
 
 
 def gaps(one: Seen, other: Seen) -> dict[str, float]:
-    """The largest difference of each kind."""
+    """The largest difference of each kind: annotations and means as shares of what they are of.
+
+    A mean is one of log-probs, of values or of their ratios: its scale is theirs.
+    """
+    annotated = [
+        (a[name] - b[name], b[name].abs().max().clamp_min(1.0))
+        for a, b in zip(one.annotated, other.annotated, strict=True)
+        for name in ANNOTATED
+    ]
+    largest = max(scale.item() for _, scale in annotated)
     return {
-        "annotated": max(
-            (a[name] - b[name]).abs().max().item()
-            for a, b in zip(one.annotated, other.annotated, strict=True)
-            for name in ANNOTATED
-        ),
-        "sums": max(
-            abs(a[key][i] - b[key][i]) / max(1.0, abs(b[key][i]))
+        "annotated": max((gap.abs().max() / scale).item() for gap, scale in annotated),
+        "counts": max(
+            abs(a[key][1] - b[key][1])
             for a, b in zip(one.sums, other.sums, strict=True)
             for key in a.keys() | b.keys()
-            for i in (0, 1)
+        ),
+        "means": max(
+            abs(a[key][0] - b[key][0]) / b[key][1] / max(largest, abs(b[key][0]) / b[key][1])
+            for a, b in zip(one.sums, other.sums, strict=True)
+            for key in b
         ),
         "weights": max((one.weights[n] - other.weights[n]).abs().max().item() for n in one.weights),
     }

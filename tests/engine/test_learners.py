@@ -1,4 +1,4 @@
-"""Optimizer steps: the same gradients however the rows are cut, and honest sums."""
+"""Optimizer steps: what must not matter to them, and steps that must not be taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
-from ppo_cli.algo.losses import policy_loss, value_loss
 from ppo_cli.config.training import Actor, ActorOptim, Critic, CriticOptim
 from ppo_cli.engine.actor import ActorLearner
 from ppo_cli.engine.critic import CriticLearner
@@ -20,10 +19,12 @@ from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
+from tests.rounding import assert_near
 
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
 VOCAB = 97
 LONGEST = 24
+TERMS = 17 * 32 * 2 * 32  # rows, tokens of about a row, layers, width
 
 
 @pytest.fixture(scope="module")
@@ -108,25 +109,13 @@ class Recorder(Optimizer):
 
 
 @pytest.mark.parametrize("gradients", [gradients_of_actor, gradients_of_critic])
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-)
-def test_gradients_do_not_depend_on_micro_batches(gradients, mode, model_dir) -> None:
-    batch = make_batch()
-    whole = gradients(model_dir, batch, loss_agg_mode=mode)
-    for cut in ({"ppo_micro_batch_size_per_gpu": 4}, {"ppo_max_token_len_per_gpu": 64}):
-        parts = gradients(model_dir, batch, loss_agg_mode=mode, **cut)
-        assert (parts - whole).abs().max() / whole.abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("gradients", [gradients_of_actor, gradients_of_critic])
 def test_gradients_do_not_depend_on_padding_or_order(gradients, model_dir) -> None:
     batch = make_batch()
     whole = gradients(model_dir, batch)
     wider = pad_wider(batch, 13)
     shuffled = batch.rows(torch.randperm(len(batch)))
     for other in (wider, shuffled):
-        assert (gradients(model_dir, other) - whole).abs().max() / whole.abs().max() < 1e-5
+        assert_near(gradients(model_dir, other), whole, terms=TERMS)
 
 
 def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
@@ -142,59 +131,11 @@ def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
     return replace(batch, **wide)
 
 
-def test_step_equals_the_plain_formula(model_dir) -> None:
-    """One row at a time through the whole model, no chunks, no padding, no micro-batches."""
-    batch = make_batch(rows=6)
-    ours = gradients_of_actor_plain(model_dir, batch)
-    policy = load_policy(model_dir)
-    mask = batch.loss_mask_BT
-    rows = []
-    for b in range(len(batch)):
-        p, t = int(batch.prompt_len_B[b]), int(batch.response_len_B[b])
-        ids = batch.input_ids_BL[b, : p + t][None]
-        logits = policy.model(input_ids=ids).logits[0, p - 1 : p + t - 1] / 0.7
-        picked = torch.log_softmax(logits, -1).gather(1, ids[0, p:, None])[:, 0]
-        rows.append(torch.nn.functional.pad(picked, (0, mask.shape[1] - t)))
-    loss = policy_loss(
-        torch.stack(rows), batch.old_logprobs_BT, batch.advantages_BT, mask, clip_low=0.2,
-        clip_high=0.2, global_tokens=int(mask.sum()), global_sequences=int(mask.any(1).sum()),
-    )  # fmt: skip
-    loss.loss.backward()
-    plain = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-    assert (ours - plain).abs().max() / plain.abs().max() < 1e-5
-
-
 def gradients_of_actor_plain(model_dir: str, batch: TrainBatch) -> torch.Tensor:
     policy = load_policy(model_dir)
     optimizer = Recorder(policy.model, ActorOptim())
     ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7, LONGEST).step(batch)
     return optimizer.gradient
-
-
-def test_critic_values_are_read_before_each_response_token(model_dir) -> None:
-    batch = make_batch(rows=5)
-    value_model = load_value_model(model_dir)
-    torch.nn.init.normal_(value_model.head.weight)
-    rows = []
-    for b in range(len(batch)):
-        p, t = int(batch.prompt_len_B[b]), int(batch.response_len_B[b])
-        hidden = value_model.backbone(input_ids=batch.input_ids_BL[b, : p + t][None])
-        values = value_model.head(hidden.last_hidden_state)[0, p - 1 : p + t - 1, 0]
-        rows.append(torch.nn.functional.pad(values, (0, batch.response_mask_BT.shape[1] - t)))
-    mask = batch.loss_mask_BT
-    loss = value_loss(
-        torch.stack(rows), batch.values_BT, batch.returns_BT, mask, clip_range=0.5,
-        global_tokens=int(mask.sum()), global_sequences=int(mask.any(1).sum()),
-    )  # fmt: skip
-    ours = value_loss_of_step(value_model, batch)
-    assert ours == pytest.approx(loss.loss.item(), rel=1e-5)
-
-
-def value_loss_of_step(value_model: object, batch: TrainBatch) -> float:
-    optimizer = Recorder(value_model.model, CriticOptim())  # type: ignore[attr-defined]
-    learner = CriticLearner(value_model, Critic(), optimizer, COMPUTE, LONGEST)  # type: ignore[arg-type]
-    sums = merge_sums([learner.step(batch)])
-    return sums["value_loss"][0] / sums["value_loss"][1]
 
 
 def test_value_head_starts_at_zero_and_a_trained_one_is_kept(model_dir, tmp_path: Path) -> None:
@@ -259,7 +200,7 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
     optimizer = Recorder(policy.model, ActorOptim())
     learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7, LONGEST)
     learner.step(batch)
-    assert (optimizer.gradient - whole).abs().max() / whole.abs().max() < 1e-5
+    assert_near(optimizer.gradient, whole, terms=TERMS)
     assert learner.budget.rows == 2 and learner.budget.halvings == 3
     sizes.clear()
     learner.step(batch)

@@ -47,11 +47,14 @@ from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import cut_slice
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
-from tests.engine.packed_steps import MIXED, gaps, make_batch, settings, take_steps
+from tests.engine.packed_steps import MIXED, RATE, gaps, make_batch, settings, take_steps
+from tests.rounding import allowed, assert_near
 
 CPU = torch.device("cpu")
 FLOAT32 = Compute(CPU, torch.float32)
 LENGTHS = (7, 1, 12, 7, 2)
+TERMS = sum(LENGTHS) * 16 * 2  # tokens, through the width of each layer of the models made here
+STEP_TERMS = sum(p + t for p, t in MIXED) * 128 * 2  # those of the bundled model
 TINY = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
@@ -109,7 +112,7 @@ def test_rows_end_to_end_are_what_each_is_alone(name: str, training: bool) -> No
         policy.model.train()
     alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
     packed = hidden_of(policy, rows)
-    assert (packed - alone).abs().max() < 1e-5
+    assert_near(packed, alone, terms=TERMS)
     weight = torch.randn(packed.shape, generator=torch.Generator().manual_seed(1))
     found = []
     for hidden in (alone, packed):
@@ -117,7 +120,7 @@ def test_rows_end_to_end_are_what_each_is_alone(name: str, training: bool) -> No
         (hidden * weight).sum().backward()
         grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
         found.append(torch.cat(grads))
-    assert (found[0] - found[1]).abs().max() / found[0].abs().max() < 1e-5
+    assert_near(found[1], found[0], terms=TERMS)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -202,7 +205,7 @@ def test_the_critic_packs_too_and_nothing_of_it_is_saved(tmp_path: Path) -> None
     rows = token_rows()
     packed = critic.values_BL(torch.cat(rows, dim=1), PackedRows.of(LENGTHS, CPU))[0]
     alone = torch.cat([critic.values_BL(row)[0] for row in rows])
-    assert (packed - alone).abs().max() < 1e-5
+    assert_near(packed, alone, terms=STEP_TERMS)
     assert critic.model.config._attn_implementation == BY_ROWS
     critic.model.save_pretrained(tmp_path)
     assert BY_ROWS not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
@@ -211,6 +214,14 @@ def test_the_critic_packs_too_and_nothing_of_it_is_saved(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def padded() -> Any:
     return take_steps(settings())
+
+
+def assert_alike(found: dict[str, float]) -> None:
+    """To rounding; AdamW moves a weight by about its rate, and so its error is a share of that."""
+    assert found["counts"] == 0 and max(found["annotated"], found["means"]) < allowed(STEP_TERMS), (
+        found
+    )
+    assert found["weights"] < 1e-3 * RATE * 3, found
 
 
 @pytest.mark.parametrize(
@@ -231,7 +242,7 @@ def test_steps_are_the_same_packed_and_padded(
     config = settings(tokens, model={"path": "embedded", "packing": True, **model}, **parts)
     found = gaps(take_steps(config), padded)
     assert min(sums["grad_norm"][0] for sums in padded.sums) > 0.1
-    assert max(found.values()) < 2e-5 and found["weights"] < 2e-6, found
+    assert_alike(found)
 
 
 @pytest.mark.parametrize("rows", [MIXED[1:2], ((3, 5),) * 4], ids=["one row", "one length"])
@@ -242,7 +253,7 @@ def test_odd_batches_are_the_same_with_an_adapter(rows: Any) -> None:
         for on in (True, False)
     )
     found = gaps(one, other)
-    assert max(found.values()) < 2e-5 and found["weights"] < 2e-6, found
+    assert_alike(found)
 
 
 def test_bfloat16_is_as_near_as_it_gets(padded: Any) -> None:
@@ -319,12 +330,15 @@ def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In its place, one that follows what torch says of `varlen_attn`."""
+    calls = []
 
     def varlen_attn(
         query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
         max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
+        calls.append(cu_seq_q.tolist())
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert torch.equal(cu_seq_q, cu_seq_k)
         assert (max_q, max_k, window_size, enable_gqa) == (12, 12, (-1, 0), True)
         rows = []
         for start, end in pairwise(cu_seq_q.tolist()):
@@ -340,7 +354,9 @@ def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
     plain = hidden_of(policy, rows)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr("ppo_cli.engine.packed_rows._has_kernel", lambda *_: True)
-    assert (hidden_of(policy, rows) - plain).abs().max() < 1e-5
+    found = hidden_of(policy, rows)
+    assert calls == [[0, 7, 8, 20, 27, 29]] * 2  # once a layer
+    assert_near(found, plain, terms=TERMS)
 
 
 @pytest.mark.gpu
@@ -367,4 +383,4 @@ def test_a_loaded_policy_packs() -> None:
     policy = pack(load_policy(path), path, FLOAT32, ALONE)
     rows = token_rows()
     alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
-    assert (hidden_of(policy, rows) - alone).abs().max() < 1e-5
+    assert_near(hidden_of(policy, rows), alone, terms=STEP_TERMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -12,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +139,45 @@ def stored(checkpoint: Path, stem: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_true(out: Path) -> None:
+    """What a run wrote down against its settings, worked out anew from its own rollouts."""
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    actor, trainer, control = (
+        config["actor"], config["trainer"], config["algorithm"]["kl_ctrl"]
+    )  # fmt: skip
+    lines = [line for line in metrics(out) if line["step"]]
+    assert [line["step"] for line in lines] == [*range(1, trainer["total_training_steps"] + 1)]
+    coef, total = control["kl_coef"], trainer["total_training_steps"]
+    for line in lines:
+        path = out / "rollouts" / f"step_{line['step']:06d}.jsonl"
+        rows = [json.loads(row) for row in path.read_text().splitlines()]
+        prompts = [row["uid"] for row in rows[:: config["rollout"]["n"]]]
+        assert len(set(prompts)) == len(prompts) == config["data"]["train_batch_size"]
+        assert [row["uid"] for row in rows] == [
+            uid for uid in prompts for _ in range(config["rollout"]["n"])
+        ]
+        scores = [row["score"] for row in rows if row["score"] is not None]
+        assert line["reward_mean"] == pytest.approx(sum(scores) / len(scores))
+        lengths = [row["tokens"] for row in rows]
+        assert line["response_length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+        for name in ("actor", "critic"):
+            optim = config[name]["optim"]
+            turn = math.cos(math.pi * (line["step"] - 1) / total)
+            share = (1 + turn) / 2 if optim["lr_scheduler_type"] == "cosine" else 1.0
+            if not max(optim["lr_warmup_steps"], optim["lr_warmup_steps_ratio"]) > 0:
+                rate = optim["lr"] * (optim["min_lr_ratio"] * (1 - share) + share)
+                assert line.get(f"{name}/lr", rate) == pytest.approx(rate)
+        if "kl/coef" in line:
+            assert line["kl/coef"] == pytest.approx(coef)
+            error = min(max(line["kl/penalty"] / control["target_kl"] - 1, -0.2), 0.2)
+            if control["type"] == "adaptive":
+                coef *= 1 + error * len(scores) / control["horizon"]
+    assert actor["ppo_epochs"] > 1 or lines[0]["ppo_ratio"] == pytest.approx(1.0, abs=0.1)
+
+
 def assert_same_run(a: Path, b: Path) -> None:
+    """The same bits; and what they say is true, as two runs may be wrong alike."""
+    assert_true(a)
     assert metrics(a) == metrics(b)
     for stem in ("actor/model", "critic/model", "state/actor_opt", "state/critic_opt"):
         ours, theirs = (stored(out / "checkpoints" / "latest", stem) for out in (a, b))

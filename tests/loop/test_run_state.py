@@ -23,19 +23,35 @@ def test_the_first_best_stays_the_best_until_beaten() -> None:
     assert not state.is_best
 
 
+def test_the_best_step_may_be_validated_again() -> None:
+    """A resumed run does so; the later value stands, and it is not one without a new best."""
+    state = validated(0.2, 0.5)
+    for value in (0.5, 0.4):
+        state.note_validation({"val/reward_mean": value})
+        assert (state.best, state.best_step, state.stale) == (value, 1, 0) and state.is_best
+    state.step = 2
+    state.note_validation({"val/reward_mean": 0.4})
+    assert state.stale == 1
+
+
 def test_a_validation_with_too_few_scores_is_no_best() -> None:
     state = validated(0.2)
-    state.note_validation({"val/reward_mean": 1.0, "val/score/failed_share": 0.9})
-    assert (state.best, state.stale) == (0.2, 0)
+    state.step = 1
+    state.note_validation({"val/reward_mean": 1.0, "val/score/failed_share": 0.51})
+    state.note_validation({})
+    assert (state.best, state.best_step, state.stale) == (0.2, 0, 0)
+    state.note_validation({"val/reward_mean": 1.0, "val/score/failed_share": 0.5})
+    assert (state.best, state.best_step) == (1.0, 1)
 
 
 def test_broken_steps_count_in_a_row_only() -> None:
     state = RunState(kl_coef=0.1)
-    for skipped in (1, 1, 0, 1, 1):
+    for role, skipped in (("actor", 1), ("critic", 1), ("actor", 0), ("critic", 2), ("actor", 1)):
         sums = StepSums()
-        sums.add({"actor/skipped_steps": (float(skipped), 1.0)})
+        sums.add({f"{role}/skipped_steps": (float(skipped), 1.0)})
         state.count_broken_steps(sums)
         state.refuse_broken_steps(3, "ppo train")
+    assert state.broken_steps == 2
     state.broken_steps = 3
     with pytest.raises(UserError, match=r"not finite in 3 steps.*--lr.*ppo train"):
         state.refuse_broken_steps(3, "ppo train")

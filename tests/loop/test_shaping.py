@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -83,12 +85,53 @@ def test_all_scores_failed_is_survived() -> None:
     assert not step.batch.advantages_BT.any() and "entropy" not in step.metrics
 
 
-def test_adaptive_kl_moves_towards_its_target() -> None:
+@pytest.mark.parametrize("target, error", [(0.1, 0.2), (0.45, 0.5 / 0.45 - 1), (9.0, -0.2)])
+def test_adaptive_kl_moves_towards_its_target_by_the_rows_with_a_score(
+    target: float, error: float
+) -> None:
     made = rollouts([3] * 8)
-    c = config(kl_ctrl={"type": "adaptive", "target_kl": 0.1, "horizon": 100})
-    step = shape_step(c, annotate(made), score_all(made, [1.0] * 8), 0.2, None)
-    assert step.next_kl_coef == pytest.approx(0.2 * (1 + 0.2 * 8 / 100))
-    assert step.metrics["kl/coef"] == 0.2
+    scores = score_all(made, [1.0, None, 1.0, 1.0, None, 1.0, 1.0, 1.0])
+    for kind, growth in (("adaptive", 1 + error * 6 / 100), ("fixed", 1.0)):
+        c = config(kl_ctrl={"type": kind, "target_kl": target, "horizon": 100, "kl_coef": 7.0})
+        step = shape_step(c, annotate(made), scores, 0.2, None)
+        assert step.next_kl_coef == pytest.approx(0.2 * growth)
+        assert step.metrics["kl/coef"] == 0.2
+        off = config(kl_ctrl={"type": kind}, use_kl_in_reward=False)
+        plain = shape_step(off, annotate(made), scores, 0.2, None)
+        assert plain.next_kl_coef == 0.2 and not plain.batch.token_rewards_BT[:, :-1].any()
+        assert "kl_divergence" in plain.metrics and "kl/coef" not in plain.metrics
+
+
+def test_the_penalty_is_of_the_kind_that_is_set() -> None:
+    made = rollouts([2])
+    annotated = annotate(made)
+    whole = replace(annotated, full_kl_BT=torch.tensor([[0.7, 0.9]]))
+    for kind, each in (("k2", [0.125] * 2), ("abs", [0.5] * 2), ("full", [0.7, 0.9])):
+        c = config(kl_penalty=kind)
+        taken = shape_step(c, whole if kind == "full" else annotated, score_all(made, [0.0]), 0.2,
+                           None).batch.token_rewards_BT  # fmt: skip
+        torch.testing.assert_close(taken, -0.2 * torch.tensor([each]))
+
+
+def test_gamma_lambda_and_whitening_are_those_of_the_settings() -> None:
+    """Two tokens: A2 = r - V2, A1 = gamma V2 - V1 + gamma lam A2."""
+    made = rollouts([2])
+    annotated = annotate(made)
+    (v1, v2), kl = annotated.values_BT[0].tolist(), {"use_kl_in_reward": False}
+    c = config(gamma=0.5, lam=0.25, whiten_advantages=False, **kl)
+    batch = shape_step(c, annotated, score_all(made, [1.0]), 0.0, None).batch
+    second = 1.0 - v2
+    first = 0.5 * v2 - v1 + 0.125 * second
+    torch.testing.assert_close(batch.advantages_BT, torch.tensor([[first, second]]))
+    torch.testing.assert_close(batch.returns_BT, torch.tensor([[first + v1, second + v2]]))
+    white = shape_step(config(gamma=0.5, lam=0.25, **kl), annotated, score_all(made, [1.0]), 0.0,
+                       None).batch.advantages_BT  # fmt: skip
+    assert white.mean().abs() < 1e-6 and white.std() == pytest.approx(1.0, abs=1e-5)
+    grouped = rollouts([1, 1], n=2)
+    for spread, most in ((True, 1 / np.sqrt(2)), (False, 1.0)):
+        c = config(adv_estimator="grpo", norm_adv_by_std_in_grpo=spread, **kl)
+        found = shape_step(c, annotate(grouped), score_all(grouped, [3.0, 1.0]), 0.0, None).batch
+        assert found.advantages_BT.flatten().tolist() == pytest.approx([most, -most], rel=1e-5)
 
 
 def test_remax_drops_rows_whose_baseline_failed() -> None:
@@ -102,7 +145,19 @@ def test_importance_weights_correct_the_sampler() -> None:
     made = rollouts([2])
     annotated = annotate(made)
     annotated.old_logprobs_BT[0] = torch.tensor([-1.0 + np.log(1.5), -1.0 + np.log(9.0)])
-    c = config(rollout_correction={"rollout_is": "token"})
-    step = shape_step(c, annotated, score_all(made, [1.0]), 0.0, None)
+    for settings, expected in (
+        ({}, [1.0, 1.0]),
+        ({"rollout_is": "token"}, [1.5, 2.0]),
+        ({"rollout_is": "token", "rollout_is_threshold": 4.5}, [1.5, 4.5]),
+        ({"rollout_is": "token", "rollout_is_batch_normalize": True}, [1.5 / 1.75, 2.0 / 1.75]),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 20.0}, [13.5, 13.5]),
+    ):
+        c = config(rollout_correction=settings)
+        step = shape_step(c, annotated, score_all(made, [1.0]), 0.0, None)
+        torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([expected]))
+        mean = sum(expected) / 2
+        assert step.metrics["rollout/is_weight_mean"] == pytest.approx(mean)
+        assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)
+    stale = Config.model_validate({"trainer": {"async_steps": 1}})  # by token, unless set
+    step = shape_step(stale, annotated, score_all(made, [1.0]), 0.0, None)
     torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))
-    assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)

@@ -106,8 +106,6 @@ def test_group_scaling_is_by_prompt_with_divisor_n_minus_1() -> None:
     given = columns(a=[1.0, 3.0, 10.0, 10.0])
     mixed = mix(parts, rollouts(4, 2), given, "train", Memory())
     assert totals(mixed) == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2), 0, 0], abs=1e-5)
-    greedy = mix(parts, rollouts(2), columns(a=[2.0, 9.0]), "baseline", mixed.memory)
-    assert totals(greedy) == pytest.approx([0.0, 0.0])  # on the scale of the sampled ones
 
 
 def test_validations_compare_with_each_other_and_teach_nothing() -> None:
@@ -119,6 +117,16 @@ def test_validations_compare_with_each_other_and_teach_nothing() -> None:
     assert later.memory == trained.memory
     gain = [b - a for a, b in zip(totals(first), totals(later), strict=True)]
     assert gain == pytest.approx([1 / pstdev([0, 1, 2, 3])] * 4)
+
+
+def test_greedy_baselines_are_scaled_like_the_step_and_teach_nothing() -> None:
+    for scaling in ("zscore", "group"):
+        parts = [part("a", scaling=scaling)]
+        step = mix(parts, rollouts(4, 2), columns(a=[1.0, 3.0, 5.0, 7.0]), "train", Memory())
+        greedy = mix(parts, rollouts(2), columns(a=[2.0, 50.0]), "baseline", step.memory)
+        assert greedy.memory == step.memory
+        centre, spread = (4.0, pstdev([1, 3, 5, 7])) if scaling == "zscore" else (2.0, math.sqrt(2))
+        assert totals(greedy)[0] == pytest.approx((2.0 - centre) / spread, abs=1e-6)
 
 
 def test_a_reward_model_around_20_and_a_rule_of_0_or_1_move_the_total_by_their_weights() -> None:

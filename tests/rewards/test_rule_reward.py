@@ -13,7 +13,7 @@ import pytest
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.rule_reward import RuleReward
-from ppo_cli.rewards.rules import RULES, Rule
+from ppo_cli.rewards.rules import RULES
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -143,7 +143,3 @@ def test_a_reward_of_rules_remembers_nothing() -> None:
     assert reward.state_dict() == {}
     reward.load_state_dict({})
     reward.close()
-
-
-def test_rules_are_plain_data() -> None:
-    assert all(isinstance(rule, Rule) and name == rule.name for name, rule in RULES.items())

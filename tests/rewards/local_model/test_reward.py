@@ -247,7 +247,8 @@ def test_a_prompt_without_messages_is_its_text(reward_of: RewardOf) -> None:
     prompt = Prompt("other", bare.prompt.text, (), bare.prompt.text, (1,))
     same = Rollout(prompt, 0, (1,), np.zeros(1, np.float32), "Yes.", "stop")
     scores = score_all(reward_of(), [bare, same])
-    assert scores["row-0", 0].value == scores["other", 0].value
+    # Equal texts, but other rows of one product of matrices.
+    assert scores["row-0", 0].value == pytest.approx(scores["other", 0].value, abs=1e-5)
 
 
 def test_less_memory_is_remembered_for_a_resumed_run(reward_of: RewardOf, loaded: Make) -> None:
@@ -279,7 +280,9 @@ def test_offload_changes_no_score(reward_of: RewardOf) -> None:
     here = score_all(reward_of(), rollouts)
     for _ in range(2):
         there = score_all(moved, rollouts)
-        assert [s.value for s in there.values()] == [s.value for s in here.values()]
+        assert [s.value for s in there.values()] == pytest.approx(
+            [s.value for s in here.values()], abs=1e-5
+        )
 
 
 def test_closed_twice_and_asked_afterwards(reward_of: RewardOf) -> None:

@@ -1,0 +1,444 @@
+"""Annotations and whole optimizer steps against their formulas, written out in float64.
+
+The plain side sees one row at a time: no padding, no micro-batches, no code of the product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForTokenClassification,
+)
+
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.annotations import merge_annotations
+from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.sums import merge_sums
+from tests.engine.packed_steps import MIXED, make_batch
+from tests.rounding import allowed, assert_near
+
+TINY = {
+    "vocab_size": 270, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "attention_dropout": 0.3, "pad_token_id": 0,
+}  # fmt: skip
+TEMPERATURE, LONGEST, TOTAL_STEPS = 0.6, 15, 8
+# Sums over the tokens of all rows, through each layer of the model and back.
+TERMS = sum(p + t for p, t in MIXED) * TINY["hidden_size"] * TINY["num_hidden_layers"] * 2
+ACTOR_OPTIM = {
+    "lr": 4e-3, "lr_warmup_steps": 3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3,
+}  # fmt: skip
+CRITIC_OPTIM = {
+    "lr": 7e-3, "lr_warmup_steps": 0, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.2,
+    "betas": (0.7, 0.95), "eps": 5e-3, "weight_decay": 0.1,
+}  # fmt: skip
+Rates = tuple[float, float]
+ACTOR_LR: Rates = (4e-3 * 1 / 4, 4e-3 * 2 / 4)
+CRITIC_LR: Rates = (7e-3, 7e-3 * (0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / TOTAL_STEPS))))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An actor, a reference not far from it, and a critic of its own whose head is trained."""
+    found, other = {}, torch.Generator().manual_seed(2)
+    for seed, name in ((0, "actor"), (0, "reference"), (1, "critic")):
+        torch.manual_seed(seed)
+        kind = Qwen2ForTokenClassification if name == "critic" else Qwen2ForCausalLM
+        model = kind(Qwen2Config(**TINY, tie_word_embeddings=name != "critic", num_labels=1))
+        with torch.no_grad():
+            for p in model.parameters():  # fresh weights give every token the same chance
+                p.normal_(std=0.25) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+                if name == "reference":
+                    p.add_(0.05 * torch.randn(p.shape, generator=other))
+        folder: Path = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        found[name] = str(folder)
+    return found
+
+
+def settings(folders: dict[str, str], **parts: dict[str, Any]) -> Config:
+    own: dict[str, dict[str, Any]] = {
+        "model": {"path": folders["actor"]},
+        "ref": {"path": folders["reference"], "log_prob_max_token_len_per_gpu": 50},
+        "rollout": {"temperature": TEMPERATURE},
+        "data": {"max_response_length": LONGEST},
+        "actor": {"optim": ACTOR_OPTIM},
+        "critic": {"optim": CRITIC_OPTIM, "model": {"path": folders["critic"]}},
+    }
+    return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
+
+
+@dataclass
+class PlainAdamW:
+    """AdamW as its paper has it, over one model in float64 (arXiv 1711.05101, algorithm 2)."""
+
+    model: Any
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+    grad_clip: float
+    clip_value: float | None
+    steps: int = 0
+    first: dict[str, Tensor] = field(default_factory=dict)
+    second: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """Clip, move the weights; returns the norm before clipping."""
+        self.steps += 1
+        named = dict(self.model.named_parameters())
+        grads = {n: p.grad for n, p in named.items() if p.grad is not None}
+        before = _norm(grads)
+        if self.clip_value is not None:
+            grads = {n: g.clamp(-self.clip_value, self.clip_value) for n, g in grads.items()}
+        if self.grad_clip and _norm(grads) > self.grad_clip:
+            scale = self.grad_clip / _norm(grads)
+            grads = {n: g * scale for n, g in grads.items()}
+        for n, g in grads.items():
+            b1, b2 = self.betas
+            self.first[n] = b1 * self.first.get(n, torch.zeros_like(g)) + (1 - b1) * g
+            self.second[n] = b2 * self.second.get(n, torch.zeros_like(g)) + (1 - b2) * g * g
+            if g.ndim > 1:
+                named[n].mul_(1 - lr * self.decay)
+            root = (self.second[n] / (1 - b2**self.steps)).sqrt()
+            named[n].sub_(lr * self.first[n] / (1 - b1**self.steps) / (root + self.eps))
+        self.model.zero_grad()
+        return before
+
+
+def _norm(grads: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+
+
+def plain(folder: str, kind: Any = AutoModelForCausalLM) -> Any:
+    return kind.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def row(batch: Any, b: int) -> tuple[Tensor, int, int]:
+    p, t = int(batch.prompt_len_B[b]), int(batch.response_len_B[b])
+    return batch.input_ids_BL[b, : p + t][None], p, t
+
+
+def plain_logp(model: Any, batch: Any, b: int) -> tuple[Tensor, Tensor]:
+    """Log-prob of each response token, and those of the whole vocabulary there."""
+    ids, p, t = row(batch, b)
+    logits = model(input_ids=ids, use_cache=False).logits[0, p - 1 : p + t - 1].double()
+    whole = torch.log_softmax(logits / TEMPERATURE, -1)
+    return whole.gather(1, ids[0, p:, None])[:, 0], whole
+
+
+def plain_values(model: Any, batch: Any, b: int) -> Tensor:
+    ids, p, t = row(batch, b)
+    values: Tensor = model(input_ids=ids, use_cache=False).logits[0, p - 1 : p + t - 1, 0]
+    return values
+
+
+def joined(rows: list[Tensor], width: int) -> Tensor:
+    return torch.stack([torch.nn.functional.pad(r, (0, width - len(r))) for r in rows])
+
+
+def to_train(learner: Learner, folders: dict[str, str], seed: int) -> TrainBatch:
+    """Annotated rows, moved away from the policy so that every clip has its tokens."""
+    batch = make_batch(MIXED, seed)
+    annotated = merge_annotations(batch, [learner.annotate(batch)])
+    shape = batch.response_mask_BT.shape
+    noise = torch.randn((4, *shape), generator=torch.Generator().manual_seed(seed))
+    old = annotated.old_logprobs_BT + 0.6 * noise[0]
+    values = annotated.values_BT
+    named = {n: getattr(annotated, n) for n in AnnotatedBatch.__dataclass_fields__}
+    return TrainBatch(
+        **named | {
+            "old_logprobs_BT": old,
+            "values_BT": None if values is None else values + 0.6 * noise[1],
+        },
+        scores_B=torch.zeros(len(batch)),
+        valid_B=torch.arange(len(batch)) != 2,
+        token_rewards_BT=torch.zeros(shape),
+        advantages_BT=noise[2],
+        returns_BT=noise[3],
+        is_weight_BT=0.2 + noise[1].abs(),
+    )  # fmt: skip
+
+
+def aggregated(rows: list[Tensor], mode: str, factor: float) -> Tensor:
+    """Token losses of the rows that count, as one number."""
+    if mode == "token-mean":
+        return torch.cat(rows).mean()
+    if mode == "token-sum":
+        return torch.cat(rows).sum()
+    per_row = [r.mean() if mode == "seq-mean-token-mean" else r.sum() for r in rows]
+    return torch.stack(per_row).mean() / (factor if mode.endswith("-norm") else 1.0)
+
+
+def plain_kl(kind: str, new: Tensor, ref: Tensor, whole: Tensor, ref_whole: Tensor) -> Tensor:
+    x = new - ref  # k3 is held within 10
+    return {
+        "full": (whole.exp() * (whole - ref_whole)).sum(-1), "mse": x * x / 2, "abs": x.abs(),
+        "low_var_kl": (torch.exp(-x) - 1 + x).clamp(max=10),
+    }[kind]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ActorCase:
+    """How an actor is set, and what of it the formula reads."""
+
+    actor: dict[str, Any]
+    low: float = 0.2
+    high: float = 0.2
+    most: float = 3.0
+    factor: float = float(LONGEST)
+    packing: bool = False
+
+    def of(self, name: str, default: Any) -> Any:
+        return self.actor.get(name, default)
+
+
+def plain_actor_loss(
+    case: ActorCase, model: Any, reference: Any, batch: TrainBatch
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of the whole mini-batch, and what is told of it."""
+    surrogate, entropy, kl, ratios, clips, lowers = [], [], [], [], [], []
+    for b in range(len(batch)):
+        if not batch.valid_B[b]:
+            continue
+        new, whole = plain_logp(model, batch, b)
+        with torch.no_grad():
+            ref, ref_whole = plain_logp(reference, batch, b)
+        t = len(new)
+        ratio = torch.exp(new - batch.old_logprobs_BT[b, :t])
+        a, w = batch.advantages_BT[b, :t], batch.is_weight_BT[b, :t]
+        bounds = torch.tensor([1 - case.low, 1 + case.high, case.most])
+        assert (ratio[:, None] - bounds).abs().min() > 1e-4  # on no edge: rounding decides nothing
+        free, held = -a * ratio, -a * ratio.clamp(1 - case.low, 1 + case.high)
+        worse = torch.where(free > held, free, held)
+        bound = torch.where(a < 0, -a * case.most, torch.inf)
+        surrogate.append(w * torch.where(worse > bound, bound, worse))
+        entropy.append(-(whole.exp() * whole).sum(-1))
+        kind = case.of("kl_loss_type", "low_var_kl")
+        kl.append(plain_kl(kind, new, ref, whole, ref_whole))
+        ratios.append(ratio.detach())
+        clips.append(held > free)
+        lowers.append(worse > bound)
+    mode = case.of("loss_agg_mode", "token-mean")
+    policy, spread, apart = (aggregated(r, mode, case.factor) for r in (surrogate, entropy, kl))
+    told = {
+        "policy_loss": policy.item(),
+        "ppo_ratio": torch.cat(ratios).mean().item(),
+        "clip_fraction": torch.cat(clips).double().mean().item(),
+        "actor/clip_lower": torch.cat(lowers).double().mean().item(),
+        "actor/approx_kl": -torch.cat(ratios).log().mean().item(),
+    }
+    assert told["clip_fraction"] > 0.2 and told["actor/clip_lower"] > 0
+    loss = policy
+    if case.of("entropy_coeff", 0.0):
+        loss = loss - case.of("entropy_coeff", 0.0) * spread
+        told["actor/entropy_loss"] = spread.item()
+    if case.of("use_kl_loss", False):
+        loss = loss + case.of("kl_loss_coef", 0.001) * apart
+        told["actor/kl_loss"] = apart.item()
+    return loss, told
+
+
+def assert_step(
+    learner: Learner, name: str, batch: TrainBatch, by_hand: PlainAdamW, told: dict[str, float]
+) -> None:
+    """One step of the learner against a plain one that is taken already."""
+    whole = MiniBatch(batch, actor=name == "actor", critic=name == "critic")
+    sums = merge_sums([learner.step(whole)])
+    means = {key: total / count for key, (total, count) in sums.items()}
+    assert means == pytest.approx(told | {f"{name}/skipped_steps": 0.0}, rel=allowed(TERMS))
+    trained = learner._learners()[name]
+    moments = trained.optimizer.moments()
+    for what, exact in (("exp_avg", by_hand.first), ("exp_avg_sq", by_hand.second)):
+        assert {n.removesuffix(f".{what}") for n in moments if n.endswith(f".{what}")} == set(exact)
+        found = torch.cat([moments[f"{n}.{what}"].flatten() for n in exact])
+        assert_near(found, torch.cat([e.flatten() for e in exact.values()]), terms=TERMS)
+    model = trained.policy.model if name == "actor" else trained.value_model.model
+    exact = dict(by_hand.model.named_parameters())
+    for n, p in model.named_parameters():
+        assert (p.double() - exact[n]).abs().max() < 1e-3 * by_hand_rate(name), n
+
+
+def by_hand_rate(name: str) -> float:
+    """About how far a step moves a weight: what its error is compared with."""
+    return min(ACTOR_LR if name == "actor" else CRITIC_LR)
+
+
+EVERYTHING = {
+    "clip_ratio_low": 0.15, "clip_ratio_high": 0.4, "clip_ratio_c": 1.6, "entropy_coeff": 0.2,
+    "use_kl_loss": True, "kl_loss_coef": 0.3, "grad_clip": 0.2,
+}  # fmt: skip
+ACTORS = {
+    "everything on": ActorCase(
+        EVERYTHING | {"ppo_micro_batch_size_per_gpu": 3}, low=0.15, high=0.4, most=1.6
+    ),
+    "packed, KL over the vocabulary": ActorCase(
+        EVERYTHING | {
+            "kl_loss_type": "full", "loss_agg_mode": "seq-mean-token-sum-norm",
+            "loss_scale_factor": 7.0, "ppo_max_token_len_per_gpu": 40, "grad_clip": 0.0,
+            "clip_grad_value": 0.1,
+        }, low=0.15, high=0.4, most=1.6, factor=7.0, packing=True,
+    ),
+    "one clip range": ActorCase(
+        {"clip_ratio": 0.3, "clip_ratio_c": 2.0, "loss_agg_mode": "seq-mean-token-sum-norm",
+         "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "mse", "grad_clip": 1e6},
+        low=0.3, high=0.3, most=2.0,
+    ),
+    "bounds beside clip_ratio": ActorCase(
+        {"clip_ratio": 0.3, "clip_ratio_high": 0.5, "clip_ratio_c": 2.0, "grad_clip": 0.0,
+         "loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.1},
+        low=0.3, high=0.5, most=2.0,
+    ),
+    "sums of rows": ActorCase(
+        {"clip_ratio_low": 0.1, "clip_ratio_c": 1.5, "loss_agg_mode": "seq-mean-token-sum",
+         "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "abs", "grad_clip": 2.0,
+         "clip_grad_value": 0.5},
+        low=0.1, most=1.5, packing=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_two_steps_of_the_actor(name: str, folders: dict[str, str], tokenizer: Any) -> None:
+    """Losses, gradients after clipping, learning rates and weights."""
+    case = ACTORS[name]
+    actor = case.actor | {"optim": ACTOR_OPTIM}
+    model = {"path": folders["actor"], "packing": case.packing}
+    config = settings(folders, actor=actor, model=model)
+    learner = Learner(config, tokenizer, total_steps=TOTAL_STEPS)
+    policy, reference = plain(folders["actor"]), plain(folders["reference"])
+    by_hand = PlainAdamW(
+        policy, (0.8, 0.9), 1e-3, 0.3, actor["grad_clip"], actor.get("clip_grad_value")
+    )
+    for step, lr in enumerate(ACTOR_LR):
+        batch = to_train(learner, folders, seed=step)
+        loss, told = plain_actor_loss(case, policy, reference, batch)
+        loss.backward()
+        norm = by_hand.step(lr)
+        assert norm > 0.5  # so that clipping to less is seen, and no clipping too
+        assert_step(learner, "actor", batch, by_hand, told | {"grad_norm": norm, "actor/lr": lr})
+        learner.publish()
+
+
+@dataclass(frozen=True)
+class CriticCase:
+    """How a critic is set, and what of it the formula reads."""
+
+    critic: dict[str, Any]
+    factor: float = float(LONGEST)
+    packing: bool = False
+
+
+CRITICS = {
+    "padded": CriticCase(
+        {"value_loss_coef": 0.3, "cliprange_value": 0.35, "grad_clip": 0.05,
+         "ppo_micro_batch_size_per_gpu": 4},
+    ),
+    "packed, each row over a constant": CriticCase(
+        {"value_loss_coef": 2.5, "cliprange_value": 0.2, "grad_clip": 0.0, "clip_grad_value": 0.1,
+         "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 4.0,
+         "ppo_max_token_len_per_gpu": 40},
+        factor=4.0, packing=True,
+    ),
+    "each row over the longest response": CriticCase(
+        {"value_loss_coef": 1.5, "cliprange_value": 0.3, "grad_clip": 1e6,
+         "loss_agg_mode": "seq-mean-token-sum-norm"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_two_steps_of_the_critic(name: str, folders: dict[str, str], tokenizer: Any) -> None:
+    """With settings of its own in everything that the actor has too."""
+    case = CRITICS[name]
+    critic = case.critic | {"optim": CRITIC_OPTIM, "model": {"path": folders["critic"]}}
+    actor = {"optim": ACTOR_OPTIM, "grad_clip": 0.01, "clip_grad_value": 1e-4}
+    model = {"path": folders["actor"], "packing": case.packing}
+    config = settings(folders, actor=actor, critic=critic, model=model)
+    learner = Learner(config, tokenizer, total_steps=TOTAL_STEPS)
+    value_model = plain(folders["critic"], AutoModelForTokenClassification)
+    by_hand = PlainAdamW(
+        value_model, (0.7, 0.95), 5e-3, 0.1, critic["grad_clip"], critic.get("clip_grad_value")
+    )
+    for step, lr in enumerate(CRITIC_LR):
+        batch = to_train(learner, folders, seed=step)
+        assert batch.values_BT is not None
+        losses, clips, reach = [], [], critic["cliprange_value"]
+        for b in range(len(batch)):
+            if not batch.valid_B[b]:
+                continue
+            new = plain_values(value_model, batch, b)
+            old, returns = batch.values_BT[b, : len(new)], batch.returns_BT[b, : len(new)]
+            assert ((new - old).abs() - reach).abs().min() > 1e-4
+            held = torch.maximum(torch.minimum(new, old + reach), old - reach)
+            free, kept = (new - returns) ** 2, (held - returns) ** 2
+            losses.append(torch.where(free > kept, free, kept) / 2)
+            clips.append(kept > free)
+        mode = critic.get("loss_agg_mode", "token-mean")
+        loss = aggregated(losses, mode, case.factor)
+        clip_fraction = torch.cat(clips).double().mean().item()
+        assert 0.1 < clip_fraction < 0.9
+        (critic["value_loss_coef"] * loss).backward()
+        norm = by_hand.step(lr)
+        told = {
+            "value_loss": loss.item(), "critic/clip_fraction": clip_fraction,
+            "critic_grad_norm": norm, "critic/lr": lr,
+        }  # fmt: skip
+        assert norm > 0.1
+        assert_step(learner, "critic", batch, by_hand, told)
+        learner.publish()
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_annotations(packing: bool, folders: dict[str, str], tokenizer: Any) -> None:
+    """Policy, reference and critic each say of a token what the plain model says."""
+    model = {"path": folders["actor"], "packing": packing}
+    config = settings(folders, model=model, algorithm={"kl_penalty": "full"})
+    learner = Learner(config, tokenizer, total_steps=TOTAL_STEPS)
+    batch = make_batch(MIXED, 0)
+    found = merge_annotations(batch, [learner.annotate(batch)])
+    policy, reference = plain(folders["actor"]), plain(folders["reference"])
+    value_model = plain(folders["critic"], AutoModelForTokenClassification)
+    exact: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for b in range(len(batch)):
+            new, whole = plain_logp(policy, batch, b)
+            ref, ref_whole = plain_logp(reference, batch, b)
+            for key, values in (
+                ("old_logprobs_BT", new),
+                ("ref_logprobs_BT", ref),
+                ("entropy_BT", -(whole.exp() * whole).sum(-1)),
+                ("full_kl_BT", plain_kl("full", new, ref, whole, ref_whole)),
+                ("values_BT", plain_values(value_model, batch, b)),
+            ):
+                exact.setdefault(key, []).append(values)
+    width = batch.response_mask_BT.shape[1]
+    for key, rows in exact.items():
+        assert_near(getattr(found, key), joined(rows, width), terms=TERMS)
+    shifted = replace(found, old_logprobs_BT=found.ref_logprobs_BT)
+    with pytest.raises(AssertionError):  # the models do differ
+        assert_near(shifted.old_logprobs_BT, joined(exact["old_logprobs_BT"], width), terms=TERMS)
+
+
+def test_what_is_not_asked_for_is_not_computed(folders: dict[str, str], tokenizer: Any) -> None:
+    algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": False, "kl_penalty": "full"}
+    learner = Learner(settings(folders, algorithm=algorithm), tokenizer, total_steps=1)
+    batch = make_batch(MIXED, 0)
+    found = merge_annotations(batch, [learner.annotate(batch)])
+    assert (found.ref_logprobs_BT, found.full_kl_BT, found.values_BT) == (None, None, None)
+    sampled = settings(folders, algorithm={"kl_penalty": "kl"})
+    seen = Learner(sampled, tokenizer, total_steps=1).annotate(batch).found
+    assert "full_kl_BT" not in seen and {"ref_logprobs_BT", "values_BT"} <= seen.keys()

@@ -1,0 +1,450 @@
+"""What the loop asks of its engine and reward, setting by setting; nothing is trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums
+from ppo_cli.errors import Interrupted, UserError, WorkerLost
+from ppo_cli.loop import load, run, take_step
+from ppo_cli.records import PlacedReward, Prompt, Rollout, Score
+from ppo_cli.restarts import run_with_restarts
+from tests.loop.scripted import KL, LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
+
+Make = Callable[..., Script]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A script of 6 prompts a step with 2 responses each; settings by section."""
+
+    def build(folder: str = "run", **sections: Any) -> Script:
+        settings: dict[str, Any] = {
+            "data": {"train_batch_size": 6, "max_response_length": 9},
+            "rollout": {"n": 2},
+            "actor": {"ppo_mini_batch_size": 2},
+            "algorithm": {"use_kl_in_reward": False},
+            "trainer": {"save_freq": -1},
+        }
+        options = {k: sections.pop(k) for k in tuple(sections) if k in Script.__dataclass_fields__}
+        for name, more in sections.items():
+            settings[name] = settings.get(name, {}) | more
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return Script(tmp_path / folder, settings, **options)
+
+    return build
+
+
+def ran(script: Script, fails: type[Exception] | None = None) -> Stage:
+    stage = script.build()
+    if fails is None:
+        run(stage.job, stage.state)
+        return stage
+    with pytest.raises(fails) as told:
+        run(stage.job, stage.state)
+    stage.screen.notes.append(str(told.value))
+    return stage
+
+
+def worth(prompt: int, sample: int) -> float:
+    return prompt + sample / 10
+
+
+def test_a_step_in_order_with_whole_mini_batches(make: Make) -> None:
+    """Prompts times rollout.n rows each, every row once an epoch, the critic first."""
+    script = make(
+        steps=2, actor={"ppo_mini_batch_size": 2, "ppo_epochs": 2},
+        critic={"ppo_mini_batch_size": 4, "ppo_epochs": 3},
+        score=lambda rollout, step: worth(number(rollout.prompt), rollout.sample),
+    )  # fmt: skip
+    stage = ran(script)
+    one = ["generate", "annotate", *["critic"] * 6, *["actor"] * 6, "publish"]
+    assert stage.engine.asked == [*one, *one, "save"]
+    assert stage.reward.asked == [1, "train", 2, "train"]
+    orders = []
+    for role, sizes, epochs in (("critic", [8, 4], 3), ("actor", [4, 4, 4], 2)):
+        for step in (1, 2):
+            batches = stage.engine.batches(role, step)
+            assert [len(batch) for batch in batches] == sizes * epochs
+            taken = [int(uid[1:]) for uid in stage.engine.samplings[step - 1][0]]
+            every = [(prompt, sample) for prompt in taken for sample in (0, 1)]
+            per_epoch = len(sizes)
+            for start in range(0, len(batches), per_epoch):
+                rows = [row for b in batches[start : start + per_epoch] for row in who(b)]
+                assert sorted(rows) == sorted(every)
+                orders.append(tuple(every.index(row) for row in rows))
+            for batch in batches:  # scores stay with their rows, however they came in
+                scores = [worth(*row) for row in who(batch)]
+                torch.testing.assert_close(batch.scores_B, torch.tensor(scores))
+    assert len(set(orders)) == len(orders)  # shuffled anew for each step, epoch and model
+    taken = [uids for uids, _ in stage.engine.samplings]
+    assert {*taken[0], *taken[1]} == {f"t{i}" for i in range(12)}
+    assert stage.column("scripted/scored") == {1: 12, 2: 24}
+
+
+def test_the_critics_mini_batch_is_the_actors_unless_set_and_order_may_stay(make: Make) -> None:
+    stage = ran(make(steps=1, actor={"shuffle": False}, critic={"shuffle": False}))
+    prompts = [int(uid[1:]) for uid in stage.engine.samplings[0][0]]
+    for role in ("actor", "critic"):
+        batches = stage.engine.batches(role)
+        assert [row for batch in batches for row in who(batch)] == [
+            (prompt, sample) for prompt in prompts for sample in (0, 1)
+        ]
+        assert [len(batch) for batch in batches] == [4, 4, 4]
+    one = ran(make("one", steps=1, critic={"shuffle": False}))
+    assert [who(b) for b in one.engine.batches("actor")] != [
+        who(b) for b in stage.engine.batches("actor")
+    ]
+    assert [who(b) for b in one.engine.batches("critic")] == [
+        who(b) for b in stage.engine.batches("critic")
+    ]
+
+
+def test_how_training_and_validation_sample(make: Make) -> None:
+    rollout = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "n": 3}
+    found = ran(make(rollout=rollout, steps=2, val_prompts=4, trainer={"test_freq": 1})).engine
+    trained, validated = found.sampled("t"), found.sampled("v", greedy=True)
+    seeds = [s.seed for s in trained]
+    assert trained == [Sampling(0.7, 0.8, 5, 3, 9, seed) for seed in seeds]
+    assert len(set(seeds)) == 2  # another draw each step
+    assert len(validated) == 3 and set(validated) == {
+        Sampling(0.0, 1.0, -1, 1, 9, validated[0].seed)
+    }
+    assert validated[0].seed not in seeds
+    own = {"temperature": 0.3, "top_p": 0.6, "top_k": 2, "n": 4}
+    other = ran(
+        make("seeded", rollout=rollout | {"seed": 5, "val_kwargs": own}, steps=2, val_prompts=4)
+    ).engine
+    assert set(other.sampled("v")) == {Sampling(0.3, 0.6, 2, 4, 9, validated[0].seed)}
+    assert not {s.seed for s in other.sampled("t")} & set(seeds)
+    again = ran(make("again", rollout=rollout, steps=2)).engine
+    assert [s.seed for s in again.sampled("t")] == seeds
+    moved = ran(make("moved", rollout=rollout, steps=2, val_prompts=4, trainer={"seed": 7})).engine
+    assert not {s.seed for _, s in moved.samplings} & {s.seed for _, s in found.samplings}
+
+
+def test_remax_takes_the_greedy_score_of_each_rows_own_prompt(make: Make) -> None:
+    """Both lose the same for their length, so that it does not show in the difference."""
+
+    def score(rollout: Rollout, step: int) -> float | None:
+        prompt = number(rollout.prompt)
+        if is_greedy(rollout):
+            return None if prompt == 5 else prompt * 10.0
+        return 1.0 + rollout.sample
+
+    remax = {"adv_estimator": "remax", "use_kl_in_reward": False}
+    shaping = {"shaping": {"overlong_buffer": 8}}
+    stage = ran(make(score=score, steps=2, prompts=6, algorithm=remax, reward=shaping))
+    greedy = stage.engine.sampled("t", greedy=True)
+    assert [(s.temperature, s.top_p, s.top_k, s.n, s.max_tokens) for s in greedy] == [
+        (0.0, 1.0, -1, 1, 9)
+    ] * 2
+    assert stage.reward.asked == [1, "train", "baseline", 2, "train", "baseline"]
+    assert stage.reward.scored == 2 * (6 * 2 + 6)
+    assert stage.column("reward_mean") == {1: 1.5, 2: 1.5}  # baselines are in no statistic
+    rows = [
+        (row, float(a[0]), bool(valid))
+        for batch in stage.engine.batches("actor")
+        for row, a, valid in zip(who(batch), batch.advantages_BT, batch.valid_B, strict=True)
+    ]
+    assert len(rows) == 24
+    for (prompt, sample), advantage, valid in rows:
+        assert valid is (prompt != 5)
+        assert advantage == (1.0 + sample - prompt * 10.0 if valid else 0.0)
+
+
+def test_the_critic_warms_up_alone(make: Make) -> None:
+    stage = ran(make(steps=4, trainer={"critic_warmup": 2}))
+    assert [len(stage.engine.batches("actor", step)) for step in (1, 2, 3, 4)] == [0, 0, 3, 3]
+    assert [len(stage.engine.batches("critic", step)) for step in (1, 2, 3, 4)] == [3] * 4
+
+
+def test_target_kl_ends_the_epochs_of_one_step_above_one_and_a_half_times(make: Make) -> None:
+    tokens = 40.0
+    moved = {1: [0.149] * 6, 2: [0.1, 0.151, 0.0, 0.0, 0.0, 0.0], 3: [0.0] * 6}
+    seen: dict[int, int] = {}
+
+    def told(minibatch: MiniBatch, step: int) -> Sums:
+        if minibatch.critic:
+            return {"value_loss": (0.5, 1.0)}
+        seen[step] = seen.get(step, 0) + 1
+        return {"actor/approx_kl": (moved[step][seen[step] - 1] * tokens, tokens)}
+
+    stage = ran(make(told=told, actor={"target_kl": 0.1, "ppo_epochs": 2}))
+    assert seen == {1: 6, 2: 2, 3: 6}
+    assert stage.column("actor/stopped_early") == {2: 1.0}
+    assert stage.column("actor/approx_kl") == pytest.approx({1: 0.149, 2: 0.251 / 2, 3: 0.0})
+    assert stage.column("value_loss") == {1: 0.5, 2: 0.5, 3: 0.5}
+    seen.clear()
+    assert ran(make("free", told=told, actor={"ppo_epochs": 2})).column("actor/stopped_early") == {}
+    assert seen == {1: 6, 2: 6, 3: 6}
+
+
+def test_the_adaptive_kl_coefficient_is_taken_over_from_step_to_step(make: Make) -> None:
+    """Rows whose score failed do not count, neither in the KL nor in the sequences."""
+
+    def score(rollout: Rollout, step: int) -> float | None:
+        return None if rollout.sample == 1 and number(rollout.prompt) % 2 else 1.0
+
+    control = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.125, "horizon": 30}
+    algorithm = {"use_kl_in_reward": True, "kl_ctrl": control}
+    stage = ran(make(score=score, algorithm=algorithm, prompts=6, trainer={"save_freq": 1}))
+    growth = 1 + 0.2 * 9 / 30  # 9 of 12 rows have a score; the KL is far above its target
+    coefs = [0.5 * growth**i for i in range(4)]
+    assert stage.column("kl/coef") == pytest.approx(dict(zip((1, 2, 3), coefs, strict=False)))
+    assert stage.state.kl_coef == pytest.approx(coefs[3])
+    for step in (1, 2, 3):
+        for batch in stage.engine.batches("critic", step):
+            taken = batch.token_rewards_BT[batch.valid_B]
+            torch.testing.assert_close(
+                taken[:, 0], torch.full_like(taken[:, 0], -KL * coefs[step - 1])
+            )
+            torch.testing.assert_close(
+                taken[:, -1], torch.full_like(taken[:, 0], 1 - KL * coefs[step - 1])
+            )
+    newest = stage.job.store.newest()
+    assert newest is not None
+    for kind, kept in (("adaptive", coefs[3]), ("fixed", 0.25)):  # a fixed one is a setting
+        ctrl = control | {"type": kind, "kl_coef": 0.25}
+        resumed = make(algorithm=algorithm | {"kl_ctrl": ctrl}, prompts=6).build()
+        assert load(resumed.job, newest).kl_coef == pytest.approx(kept)
+        assert resumed.engine.version == 3
+
+
+def by_step(values: dict[int, float]) -> Scoring:
+    """Scores of validations by step (0 before the first); what is trained on gets 1."""
+    return lambda rollout, step: values[step] if rollout.prompt.uid[0] == "v" else 1.0
+
+
+def test_patience_counts_validations_without_a_new_best(make: Make) -> None:
+    values = {0: 0.2, 1: 0.5, 2: 0.5, 3: 0.4, 4: 0.6, 5: 0.6, 6: 0.1, 7: 0.1, 8: 0.9}
+    patient: dict[str, Any] = {"trainer": {"save_freq": -1, "test_freq": 1, "patience": 3}}
+    script = make(score=by_step(values), steps=8, val_prompts=2, **patient)
+    stage = ran(script)
+    assert stage.state.step == 7 and (stage.state.best, stage.state.best_step) == (0.6, 4)
+    assert stage.column("val/reward_mean") == {k: v for k, v in values.items() if k < 8}
+    assert stage.screen.notes == [
+        "Ended at step 7: 3 validations without a new best. To go on, raise --patience."
+    ]
+    assert stage.job.store.newest_step() == 7
+    resumed = script.build()
+    state = load(resumed.job, stage.folder / "checkpoints" / "step_000007")
+    run(resumed.job, state)
+    assert resumed.engine.asked == ["load"] and len(resumed.screen.notes) == 1
+    patient["trainer"]["patience"] = 4
+    longer = make(score=by_step(values), steps=8, val_prompts=2, **patient).build()
+    run(longer.job, load(longer.job, stage.folder / "checkpoints" / "step_000007"))
+    assert longer.state.step == 0 and longer.column("val/reward_mean") == values
+
+
+@pytest.mark.parametrize(
+    "trainer, validated, saved, kept",
+    [
+        ({"save_freq": 3, "test_freq": 2}, [0, 2, 4, 6, 7], [3, 4, 6, 7], [4, 6, 7]),
+        ({"save_freq": -1, "test_freq": -1}, [0, 7], [7], [7]),
+        ({"save_freq": 7, "test_freq": 7, "val_before_train": False}, [7], [7], [7]),
+        ({"save_freq": 2, "test_freq": 0, "max_ckpt_to_keep": 3}, [0, 7], [2, 4, 6, 7], [4, 6, 7]),
+        ({"save_freq": 1, "test_freq": 3, "max_ckpt_to_keep": 1}, [0, 3, 6, 7], [*range(1, 8)],
+         [3, 7]),
+    ],
+)  # fmt: skip
+def test_when_validations_and_checkpoints_are_due(
+    make: Make, trainer: dict[str, Any], validated: list[int], saved: list[int], kept: list[int]
+) -> None:
+    """A new best is saved at once and is never pruned."""
+    values = {0: 0.9} | {step: 0.95 if step in (3, 4) else 0.1 for step in range(1, 8)}
+    script = make(
+        score=by_step(values), steps=7, val_prompts=2, trainer={"max_ckpt_to_keep": 2} | trainer
+    )
+    stage = ran(script)
+    assert list(stage.column("val/reward_mean")) == validated
+    found = [n for n, verb in enumerate(stage.engine.asked) if verb == "save"]
+    published = [stage.engine.asked[:n].count("publish") for n in found]
+    assert published == saved
+    assert stage.job.store.steps() == kept
+
+
+def test_without_validation_prompts_nothing_is_validated(make: Make) -> None:
+    stage = ran(make(trainer={"test_freq": 1, "save_freq": 2}))
+    assert stage.engine.asked.count("generate") == 3
+    assert [line["step"] for line in stage.lines] == [1, 2, 3]
+    assert stage.job.store.steps() == [2, 3] and stage.state.best is None
+
+
+def test_rewards_are_shaped_and_placed_before_they_are_learnt_from(make: Make) -> None:
+    def score(rollout: Rollout, step: int) -> Score:
+        value = 4.0 if rollout.sample else 2.0
+        return Score(value, steps=(PlacedReward(2, 0.5, "token"),))
+
+    shaping = {
+        "overlong_buffer": 8, "overlong_penalty": 2.0, "normalize": "running", "reward_clip": 0.75,
+    }  # fmt: skip
+    stage = ran(make(score=score, steps=2, reward={"shaping": shaping}))
+    # 3 of the 8 tokens before the limit of 9 are used up; shaped scores are one spread from 3.
+    assert stage.column("shaping/overlong_mean") == pytest.approx({1: -0.75, 2: -0.75})
+    assert stage.state.moments.count == 24 and stage.state.moments.mean == pytest.approx(2.25)
+    assert stage.column("reward_mean") == {1: 3.0, 2: 3.0}  # told as its source gave it
+    for batch in stage.engine.batches("critic"):
+        expected = [[0, 0.5, 0, (0.75 if sample else -0.75) - 0.5] for _, sample in who(batch)]
+        torch.testing.assert_close(batch.token_rewards_BT, torch.tensor(expected))
+
+
+def test_a_run_without_any_score_says_why_and_stops(make: Make) -> None:
+    script = make(score=lambda rollout, step: None, steps=9)
+    stage = ran(script, Interrupted)
+    assert script.diagnosed == [12] and stage.screen.warnings.count("why there is no reward") == 1
+    assert stage.job.store.steps() == [3]
+    assert "no response of 3 steps in a row got a score" in stage.screen.notes[-1]
+    assert "ppo train --again" in stage.screen.notes[-1]
+    zero = make("zero", score=lambda rollout, step: float(step in (2, 5)), steps=25)
+    assert ran(zero).state.zero_steps == 20
+    assert len(zero.diagnosed) == 3  # after two steps without any reward (twice), and after twenty
+
+
+def test_gradients_that_stay_broken_end_the_run(make: Make) -> None:
+    broken = {2: "actor", 4: "critic", 5: "actor", 6: "critic"}
+
+    def told(minibatch: MiniBatch, step: int) -> Sums:
+        role = "actor" if minibatch.actor else "critic"
+        return {f"{role}/skipped_steps": (float(broken.get(step) == role), 1.0)}
+
+    script = make(told=told, steps=9, trainer={"max_nonfinite_steps": 3})
+    stage = ran(script, UserError)
+    assert "not finite in 3 steps in a row (the last is step 6)" in stage.screen.notes[-1]
+    assert stage.column("actor/skipped_steps")[2] == 3.0  # a count, not a mean
+    more = make("more", told=told, steps=9, trainer={"max_nonfinite_steps": 4})
+    assert ran(more).state.step == 9
+
+
+def test_a_step_that_cannot_be_scored_never_was(make: Make) -> None:
+    down = {"now": True}
+
+    def score(rollout: Rollout, step: int) -> float:
+        if step == 3 and down["now"] and rollout.sample == 0 and number(rollout.prompt) % 4 == 0:
+            raise Interrupted("The judge is down.")
+        return float(number(rollout.prompt))
+
+    script = make(score=score, steps=5, trainer={"save_freq": 4})
+    stage = ran(script, Interrupted)
+    assert stage.screen.notes[-1] == (
+        "The judge is down. Everything up to step 2 of 5 is saved. Go on with: ppo train --again"
+    )
+    assert stage.state.step == 2 and stage.job.store.steps() == [2]
+    down["now"] = False
+    resumed = script.build()
+    run(resumed.job, load(resumed.job, stage.folder / "checkpoints" / "step_000002"))
+    whole = ran(make("whole", score=score, steps=5, trainer={"save_freq": 4}))
+    assert resumed.lines == whole.lines
+    assert resumed.engine.samplings == whole.engine.samplings[2:]
+
+
+def test_a_stop_is_saved_and_one_in_a_validation_goes_on_with_it(make: Make) -> None:
+    asked: list[str] = []
+    script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in asked else None)
+    script.score = lambda rollout, step: asked.append("stop") or 1.0 if step == 2 else 1.0
+    stage = ran(script, Interrupted)
+    assert stage.job.store.steps() == [2]
+    assert stage.screen.notes[-1].startswith(
+        "Stopped after step 2 (SIGTERM). Everything up to step 2 of 4 is saved."
+    )
+    down = {"now": True}
+
+    def score(rollout: Rollout, step: int) -> float:
+        if rollout.prompt.uid[0] == "v" and step == 2 and down["now"]:
+            raise Interrupted("The judge is down.")
+        return 1.0
+
+    script = make("validating", score=score, steps=3, val_prompts=2, trainer={"test_freq": 2})
+    stage = ran(script, Interrupted)
+    assert stage.job.store.steps() == [2] and [line["step"] for line in stage.lines] == [0, 1]
+    down["now"] = False
+    resumed = script.build()
+    state = load(resumed.job, stage.folder / "checkpoints" / "step_000002")
+    assert state.unfinished and state.unfinished["reward_mean"] == 1.0
+    run(resumed.job, state)
+    assert resumed.engine.asked[:3] == ["load", "generate", "generate"]  # validated first,
+    assert resumed.engine.asked.count("publish") == 1  # and not trained again
+    assert [line["step"] for line in resumed.lines] == [0, 1, 2, 3]
+
+
+class Mortal(Engine):
+    """Dies in the given steps, once each, when some responses are there already."""
+
+    def __init__(self, deaths: list[int]) -> None:
+        super().__init__()
+        self._deaths = deaths
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> Iterator[Rollout]:  # type: ignore[override]
+        for done, rollout in enumerate(super().generate(prompts, sampling)):
+            if done == 3 and self._deaths and self.version + 1 == self._deaths[0]:
+                del self._deaths[0]
+                raise WorkerLost("A sampler died.")
+            yield rollout
+
+
+@pytest.mark.parametrize("deaths, most, told", [
+    ([2], 1, ["A sampler died. Starting again (1 of 1) from the first step."]),
+    ([4, 3], 2, ["A sampler died. Starting again (1 of 2) from step_000002, the last checkpoint.",
+                 "A sampler died. Starting again (2 of 2) from step_000002, the last checkpoint."]),
+    ([4, 5, 5], 2, []),
+])  # fmt: skip
+def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
+    make: Make, deaths: list[int], most: int, told: list[str]
+) -> None:
+    """What is taken again is the same: rows, scores, counts, the KL coefficient, the log."""
+    kl = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "horizon": 50, "kl_coef": 0.5}}
+    options: dict[str, Any] = {"steps": 5, "trainer": {"save_freq": 2}, "algorithm": kl}
+    options["score"] = lambda rollout, step: float(number(rollout.prompt) + step)
+    stage, whole = make(**options).build(), ran(make("whole", **options))
+    engines: list[Engine] = []
+
+    def build() -> Engine:
+        engines.append(Mortal(deaths))
+        return engines[-1]
+
+    job, gathered = replace(stage.job, engine=build()), []
+
+    def go() -> None:
+        run_with_restarts(
+            job, lambda job: stage.state, build=build, most=most,
+            gather=lambda: gathered.append(len(engines)),
+        )  # fmt: skip
+
+    if not told:
+        with pytest.raises(Interrupted, match=r"one loss more than --max_restarts 2.*Step 4 of 5"):
+            go()
+        return
+    go()
+    assert stage.screen.warnings == told
+    assert gathered == [*range(1, len(engines))]  # asked for before each new one
+    assert [e.asked[-1] for e in engines] == ["close"] * (len(engines) - 1) + ["save"]
+    assert stage.lines == whole.lines
+
+
+def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: Make) -> None:
+    origin = ran(make("first", steps=2)).job.store.newest()
+    assert origin is not None
+    stage, deaths = make("second", steps=4).build(), [4]
+    run_with_restarts(
+        replace(stage.job, engine=Mortal(deaths)), lambda job: load(job, origin),
+        build=lambda: Mortal(deaths), most=1, origin=origin,
+    )  # fmt: skip
+    assert not deaths and [line["step"] for line in stage.lines] == [3, 4]
+    assert "from step_000002, the last checkpoint" in stage.screen.warnings[0]
+
+
+def test_how_old_responses_are_is_told_only_where_sampling_runs_ahead(make: Make) -> None:
+    stage = make(steps=1).build()
+    take_step(stage.job, stage.state)
+    assert not any(key.startswith("rollout/staleness") for key in stage.state.unfinished or {})
+    ahead = make("ahead", trainer={"async_steps": 1}).build()
+    ahead.state.step = 2
+    take_step(ahead.job, ahead.state)
+    assert (ahead.state.unfinished or {})["rollout/staleness_mean"] == 2.0
+    assert ahead.engine.minibatches[0][1].batch.response_len_B.tolist() == [LENGTH] * 4
