@@ -302,9 +302,12 @@ def test_a_run_without_any_score_says_why_and_stops(make: Make) -> None:
     assert stage.job.store.steps() == [3]
     assert "no response of 3 steps in a row got a score" in stage.screen.notes[-1]
     assert "ppo train --again" in stage.screen.notes[-1]
-    zero = make("zero", score=lambda rollout, step: float(step in (2, 5)), steps=25)
+    zero = make("zero", score=lambda rollout, step: 0.0, steps=20)
     assert ran(zero).state.zero_steps == 20
-    assert len(zero.diagnosed) == 3  # after two steps without any reward (twice), and after twenty
+    assert zero.diagnosed == [12, 12]  # after two steps without any reward, and after twenty
+    fell = make("fell", score=lambda rollout, step: float(step == 2), steps=5)
+    assert ran(fell).state.zero_steps == 3
+    assert fell.diagnosed == []  # it was rewarded before: the task can be done
 
 
 def test_gradients_that_stay_broken_end_the_run(make: Make) -> None:
@@ -430,13 +433,17 @@ def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
 def test_without_a_checkpoint_of_its_own_a_run_begins_again_at_its_origin(make: Make) -> None:
     origin = ran(make("first", steps=2)).job.store.newest()
     assert origin is not None
-    stage, deaths = make("second", steps=4).build(), [4]
+    stage, deaths = make("second", steps=5, trainer={"save_freq": 3}).build(), [3, 5]
     run_with_restarts(
         replace(stage.job, engine=Mortal(deaths)), lambda job: load(job, origin),
-        build=lambda: Mortal(deaths), most=1, origin=origin,
+        build=lambda: Mortal(deaths), most=2, origin=origin,
     )  # fmt: skip
-    assert not deaths and [line["step"] for line in stage.lines] == [3, 4]
-    assert "from step_000002, the last checkpoint" in stage.screen.warnings[0]
+    assert not deaths and [line["step"] for line in stage.lines] == [3, 4, 5]
+    again = [told for told in stage.screen.warnings if "Starting again" in told]
+    assert [told.partition("from ")[2] for told in again] == [
+        "step_000002, the last checkpoint.",
+        "step_000003, the last checkpoint.",
+    ]  # its own one, once there is one
 
 
 def test_how_old_responses_are_is_told_only_where_sampling_runs_ahead(make: Make) -> None:
