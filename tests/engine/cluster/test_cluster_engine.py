@@ -198,3 +198,45 @@ def test_a_killed_rank_is_named_and_what_is_left_ends(
     started = time.monotonic()
     engine.close()
     assert time.monotonic() - started < 60
+
+
+def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_remembers(
+    prompts: list[Prompt],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start_short(number: int, *given: Any) -> Any:
+        from ppo_cli.engine.cluster.roles import SamplerRole
+
+        role = SamplerRole(number, *given)
+        model: Any = role._sampler._model  # type: ignore[attr-defined]
+        forward = model.forward
+
+        def limited(**named: Any) -> Any:
+            if number == 0 and named["input_ids"].shape[0] > 3:
+                raise MemoryError
+            return forward(**named)
+
+        model.forward = limited
+        return role
+
+    monkeypatch.setattr("ppo_cli.engine.cluster.engine.start_sampler", start_short)
+    told: list[str] = []
+    made = ClusterEngine(
+        make_config(), pickle.dumps(tokenizer), total_steps=8, logs=tmp_path / "logs",
+        placement=Placement(1, 0, (0,), ((0,), (1,)), ()), tell=told.append,
+    )  # fmt: skip
+    try:
+        found = sample(made, prompts)
+        (tmp_path / "saved").mkdir()
+        made.save(tmp_path / "saved").result(60)
+    finally:
+        made.close()
+    alone = LocalEngine(make_config(), tokenizer, total_steps=8)
+    assert [r.token_ids for r in found] == [r.token_ids for r in sample(alone, prompts)]
+    halvings = [text for text in told if "out of memory" in text]
+    assert [text.partition(":")[0] for text in halvings] == ["Sampler 0 ran out of memory"] * 2
+    assert halvings[-1].endswith("Set rollout.max_num_seqs=3 to start there next time.")
+    alone.load(tmp_path / "saved")
+    assert alone._sampler.room.left() == 3
