@@ -16,7 +16,16 @@ _QUERY = re.compile(
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 _KEY_SHAPES = re.compile(r"\b(?:sk|hf)[-_][A-Za-z0-9_-]{12,}|\bAIza[\w-]{20,}")
 _SECRET_KEYS = re.compile(r"(?i)(?:api[_-]?key|token|secret|password)$")
+# A shorter value, as of a server of one's own that takes any key, stands in ordinary words too.
 _SHORTEST = 6
+# Keys that were read from variables of any other name.
+_read_keys: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """Have every later `redact` of this process take this value out."""
+    if len(secret) >= _SHORTEST:
+        _read_keys.add(secret)
 
 
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -28,7 +37,7 @@ def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Return `text` with key values, passwords in URLs and bearer tokens replaced by ***."""
-    for value in secret_values(environ):
+    for value in sorted({*secret_values(environ), *_read_keys}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _USERINFO.sub(HIDDEN, text)
     text = _QUERY.sub(rf"\1{HIDDEN}", text)
@@ -37,7 +46,10 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def mask_secrets(value: Any) -> Any:
-    """Return a value with what stands under a secret name (`api_key`, `token`) as ***."""
+    """Return a value with what stands under a secret name (`api_key`, `token`) as ***.
+
+    Texts within it are redacted.
+    """
     if isinstance(value, Mapping):
         return {
             k: HIDDEN if _SECRET_KEYS.search(str(k)) and v is not None else mask_secrets(v)
@@ -45,4 +57,4 @@ def mask_secrets(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return type(value)(mask_secrets(item) for item in value)
-    return value
+    return redact(value) if isinstance(value, str) else value

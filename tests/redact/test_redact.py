@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.redact import redact, secret_values
+from ppo_cli.redact import hide, mask_secrets, redact, secret_values
 
 ENV = {
     "OPENAI_API_KEY": "abc123def",
     "HF_TOKEN": "hf-token-value",
     "SHORT_API_KEY": "x",
+    "DB_PASSWORD": "correct-horse",
+    "SIGNING_SECRET": "battery-staple",
     "HOME": "/h",
 }
 
@@ -26,6 +28,8 @@ ENV = {
         ("http://h/v1?access_token=zzz#top", "http://h/v1?access_token=***#top"),
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
         ("sk-ant-REDACTED", "***"),
+        ("hf_AbCdEfGhIjKlMnOpQr said no", "*** said no"),
+        ("opened with correct-horse and battery-staple", "opened with *** and ***"),
         ("AIzaSyA1234567890abcdefghijk", "***"),
         ("me@example.org wrote", "me@example.org wrote"),
         ("http://host/v1/chat?model=m", "http://host/v1/chat?model=m"),
@@ -35,6 +39,14 @@ ENV = {
 def test_redact(text: str, clean: str) -> None:
     assert redact(text, ENV) == clean
     assert redact(redact(text, ENV), ENV) == clean
+
+
+def test_a_key_of_any_variable_is_hidden_once_it_was_read() -> None:
+    hide("plain-words-as-a-key")
+    hide("short")
+    assert redact("plain-words-as-a-key, short", {}) == "***, short"
+    inside = mask_secrets({"reason": ["the plain-words-as-a-key"], "token": "x", "n": 1})
+    assert inside == {"reason": ["the ***"], "token": "***", "n": 1}
 
 
 def test_longer_secrets_go_first() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.redact import redact
+from ppo_cli.redact import mask_secrets
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdict
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class VerdictCache:
 
     def put_refusal(self, key: str, cause: str, message: str) -> None:
         """Keep that the judge will not judge this."""
-        self._write(key, "refusal", {"cause": cause, "message": redact(message)})
+        self._write(key, "refusal", {"cause": cause, "message": message})
 
     def flush(self, within_s: float = _CLOSE_S) -> bool:
         """Wait until the file has everything, but not for long; returns whether it has."""
@@ -151,7 +151,7 @@ class VerdictCache:
 
     def _write(self, key: str, kind: str, content: Mapping[str, Any]) -> None:
         # surrogates cannot be stored as UTF-8, so JSON's own escapes carry them.
-        row = (kind, json.dumps(content, default=str), time.time())
+        row = (kind, json.dumps(mask_secrets(content), default=str), time.time())
         with self._turn:
             if self._db is None or self._closing:
                 return

@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from ppo_cli.errors import Interrupted
+from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.admission import Admission, Ticket
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
 from ppo_cli.rewards.judge.counters import Tally
@@ -215,7 +216,7 @@ class JudgeClient:
 
     def _verdict(self, job: _Job, value: float, reason: str, reply: Reply, took: float) -> Verdict:
         return Verdict(
-            value, reason, reply.text, usage=job.usage, cost_usd=job.cost_usd,
+            value, redact(reason), reply.text, usage=job.usage, cost_usd=job.cost_usd,
             latency_s=took, calls=job.calls,
         )  # fmt: skip
 

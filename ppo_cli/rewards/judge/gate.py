@@ -86,6 +86,8 @@ WRAPPING = re.compile(
 SENTENCES = re.compile(r"\n|(?<=[.!?。！？])\s+|(?<=[。！？])")
 OPERATORS = {"&&", "||", "!=", "==", "<=", ">=", "=>", "->", "<<", ">>", "+=", "-=", "++", ":="}
 FILLERS = {"sure", "okay", "ok", "certainly", "of course", "alright", "all right", "absolutely"}
+# Characters that have a code point and no picture, beside spaces and what `clean` takes out.
+BLANKS = re.compile("[\u2800\ufffc\U0001d159]")
 LONE_SYMBOLS = set("^<>=+|~$°")
 # Who greets may be greeted with the same word.
 GREETINGS = {"hello", "hi", "hey", "good", "morning", "day", "evening", "night", "bye", "goodbye"}
@@ -105,7 +107,7 @@ def content_free(prompt: str, response: str, ground_truth: Any = None) -> str | 
     Pass the response as the judge would read it, reasoning stripped or not. One that equals
     the reference is never without content.
     """
-    said = clean(response).strip()
+    said = BLANKS.sub(" ", clean(response)).strip()
     if not said:
         return "empty response"
     if _is_reference(said, ground_truth):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ppo_cli.redact import HIDDEN, redact
+from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.providers.error_words import read_words
 from ppo_cli.rewards.judge.providers.failures import read_retry_after
 from ppo_cli.rewards.served_model.answers import EXCERPT, read_json
@@ -58,6 +58,7 @@ class ServedModelClient:
         self._witness = witness
         self._timeout = timeout
         self._key = key
+        hide(key)
         self._slots = asyncio.Semaphore(concurrency)
         self._most_rows: int | None = None
         self._http: httpx.AsyncClient | None = None
@@ -162,9 +163,9 @@ class ServedModelClient:
             words = f"no answer within {self._timeout:g} s"
             raise ServerFault(Kind.DOWN, "timeout", words) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-            raise ServerFault(Kind.HOPELESS, "address", self._clean(str(error))) from None
+            raise ServerFault(Kind.HOPELESS, "address", redact(str(error))) from None
         except httpx.RequestError as error:
-            words = self._clean(str(error) or type(error).__name__)
+            words = redact(str(error) or type(error).__name__)
             raise ServerFault(Kind.DOWN, "connection", words) from None
         if response.status_code != 200:
             raise self._fault_of(response.status_code, text, response.headers)
@@ -177,23 +178,19 @@ class ServedModelClient:
         try:
             return read_json(text)
         except ServerFault as fault:
-            raise ServerFault(fault.kind, fault.cause, self._clean(fault.words)) from None
+            raise ServerFault(fault.kind, fault.cause, redact(fault.words)) from None
 
     def _fault_of(self, status: int, text: str, headers: Mapping[str, str]) -> ServerFault:
         told = {name.lower(): value for name, value in headers.items()}
-        words = self._clean(read_words(text)[:EXCERPT]) or "no words with it"
+        words = redact(read_words(text))[:EXCERPT] or "no words with it"
         cause = f"http_{status}"
         if 300 <= status < 400:
-            words = self._clean(f"it sends us on to {told.get('location', 'nowhere')}")
+            words = redact(f"it sends us on to {told.get('location', 'nowhere')}")
         if status in _PASSING or (status >= 500 and status not in _FINAL_5XX):
             return ServerFault(Kind.DOWN, cause, words, retry_after=read_retry_after(told))
         if status in _REJECTED:
             return ServerFault(Kind.REJECTED, cause, words)
         return ServerFault(Kind.HOPELESS, cause, words)
-
-    def _clean(self, words: str) -> str:
-        """Take the key out of what a server or a library says."""
-        return redact(words.replace(self._key, HIDDEN) if self._key else words)
 
 
 @functools.cache

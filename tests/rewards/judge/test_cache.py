@@ -106,16 +106,21 @@ def test_closing_does_not_wait_for_another_process_for_long(
     assert cache.get("k") is None
 
 
-def test_a_refusal_that_quotes_a_key_is_kept_without_it(
+def test_what_quotes_a_key_is_kept_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-verysecret0123456789")
     cache = VerdictCache(tmp_path / "judge.sqlite")
+    quoted = "you are sk-verysecret0123456789"
+    cache.put("v", replace(VERDICT, reason=quoted, text=quoted, info={"votes": [{"said": quoted}]}))
+    kept = cache.get("v")
+    assert kept is not None and kept.value == VERDICT.value and "you are ***" in kept.reason
     cache.put_refusal("k", "refusal", "key sk-verysecret0123456789 may not ask this")
     with pytest.raises(JudgeError, match="may not ask this") as caught:
         cache.get("k")
     cache.close()
     assert "verysecret" not in str(caught.value)
+    assert not [f for f in tmp_path.iterdir() if b"verysecret" in f.read_bytes()]
 
 
 @pytest.mark.parametrize(

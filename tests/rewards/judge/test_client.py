@@ -25,6 +25,24 @@ from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 POISON = "poison"
 
 
+def test_a_key_that_the_judge_sends_back_is_not_passed_on(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    key = "for-the-loopback"  # of a variable that `redact` does not know by its name
+    written = "".join(f"\\u{ord(char):04x}" for char in key)
+    heard = []
+    for number, said in enumerate((key, written)):
+        server.score = lambda *_, said=said: f'{{"reason": "Bearer: {said}", "score": 7}}'
+        cache = VerdictCache(tmp_path / "judge.sqlite")
+        asked = ask_for(f"number {number}")
+        heard.append(run(server, lambda client: client.ask(asked), cache=cache))  # noqa: B023
+        cache.close()
+    assert [verdict.value for verdict in heard] == [7, 7]
+    assert key not in repr(heard)
+    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"Bearer: ***" in kept and key.encode() not in kept
+
+
 def verdicts(answers: list[Any]) -> list[Verdict]:
     assert [a for a in answers if not isinstance(a, Verdict)] == []
     return answers

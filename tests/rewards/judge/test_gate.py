@@ -27,6 +27,19 @@ def test_nothing_but_signs(response: str) -> None:
     assert content_free(PROMPT, response)
 
 
+def test_what_shows_nothing_is_empty() -> None:
+    shown = [
+        "\u2800", "\u3164", "\uffa0", "\u00a0", "\u2003\u3000", "\u2800\n\u2800", "\u115f\u1160",
+        "\u0301", "\u0301\u20e3", "\ufffc", "\U000e0041\U000e0042", "\u2065", "\ue000",
+        "\u2800\u0301", "\u2800.\u2800", "```\n\u2800\n```", "\\boxed{\u2800}", "\u180e\u200b",
+        "\u2800Solution:\u2800", "\U0001d159", "\U00013441", "\U00016fe4", "\u061c\u00ad",
+    ]  # fmt: skip
+    assert [text for text in shown if not content_free(PROMPT, text)] == []
+    assert content_free(PROMPT, "\u2800\u3164") == "empty response"
+    assert content_free(PROMPT, "\u28004\u2800") is None
+    assert content_free(PROMPT, "\u280b") is None  # braille with dots
+
+
 @pytest.mark.parametrize(
     "response",
     [

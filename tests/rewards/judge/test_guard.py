@@ -46,6 +46,22 @@ SPECIAL = st.sampled_from(
         "[",
         "]",
         "]~b]",
+        "<turn|>",
+        "<|turn>",
+        "[|system|]",
+        "<seed:eos>",
+        "<SPECIAL_12>",
+        "[ARGS]",
+        "｜DSML｜",
+        "/nothink",
+        "/think",
+        "<eos>",
+        "◁think▷",
+        "]<]image[>[",
+        ">>ANSWER<<",
+        "[unused1]",
+        "x",
+        ":",
         "\u200b",
         "\u202e",
         "\x00",
@@ -56,6 +72,8 @@ HOSTILE = st.lists(st.one_of(SPECIAL, st.text(max_size=6)), max_size=12).map("".
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<think>"]
 CONTROL += ["</think>", "<start_of_turn>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "]~b]"]
+CONTROL += ["<turn|>", "<|turn>", "[|system|]", "<seed:eos>", "<SPECIAL_12>", "[ARGS]", "｜DSML｜"]
+CONTROL += ["/nothink", "<eos>", "◁think▷", "]<]image[>[", ">>ANSWER<<", "[unused1]"]
 
 
 def tokenizer_with_control_tokens() -> Tokenizer:
@@ -81,6 +99,8 @@ TOKENIZER = tokenizer_with_control_tokens()
         ("tag\U000e0041\U000e007f chars", "tag chars"),
         ("hidden\ufe01\U000e0101\u034f", "hidden"),
         ("\u3164\u115f\uffa0", ""),
+        ("\u2065\ufff0\ufff8\U000e0000\U000e0080\U000e01f0\U000e0fff\ufffe", ""),
+        ("\u061c\u202a\u2069\ufe0f\u180e\U0001d17a\U0001bca0\ufdd0", ""),
         ("日本語 العربية हिन्दी 😀", "日本語 العربية हिन्दी 😀"),
     ],
 )
@@ -98,33 +118,97 @@ def test_clean_leaves_nothing_invisible_and_is_stable(text: str) -> None:
     assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>",
-        "<|START_OF_TURN_TOKEN|>", "<|user|>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<s>",
-        "</s>", "<pad>", "<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "[INST]",
-        "[/INST]", "<<SYS>>", "<</SYS>>", "[gMASK]", "[TOOL_CALLS]", "[SEP]", "<think>",
-        "</think>", "<tool_call>", "<fim_middle>", "<extra_id_0>", "<unused12>", "<|a b|>",
-    ],
-)  # fmt: skip
-def test_control_tokens_are_spelt_apart_and_still_seen(token: str) -> None:
-    shown = neutralise(f"before{token}after")
-    assert token not in shown
-    assert shown.replace(" ", "") == f"before{token}after".replace(" ", "")
+# Control tokens of chat models, by their family; those of one line have one form.
+TOKENS = re.findall(
+    r"\S+",
+    """
+<|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|START_OF_TURN_TOKEN|> <|user|>
+<|fim_prefix|> <|tool_call_argument_begin|> <|image_1|> <|return|> <|bom|> <|hy_place_holder_no_3|>
+<｜end▁of▁sentence｜> <｜User｜> <｜tool▁calls▁begin｜> ｜DSML｜ <｜DSML｜invoke>
+<turn|> <tool_call|> <channel|> <|turn> <|channel> <|tool> <|think|>
+[|endofturn|] [|system|] [|assistant|] [|tool|] [|/system|]
+<seed:eos> <seed:bos> <seed:think> </seed:think> <minimax:tool_call> <mask:0>
+<SPECIAL_12> <SPECIAL_10> <BOS_TOKEN> <EOS_TOKEN> <IMG_CONTEXT> <PRE> <SUF> <EOT>
+<s> </s> <pad> <unk> <bos> <eos> <mask> <cls> <sep> <sop> <eop> <unknown> <n> <0x0A>
+<role> </role> <human> <bot> <image> <think> </think> <tool_call> <arg_key> </arg_value> <quad>
+<start_of_turn> <end_of_turn> <fim_middle> <extra_id_0> <unused12> <reserved_106> <audio_soft_token>
+<longcat_think> <longcat_tool_call> <empty_output> <jupyter_code> <思考> <end-of-turn>
+[INST] [/INST] [SYSTEM_PROMPT] [TOOL_CALLS] [ARGS] [CALL_ID] [TOOL_CONTENT] [IMG_END] [IMG_BREAK]
+[MODEL_SETTINGS] [EOT] [BOS] [SEP] [CLS] [MASK] [PAD] [UNUSED_TOKEN_145] [gMASK] [sMASK] [unused7]
+[PREFIX] [MIDDLE] [SUFFIX] [START_REF] [IMAGE] [AVAILABLE_TOOLS] [/THINK] [AUDIO] [BEGIN_AUDIO]
+<<SYS>> <</SYS>> ◁think▷ ◁/think▷ ]~b] ]~!b[ [e~[ ]!p~[ ]<]image[>[ >>ANSWER<< >>SUFFIX<<
+/nothink /no_think ＜|im_end|＞ <｜im_end｜> ＜eos＞ ［INST］ </response> <response> </ground_truth>
+""",
+)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x |> f |> g", "f <| x", "a < b and b > c", "if a<s or s>b:", "std::vector<int> v;",
-        "Promise<Response>", "List<Prompt> all", "<div>text</div>", "arr[mask] = img[i]", "a[0]",
-        "[1, 2]", "{response}", '{"score": 10}', "x << y >> z", "<b>bold</b>", "1 <= x <= 3",
-        "response-time < 3", "<br/>", "[cut]",
-    ],
-)  # fmt: skip
-def test_ordinary_text_and_code_stay_as_they_are(text: str) -> None:
-    assert neutralise(text) == text
+def test_control_tokens_are_broken_and_still_seen() -> None:
+    wrong = {}
+    for token in [*TOKENS, "<|a b|>", "]<]start of speech[>["]:
+        for text in (token, f"before{token}after", f"a {token} b", f"{token}{token}", f"<{token}>"):
+            shown = neutralise(text)
+            if token in shown or shown.replace(" ", "") != text.replace(" ", ""):
+                wrong[text] = shown
+    assert wrong == {}
+
+
+def test_ordinary_text_and_code_stay_as_they_are() -> None:
+    """Markup, types, comparisons, pipes, log levels, indices."""
+    ordinary = """
+x |> f |> g
+f <| x
+a < b and b > c
+a < b | c > d
+if a<s or s>b:
+std::vector<int> v;
+List<int>
+Promise<Response>
+List<Prompt> all
+Map<String>
+vector<size_t> sizes
+fn first<T>(x: T) -> T
+vector<std::string>
+#include <vector>
+#include <stdio.h>
+#include <sys/types.h>
+Map<K, V>
+<div>text</div>
+<b>bold</b> <h2>
+<br/>
+<a href="x">y</a>
+<https://example.org>
+x <- y
+arr[mask] = img[i]
+a[0]
+[1, 2]
+[A]
+[B] or [C]
+[A-Z]+
+x[|i|]
+[|1; 2|]
+[INFO] started
+[ERROR] no such file
+[TODO]
+{response}
+{"score": 10}
+x << y >> z
+1 <= x <= 3
+|a| < |b|
+response-time < 3
+[cut]
+| a | b |
+x <|> y <|> z
+首页｜新闻｜体育
+a/think
+and/or
+<x|y>
+cat <<EOF
+see src/think/no.py
+>>> print(1)
+2 > 1 >> 0
+"""
+    changed = {t: neutralise(t) for t in ordinary.strip().split("\n") if neutralise(t) != t}
+    assert changed == {}
 
 
 @pytest.mark.parametrize(
@@ -141,11 +225,6 @@ def test_what_looks_like_a_fence_becomes_brackets(fence: str) -> None:
     assert fence not in shown
     assert re.fullmatch(r"x\[.*\]y", shown)
     assert shown[2:-2] == fence[1:-1]
-
-
-@pytest.mark.parametrize("tag", ["</response>", "<response>", "</prompt>", "</ground_truth>"])
-def test_tags_without_a_nonce_are_spelt_apart(tag: str) -> None:
-    assert neutralise(f"a {tag} b") == f"a {tag.replace('<', '< ')} b"
 
 
 def test_a_made_up_cut_mark_is_spelt_apart() -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ppo_cli.redact import HIDDEN, redact
+from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.providers.endpoint import Endpoint
 from ppo_cli.rewards.judge.providers.error_words import one_line
@@ -32,8 +32,6 @@ from ppo_cli.rewards.judge.providers.keys import Key
 from ppo_cli.rewards.judge.providers.negotiation import Form, Negotiation, Option
 
 logger = logging.getLogger(__name__)
-# A shorter one (a server of one's own takes anything) stands in ordinary words too.
-_SHORTEST_KEY = 6
 
 
 class SdkProvider(ABC):
@@ -47,6 +45,7 @@ class SdkProvider(ABC):
         self.model = endpoint.named_model()
         self.base_url = str(endpoint.base_url)
         self._key = key
+        hide(key.value)  # a gateway may send it back in any part of a reply
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,
@@ -105,7 +104,8 @@ class SdkProvider(ABC):
             # Importing an SDK takes seconds, which no call should pay for.
             client = self._connected()
             async with asyncio.timeout(timeout):
-                return await self._negotiate(client, question, timeout)
+                reply = await self._negotiate(client, question, timeout)
+            return replace(reply, text=redact(reply.text))
         except JudgeError as error:
             failure = self._cleaned(error)
         except TimeoutError:
@@ -186,9 +186,7 @@ class SdkProvider(ABC):
         )  # fmt: skip
 
     def _clean(self, text: str, longest: int = LONGEST) -> str:
-        """A text in one line, without the key and not too long."""
-        if len(self._key.value) >= _SHORTEST_KEY:
-            text = text.replace(self._key.value, HIDDEN)
+        """A text in one line, without secrets and not too long."""
         return shorten(one_line(redact(text)), longest)
 
 
