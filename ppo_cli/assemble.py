@@ -19,7 +19,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engines import Engines
-from ppo_cli.errors import Interrupted, WorkerLost, ppo
+from ppo_cli.errors import Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt, Scored
@@ -59,9 +59,13 @@ def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) ->
     """Run what the config asks for, from the first check to the summary."""
     check_loggers(resolved.config.trainer.logger)
     folder = RunFolder(Path(resolved.config.trainer.output_dir).expanduser())
-    folder.prepare()
-    with folder.alone():
-        _train_in(folder, resolved, screen, cluster)
+    try:
+        folder.prepare()
+        with folder.alone():
+            _train_in(folder, resolved, screen, cluster)
+    except UserError:
+        folder.drop_if_empty()
+        raise
 
 
 def _train_in(

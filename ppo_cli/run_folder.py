@@ -25,9 +25,11 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self._made: list[Path] = []
 
     def prepare(self) -> None:
         """Make the folder and see that it can be written to; raises UserError if not."""
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path) as probe:
@@ -41,6 +43,14 @@ class RunFolder:
                 f"--output_dir {self.path} cannot be written: {error.strerror}. Choose another "
                 "folder or free some space."
             ) from error
+
+    def drop_if_empty(self) -> None:
+        """Take away the folders that `prepare` made, as long as nothing is in them."""
+        with suppress(OSError):
+            if self._made:
+                for path in (self.logs, *self._made):
+                    if path.exists():
+                        path.rmdir()
 
     @contextmanager
     def alone(self) -> Iterator[None]:

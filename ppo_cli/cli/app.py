@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ppo_cli import __version__
 from ppo_cli.cli.crash import exit_code_of
-from ppo_cli.errors import EXIT_STOPPED, did_you_mean
+from ppo_cli.errors import EXIT_STOPPED, ConfigError, did_you_mean
 
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
@@ -66,7 +66,42 @@ class LazyGroup(TyperGroup):
         found = getattr(importlib.import_module(module), attribute)
         command: Any = typer.main.get_command(found)
         command.name = name
+        refuse_repeats(command, args[1:])
         return name, command, args[1:]
+
+
+def refuse_repeats(command: Any, args: Sequence[str]) -> None:
+    """Raise a UserError for flags that are given twice with two values; list flags repeat."""
+    while isinstance(command, TyperGroup):
+        names = [word for word in args if word in command.commands]
+        if not names:
+            return
+        command, args = command.commands[names[0]], args[args.index(names[0]) + 1 :]
+    flags = {
+        same_spelling(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
+    }
+    given: dict[str, dict[str, str]] = {}
+    words = iter(args)
+    for word in words:
+        if word == "--":
+            break
+        flag, equals, value = word.partition("=")
+        flag = same_spelling(flag) if word.startswith("-") else ""
+        found = flags.get(flag)
+        if found is None or found.multiple or found.count:
+            continue
+        if found.is_flag:
+            value = flag
+        elif not equals:
+            value = next(words, "")
+        given.setdefault(found.name, {})[value] = flag
+    told = []
+    for values in given.values():
+        if len(values) > 1:
+            flag, both = next(iter(values.values())), " and as ".join(map(repr, values))
+            told.append(f"flag {flag} is given twice, as {both}; keep one.")
+    if told:
+        raise ConfigError(told)
 
 
 def same_spelling(word: str) -> str:

@@ -16,6 +16,8 @@ from ppo_cli.redact import redact
 
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")
+# Blanks and control characters, which a parser of addresses may pass over in silence.
+_NOT_IN_URL = re.compile(r"[\s\x00-\x1f\x7f\\<>\"^`{|}]")
 _MOST_LEVELS = 1001
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
@@ -158,10 +160,11 @@ def _ends(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]
 
 
 def is_address(url: str) -> bool:
-    """Tell whether a text is the address of a server."""
+    """Tell whether a text is the address of a server: no blanks, a host, a port if a colon."""
     try:
         parts = urlsplit(url.strip())
-        return parts.scheme in ("http", "https") and bool(parts.hostname)
+        whole = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
+        return parts.scheme in ("http", "https") and whole and not _NOT_IN_URL.search(url.strip())
     except ValueError:
         return False
 

@@ -8,8 +8,9 @@ tuple is what a repeated flag collected, and each of its texts may hold several.
 from __future__ import annotations
 
 import math
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -17,6 +18,8 @@ import yaml
 from ppo_cli.config.keys import Key, offered
 from ppo_cli.errors import did_you_mean
 
+# Far more than settings need, few enough to be read in a second.
+MOST_NODES = 100_000
 YES = frozenset({"true", "yes", "on", "1"})
 NO = frozenset({"false", "no", "off", "0"})
 UNSET = frozenset({"null", "none", "~"})
@@ -54,6 +57,77 @@ def read_value(key: Key, raw: Any) -> Any:
     return _read(key.kind, raw)
 
 
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
+    """Parse a YAML document; raises YAMLError, also for aliases that do not come to an end.
+
+    An anchor may be used again, but neither inside itself nor so often that the whole would have
+    more than MOST_NODES values.
+    """
+    try:
+        root: yaml.Node | None = yaml.compose(text, Loader=loader)
+        if root is not None:
+            _count_nodes(root, {})
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    return root
+
+
+def load_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
+    """Return the value of a YAML document with `parse_yaml`'s limits; raises YAMLError.
+
+    A key that stands twice in one group is refused: PyYAML by itself takes the last.
+    """
+    root = parse_yaml(text, loader)
+    if root is None:
+        return None
+    for key in repeated_keys(root):
+        raise _refused(key, f"the key '{key.value}' stands twice in one group")
+    maker = loader("")
+    try:
+        return maker.construct_document(root)
+    except (ValueError, RecursionError) as error:  # a date such as 2001-99-99
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        maker.dispose()
+
+
+def _count_nodes(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values a node stands for with its aliases written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    size = sizes.get(id(node), -1)
+    if size > 0:
+        return size
+    if size == 0:
+        raise _refused(node, "what stands here contains itself by an alias (*)")
+    sizes[id(node)] = 0
+    pairs = isinstance(node, yaml.MappingNode)
+    inner = [item for pair in node.value for item in pair] if pairs else node.value
+    size = 1 + sum(_count_nodes(item, sizes) for item in inner)
+    if size > MOST_NODES:
+        raise _refused(node, f"with its aliases (*) it holds more than {MOST_NODES} values")
+    sizes[id(node)] = size
+    return size
+
+
+def repeated_keys(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Yield each key below a node that its group has already."""
+    if isinstance(node, yaml.ScalarNode):
+        return
+    seen: set[str] = set()
+    for item in node.value:
+        if isinstance(node, yaml.MappingNode):
+            key, item = item
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                yield key
+            seen.add(str(key.value))
+        yield from repeated_keys(item)
+
+
+def _refused(node: yaml.Node, why: str) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(None, None, why, node.start_mark)
+
+
 def read_free(raw: Any) -> Any:
     """Read a value of a free-form setting: YAML's types, quotes keep text as text."""
     if isinstance(raw, Quoted):
@@ -63,7 +137,7 @@ def read_free(raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw
     try:
-        return yaml.safe_load(raw)
+        return load_yaml(raw)
     except yaml.YAMLError:
         raise ValueError(f"'{raw}' is not a value; put text that has signs into quotes") from None
 
@@ -90,7 +164,11 @@ def _scalar(raw: Any, wanted: str) -> str:
 
 
 def _text(raw: Any) -> str:
-    return _scalar(raw, "one text")
+    text = _scalar(raw, "one text")
+    if not text.isprintable() and re.search("[\0\ud800-\udfff]", text):
+        shown = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+        raise ValueError(f"'{shown}' is not text in UTF-8")
+    return text
 
 
 def _number(raw: Any) -> float:
@@ -169,7 +247,7 @@ def _bracketed(raw: Any) -> bool:
 
 def _flow(raw: str) -> list[Any]:
     try:
-        parsed = yaml.load(f"[{raw[1:-1]}]", Loader=yaml.BaseLoader)
+        parsed = load_yaml(f"[{raw[1:-1]}]", yaml.BaseLoader)
     except yaml.YAMLError:
         raise ValueError(f"'{raw}' is not a list such as [a, b]") from None
     return [Quoted(item) for item in parsed]
@@ -179,7 +257,7 @@ def _mapping(raw: Any) -> dict[str, Any]:
     value = raw
     if isinstance(raw, str):
         try:
-            value = yaml.safe_load(raw)
+            value = load_yaml(raw)
         except yaml.YAMLError:
             value = None
     if not isinstance(value, dict):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ppo_cli.config.values import Quoted
+from ppo_cli.config.values import Quoted, parse_yaml, repeated_keys
 from ppo_cli.errors import ConfigError, did_you_mean
+
+LARGEST_FILE = 2**20  # bytes; the largest preset has 3,000
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
 
 def _text(path: Path, label: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_settings_text(path)
     except FileNotFoundError:
         beside = path.parent.glob("*") if path.parent.is_dir() else ()
         hint = did_you_mean(path.name, [p.name for p in beside])
@@ -51,12 +55,30 @@ def _text(path: Path, label: str) -> str:
         raise ConfigError(f"{label}: this is not a text file in UTF-8.") from None
     except OSError as error:
         raise ConfigError(f"{label}: cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise ConfigError(f"{label}: {error}") from None
+
+
+def read_settings_text(path: Path) -> str:
+    """Return the text of a file that a person wrote; a ValueError says what else it is.
+
+    Never waits, as a pipe would have it, and never reads more than LARGEST_FILE.
+    """
+    there = path.stat()
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if not stat.S_ISREG(there.st_mode):
+        raise ValueError("this is a pipe or a device; write the text to a file and name that.")
+    if there.st_size > LARGEST_FILE:
+        raise ValueError(
+            f"this file has {there.st_size:,} bytes, more than the {LARGEST_FILE:,} that are read."
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def _compose(text: str, label: str) -> yaml.Node | None:
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
-        return node
+        return parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{label} line {mark.line + 1}" if mark else label
@@ -79,6 +101,11 @@ def _flatten(node: yaml.MappingNode, prefix: str, label: str, problems: list[str
         if isinstance(value, yaml.MappingNode) and value.value:
             entries += _flatten(value, f"{name}.", label, problems)
         else:
+            problems += [
+                f"{label} line {inner.start_mark.line + 1}: the key '{inner.value}' stands twice "
+                "in one group; keep one."
+                for inner in repeated_keys(value)
+            ]
             entries.append(Entry(name, _raw(value), where))
     return entries
 

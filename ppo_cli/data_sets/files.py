@@ -77,7 +77,7 @@ def read_file(source: str) -> Records:
     suffix = file_suffix(path)
     problems: list[RowProblem] = []
     if suffix == ".parquet":
-        found = read_parquet(path)
+        found, problems = read_parquet(path)
     else:
         found, problems = read_text(path, lines=suffix.startswith((".jsonl", ".ndjson")))
     if not found and not problems:
@@ -94,6 +94,8 @@ def check_readable(path: Path) -> None:
         raise DataError(f"{path} is a folder; {hint}.")
     if not path.exists():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
+    if not path.is_file():
+        raise DataError(f"{path} is a pipe or a device. Write the rows to a file and name that.")
     if file_suffix(path) not in SUFFIXES:
         kind = file_suffix(path) or "no suffix"
         raise DataError(
@@ -115,7 +117,7 @@ def nearest_file(path: Path) -> str:
     return f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
 
 
-def read_parquet(path: Path) -> list[tuple[Place, Record]]:
+def read_parquet(path: Path) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
     """Read every row of a parquet file as plain Python values."""
     try:
         from pyarrow.parquet import ParquetFile
@@ -123,10 +125,33 @@ def read_parquet(path: Path) -> list[tuple[Place, Record]]:
         raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
     try:
         with ParquetFile(path) as file:
-            rows = file.read().to_pylist()
+            table = file.read()
+            try:
+                rows, problems = table.to_pylist(), []
+            except UnicodeDecodeError:
+                rows, problems = _row_by_row(path, table)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable parquet file ({first_line(error)}).") from error
-    return [(Place(str(path), number), row) for number, row in enumerate(rows, start=1)]
+    places = (Place(str(path), number) for number in range(1, len(rows) + 1))
+    return [pair for pair in zip(places, rows, strict=True) if pair[1] is not None], problems
+
+
+def _row_by_row(path: Path, table: Any) -> tuple[list[Record | None], list[RowProblem]]:
+    """Read a table in which some text is not UTF-8; a row with such text is None."""
+    rows: list[Record | None] = [{} for _ in range(table.num_rows)]
+    problems: list[RowProblem] = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for index, cell in enumerate(column):
+            try:
+                value = cell.as_py()
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                problem = f"is not UTF-8 (byte 0x{byte:02x})"
+                problems.append(RowProblem(Place(str(path), index + 1), name, problem))
+                rows[index] = None
+            else:
+                rows[index] = None if rows[index] is None else {**(rows[index] or {}), name: value}
+    return rows, problems
 
 
 def read_text(path: Path, *, lines: bool) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
@@ -163,7 +188,8 @@ def read_lines(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], lis
             continue
         place = Place(str(path), number, "line")
         try:
-            found.append((place, as_record(json.loads(line.decode("utf-8")))))
+            row, twice = parse_json(line)
+            found.append((place, as_record(row, twice)))
         except (ValueError, RecursionError) as error:
             problems.append(RowProblem(place, "", tell_json(error)))
     return found, problems
@@ -172,7 +198,7 @@ def read_lines(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], lis
 def read_document(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
     """Parse a JSON list of rows, or an object whose `data` is one; JSONL by mistake is read too."""
     try:
-        document = json.loads(data.decode("utf-8"))
+        document, twice = parse_json(data)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
             return read_lines(path, data)
@@ -188,10 +214,34 @@ def read_document(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], 
     for number, row in enumerate(rows_of(path, document), start=1):
         place = Place(str(path), number)
         try:
-            found.append((place, as_record(row)))
+            found.append((place, as_record(row, twice)))
         except ValueError as error:
             problems.append(RowProblem(place, "", str(error)))
     return found, problems
+
+
+def parse_json(data: bytes) -> tuple[Any, dict[int, str]]:
+    """Parse JSON; also return a key that stands twice for each such object, by `id`."""
+    twice: dict[int, str] = {}
+
+    def pairs_to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice[id(found)] = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        return found
+
+    return json.loads(data.decode("utf-8"), object_pairs_hook=pairs_to_dict), twice
+
+
+def _repeated_key(value: Any, twice: Mapping[int, str]) -> str | None:
+    """Return a key that stands twice in an object, or in one inside of it."""
+    if isinstance(value, dict):
+        if id(value) in twice:
+            return twice[id(value)]
+        value = list(value.values())
+    inner = (_repeated_key(item, twice) for item in value) if isinstance(value, list) else ()
+    return next((key for key in inner if key is not None), None)
 
 
 def rows_of(path: Path, document: Any) -> list[Any]:
@@ -210,12 +260,14 @@ def rows_of(path: Path, document: Any) -> list[Any]:
 
 
 class NotARecord(ValueError):
-    """A row that is valid JSON but no object."""
+    """A row that is valid JSON but no object, or one with a key that stands twice."""
 
 
-def as_record(value: Any) -> Record:
-    """Return a row that is a JSON object; anything else is a NotARecord."""
+def as_record(value: Any, twice: Mapping[int, str]) -> Record:
+    """Return a row that is a JSON object without repeated keys; else raise NotARecord."""
     if isinstance(value, dict):
+        if twice and (key := _repeated_key(value, twice)) is not None:
+            raise NotARecord(f"the key {key!r} stands twice in one object; keep one of them")
         return value
     raise NotARecord(f'the row is {name_type(value)}, not an object such as {{"prompt": …}}')
 

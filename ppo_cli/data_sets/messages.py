@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppo_cli.data_sets.files import name_type
-from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.plain import NotText, as_plain
 from ppo_cli.data_sets.problems import RowError
 from ppo_cli.errors import did_you_mean
 from ppo_cli.records import Message
@@ -16,9 +16,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
+def read_plain(value: Any, column: str) -> Any:
+    """Return the plain value of a column; text that is none is a RowError."""
+    try:
+        return as_plain(value, strict=True)
+    except NotText as error:
+        raise RowError(column, str(error)) from None
+
+
 def read_prompt(value: Any, column: str) -> str | tuple[Message, ...]:
     """Return a prompt as text or as clean messages; anything else is a RowError."""
-    plain = as_plain(value)
+    plain = read_plain(value, column)
     if plain is None:
         raise RowError(column, "is missing or null")
     if isinstance(plain, str):

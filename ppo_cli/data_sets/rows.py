@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from ppo_cli.data_sets.files import Record, Records, name_type, read_file
 from ppo_cli.data_sets.hub import is_hub_name, read_hub
-from ppo_cli.data_sets.messages import read_prompt
-from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.messages import read_plain, read_prompt
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Message
@@ -162,8 +161,8 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
 
 def read_ground_truth(record: Record, column: str) -> Any:
     """Return the flat ground truth or verl's nested one; None when the row has neither."""
-    flat = as_plain(record.get(column))
-    model = as_plain(record.get("reward_model"))
+    flat = read_plain(record.get(column), column)
+    model = read_plain(record.get("reward_model"), "reward_model")
     if model is None:
         return flat
     if not isinstance(model, dict):
@@ -178,7 +177,7 @@ def read_ground_truth(record: Record, column: str) -> Any:
 
 def read_data_source(record: Record, column: str) -> str:
     """Return the name that chooses the rule; empty when the row has none."""
-    value = record.get(column) if column else None
+    value = read_plain(record.get(column), column) if column else None
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -188,7 +187,7 @@ def read_data_source(record: Record, column: str) -> str:
 
 def read_extra_info(value: Any) -> Mapping[str, Any]:
     """Return the row's extra facts as plain values."""
-    plain = as_plain(value)
+    plain = read_plain(value, "extra_info")
     if plain is None:
         return {}
     if not isinstance(plain, dict):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppo_cli.data_sets.files import Record, Records, name_type
-from ppo_cli.data_sets.messages import read_message, read_messages, read_prompt
+from ppo_cli.data_sets.messages import read_message, read_messages, read_plain, read_prompt
 from ppo_cli.data_sets.plain import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.data_sets.rows import PROMPT_ALIASES, list_names, read_records, read_source, sole
@@ -113,7 +113,7 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
     """Turn one record into a pair; whatever is wrong with it is a RowError."""
     chosen_before, chosen = read_side(record.get(CHOSEN), CHOSEN)
     rejected_before, rejected = read_side(record.get(REJECTED), REJECTED)
-    given = as_plain(record.get(prompt)) if prompt else None
+    given = read_plain(record.get(prompt), prompt) if prompt else None
     if given is not None:
         messages = with_system(read_given(given, prompt), chosen_before)
         check_opening(chosen_before, messages, CHOSEN)
@@ -125,7 +125,7 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
 
 def read_side(value: Any, column: str) -> tuple[tuple[Message, ...], str]:
     """Return the turns before a response (none for a bare one) and the response."""
-    plain = as_plain(value)
+    plain = read_plain(value, column)
     if isinstance(plain, str):
         if not is_transcript(plain):
             return (), plain

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from ppo_cli.data_sets.files import Record, Records, name_type
-from ppo_cli.data_sets.messages import read_prompt
+from ppo_cli.data_sets.messages import read_plain, read_prompt
 from ppo_cli.data_sets.plain import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.records import Message
@@ -64,7 +64,7 @@ def read_scored(record: Record, prompt: str) -> tuple[tuple[Message, ...], str, 
     """Return the prompt, the response and the score of a row; None for a score that failed."""
     given = read_prompt(record.get(prompt), prompt)
     messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
-    response = as_plain(record.get(RESPONSE))
+    response = read_plain(record.get(RESPONSE), RESPONSE)
     if not isinstance(response, str):
         raise RowError(RESPONSE, f"is {name_type(response)}, not text")
     return messages, response, read_score(as_plain(record.get(SCORE)))

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.values import load_yaml
+from ppo_cli.config.yaml_file import read_settings_text
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.exchange import Usage
 
@@ -112,7 +114,7 @@ def load_prices(file: Path) -> dict[str, dict[str, Price]]:
 
 def _read_yaml(file: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = load_yaml(read_settings_text(file))
     except (OSError, UnicodeDecodeError) as problem:
         why = getattr(problem, "strerror", None) or "it is not UTF-8 text"
         raise RewardError(f"Cannot read the price file {file} (--rm_prices): {why}.") from None
@@ -120,6 +122,8 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
         where = getattr(problem, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise RewardError(f"The price file {file} (--rm_prices) is not YAML{line}.") from None
+    except ValueError as problem:
+        raise RewardError(f"The price file {file} (--rm_prices): {problem}") from None
     if not isinstance(content, Mapping):
         raise RewardError(f"The price file {file} (--rm_prices) has no `prices:` section.")
     return content

@@ -16,6 +16,8 @@ import yaml
 
 from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.values import load_yaml
+from ppo_cli.config.yaml_file import read_settings_text
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.exchange import Scale
 from ppo_cli.rewards.judge.guard import clean
@@ -151,7 +153,7 @@ def read_template(path: Path) -> Template:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = load_yaml(read_settings_text(path))
     except FileNotFoundError:
         beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
         near = did_you_mean(path.name, beside)
@@ -165,6 +167,8 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise RewardError(f"{path.name}{line}: not valid YAML: {error.problem}.") from None
     except yaml.YAMLError as error:
         raise RewardError(f"{path.name}: not valid YAML: {error}.") from None
+    except ValueError as error:
+        raise RewardError(f"--rm_prompt_file {path}: {error}") from None
     if not isinstance(found, dict):
         raise RewardError(f"{path.name}: a judge prompt is keys and texts, with at least scoring:")
     return {str(key): value for key, value in found.items()}
