@@ -19,6 +19,7 @@ from ppo_cli.data_sets.rows import Row, RowSet, load_rows
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 
+NO_TEMPLATE = "The model's tokenizer has no chat template: prompts are used as plain text."
 Truncation = Literal["error", "left", "right"]
 
 
@@ -70,6 +71,8 @@ def load_prompts(
         found.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
     raise_problems(problems)
     notes = [note for rows in sets for note in rows.notes] + tell_control_words(found)
+    if apply_chat_template and not renderer.uses_template:
+        notes.append(NO_TEMPLATE)
     return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)
 
 

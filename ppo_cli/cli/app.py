@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ppo_cli import __version__
 from ppo_cli.cli.crash import exit_code_of
+from ppo_cli.cli.foreign_flags import translate
 from ppo_cli.errors import EXIT_STOPPED, ConfigError, did_you_mean
 
 ABOUT = "Train language models with PPO from one command."
@@ -80,8 +81,8 @@ def refuse_repeats(command: Any, args: Sequence[str]) -> None:
     flags = {
         same_spelling(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
     }
-    given: dict[str, dict[str, str]] = {}
-    words = iter(args)
+    given: dict[str, list[str]] = {}
+    words = iter(translate(args))
     for word in words:
         if word == "--":
             break
@@ -91,15 +92,15 @@ def refuse_repeats(command: Any, args: Sequence[str]) -> None:
         if found is None or found.multiple or found.count:
             continue
         if found.is_flag:
-            value = flag
+            value = word
         elif not equals:
             value = next(words, "")
-        given.setdefault(found.name, {})[value] = flag
-    told = []
-    for values in given.values():
-        if len(values) > 1:
-            flag, both = next(iter(values.values())), " and as ".join(map(repr, values))
-            told.append(f"flag {flag} is given twice, as {both}; keep one.")
+        given.setdefault(found.opts[0], []).append(value)
+    told = [
+        f"flag {flag} is given twice, as {' and as '.join(map(repr, values))}; keep one."
+        for flag, values in given.items()
+        if len(set(values)) > 1
+    ]
     if told:
         raise ConfigError(told)
 

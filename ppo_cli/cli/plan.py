@@ -9,12 +9,13 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
+from ppo_cli.config.model_folder import broken_models
 from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.rewarding import Composite, ModelReward
 from ppo_cli.config.schema import Config
 from ppo_cli.config.scorers import Judge, judges_of
-from ppo_cli.errors import UserError
+from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.redact import redact
 
 EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
@@ -23,10 +24,17 @@ EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: 
 def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
     resolved = given.resolve_node()
+    refuse_broken(resolved)
     if given.extras["json"]:
         print(json.dumps(plan_dict(resolved), indent=2))
     else:
         print_plan(resolved, every=bool(given.extras["all"]))
+
+
+def refuse_broken(resolved: Resolved) -> None:
+    """Raise a ConfigError for model folders that are here and cannot be trained."""
+    if broken := broken_models(resolved.config):
+        raise ConfigError(broken)
 
 
 def print_plan(resolved: Resolved, *, every: bool = False) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
-from ppo_cli.cli.plan import print_plan
+from ppo_cli.cli.plan import print_plan, refuse_broken
 from ppo_cli.config.effective import engine_name
 from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
@@ -29,6 +29,7 @@ def train(given: Given) -> None:
     """Train a model with PPO."""
     resolved = given.resolve_node()
     if given.extras["dry_run"]:
+        refuse_broken(resolved)
         print_plan(resolved)
         return
     _refuse(resolved)

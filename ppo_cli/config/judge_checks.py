@@ -147,8 +147,8 @@ def _ends(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]
     if judge.base_url is not None and not is_address(judge.base_url):
         yield Clash(
             (f"{key}base_url", f"reward.api.{group}base_url"),
-            f"{key}base_url '{redact(judge.base_url)}' is no address; write it with http:// or "
-            "https://, such as http://localhost:8000/v1.",
+            f"{key}base_url {redact(judge.base_url)!r} is no address; write it with http:// or "
+            "https:// and without blanks, such as http://localhost:8000/v1.",
         )
     name = judge.key_env
     if name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):

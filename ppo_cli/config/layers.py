@@ -109,7 +109,7 @@ def _variables(environ: Mapping[str, str], origins: Mapping[str, str]) -> list[E
 
 
 def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
-    entries = []
+    entries: list[Entry] = []
     for text in overrides:
         if text.startswith("~") and "=" not in text:
             entries.append(Entry(text[1:], Reset(), "override"))
@@ -122,7 +122,14 @@ def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
                 "actor.clip_ratio=0.1."
             )
             continue
-        entries.append(Entry(name, given_text(raw), "override"))
+        entry = Entry(name, given_text(raw), "override")
+        earlier = next((e for e in entries if e.name == name), entry)
+        if earlier.raw != entry.raw and not isinstance(earlier.raw, Reset):
+            found.problems.append(
+                f"override: {name} is given twice, as '{earlier.raw}' and as '{entry.raw}'; keep "
+                "one."
+            )
+        entries.append(entry)
     return entries
 
 

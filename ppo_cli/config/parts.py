@@ -13,6 +13,7 @@ from ppo_cli.config.judge_checks import judge_remarks, missing_keys
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.mixture_checks import mixture_remarks
 from ppo_cli.config.model_checks import missing_models
+from ppo_cli.config.model_folder import broken_models
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
@@ -56,7 +57,11 @@ def remarks(
 
 def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return what a run cannot start without: prompts, reward models, and keys."""
-    said = missing_keys(config, environ) + missing_models(config, environ)
+    said = [
+        *broken_models(config),
+        *missing_keys(config, environ),
+        *missing_models(config, environ),
+    ]
     if not config.data.train_files:
         said.append(
             "There are no prompts to train on: name them with --train_files FILE. "

@@ -11,6 +11,7 @@ from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.device_plan import DevicePlan, device_plan
 from ppo_cli.config.effective import critic_mini_batch, data_ranks, uses_critic
 from ppo_cli.config.keys import value_of
+from ppo_cli.config.model_folder import template_remark
 from ppo_cli.config.parts import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_plan import RewardPlan, reward_plan
@@ -62,6 +63,7 @@ def make_plan(resolved: Resolved) -> Plan:
         *missing_inputs(resolved.config),
         *missing_parts(resolved),
         *remarks(resolved),
+        *template_remark(resolved.config),
     ]
     return Plan(
         values,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,25 +87,9 @@ def _merge(found: Gathered, environ: Mapping[str, str]) -> _Draft:
         draft.problems += told.problems
         draft.notes += told.notes
         draft.demands += told.demands
-        draft.problems += _given_twice(told.entries)
         for entry in told.entries:
             _lay(draft, entry)
     return draft
-
-
-def _given_twice(entries: Sequence[Entry]) -> Iterator[str]:
-    """Tell of each setting to which one layer gives two values, whatever its spelling."""
-    first: dict[str, Entry] = {}
-    for entry in entries:
-        earlier = first.setdefault(entry.name, entry)
-        if isinstance(entry.raw, Reset) or isinstance(earlier.raw, Reset):
-            continue
-        if earlier.raw != entry.raw:
-            where = f" ({earlier.origin})" if earlier.origin != entry.origin else ""
-            yield (
-                f"{entry.origin}: {entry.name} is given twice, as '{earlier.raw}'{where} and as "
-                f"'{entry.raw}'; keep one."
-            )
 
 
 def _lay(draft: _Draft, entry: Entry) -> None:
@@ -187,7 +171,7 @@ def _read(draft: _Draft, entry: Entry, raw: Any) -> None:
             draft.values[entry.name] = read_free(raw)
     except ValueError as error:
         wanted = range_words(key)
-        tail = f" ({wanted})" if wanted and not key.choices else ""
+        tail = f" ({wanted})" if wanted and not (key.choices or "UTF-8" in str(error)) else ""
         said = f"{error}{tail}"
         dot = "" if said[-1] in ".?" else "."
         _break(draft, entry.name, f"{entry.origin}: {entry.name}: {said}{dot}")

@@ -109,7 +109,14 @@ def _shards(index: Path) -> tuple[Path, ...]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ModelError(f"{index} lists no weights (weight_map): fetch the checkpoint again.")
-    files = [index.parent / str(name) for name in sorted({str(v) for v in shards.values()})]
+    names = sorted({str(value) for value in shards.values()})
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(
+            f"{index} names weights that are not beside it ({outside[0]!r}): only files of the "
+            "folder itself are read"
+        )
+    files = [index.parent / name for name in names]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ModelError(

@@ -126,8 +126,9 @@ def read_parquet(path: Path) -> tuple[list[tuple[Place, Record]], list[RowProble
     try:
         with ParquetFile(path) as file:
             table = file.read()
+            problems: list[RowProblem] = []
             try:
-                rows, problems = table.to_pylist(), []
+                rows = table.to_pylist()
             except UnicodeDecodeError:
                 rows, problems = _row_by_row(path, table)
     except (OSError, ValueError) as error:

@@ -7,8 +7,13 @@ template) gets the special tokens that the tokenizer puts in front of any text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_cli.data_sets.files import first_line
@@ -18,6 +23,8 @@ from ppo_cli.errors import DataError
 from ppo_cli.records import Message
 
 CHUNK = 1024
+TEMPLATE_S = 10.0  # templates take milliseconds
+TEMPLATE_BYTES = 2**30
 
 
 class Tokenizer(Protocol):
@@ -125,22 +132,35 @@ class Renderer:
         return row.prompt
 
     def fill_template(self, messages: tuple[Message, ...]) -> str:
-        """Apply the chat template; its refusal (roles, order) is the row's problem."""
-        from jinja2 import TemplateError
+        """Apply the chat template; its refusal (roles, order) is the row's problem.
 
+        A template is a program of whoever made the model: it gets TEMPLATE_S of time and
+        TEMPLATE_BYTES of memory, and a DataError ends it that needs more.
+        """
         conversation = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.template_arguments,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            with bounded():
+                text = str(
+                    self.tokenizer.apply_chat_template(
+                        conversation,
+                        tokenize=False,
+                        add_generation_prompt=True,
+                        **self.template_arguments,
+                    )
+                )
+        except (MemoryError, TimeoutError) as error:
+            raise DataError(
+                f"The chat template of the tokenizer needs more than {TEMPLATE_S:g} s or "
+                f"{TEMPLATE_BYTES // 2**20} MiB for one prompt: it does not end. Mend it in the "
+                "model's folder, or go without: data.apply_chat_template=false."
+            ) from error
+        except Exception as error:
             raise RowError(
                 "prompt", f"the chat template refuses it: {first_line(error)}"
             ) from error
-        return str(text)
+        if not text.strip():
+            raise RowError("prompt", "the chat template makes an empty text of it")
+        return text
 
     def tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of the texts, in chunks; a trailing EOS of raw text is cut."""
@@ -157,6 +177,35 @@ class Renderer:
     def without_eos(self, token_ids: tuple[int, ...], eos: int | None) -> tuple[int, ...]:
         """Return the ids without the end mark that the tokenizer put behind them."""
         return token_ids[:-1] if len(token_ids) > 1 and token_ids[-1] == eos else token_ids
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raise TimeoutError or MemoryError where the work within takes too much.
+
+    Both limits are the process's own. Only the main thread can be interrupted; a system that does
+    not tell how much memory is mapped bounds the time alone.
+    """
+
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if usual[0] == resource.RLIM_INFINITY or usual[0] > mapped + TEMPLATE_BYTES:
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + TEMPLATE_BYTES, usual[1]))
+    handler = signal.signal(signal.SIGALRM, ring)
+    timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, usual)
 
 
 def control_words(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ppo_cli.config.model_folder import SAVED, folder_problem
 from ppo_cli.engine.packed_rows import PackedRows, Packing
 from ppo_cli.errors import ModelError, did_you_mean
 
@@ -40,6 +41,7 @@ CRITIC_FLAG = "--critic_model"
 # What loaders raise for files that are absent, cut off, or not what they should be.
 DAMAGED = (
     OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
+    AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
     pickle.UnpicklingError,
 )  # fmt: skip
 Work = Callable[..., tuple[Tensor, ...]]
@@ -286,6 +288,8 @@ def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: A
             f"The folder {path} holds no config.json, so it is no model. Give a folder written "
             "by save_pretrained, such as RUN/checkpoints/latest/actor."
         )
+    if local.is_dir() and (wrong := folder_problem(local, flag, tokenizer=what == "tokenizer")):
+        raise ModelError(wrong)
     try:
         return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
     except DAMAGED as error:
@@ -298,8 +302,7 @@ def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
     if local.is_dir():
         return (
             f"The {what} in {path} does not load: {first.rstrip(' .:')}. Name a folder with "
-            f"{flag} to which model and tokenizer were both saved, such as "
-            "RUN/checkpoints/latest/actor."
+            f"{flag} {SAVED}."
         )
     parent = local.parent
     names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []

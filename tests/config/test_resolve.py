@@ -8,6 +8,7 @@ import pytest
 
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.layers import EMBEDDED_NOTE, PROMPTS_NOTE
+from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
 
@@ -236,8 +237,10 @@ def test_a_tilde_takes_a_setting_back_to_its_default() -> None:
     assert found.origins["actor.optim.lr"] == "default"
 
 
-def test_the_last_of_two_equal_overrides_wins() -> None:
-    assert settle("rollout.n=2", "rollout.n=3").config.rollout.n == 3
+def test_two_overrides_of_one_key_must_agree() -> None:
+    assert settle("rollout.n=2", "rollout.n=2").config.rollout.n == 2
+    with pytest.raises(ConfigError, match=r"rollout\.n is given twice, as '2' and as '3'"):
+        settle("rollout.n=2", "rollout.n=3")
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:

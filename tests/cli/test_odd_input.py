@@ -1,0 +1,246 @@
+"""Odd files, flags and model folders: refused in a sentence, in bounded time, without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.bundled import bundled_path
+from tests.cli.mistakes import ROW, TINY, set_desk
+
+ALIASES = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+CONFIGS = {
+    "self.yaml": "actor: &a\n  optim: *a\n",
+    "self_list.yaml": "trainer:\n  logger: &a [*a]\n",
+    "bomb.yaml": ALIASES,
+    "deep.yaml": "a: " + "[" * 5000 + "]" * 5000 + "\n",
+    "large.yaml": "# " + "x" * 2**21,
+    "inner.yaml": "reward:\n  composite: {parts: [{a: 1, a: 2}]}\n",
+    "nul.yaml": 'trainer: {output_dir: "a\\0b"}\n',
+}
+GOOD = "".join(json.dumps(ROW | {"prompt": f"What is 1 + {n}?"}) + "\n" for n in range(6))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    files = {"tiny.yaml": TINY, "good.jsonl": GOOD, **CONFIGS}
+    folder = set_desk(tmp_path, files, monkeypatch)
+    os.mkfifo(folder / "fifo")
+    os.mkfifo(folder / "fifo.jsonl")
+    (folder / "zero").symlink_to("/dev/zero")
+    return folder
+
+
+def wrongly_told(
+    typed: Mapping[str, tuple[list[str], str]], capfd: pytest.CaptureFixture[str]
+) -> dict[str, str]:
+    """Type each command; return those that are not refused with exit code 2 and these words."""
+    wrong = {}
+    folders = {path for path in Path.cwd().rglob("*") if path.is_dir()}
+    for name, (words, said) in typed.items():
+        code = main(words)
+        err = capfd.readouterr().err
+        made = {path for path in Path.cwd().rglob("*") if path.is_dir()} - folders
+        once = err.count("error: ") + err.count("things are wrong") == 1
+        if code != 2 or said not in err or "Traceback" in err or not once or made:
+            wrong[name] = f"{code} {err} {made or ''}"
+    return wrong
+
+
+def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked: dict[str, tuple[list[str], str]] = {
+        "a pipe": (["--config", "fifo"], "a pipe or a device"),
+        "a device": (["--config", "zero"], "a pipe or a device"),
+        "itself": (["--config", "self.yaml"], "self.yaml line 1: not valid YAML"),
+        "itself in a list": (["--config", "self_list.yaml"], "contains itself"),
+        "aliases": (["--config", "bomb.yaml"], "holds more than"),
+        "depth": (["--config", "deep.yaml"], "nested too deeply"),
+        "size": (["--config", "large.yaml"], "bytes, more than"),
+        "a key twice inside a list": (["--config", "inner.yaml"], "line 2: the key 'a' stands"),
+        "NUL": (["--config", "nul.yaml"], "'a\\0b' is not text in UTF-8"),
+        "an alias in an override": (["data.apply_chat_template_kwargs={a: &a [*a]}"], "error: "),
+        "a folder's bytes": (["--output_dir", "o/\udcff"], "'o/\\udcff' is not text in UTF-8."),
+        "a flag twice": (["--lr", "1e-5", "--lr=1e-6"], "flag --lr is given twice, as '1e-5' and"),
+        "two spellings": (
+            ["--batch-size", "4", "--batch_size", "8"],
+            "--batch_size is given twice",
+        ),
+        "yes and no": (["--rm_gate", "--no_rm_gate"], "given twice"),
+        "another program's flag": (["--learning_rate", "1", "--lr", "0.5"], "--lr is given twice"),
+        "a preset twice": (["--preset", "gsm8k", "--preset", "7b"], "--preset is given twice"),
+        "an override twice": (["rollout.n=2", "rollout.n=3"], "rollout.n is given twice"),
+        "wrapped": (["rollout.n=2", "actor_rollout_ref.rollout.n=3"], "rollout.n"),
+    }
+    for address in (
+        "http://a\nb", "http://127.0.0.1:/v1", "http://h:0", "http://a b", "http://h:99999",
+        "http://", "h:80", "http://h\x00/", "http://h/\tv1", "http:///v1",
+    ):  # fmt: skip
+        asked[repr(address)] = (
+            ["--use_api_reward", "--rm_base_url", address],
+            "is no address" if "\0" not in address else "is not text",
+        )
+    commands = {
+        f"{name} ({word})": ([word, *words], said)
+        for name, (words, said) in asked.items()
+        for word in ("plan", "train")
+    }
+    assert wrongly_told(commands, capfd) == {}
+
+
+def test_what_may_be_repeated(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    twice = [
+        "--lr", "1e-5", "--lr", "1e-5", "--config", "tiny.yaml", "--config", "tiny.yaml",
+        "rollout.n=2", "rollout.n=2", "--logger", "console", "--logger", "tensorboard",
+        "--train_files", "good.jsonl", "--train_files", "good.jsonl",
+    ]  # fmt: skip
+    assert main(["plan", *twice]) == 0, capfd.readouterr().err
+
+
+def test_rows(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    bad = b"caf\xe9"
+    text = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\6\0\0\0"), pa.py_buffer(b"ok" + bad)]
+    )
+    pq.write_table(pa.table({"prompt": text}), "text.parquet")
+    pq.write_table(pa.table({"prompt": [b"ok", bad]}), "bytes.parquet")
+    files = {
+        "half.jsonl": '{"prompt": "a \\ud83d b"}\n',
+        "half_truth.jsonl": '{"prompt": "a", "ground_truth": ["\\ude00"]}\n',
+        "half_message.jsonl": '{"prompt": [{"role": "user", "content": "\\ud83d"}]}\n',
+        "twice.jsonl": '{"prompt": "a"}\n{"prompt": "a", "data_source": "1", "data_source": "2"}\n',
+        "twice_inside.json": '[{"prompt": "a"}, {"prompt": "b", "extra_info": [{"k": 1, "k": 2}]}]',
+    }
+    for name, content in files.items():
+        Path(name).write_text(content)
+    said = {
+        "half.jsonl": "line 1, column prompt: holds \\ud83d",
+        "half_truth.jsonl": "line 1, column ground_truth: holds \\ude00",
+        "half_message.jsonl": "line 1, column prompt: holds \\ud83d",
+        "twice.jsonl": "line 2: the key 'data_source' stands twice",
+        "twice_inside.json": "row 2: the key 'k' stands twice",
+        "text.parquet": "row 2, column prompt: is not UTF-8 (byte 0xe9)",
+        "bytes.parquet": "row 2, column prompt: is not UTF-8 (byte 0xe9)",
+        "fifo.jsonl": "a pipe or a device",
+    }
+    wrong = {}
+    for name, words in said.items():
+        code = main(["data", "check", name])
+        out = "".join(capfd.readouterr())
+        if code != 2 or words not in out or "Traceback" in out:
+            wrong[f"check {name}"] = f"{code} {out}"
+    train = ["train", "--preset", "embedded", "--config", "tiny.yaml", "--output_dir", "new/run"]
+    typed = {name: ([*train, "--train_files", name], words) for name, words in said.items()}
+    assert wrong | wrongly_told(typed, capfd) == {}
+
+
+def make_model(
+    name: str, change: Mapping[str, Any] | list[Any] | None = None, without: str = ""
+) -> Path:
+    """Copy the bundled model; `change` goes into its config.json, or stands in its place."""
+    folder = Path(shutil.copytree(bundled_path("embedded", "model"), name))
+    config = json.loads((folder / "config.json").read_text())
+    new = change if isinstance(change, list) else config | dict(change or {})
+    (folder / "config.json").write_text(json.dumps(new))
+    for file in without.split():
+        (folder / file).unlink()
+    return folder
+
+
+def point_index_at(name: str, file: str) -> None:
+    folder = make_model(name)
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_model_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_model("list", [])
+    make_model("words", {"vocab_size": 10})
+    make_model("hidden", {"hidden_size": 0})
+    make_model("text", {"hidden_size": "big"})
+    make_model("layers", {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    point_index_at("passwd", "../../etc/passwd")
+    point_index_at("beside", "../elsewhere.safetensors")
+    point_index_at("absolute", "/etc/passwd")
+    make_model("no_tokenizer", without="tokenizer.json")
+    make_model("no_tokenizer_at_all", without="tokenizer.json tokenizer_config.json")
+    said = {
+        "list": "should hold a JSON object",
+        "words": "vocab_size 10, but the tokenizer",
+        "hidden": "hidden_size 0",
+        "text": "hidden_size 'big'",
+        "layers": "asks for 3 layers, but the weights hold 2",
+        "passwd": "'../../etc/passwd'",
+        "beside": "'../elsewhere.safetensors'",
+        "absolute": "'/etc/passwd'",
+        "no_tokenizer": "There is no tokenizer in no_tokenizer",
+        "no_tokenizer_at_all": "There is no tokenizer in",
+    }
+    run = ["--config", "tiny.yaml", "--output_dir", "new/run", "--model"]
+    typed = {
+        f"{word} {name}": ([word, *run, name], words)
+        for name, words in said.items()
+        for word in ("plan", "train")
+    }
+    assert wrongly_told(typed, capfd) == {}
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "the chat template refuses it"),
+        ("{{ 'x' * 10**10 }}", "does not end"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "does not end",
+        ),
+        ("{{ '' }}", "makes an empty text"),
+        ("{{ 1 // 0 }}", "the chat template refuses it"),
+        ("{{ messages[7].content.x.y }}", "the chat template refuses it"),
+    ],
+)
+def test_templates(
+    desk: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr("ppo_cli.data_sets.render.TEMPLATE_S", 1.0)
+    (make_model("model") / "chat_template.jinja").write_text(template)
+    run = ["train", "--config", "tiny.yaml", "--output_dir", "new/run", "--model", "model"]
+    assert wrongly_told({template: (run, said)}, capfd) == {}
+
+
+def test_a_model_without_a_template_is_told_of(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_model("none", without="chat_template.jinja")
+    (make_model("empty") / "chat_template.jinja").write_text("")
+    for name in ("none", "empty"):
+        assert main(["plan", "--config", "tiny.yaml", "--model", name]) == 0
+        assert f"The tokenizer in {name} has no chat template" in capfd.readouterr().out
+
+
+def test_training_without_a_template_says_so(desk: Path) -> None:
+    from ppo_cli.engine.models import load_tokenizer
+    from ppo_cli.prompts import load_prompts
+
+    tokenizer = load_tokenizer(str(make_model("model")))
+    notes = []
+    for template in (tokenizer.chat_template, None, ""):
+        tokenizer.chat_template = template
+        notes.append(" ".join(load_prompts(["good.jsonl"], tokenizer, max_prompt_length=64).notes))
+    assert ["no chat template" in said for said in notes] == [False, True, True]
