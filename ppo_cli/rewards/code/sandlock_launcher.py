@@ -82,6 +82,7 @@ class Server:
     def __init__(self, control: socket.socket, trainer: int) -> None:
         self._control = control
         self._trainer = trainer
+        self._files_limited = can_limit_files()
         self._poll = select.poll()
         # The first to be registered is the first to be served: a number that is closed later
         # in a round is taken again only in the next.
@@ -145,7 +146,7 @@ class Server:
                 os.write(channel, NUMBER.pack(-(error.errno or errno.EAGAIN)))
             return
         if pid == 0:
-            run_forked(launcher, channel, streams)
+            run_forked(launcher, channel, streams, self._files_limited)
         launch = Launch(pid, os.pidfd_open(pid), os.dup(channel))
         self._folders = [one for one in self._folders if os.path.lexists(one)] + [folder]
         self._exits[launch.exit] = self._channels[launch.channel] = launch
@@ -155,7 +156,7 @@ class Server:
         launch.tell(pid)
 
 
-def run_forked(launcher: int, channel: int, streams: list[int]) -> NoReturn:
+def run_forked(launcher: int, channel: int, streams: list[int], files_limited: bool) -> NoReturn:
     """Be the process that watches over one command, and end as it ends."""
     code = 1
     try:
@@ -163,7 +164,8 @@ def run_forked(launcher: int, channel: int, streams: list[int]) -> NoReturn:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == launcher:
             plan, command = read_order(channel)
-            limit_files(plan["cwd"])
+            if files_limited:
+                limit_files(plan["cwd"])
             drop_privileges()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
@@ -207,21 +209,36 @@ def run(plan: dict[str, Any], command: list[str]) -> int:
 def limit_files(folder: str) -> None:
     """Lay a file system in memory over the folder, of limited size and for this process alone.
 
-    It goes with the process. Where the kernel refuses, the trainer counts the files itself.
+    It goes with the process. OSError: the kernel refuses.
     """
     library = ctypes.CDLL(None)
     if library.unshare(_NEW_MOUNTS) != 0:
         identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
         if library.unshare(_NEW_MOUNTS | _NEW_USER) != 0:
-            return
+            raise OSError("no namespaces")
         with open("/proc/self/setgroups", "w") as file:
             file.write("deny")
         for name, number in identities.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(f"{number} {number} 1")
-    library.mount(b"none", b"/", None, _PRIVATE_TREE, None)
+    if library.mount(b"none", b"/", None, _PRIVATE_TREE, None) != 0:
+        raise OSError("no mounts")
     options = f"size={MOST_FILES_MB}m,nr_inodes={MOST_ENTRIES},mode=0700".encode()
-    library.mount(b"ppo-code", os.fsencode(folder), b"tmpfs", _NO_SUID_NO_DEVICES, options)
+    place = os.fsencode(folder)
+    if library.mount(b"ppo-code", place, b"tmpfs", _NO_SUID_NO_DEVICES, options) != 0:
+        raise OSError("no mounts")
+
+
+def can_limit_files() -> bool:
+    """Try it in a process that ends at once; where it fails, the trainer counts the files."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(OSError):
+            limit_files("/tmp")
+            code = 0
+        os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def drop_privileges() -> None:
@@ -255,5 +272,6 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         control.send(f"{type(error).__name__}: {error}".encode())
         return
+    server = Server(control, trainer)
     control.send(READY)
-    Server(control, trainer).serve()
+    server.serve()
