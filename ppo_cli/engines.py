@@ -82,8 +82,9 @@ class Engines:
     def _make(self) -> Engine:
         if engine_name(self.config) == "local":
             return LocalEngine(
-                self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell
-            )
+                self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
+                profiles=self.logs.absolute().parent / "profile",
+            )  # fmt: skip
         from ppo_cli.engine.cluster.apart import ApartEngine
 
         return ApartEngine(

@@ -98,6 +98,7 @@ def take_step(job: Job, state: RunState) -> None:
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
     job.tracker.rollouts(state.step, scored)
+    job.tracker.show_profile(state.step)
     state.count_unscored_steps(scored)
     _explain_zero_reward(job, state, scored)
     state.unfinished = metrics

@@ -78,6 +78,22 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
     return metrics | (_source_metrics(scored, prefix) if prefix else {})
 
 
+def recent(lines: Sequence[Mapping[str, Any]], most: int = 100) -> dict[str, float]:
+    """Mean and standard deviation of each main metric over the last `most` training steps.
+
+    Keys are `<metric>_mean` and `<metric>_std`; main metrics are those without a `/`. What a
+    step did not measure is left out. The deviation is that of the values themselves (no n - 1).
+    """
+    steps = [line for line in lines if line["step"] > 0][-most:]
+    found: dict[str, float] = {}
+    for name in sorted({key for line in steps for key in line if "/" not in key} - {"step"}):
+        values = [float(line[name]) for line in steps if line.get(name) is not None]
+        if values:
+            found[f"{name}_mean"] = float(np.mean(values))
+            found[f"{name}_std"] = float(np.std(values))
+    return found
+
+
 def mixture_parts(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The raw mean of each part of a mixture, by name; nothing where rewards are not mixed."""
     start, end = f"{prefix}reward/", "/weight"

@@ -186,6 +186,12 @@ class Tracker:
         with self._telling_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
 
+    def show_profile(self, step: int) -> None:
+        """Show what engines wrote of a step that was profiled; the tables of two processes."""
+        tables = sorted((self._run_dir / "profile").glob(f"step_{step:06d}.*_0.txt"))
+        for table in tables:
+            self.screen.note(table.read_text(encoding="utf-8").rstrip())
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Finish a step: its line goes to the disk, the loggers and the screen."""
         merged = self._seconds | self._validations.pop(step, {}) | dict(metrics)

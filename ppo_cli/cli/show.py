@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
 from ppo_cli.errors import DataError
 from ppo_cli.run_log import METRICS_FILE, read_lines, read_metrics, rollout_file, rollout_steps
+from ppo_cli.step_metrics import recent
 from ppo_cli.summary import judge_totals
 
 MOST_STEPS = 20
@@ -36,6 +37,10 @@ def show(
     last: Annotated[
         int, typer.Option("--last", min=1, help="Rows of the table of steps.")
     ] = MOST_STEPS,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Show mean and deviation over the last 100 steps."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     csv: Annotated[
         str | None,
@@ -49,7 +54,10 @@ def show(
     --worst without --step reads the newest step; responses without a score come last.
     """
     check_run_folder(run)
-    if step is None and worst is None and not val:
+    if summary:
+        found = recent(read_metrics(run))
+        text = json.dumps(found, indent=2) if as_json else recent_table(found)
+    elif step is None and worst is None and not val:
         steps = read_metrics(run)[-last:]
         if csv is not None:
             text = steps_csv(read_metrics(run), csv)
@@ -143,6 +151,19 @@ def steps_table(steps: Sequence[Line]) -> str:
     return "\n".join(
         "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
     )
+
+
+def recent_table(found: Mapping[str, float]) -> str:
+    """Return what `recent` gives as a table of metric, mean and deviation."""
+    names = [key.removesuffix("_std") for key in found if key.endswith("_std")]
+    if not names:
+        return "No step is finished yet."
+    width = max(map(len, names))
+    rows = [f"{'metric':<{width}}  {'mean':>8}  {'std':>8}"]
+    for name in names:
+        mean, std = number(found[f"{name}_mean"]), number(found[f"{name}_std"])
+        rows.append(f"{name:<{width}}  {mean:>8}  {std:>8}")
+    return "\n".join(rows)
 
 
 def rollout_text(line: Line) -> str:

@@ -150,6 +150,16 @@ def _kl(config: Config) -> Iterator[Clash]:
 
 
 def _schedule(config: Config) -> Iterator[Clash]:
+    for word in config.trainer.profile_steps:
+        first, dash, last = word.partition("-")
+        numbers = [first, last] if dash else [first]
+        readable = all(n.isascii() and n.isdigit() and int(n) > 0 for n in numbers)
+        if not readable or int(numbers[-1]) < int(first):
+            yield Clash(
+                ("trainer.profile_steps",),
+                f"trainer.profile_steps {word!r} names no steps. Use a number from 1, a list (2,5) "
+                "or a range (2-4): --profile 3.",
+            )
     warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
     if steps is not None and 0 < steps <= warmup:
         yield Clash(

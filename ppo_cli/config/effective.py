@@ -163,6 +163,12 @@ def _set_apart(config: Config, gpus: int) -> int:
     return min(next(fitting, start), gpus)
 
 
+def is_profiled(config: Config, step: int) -> bool:
+    """Return whether `trainer.profile_steps` names a training step."""
+    spans = (word.partition("-") for word in config.trainer.profile_steps)
+    return any(int(first) <= step <= int(last or first) for first, _, last in spans)
+
+
 def learner_ranks(config: Config, gpus: int | None = None) -> int:
     """Return how many processes train; with a split, only those on devices that train."""
     return max(1, len(train_devices(config, gpus)))

@@ -204,6 +204,16 @@ class Trainer(Section):
     placement: str | None = setting(
         None, "Which devices do what: train:0-5,rollout:6-7,reward:5.", flag="--placement"
     )
+    profile_steps: tuple[str, ...] = setting(
+        (), "Training steps to profile: 3, 2,5 or 2-4; traces and tables go to profile/.",
+        flag="--profile",
+    )  # fmt: skip
+    threads: int | None = setting(
+        None,
+        "CPU threads of each process that computes; unset: OMP_NUM_THREADS, else one for each "
+        "core, and one in a Ray worker without GPUs.",
+        ge=1,
+    )
     async_steps: int = setting(
         0, "Steps that sampling may run ahead of training.", flag="--async_steps", ge=0, le=16
     )

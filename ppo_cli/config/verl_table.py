@@ -29,6 +29,10 @@ CLUSTER: Final = (
     "set the cluster with --nnodes, --node_rank and --master_addr, or name one in RAY_ADDRESS"
 )
 MEGATRON: Final = f"it is a setting of Megatron, which is {NOT_OFFERED}"
+TORCH_PROFILER: Final = (
+    "the profiler is torch's, for every process, and writes to profile/ of the run folder; choose "
+    "steps with --profile STEPS"
+)
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 
 RENAMED: Final[dict[str, tuple[str, ...]]] = {
@@ -62,6 +66,7 @@ RENAMED: Final[dict[str, tuple[str, ...]]] = {
     "reward_model.forward_max_token_len_per_gpu": ("reward.model.batch_tokens",),
     "reward_model.model.fsdp_config.param_offload": ("reward.model.offload",),
     "reward.reward_model.model.fsdp_config.param_offload": ("reward.model.offload",),
+    "global_profiler.steps": ("trainer.profile_steps",),
     "trainer.default_local_dir": ("trainer.output_dir",),
     "trainer.max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep",),
     "trainer.max_critic_ckpt_to_keep": ("trainer.max_ckpt_to_keep",),
@@ -208,10 +213,8 @@ _SAME_ONCE: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "trainer.default_hdfs_dir": (OFF, "checkpoints are written below trainer.output_dir"),
     "trainer.del_local_ckpt_after_load": (OFF, "a checkpoint is never deleted by resuming"),
     "trainer.esi_redundant_time": (OFF, "send SIGTERM: the run saves and exits with 3"),
-    "trainer.profile_steps": (OFF, "profilers are not started from here"),
     "trainer.v1.trainer_mode": (("sync",), OVERLAP),
-    "global_profiler.tool": (OFF, "profilers are not started from here"),
-    "global_profiler.steps": (OFF, "profilers are not started from here"),
+    "global_profiler.tool": ((*OFF, "torch"), TORCH_PROFILER),
     "ray_kwargs.timeline_json_file": (OFF, "no Ray timeline is written"),
     "transfer_queue.enable": (OFF, "there is one driver and no queue"),
 }
@@ -248,7 +251,7 @@ def _for_part(part: str) -> dict[str, tuple[tuple[str, ...], str]]:
         f"{part}.fsdp_config.forward_only": (OFF, "set by the program itself"),
         f"{part}.use_torch_compile": (OFF, "models are not compiled; leave it out"),
         f"{part}.entropy_checkpointing": (OFF, "the entropy is computed in chunks"),
-        f"{part}.profiler.enable": (OFF, "profilers are not started from here"),
+        f"{part}.profiler.enable": ((*OFF, *ON), TORCH_PROFILER),
         f"{part}.router_replay.mode": (("disabled", *OFF), "routers are not replayed"),
     }
 
@@ -298,10 +301,10 @@ REFUSED: Final[dict[str, str]] = {
     "actor.fsdp_config.wrap_policy.*": "each decoder layer is a sharding unit",
     "critic.fsdp_config.wrap_policy.*": "each decoder layer is a sharding unit",
     "ref.fsdp_config.wrap_policy.*": "each decoder layer is a sharding unit",
-    "actor.profiler.*": "profilers are not started from here",
-    "critic.profiler.*": "profilers are not started from here",
-    "ref.profiler.*": "profilers are not started from here",
-    "rollout.profiler.*": "profilers are not started from here",
+    "actor.profiler.*": TORCH_PROFILER,
+    "critic.profiler.*": TORCH_PROFILER,
+    "ref.profiler.*": TORCH_PROFILER,
+    "rollout.profiler.*": TORCH_PROFILER,
     "actor.qat.*": "quantisation-aware training is not offered",
     "actor.fsdp_config.qat.*": "quantisation-aware training is not offered",
     "actor.router_replay.*": "routers are not replayed",
@@ -342,9 +345,9 @@ REFUSED: Final[dict[str, str]] = {
     "custom_reward_function.*": "use --reward_function FILE[:NAME]",
     "reward.custom_reward_function.*": "use --reward_function FILE[:NAME]",
     "trainer.v1.*": OVERLAP,
-    "trainer.controller_nsight_options.*": "profilers are not started from here",
-    "trainer.worker_nsight_options.*": "profilers are not started from here",
-    "global_profiler.*": "profilers are not started from here",
+    "trainer.controller_nsight_options.*": TORCH_PROFILER,
+    "trainer.worker_nsight_options.*": TORCH_PROFILER,
+    "global_profiler.*": TORCH_PROFILER,
     "ray_init.*": CLUSTER,
     "ray_kwargs.*": CLUSTER,
     "transfer_queue.*": "there is one driver and no queue",

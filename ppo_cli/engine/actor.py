@@ -147,6 +147,10 @@ class ActorLearner:
     def _loss(
         self, batch: TrainBatch, cut: Slice, tokens: int, sequences: int, table: SumTable
     ) -> Tensor:
+        """What is minimised, reported as `actor_loss`: surrogate - entropy + KL, weighted.
+
+        `policy_loss` is the surrogate alone.
+        """
         s = self._settings
         mask_BT = cut.loss_mask_BT(batch)
         with_entropy = s.entropy_coeff > 0
@@ -196,6 +200,7 @@ class ActorLearner:
             kl = aggregated(self._kl_BT(batch, cut, seen, new_BT))
             loss = loss + s.kl_loss_coef * kl
             table.add("actor/kl_loss", kl.item(), 0)
+        table.add("actor_loss", loss.item(), 0)
         return loss
 
     def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:

@@ -42,7 +42,10 @@ class CriticLearner:
         self._ranks = ranks
 
     def step(self, batch: TrainBatch) -> Table:
-        """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
+        """One optimizer step on all rows of `batch`; returns what this rank saw of it.
+
+        `value_loss` is the loss before its coefficient, `critic_loss` what is minimised.
+        """
         if batch.values_BT is None:
             raise ValueError("a critic step needs the old values")
         tokens, sequences = count_mask(batch.loss_mask_BT)
@@ -67,8 +70,10 @@ class CriticLearner:
                     global_sequences=sequences,
                     scale_factor=s.loss_scale_factor or float(self._longest_response),
                 )
-                (s.value_loss_coef * result.loss).backward()
+                loss = s.value_loss_coef * result.loss
+                loss.backward()
                 table.add("value_loss", result.loss.item(), 0)
+                table.add("critic_loss", loss.item(), 0)
                 table.add("critic/clip_fraction", result.clip_sum.item(), result.token_count.item())
             return table
 

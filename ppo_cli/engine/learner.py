@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_
 from ppo_cli.engine.models import Adapt, Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
+from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import cut_slice, row_lengths
 from ppo_cli.engine.sampler import Weights
@@ -63,13 +64,20 @@ class Learner:
     """One rank's share of every model that is trained or asked."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, ranks: Ranks = ALONE, *, total_steps: int
+        self,
+        config: Config,
+        tokenizer: Any,
+        ranks: Ranks = ALONE,
+        *,
+        total_steps: int,
+        profiles: Path | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
         self._weight_version = 0
+        self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
         self.policy = self._load_policy(
             model_folder(config.model.path), config.actor.fsdp_config, adapt(config)
@@ -105,6 +113,7 @@ class Learner:
             )
 
         with ExitStack() as awake:
+            awake.enter_context(self.phase("annotate"))
             for model in self._models():
                 awake.enter_context(model.awake())
             return run_within_memory(
@@ -116,9 +125,11 @@ class Learner:
         table: Table = {}
         with tell_out_of_memory("An optimizer step", "the size of --model"):
             if minibatch.actor:
-                table |= self._actor.step(minibatch.batch)
+                with self.phase("update actor"):
+                    table |= self._actor.step(minibatch.batch)
             if minibatch.critic and self._critic is not None:
-                table |= self._critic.step(minibatch.batch)
+                with self.phase("update critic"):
+                    table |= self._critic.step(minibatch.batch)
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
             if budget.halvings:
@@ -129,8 +140,13 @@ class Learner:
 
     def publish(self) -> None:
         """Raise the weight version and move the learning-rate schedules on."""
+        self._profiler.finish()
         self._weight_version += 1
         self._set_progress()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A phase of the training step under way, for its profile."""
+        return self._profiler.phase(name, self._weight_version + 1)
 
     @torch.no_grad()
     def weights(self) -> Weights | None:

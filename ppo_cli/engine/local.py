@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.models import decode_text, stop_token_ids
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
+from ppo_cli.engine.threads import Waiting, set_threads
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -33,18 +35,23 @@ class LocalEngine:
         tokenizer: Any,
         *,
         total_steps: int,
+        profiles: Path | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._learner = Learner(config, tokenizer, total_steps=total_steps)
+        set_threads(config.trainer.threads)
+        self._waiting = Waiting()
+        self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         self._sampler = self._build_sampler()
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
         awake = self._learner.policy.awake()
-        with tell_out_of_memory("Sampling", "rollout.max_num_seqs"), awake:
+        # Greedy responses (validations, baselines) belong to no phase of training.
+        phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
+        with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"), awake:
             yield from self._sampler.generate(prompts, sampling, self._learner.weight_version)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
@@ -69,7 +76,8 @@ class LocalEngine:
             self._sampler.room.resume(rows)
 
     def close(self) -> None:
-        """Nothing outlives the process here."""
+        """Stop watching the CPUs; nothing else outlives the process here."""
+        self._waiting.close()
 
     def _build_sampler(self) -> HFSampler:
         compute = Compute.choose(self._config.model.dtype)

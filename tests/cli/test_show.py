@@ -58,6 +58,14 @@ def test_the_table_of_steps(run: Path) -> None:
     assert len(show(run).splitlines()) == 21
 
 
+def test_the_summary_has_means_and_deviations(run: Path) -> None:
+    rows = [row.split() for row in show(run, "--summary").splitlines()]
+    assert rows == [["metric", "mean", "std"], ["reward_mean", "0.130", "0.072"]]
+    found = json.loads(show(run, "--summary", "--json"))
+    assert set(found) == {"reward_mean_mean", "reward_mean_std"}
+    assert found["reward_mean_mean"] == pytest.approx(0.13)
+
+
 def test_the_worst_come_first_and_the_unscored_last(run: Path) -> None:
     shown = show(run, "--worst", 2)
     assert shown.index("question b") < shown.index("question a") and "question c" not in shown

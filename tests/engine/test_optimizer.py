@@ -40,6 +40,23 @@ def test_cosine_ends_at_its_floor() -> None:
     assert lr_factor(99, 8, optim) == pytest.approx(0.1)
 
 
+def test_cosine_after_a_warm_up_ends_at_its_floor() -> None:
+    optim = Optim(lr_scheduler_type="cosine", min_lr_ratio=0.1, lr_warmup_steps=4)
+    assert [lr_factor(s, 12, optim) for s in (3, 4)] == [0.8, 1.0]
+    assert lr_factor(8, 12, optim) == pytest.approx(0.55)  # half the steps after the warm-up
+    assert lr_factor(12, 12, optim) == pytest.approx(0.1)
+
+
+def test_gradients_below_the_bound_are_left_as_they_are() -> None:
+    """Seen in AdamW's first moment, a tenth of the gradient: its step is free of scale."""
+    for size, kept in ((0.5, 0.5), (1.0, 1.0), (4.0, 1.0)):
+        module = nn.Linear(1, 1, bias=False)
+        optimizer = build(module, grad_clip=1.0)
+        module.weight.grad = torch.tensor([[size]])
+        assert optimizer.apply() == (size, True)
+        assert optimizer.moments()["weight.exp_avg"].item() == pytest.approx(0.1 * kept)
+
+
 def build(module: nn.Module, **options: object) -> Optimizer:
     settings = {"total_steps": 10, "grad_clip": 1.0, "clip_grad_value": None} | options
     return Optimizer(module, Optim(lr=0.1, weight_decay=0.0), **settings)  # type: ignore[arg-type]

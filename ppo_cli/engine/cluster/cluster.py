@@ -50,11 +50,13 @@ class Cluster:
         *,
         worker_timeout: float,
         node_timeout: float,
+        threads: int = 1,
         address: str | None = None,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._placement = placement
+        self._threads = threads  # of a worker without GPUs
         self._logs = logs.absolute()
         self._node_timeout = node_timeout
         self._group: PlacementGroup | None = None
@@ -185,8 +187,8 @@ class Cluster:
         # Ray hides all GPUs from a worker that asks it for none; this one sees to that itself.
         variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         if not seat.gpus:
-            # Threads of several processes on the same cores would wait for each other.
-            variables["OMP_NUM_THREADS"] = "1"
+            # More threads than cores, over all processes, would wait for each other.
+            variables["OMP_NUM_THREADS"] = str(self._threads)
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=seat.node
         )

@@ -53,6 +53,7 @@ class ClusterEngine:
     ) -> None:
         trainer = config.trainer
         self._weight_version = 0
+        self._profiles = logs.absolute().parent / "profile"
         self._tell = tell
         self._room: list[int | None] = [None] * len(placement.rollout)
         self._one_node = placement.nodes == 1
@@ -60,8 +61,9 @@ class ClusterEngine:
         self._learners: list[Member] = []
         self._samplers: list[Member] = []
         self._cluster = Cluster(
-            placement, logs, address=address, worker_timeout=trainer.worker_timeout,
-            node_timeout=trainer.node_timeout, tell=tell, stop_requested=stop_requested,
+            placement, logs, threads=trainer.threads or 1, address=address,
+            worker_timeout=trainer.worker_timeout, node_timeout=trainer.node_timeout,
+            tell=tell, stop_requested=stop_requested,
         )  # fmt: skip
         try:
             ranks = _counted(len(placement.train), "learner rank")
@@ -157,7 +159,7 @@ class ClusterEngine:
         transfer = weight_transfer(config)
         given = cluster.share(config), cluster.share(tokenizer), transfer
         loading = [
-            cluster.ask(sampler, "start", "build", start_sampler, i, *given)
+            cluster.ask(sampler, "start", "build", start_sampler, i, *given, self._profiles)
             for i, sampler in enumerate(self._samplers)
         ]
         self._publisher = Publisher(
@@ -170,7 +172,9 @@ class ClusterEngine:
             loading = [c for i, c in enumerate(loading) if i not in placement.sleepers]
             self._publisher.sleep()
         plan = cluster.share(
-            LearnerPlan(config, tokenizer, total_steps, len(self._learners), self._one_node)
+            LearnerPlan(
+                config, tokenizer, total_steps, len(self._learners), self._one_node, self._profiles
+            )
         )
         collect(
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.cluster.failures import Member
@@ -17,6 +18,7 @@ class LearnerPlan:
     total_steps: int
     size: int
     one_node: bool
+    profiles: Path  # where profiles of steps go
 
 
 @dataclass(frozen=True)

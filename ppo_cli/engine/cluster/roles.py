@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.engine.micro_batches import tell_out_of_memory
+from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.engine.samplers import build_sampler
+from ppo_cli.engine.threads import Waiting
 from ppo_cli.records import Prompt, Rollout
 
 SIOCGIFADDR = 0x8915
@@ -73,9 +76,11 @@ class LearnerRole:
             timeout_s=trainer.worker_timeout + AFTER_DRIVER_S,
         )
         tokenizer = pickle.loads(self._plan.tokenizer)
+        self._waiting = Waiting()
         self._learner = Learner(
-            self._plan.config, tokenizer, ranks, total_steps=self._plan.total_steps
-        )
+            self._plan.config, tokenizer, ranks, total_steps=self._plan.total_steps,
+            profiles=self._plan.profiles,
+        )  # fmt: skip
 
     def annotate(self, batch: PackedRecord) -> Any:
         """This rank's share of the annotations."""
@@ -138,9 +143,13 @@ class LearnerRole:
 class SamplerRole:
     """A sampler with weights of its own."""
 
-    def __init__(self, number: int, config: Config, tokenizer: bytes, transfer: Transfer) -> None:
+    def __init__(
+        self, number: int, config: Config, tokenizer: bytes, transfer: Transfer, profiles: Path
+    ) -> None:
         self._number = number
         self._halved: list[Halved] = []
+        self._waiting = Waiting()
+        self._profiler = Profiler(config, profiles, f"sampler_{number}")
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
         self._sampler.room.tell = self._note_halving
 
@@ -148,11 +157,15 @@ class SamplerRole:
         self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
     ) -> Iterator[tuple[str, Rollout] | Halved]:
         """Yield rollouts without their prompts, and what became of memory meanwhile."""
-        with tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
+        # Greedy responses (validations, baselines) belong to no phase of training.
+        training = sampling.temperature > 0
+        phase = self._profiler.phase("rollout", weight_version + 1) if training else nullcontext()
+        with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
             for rollout in self._sampler.generate(prompts, sampling, weight_version):
                 while self._halved:
                     yield self._halved.pop(0)
                 yield shed_prompt(rollout)
+        self._profiler.finish()
 
     def resume_room(self, rows: int) -> None:
         """Sample no more at once than an earlier run could."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_cli.config.schema import Config, Transfer
@@ -18,8 +19,10 @@ def start_learner(rank: int, plan: LearnerPlan) -> LearnerRole:
     return LearnerRole(rank, plan)
 
 
-def start_sampler(number: int, config: Config, tokenizer: bytes, transfer: Transfer) -> SamplerRole:
+def start_sampler(
+    number: int, config: Config, tokenizer: bytes, transfer: Transfer, profiles: Path
+) -> SamplerRole:
     """Become a sampler."""
     from ppo_cli.engine.cluster.roles import SamplerRole
 
-    return SamplerRole(number, config, tokenizer, transfer)
+    return SamplerRole(number, config, tokenizer, transfer, profiles)

@@ -1,0 +1,109 @@
+"""Profiles of single training steps: a trace to look at, and a table of phases to read.
+
+Each process that computes writes its own, into `profile/` of the run folder. Nothing is recorded
+in other steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ppo_cli.config.effective import is_profiled
+from ppo_cli.config.schema import Config
+
+REST = "outside"  # of the phases: rewards, advantages, the driver, or waiting for other ranks
+TOP = 3  # operators named for each phase
+
+
+class Profiler:
+    """Records the steps that `trainer.profile_steps` names, in the thread that runs them.
+
+    A step begins with its first phase and ends with `finish`. Without a folder nothing is recorded.
+    """
+
+    def __init__(self, config: Config, folder: Path | None, process: str) -> None:
+        self._config = config
+        self._folder = folder
+        self._process = process
+        self._open: Any = None
+        self._step = 0
+        self._started = 0.0
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Record a phase of a training step, if that step is to be profiled."""
+        if self._folder is None or not is_profiled(self._config, step):
+            yield
+            return
+        if self._open is None:
+            self._begin(step)
+        started = time.perf_counter()
+        with record_function(f"phase: {name}"):
+            yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def finish(self) -> None:
+        """End the step: write its trace and its table. Does nothing where no step is recorded."""
+        if self._open is None or self._folder is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        whole = time.perf_counter() - self._started
+        recorded, self._open = self._open, None
+        recorded.__exit__(None, None, None)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = self._folder / f"step_{self._step:06d}.{self._process}"
+        recorded.export_chrome_trace(f"{stem}.json.gz")
+        table = phase_table(self._seconds, whole, _operators(recorded.events()))
+        title = f"Step {self._step}, {self._process}, {whole:.2f} s; trace: {stem}.json.gz"
+        Path(f"{stem}.txt").write_text(f"{title}\n{table}\n", encoding="utf-8")
+
+    def _begin(self, step: int) -> None:
+        kinds = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(ProfilerActivity.CUDA)
+        self._step, self._seconds = step, {}
+        self._open = profile(activities=kinds, acc_events=True)
+        self._open.__enter__()
+        self._started = time.perf_counter()
+
+
+def phase_table(
+    seconds: dict[str, float], whole: float, operators: dict[str, dict[str, float]]
+) -> str:
+    """Phases with their seconds, share of the step, and the operators that took the most.
+
+    `operators` holds seconds by phase and operator, without those of operators called inside.
+    """
+    rows = [*seconds.items(), (REST, whole - sum(seconds.values()))]
+    lines = [f"{'phase':<14}{'seconds':>9}{'share':>8}  top operators (own seconds)"]
+    for name, taken in rows:
+        most = sorted(operators.get(name, {}).items(), key=lambda item: -item[1])[:TOP]
+        named = ", ".join(f"{operator} {own:.2f}" for operator, own in most)
+        lines.append(f"{name:<14}{taken:>9.2f}{taken / whole:>8.0%}  {named}".rstrip())
+    return "\n".join(lines)
+
+
+def _operators(events: Any) -> dict[str, dict[str, float]]:
+    """Own seconds of each operator by the phase in which it began: device time where there is."""
+    marked = [e for e in events if e.name.startswith("phase: ")]
+    spans = [(e.time_range.start, e.time_range.end, e.name.removeprefix("phase: ")) for e in marked]
+    on_device = any(e.self_device_time_total for e in events)
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for e in events:
+        if e.name.startswith("phase: "):
+            continue
+        begun = e.time_range.start
+        phase = next((name for start, end, name in spans if start <= begun <= end), REST)
+        own = e.self_device_time_total if on_device else e.self_cpu_time_total
+        found[phase][e.name] += own / 1e6
+    return found

@@ -1,0 +1,87 @@
+"""`--profile`: a trace and a table of the steps that were asked for, in real runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.effective import is_profiled
+from tests.config.settling import problems, settle
+from tests.loop.runs import train
+
+SHORT = (
+    "--preset", "embedded", "--batch_size", "4", "--mini_batch_size", "4", "--max_steps", "3",
+    "--max_response_length", "4", "trainer.val_before_train=false", "data.val_max_samples=4",
+    "data.train_max_samples=12", "--profile", "2",
+)  # fmt: skip
+PHASES = ("rollout", "annotate", "update critic", "update actor")
+
+
+def phases(trace: Path) -> set[str]:
+    """The phases of a Chrome trace, which has operators too."""
+    with gzip.open(trace, "rt") as file:
+        names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+    assert any(name.startswith("aten::") for name in names)
+    return {name.removeprefix("phase: ") for name in names if name.startswith("phase: ")}
+
+
+@pytest.mark.slow
+def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None:
+    shown = train(tmp_path, *SHORT).stdout
+    trace, table = sorted((tmp_path / "profile").iterdir())
+    assert trace.name == "step_000002.rank_0.json.gz" and phases(trace) == set(PHASES)
+    text = table.read_text().rstrip()
+    assert text in shown
+    rows = {line[:14].strip(): line[14:].split()[:2] for line in text.splitlines()[2:]}
+    assert set(rows) == {*PHASES, "outside"}
+    whole = float(text.split(" s;")[0].split()[-1])
+    assert sum(float(seconds) for seconds, _ in rows.values()) == pytest.approx(whole, abs=0.05)
+    assert sum(float(share.rstrip("%")) for _, share in rows.values()) == pytest.approx(100, abs=3)
+    assert "aten::" in next(line for line in text.splitlines() if line.startswith("annotate"))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_every_process_of_a_cluster_writes_its_own(tmp_path: Path) -> None:
+    shown = train(tmp_path, *SHORT, "--engine", "ray", "--num_workers", "2").stdout
+    found = {path.name: path for path in (tmp_path / "profile").iterdir()}
+    processes = ("rank_0", "rank_1", "sampler_0")
+    assert set(found) == {f"step_000002.{p}.{end}" for p in processes for end in ("json.gz", "txt")}
+    for rank in (0, 1):
+        assert phases(found[f"step_000002.rank_{rank}.json.gz"]) == set(PHASES[1:])
+    assert phases(found["step_000002.sampler_0.json.gz"]) == {"rollout"}
+    for process in ("rank_0", "sampler_0"):
+        assert found[f"step_000002.{process}.txt"].read_text().rstrip() in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ("trainer.profile_steps=3", {3}),
+        ("trainer.profile_steps=2,5", {2, 5}),
+        ("trainer.profile_steps=[2,5]", {2, 5}),
+        ("trainer.profile_steps=2-4,7", {2, 3, 4, 7}),
+        ("global_profiler.steps=[1,2,5]", {1, 2, 5}),
+        ("global_profiler.tool=null", set()),
+        ("trainer.threads=2", set()),
+    ],
+)
+def test_which_steps_are_profiled(given: str, steps: set[int]) -> None:
+    config = settle(given).config
+    assert {step for step in range(10) if is_profiled(config, step)} == steps
+
+
+@pytest.mark.parametrize("word", ["0", "x", "4-2", "-3", "2-", "1-2-3", "²"])
+def test_steps_that_are_none_are_refused(word: str) -> None:
+    (told,) = problems(f"trainer.profile_steps=3,{word}")
+    assert repr(word) in told and "--profile 3" in told
+
+
+def test_other_profilers_are_refused_with_ours() -> None:
+    settle("global_profiler.tool=torch")
+    (told,) = problems("global_profiler.tool=nsys")
+    assert "--profile STEPS" in told
