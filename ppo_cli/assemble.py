@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any, Protocol
 from ppo_cli.checkpoints import CheckpointStore, find_resume
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.keys import value_of
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.rows import too_few_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.engines import Engines
-from ppo_cli.errors import Interrupted, UserError, WorkerLost, ppo
+from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt, Scored
@@ -28,12 +31,26 @@ from ppo_cli.restarts import run_with_restarts, start_engine
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run_folder import RunFolder, check_same_run
+from ppo_cli.run_folder import RunFolder, differences
 from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.sinks import check_loggers
 from ppo_cli.summary import refuse_unscored, summarise
 from ppo_cli.tracker import Screen, Tracker
+
+# Settings that decide what is learned; with other values `--resume auto` starts a new run.
+LEARNED_FROM = (
+    "data.max_response_length",
+    "algorithm.gamma", "algorithm.lam", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type",
+    "algorithm.use_kl_in_reward",
+    "actor.optim.lr", "actor.ppo_mini_batch_size", "actor.ppo_epochs", "actor.clip_ratio",
+    "actor.entropy_coeff", "actor.use_kl_loss", "actor.kl_loss_coef",
+    "critic.optim.lr", "critic.ppo_epochs", "critic.cliprange_value",
+    "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k",
+    "reward.function", "reward.rule", "reward.parts", "reward.model.path",
+    "reward.api.enable", "reward.api.type", "reward.api.model", "reward.api.prompt_preset",
+    "reward.api.system_prompt", "reward.api.scoring_prompt", "reward.api.votes",
+)  # fmt: skip
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -78,8 +95,8 @@ def _train_in(
     prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
     order = _prompt_order(config, prompts)
     identity = _identity(config, prompts)
-    if resume_from is not None:
-        check_same_run(read_state(resume_from), identity, folder.path)
+    other = _told_apart(resume_from, config, identity)
+    resume_from = None if other else resume_from
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * order.steps_per_epoch
     )
@@ -96,7 +113,7 @@ def _train_in(
             host=engines.host if engines.hosts_rewards() else None,
         )
         closing.callback(reward.close)
-        afresh = config.trainer.resume_mode == "never"
+        afresh = config.trainer.resume_mode == "never" or bool(other)
         if not afresh:
             reward.attach(folder.path)  # what earlier starts spent counts from the first call
         _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
@@ -115,7 +132,9 @@ def _train_in(
         )  # fmt: skip
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
-            folder.set_aside(all_of_it=afresh)
+            earlier = folder.set_aside(all_of_it=afresh)
+            if other:
+                screen.note(f"A new run: the one before had another {other}. It is in {earlier}.")
         if afresh:
             reward.attach(folder.path)
         folder.write_config(config_yaml(resolved))
@@ -237,6 +256,9 @@ def _load_prompt_sets(
 
 
 def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
+    batch = config.data.train_batch_size
+    if len(prompts) < batch:
+        raise DataError(too_few_rows(len(prompts), batch, config.actor.ppo_mini_batch_size))
     return PromptOrder(
         len(prompts),
         config.data.train_batch_size,
@@ -251,8 +273,15 @@ def _sources(*sets: Sequence[Prompt]) -> set[str]:
 
 
 def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What must not change under a checkpoint, by the key that sets it."""
-    return {
+    """What a run is, by the key that sets it.
+
+    With other values `--resume auto` starts a new run. Under a checkpoint that is named,
+    `LEARNED_FROM` may change and the rest may not. How long, where and how fast a run goes is not
+    among them.
+    """
+    values = {key: value_of(config, key) for key in LEARNED_FROM}
+    learned: dict[str, Any] = json.loads(json.dumps(values))  # as a checkpoint gives it back
+    return learned | {
         "model.path": config.model.path,
         "critic.model.path": config.critic.model.path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
@@ -261,6 +290,22 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "trainer.seed": config.trainer.seed,
         "data.train_files": fingerprint(prompts),
     }
+
+
+def _told_apart(resume_from: Path | None, config: Config, identity: Mapping[str, Any]) -> str:
+    """Say in what the run that would go on differs; raises UserError for a checkpoint by name."""
+    if resume_from is None:
+        return ""
+    saved = read_state(resume_from)
+    if config.trainer.resume_mode == "auto":
+        return differences(saved, identity)
+    fixed = {key: value for key, value in identity.items() if key not in LEARNED_FROM}
+    if other := differences(saved, fixed):
+        raise UserError(
+            f"{resume_from} is of another run, which differs in {other}. Leave --resume out: a new "
+            "run then starts, and the earlier one is kept."
+        )
+    return ""
 
 
 def _resume_command(resolved: Resolved) -> str:

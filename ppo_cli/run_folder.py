@@ -94,8 +94,8 @@ class RunFolder:
         fresh.write_text(text)
         os.replace(fresh, self.path / "config.yaml")
 
-    def set_aside(self, *, all_of_it: bool = True) -> None:
-        """Move what an earlier run left to `earlier_1`, `earlier_2` …
+    def set_aside(self, *, all_of_it: bool = True) -> Path | None:
+        """Move what an earlier run left to `earlier_1`, `earlier_2` …; return where it is now.
 
         What it spent stays, unless `all_of_it` goes: a budget is for all starts of a run.
         """
@@ -103,7 +103,7 @@ class RunFolder:
         if all_of_it:
             present += sorted(self.path.glob(SPENT))
         if not present:
-            return
+            return None
         number = 1
         while (self.path / f"earlier_{number}").exists():
             number += 1
@@ -111,24 +111,19 @@ class RunFolder:
         earlier.mkdir()
         for path in present:
             os.replace(path, earlier / path.name)
+        return earlier
 
 
-def check_same_run(saved: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with another run's checkpoint; every changed key is named.
+def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """Say in what a checkpoint's run differs from this one; empty where it is the same.
 
-    `saved` is a checkpoint's state. Raises UserError.
+    `saved` is a checkpoint's state. What an older checkpoint did not note counts as the same.
     """
     before = saved["fingerprint"]
     changed = [key for key, value in identity.items() if before.get(key, value) != value]
-    if not changed:
-        return
-    told = ", ".join(
+    return ", ".join(
         f"{key} (other rows)"
         if key == "data.train_files"
         else f"{key} (was {before[key]}, now {identity[key]})"
         for key in changed
-    )
-    raise UserError(
-        f"{folder} holds another run, which differs in {told}. Choose another --output_dir, or "
-        "start afresh here with --resume never: the earlier run is then set aside."
     )

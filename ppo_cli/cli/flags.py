@@ -149,6 +149,22 @@ class SettingsCommand(TyperCommand):
             ctx.meta[UNKNOWN] = tuple(told)
         return super().parse_args(ctx, spread(known))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print plain help: in rich tables of 80 columns long flags would be cut."""
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List the arguments, then the flags by what they set."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                own = "Arguments" if param.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(param, "rich_help_panel", None) or own, []).append(record)
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records, col_max=24)
+
     def _sorted_out(self, words: list[str]) -> tuple[list[str], list[str]]:
         """Take out flags that do not exist, with the values that follow them."""
         takes_value = {

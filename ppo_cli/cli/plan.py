@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
+from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.judge_checks import missing_keys
+from ppo_cli.config.model_checks import check_folder
 from ppo_cli.config.model_folder import broken_models
+from ppo_cli.config.parts import (
+    missing_gpus,
+    missing_inputs,
+    missing_parts,
+    refused_settings,
+)
 from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.rewarding import Composite, ModelReward
+from ppo_cli.config.rows import too_few_rows, train_rows
 from ppo_cli.config.schema import Config
-from ppo_cli.config.scorers import Judge, judges_of
+from ppo_cli.config.scorers import Judge, judges_of, rules_of
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.redact import redact
 
@@ -24,23 +38,74 @@ EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: 
 def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
     resolved = given.resolve_node()
-    refuse_broken(resolved)
+    problems = [*refusals(resolved), *too_few(resolved.config)]
+    if refused_settings(resolved):  # there is nothing to lay out
+        raise ConfigError(problems)
     if given.extras["json"]:
-        print(json.dumps(plan_dict(resolved), indent=2))
+        print(json.dumps(plan_dict(resolved) | {"problems": problems}, indent=2))
     else:
-        print_plan(resolved, every=bool(given.extras["all"]))
+        print_plan(resolved, every=bool(given.extras["all"]), problems=problems)
+    if problems:
+        raise ConfigError(problems)
 
 
-def refuse_broken(resolved: Resolved) -> None:
-    """Raise a ConfigError for model folders that are here and cannot be trained."""
-    if broken := broken_models(resolved.config):
-        raise ConfigError(broken)
+def refusals(resolved: Resolved) -> list[str]:
+    """Return why a run would end before it begins, as far as no model has to be loaded for it.
+
+    GPUs and keys may be absent where a run is only planned: they are remarks of a plan.
+    """
+    config = resolved.config
+    if config.trainer.node_rank:  # node 0 has the files, and compares the rest
+        return []
+    allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
+    found = [*missing_parts(resolved), *missing_inputs(config), *broken_models(config)]
+    problems = [line for line in found if line not in allowed]
+    for check in _file_checks(config):
+        try:
+            check()
+        except UserError as error:
+            problems.append(str(error))
+    return [redact(line) for line in dict.fromkeys(problems)]
 
 
-def print_plan(resolved: Resolved, *, every: bool = False) -> None:
-    """Print the plan for people: what was set first, then what it comes to."""
+def too_few(config: Config) -> list[str]:
+    """Say when the rows cannot fill a batch; a run says so once it has read them."""
+    rows, batch = train_rows(config), config.data.train_batch_size
+    if not rows or rows >= batch:
+        return []
+    return [too_few_rows(rows, batch, config.actor.ppo_mini_batch_size)]
+
+
+def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield what a run does first with each file and package that is named."""
+    from ppo_cli.data_sets.files import check_readable
+    from ppo_cli.data_sets.hub import is_hub_name
+    from ppo_cli.sinks import check_loggers
+
+    data = config.data
+    for name in (*prompt_files(data.train_files, "train"), *prompt_files(data.val_files, "val")):
+        if not is_hub_name(name):
+            yield partial(check_readable, Path(name).expanduser())
+    models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
+    for flag, path in (models | {"ref.path": config.ref.path}).items():
+        if path is not None:
+            yield partial(check_folder, model_folder(path), flag)
+    if judges_of(config.reward) or any(rule.function for rule in rules_of(config.reward)):
+        from ppo_cli.trust.sources import file_checks
+
+        yield from file_checks(config.reward)
+    yield partial(check_loggers, config.trainer.logger)
+
+
+def print_plan(resolved: Resolved, *, every: bool = False, problems: Sequence[str] = ()) -> None:
+    """Print the plan for people: what was set first, then what it comes to.
+
+    What is told as a problem afterwards is no note.
+    """
     said, _ = _judge(resolved.config)
-    print("\n".join(plan_lines(make_plan(resolved), every=every, judge=said)))
+    made = make_plan(resolved)
+    made = replace(made, notes=tuple(note for note in made.notes if note not in problems))
+    print("\n".join(plan_lines(made, every=every, judge=said)), flush=True)
 
 
 def plan_dict(resolved: Resolved) -> dict[str, Any]:

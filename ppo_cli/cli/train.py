@@ -10,11 +10,12 @@ import typer
 
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
-from ppo_cli.cli.plan import print_plan, refuse_broken
+from ppo_cli.cli.plan import print_plan, refusals, too_few
 from ppo_cli.config.effective import engine_name
-from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
+from ppo_cli.config.judge_checks import missing_keys
+from ppo_cli.config.parts import missing_gpus, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.errors import ConfigError, Interrupted, MissingPart, PpoError
+from ppo_cli.errors import ConfigError, Interrupted, PpoError
 
 if TYPE_CHECKING:
     from ppo_cli.tracker import Screen
@@ -28,28 +29,18 @@ EPILOG = (
 def train(given: Given) -> None:
     """Train a model with PPO."""
     resolved = given.resolve_node()
+    problems = refusals(resolved)
     if given.extras["dry_run"]:
-        refuse_broken(resolved)
-        print_plan(resolved)
-        return
-    _refuse(resolved)
-    _run(resolved)
-
-
-def _refuse(resolved: Resolved) -> None:
-    """Stop before anything heavy is imported when the run cannot be as asked.
-
-    What a node that joins has of its own is compared with the others, on node 0 and there;
-    prompts and keys are read on node 0 alone.
-    """
-    if resolved.config.trainer.node_rank:
-        return
-    absent = missing_parts(resolved)
-    if absent:
-        raise MissingPart("\n".join(absent))
-    lacking = missing_inputs(resolved.config)
-    if lacking:
-        raise ConfigError(lacking)
+        problems += too_few(resolved.config)
+        if not refused_settings(resolved):
+            print_plan(resolved, problems=problems)
+    elif not resolved.config.trainer.node_rank:
+        problems = [*missing_gpus(resolved.config), *missing_keys(resolved.config, os.environ),
+                    *problems]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+    if not given.extras["dry_run"]:
+        _run(resolved)
 
 
 def _run(resolved: Resolved) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from ppo_cli.config.bundled import EMBEDDED
 from ppo_cli.config.clash import Clash
@@ -11,7 +12,7 @@ from ppo_cli.config.judge_checks import VARIABLE, is_address
 from ppo_cli.config.reward_models import SERVED, find_adapter, is_url
 from ppo_cli.config.schema import Config
 from ppo_cli.config.scorers import Scorer, models_of
-from ppo_cli.errors import UserError, ppo
+from ppo_cli.errors import ModelError, UserError, did_you_mean, ppo
 from ppo_cli.redact import redact
 
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
@@ -32,6 +33,28 @@ def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
     for model in models_of(config.reward):
         said += [_unreadable(model), _missing_key(model, environ)]
     return [sentence for sentence in dict.fromkeys(said) if sentence]
+
+
+def check_folder(path: str, flag: str) -> None:
+    """Raise ModelError where a path can be no model; a name that a hub may know passes."""
+    local = Path(path).expanduser()
+    if local.exists() and not local.is_dir():
+        raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
+    if local.is_dir() and not (local / "config.json").exists():
+        raise ModelError(
+            f"The folder {path} holds no config.json, so it is no model. Give a folder written "
+            "by save_pretrained, such as RUN/checkpoints/latest/actor."
+        )
+    if not local.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ModelError(absent_folder(path, flag))
+
+
+def absent_folder(path: str, flag: str) -> str:
+    """Say that there is no such model folder, with the nearest that there is."""
+    local = Path(path).expanduser()
+    parent = local.parent
+    names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+    return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"
 
 
 def _keys(model: Scorer, *leaves: str) -> tuple[str, ...]:

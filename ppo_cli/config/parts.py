@@ -125,8 +125,16 @@ def _missing_packages(config: Config, gpus: int) -> Iterator[str]:
         )
 
 
-def _gpus(wanted: int | None, there: int, environ: Mapping[str, str]) -> str:
+def missing_gpus(
+    config: Config, gpus: int | None = None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
     """Say why a number of GPUs cannot be had; of a running cluster this machine may know none."""
+    there = gpu_count() if gpus is None else gpus
+    said = _gpus(config.trainer.n_gpus_per_node, there, environ)
+    return [said] if said else []
+
+
+def _gpus(wanted: int | None, there: int, environ: Mapping[str, str]) -> str:
     if wanted is None or wanted == there or environ.get("RAY_ADDRESS"):
         return ""
     if wanted == 0:

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.device_plan import DevicePlan, device_plan
 from ppo_cli.config.effective import critic_mini_batch, data_ranks, uses_critic
 from ppo_cli.config.keys import value_of
@@ -15,7 +14,7 @@ from ppo_cli.config.model_folder import template_remark
 from ppo_cli.config.parts import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_plan import RewardPlan, reward_plan
-from ppo_cli.config.rows import count_rows
+from ppo_cli.config.rows import train_rows, val_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Trained
 from ppo_cli.errors import ConfigError
@@ -59,7 +58,6 @@ def make_plan(resolved: Resolved) -> Plan:
     }
     notes = [
         *resolved.notes,
-        *_too_few(sums),
         *missing_inputs(resolved.config),
         *missing_parts(resolved),
         *remarks(resolved),
@@ -78,7 +76,7 @@ def make_plan(resolved: Resolved) -> Plan:
 def arithmetic(config: Config) -> dict[str, int | None]:
     """Return the batch arithmetic of a step and of the run; None is not known before it."""
     batch, n = config.data.train_batch_size, config.rollout.n
-    rows = _rows(config, "train")
+    rows = train_rows(config)
     sums: dict[str, int | None] = {
         "prompts_per_step": batch,
         "responses_per_prompt": n,
@@ -95,13 +93,6 @@ def arithmetic(config: Config) -> dict[str, int | None]:
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _times(a_step, steps)
     return sums | _reward_calls(config, steps)
-
-
-def _too_few(sums: dict[str, int | None]) -> list[str]:
-    rows, batch = sums["train_rows"], sums["prompts_per_step"]
-    if rows is None or batch is None or rows >= batch:
-        return []
-    return [f"{rows} training rows cannot fill a batch of {batch} prompts; lower --batch_size."]
 
 
 def _updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
@@ -133,25 +124,12 @@ def _steps(config: Config, rows: int | None) -> int | None:
     return config.trainer.total_epochs * (rows // config.data.train_batch_size)
 
 
-def _rows(config: Config, split: str) -> int | None:
-    """Count the rows that a split uses; None when a file cannot be counted."""
-    if split == "train":
-        files, most = prompt_files(config.data.train_files, "train"), config.data.train_max_samples
-    else:
-        files, most = prompt_files(config.data.val_files, "val"), config.data.val_max_samples
-    counts = [count_rows(name) for name in files]
-    if not counts or None in counts:
-        return None
-    total = sum(count for count in counts if count is not None)
-    return total if most < 0 else min(total, most)
-
-
 def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     a_step = config.data.train_batch_size * config.rollout.n
     if config.algorithm.adv_estimator == "remax":
         a_step += config.data.train_batch_size
     rounds = _validations(config, steps) if config.data.val_files else 0
-    rows = _rows(config, "val")
+    rows = val_rows(config)
     a_round = _times(config.rollout.val_kwargs.n, rows)
     validation = _times(a_round, rounds) if rounds != 0 else 0
     training = _times(a_step, steps)

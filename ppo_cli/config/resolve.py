@@ -14,6 +14,7 @@ from ppo_cli.config.judge_models import DEFAULT_MODELS
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
 from ppo_cli.config.layers import Gathered, Reset, gather
 from ppo_cli.config.reward_file import FILE, reward_files_here
+from ppo_cli.config.rows import fitting_batches, train_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.translation import Demand, Late
 from ppo_cli.config.values import read_free, read_value
@@ -54,6 +55,7 @@ def resolve(
         draft = _merge(gather(*layers, reward_files=files), environ)
         config = _build(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
+    config = _fit_batches(draft, config)
     for clash in cross_checks(config, environ):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")
@@ -65,6 +67,30 @@ def resolve(
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     return Resolved(config, _origins(draft.entries), tuple(dict.fromkeys(draft.notes)))
+
+
+BATCHES = ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
+
+
+def _fit_batches(draft: _Draft, config: Config) -> Config:
+    """Lower batch sizes that nobody asked for to the rows that there are, and say so."""
+    rows, batch = train_rows(config), config.data.train_batch_size
+    if not rows or rows >= batch:
+        return config
+    mini, critic = config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size
+    set_by = [draft.entries[name].origin for name in BATCHES if name in draft.entries]
+    if any(not origin.startswith("preset ") for origin in set_by):
+        return config  # refused with the whole mend when the rows have been read
+    batch, mini = fitting_batches(rows, batch, mini)
+    sizes = {BATCHES[0]: batch, BATCHES[1]: mini} | ({BATCHES[2]: mini} if critic else {})
+    for name, size in sizes.items():
+        draft.entries[name] = Entry(name, size, f"{rows} training rows")
+    draft.values |= sizes
+    draft.notes.append(
+        f"There are {rows} training rows: --batch_size is lowered to {batch} and "
+        f"--mini_batch_size to {mini}."
+    )
+    return _validated(draft)
 
 
 @dataclass

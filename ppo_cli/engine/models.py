@@ -28,9 +28,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ppo_cli.config.model_checks import absent_folder, check_folder
 from ppo_cli.config.model_folder import SAVED, folder_problem
 from ppo_cli.engine.packed_rows import PackedRows, Packing
-from ppo_cli.errors import ModelError, did_you_mean
+from ppo_cli.errors import ModelError
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
@@ -280,14 +281,8 @@ def _split(model: Any) -> Policy:
 
 def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
     """Call `from_pretrained` and turn what is known to go wrong into one sentence."""
+    check_folder(path, flag)
     local = Path(path).expanduser()
-    if local.exists() and not local.is_dir():
-        raise ModelError(f"{flag} {path} is a file; give the folder that holds config.json.")
-    if local.is_dir() and not (local / "config.json").exists():
-        raise ModelError(
-            f"The folder {path} holds no config.json, so it is no model. Give a folder written "
-            "by save_pretrained, such as RUN/checkpoints/latest/actor."
-        )
     if local.is_dir() and (wrong := folder_problem(local, flag, tokenizer=what == "tokenizer")):
         raise ModelError(wrong)
     try:
@@ -304,11 +299,8 @@ def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
             f"The {what} in {path} does not load: {first.rstrip(' .:')}. Name a folder with "
             f"{flag} {SAVED}."
         )
-    parent = local.parent
-    names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local:
-        return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        return absent_folder(path, flag)
     return (
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
         f"hub did not give it ({first}). Give a local folder with {flag}, or check the name and "

@@ -78,7 +78,7 @@ def calibrate(
         "spent": spent,
         "per_1000": per_thousand(
             scoring, spent | {"seconds": scoring.seconds + took},
-            _verdicts(repeats), verdicts_of_judges(settings),
+            _verdicts(repeats), verdicts_of_judges(settings), _at_once(settings),
         ),
         "stopped": redact(repeats.stopped),
     }  # fmt: skip
@@ -151,13 +151,18 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
 
     unfit = classes or _one_class(flags) or _flat("score", x)
     threshold = st.best_threshold(x, flags)
-    found["accuracy at the best threshold"] = _estimate(columns, best, unfit) | {
+    found["accuracy at the best threshold"] = _estimate(columns, best, unfit, share=True) | {
         "at": None if unfit or threshold is None else min(threshold[0], 1e9)
     }
     found["accuracy at 0.5"] = _estimate(
-        columns, lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5), classes or _off_scale(x)
+        columns,
+        lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5),
+        classes or _off_scale(x),
+        share=True,
     )
-    found["AUC"] = _estimate(columns, lambda rows: st.auc(level[rows], flags[rows]), unfit)
+    found["AUC"] = _estimate(
+        columns, lambda rows: st.auc(level[rows], flags[rows]), unfit, share=True
+    )
     flat = _flat("score", x) or _flat("label", y)
     found["Spearman"] = _estimate(
         columns, lambda rows: st.spearman(level[rows], labels[rows]), flat
@@ -183,7 +188,8 @@ def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
 
     few = f"{len(pairs)} prompts with better and worse answers; at least {FEWEST} are needed"
     why = few if len(pairs) < FEWEST else ""
-    return {"pairs of one prompt in order": _estimate(columns, share, why, max(FEWEST, len(pairs)))}
+    made = _estimate(columns, share, why, max(FEWEST, len(pairs)), share=True)
+    return {"pairs of one prompt in order": made}
 
 
 def _won(scores: st.Floats, labels: st.Floats) -> tuple[float, float]:
@@ -245,13 +251,15 @@ def _estimate(
     statistic: Callable[[Rows], float | None],
     why_not: str,
     count: int | None = None,
+    *,
+    share: bool = False,
 ) -> dict[str, Any]:
     rows = len(columns.scores) if count is None else count
     if rows < FEWEST:
         why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
     if why_not:
         return {"value": None, "low": None, "high": None, "why": why_not}
-    made = st.bootstrap(statistic, rows)
+    made = st.bootstrap(statistic, rows, share=share)
     why = "it is not defined for these rows" if made.value is None else ""
     return {**asdict(made), "why": why}
 
@@ -275,17 +283,28 @@ def _repeated(verdicts: Sequence[Sequence[float]], times: int) -> dict[str, Any]
     return None if found is None else {**asdict(found), "verdicts": times}
 
 
+def _at_once(settings: RewardSettings) -> int:
+    """Most calls that the slowest judge has under way at once; 1 where none is asked."""
+    return min((judge.settings.concurrency for judge in judges_of(settings)), default=1)
+
+
 def per_thousand(
-    scoring: Scoring, spent: Mapping[str, float], repeats: int = 0, votes: int = 1
+    scoring: Scoring,
+    spent: Mapping[str, float],
+    repeats: int = 0,
+    votes: int = 1,
+    at_once: int = 1,
 ) -> Mapping[str, float]:
     """Cost, tokens and seconds for 1,000 responses of `votes` verdicts each.
 
     They rest on the verdicts that were asked for here, repeats past the cache included; how
-    many calls these took is `paid_calls`.
+    many calls these took is `paid_calls`. Few rows take as long as `at_once` of them would.
     """
     fresh = [s for s in scoring.scores if judged(s) is not None and not is_kept(s)]
     asked = len(fresh) + repeats / votes
     if not asked:
         return {}
     found = {k: v * 1000.0 / asked for k, v in spent.items() if k != "cached"}
+    if "seconds" in found:
+        found["seconds"] = spent["seconds"] * 1000.0 / max(asked, min(1000.0, at_once / votes))
     return found | ({"paid_calls": spent["calls"]} if "calls" in spent else {})

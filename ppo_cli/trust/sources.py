@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ppo_cli.config.mixing import Kind, MixPart
@@ -11,9 +12,23 @@ from ppo_cli.config.part_settings import laid_over, read_settings
 from ppo_cli.config.reward_models import find_adapter
 from ppo_cli.config.rewarding import ApiReward, Composite, ModelReward
 from ppo_cli.config.rewarding import Reward as RewardSettings
-from ppo_cli.config.scorers import Judge, judges_of, models_of
+from ppo_cli.config.scorers import Judge, judges_of, models_of, rules_of
 from ppo_cli.redact import redact
+from ppo_cli.rewards.function import check_syntax, find_file
 from ppo_cli.rewards.judge.template import load_template
+
+
+def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
+    """Yield what raises RewardError for a file of the reward that is absent or cannot be read."""
+    for rule in rules_of(settings):
+        if rule.function is not None:
+            yield partial(_check_function, rule.function)
+    for judge in judges_of(settings):
+        yield partial(load_template, judge.settings)
+
+
+def _check_function(spec: str) -> None:
+    check_syntax(find_file(spec)[0])
 
 
 def lone_judge(settings: RewardSettings) -> Judge | None:

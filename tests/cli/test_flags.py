@@ -217,3 +217,11 @@ def test_a_flags_help_gives_key_range_default_and_variable(name: str, said: str)
 )
 def test_a_list_flag_takes_several_values(given: str, meant: str) -> None:
     assert spread(given.split()) == meant.split()
+
+
+def test_the_help_is_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+    assert [name for name in flag_keys() if f"  --{name}" not in out] == []
+    assert "Model:" in out and "Reward:" in out

@@ -263,11 +263,12 @@ def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) ->
     assert main(typed) == 0
     before = contents(desk)
     capfd.readouterr()
+    saved = "--resume old/checkpoints/step_000001"
     for more, told in {
-        "--seed 7": "old holds another run, which differs in trainer.seed (was 42, now 7)",
-        "--batch_size 2 --mini_batch_size 2": "data.train_batch_size (was 4, now 2)",
-        "--train_files source.jsonl --rule exact": "data.train_files (other rows)",
-        "--adv_estimator rloo --rollout_n 2": "--resume never",
+        f"--seed 7 {saved}": "is of another run, which differs in trainer.seed (was 42, now 7)",
+        f"--batch_size 2 --mini_batch_size 2 {saved}": "data.train_batch_size (was 4, now 2)",
+        f"--train_files source.jsonl --rule exact {saved}": "data.train_files (other rows)",
+        f"--adv_estimator rloo --rollout_n 2 {saved}": "Leave --resume out",
         "--logger wandb --resume never": "leave it out of --logger",
     }.items():
         assert main([*typed, *more.split()]) == 2
@@ -280,6 +281,26 @@ def test_what_is_there_already(desk: Path, capfd: pytest.CaptureFixture[str]) ->
     assert main([*typed, "--max_steps", "2"]) == 2
     err = capfd.readouterr().err
     assert re.search("error: .*step_000001.*damaged.*--resume never", err, re.DOTALL)
+
+
+def test_other_settings_in_the_same_folder_are_a_new_run(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    typed = [*TRAIN.split(), "--output_dir", "old"]
+    assert main(typed) == 0
+    first = (desk / "old" / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    assert main([*typed, "--max_steps", "2", "--logger", "console,tensorboard"]) == 0
+    assert "Going on after step 1" in capfd.readouterr().out
+    whole = (desk / "old" / "metrics.jsonl").read_bytes()
+    assert whole.startswith(first)
+    assert main([*typed, "--lr", "2e-4", "--seed", "7"]) == 0
+    out = capfd.readouterr().out
+    assert "trainer.seed (was 42, now 7)" in out and "It is in old/earlier_1." in out
+    assert "actor.optim.lr (was 0.0001, now 0.0002)" in out
+    assert (desk / "old" / "earlier_1" / "metrics.jsonl").read_bytes() == whole
+    steps = (desk / "old" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in steps] == [1]
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_still_exported(

@@ -90,8 +90,10 @@ def test_one_of_a_thing_is_singular() -> None:
 def test_too_few_rows_are_remarked_on(tmp_path: Path) -> None:
     made = make_plan(settle(f"data.train_files={jsonl(tmp_path / 'a.jsonl', 9)}"))
     assert made.notes == (
-        "9 training rows cannot fill a batch of 256 prompts; lower --batch_size.",
+        "There are 9 training rows: --batch_size is lowered to 8 and --mini_batch_size to 2.",
     )
+    asked = settle(f"data.train_files={tmp_path / 'a.jsonl'}", "data.train_batch_size=256").config
+    assert asked.data.train_batch_size == 256  # refused once the rows have been read
 
 
 def test_the_plan_hides_secrets() -> None:

@@ -46,11 +46,17 @@ def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
+def mind_the_terminal() -> None:
+    """Under `nohup` the tests themselves hand on that SIGHUP is ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
 def running(folder: Path, *before: str, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
     """The program has begun; after the block it has ended by itself."""
     process = subprocess.Popen(
         [*before, sys.executable, "-c", RUN, str(folder)],
+        preexec_fn=mind_the_terminal,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams,
     )  # fmt: skip
     try:
@@ -90,3 +96,24 @@ def test_it_saves_although_the_reader_of_its_words_has_ended(tmp_path: Path) -> 
         process.send_signal(signal.SIGINT)
         await_file(tmp_path / "asked", process)
     assert (tmp_path / "ended").read_text() == "SIGINT"
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=mind_the_terminal,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        await_file(tmp_path / "begun", process)
+        process.send_signal(signal.SIGINT)
+        await_file(tmp_path / "asked", process)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) != 0
+        assert not (tmp_path / "ended").exists()
+    finally:
+        process.kill()
+        process.wait()

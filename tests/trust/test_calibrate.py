@@ -66,9 +66,10 @@ def test_a_perfect_judge(tmp_path: Path) -> None:
             "Spearman": 1.0, "Pearson": 1.0,
         }
     )  # fmt: skip
-    assert result["agreement"]["AUC"]["low"] == pytest.approx(1.0)
+    assert result["agreement"]["AUC"]["low"] == pytest.approx(20 / (20 + 1.959964**2))  # Wilson
+    assert result["agreement"]["Pearson"]["low"] is None
     assert result["bias"]["length"]["value"] == pytest.approx(0.0, abs=1e-9)
-    assert "AUC 1.00 [1.00, 1.00]: tells good from bad answers well." in result["advice"]
+    assert "AUC 1.00 [0.84, 1.00]: tells good from bad answers well." in result["advice"]
 
 
 def test_a_judge_that_throws_dice(tmp_path: Path) -> None:
@@ -231,6 +232,13 @@ def test_cost_of_a_thousand_counts_paid_repeats() -> None:
     told = per_thousand(Scoring((cached,) * 4, 0.1), spent, repeats=12)
     assert (told["cost_usd"], told["paid_calls"]) == (pytest.approx(50.0), 12.0)
     assert per_thousand(Scoring((cached,) * 4, 0.1), spent, 12, 3)["cost_usd"] == pytest.approx(150)
+
+
+def test_few_rows_do_not_fill_what_may_run_at_once() -> None:
+    scoring = Scoring(tuple(Score(1.0) for _ in range(8)), 2.0)
+    for at_once, seconds in ((1, 250.0), (32, 62.5), (8, 250.0), (5000, 2.0)):
+        told = per_thousand(scoring, {"seconds": 2.0}, at_once=at_once)
+        assert told["seconds"] == seconds
 
 
 class Paid(Fickle):

@@ -131,8 +131,8 @@ def test_bootstrap_of_a_mean_is_the_textbook_interval() -> None:
 def test_bootstrap_keeps_rows_together() -> None:
     x = np.arange(30.0)
     found = ours.bootstrap(lambda rows: ours.pearson(x[rows], 2 * x[rows]), 30)
-    assert found.low == pytest.approx(1.0)
-    assert found.high == pytest.approx(1.0)
+    assert found.value == pytest.approx(1.0)
+    assert (found.low, found.high) == (None, None)  # 1 in each resample
 
 
 def test_bootstrap_of_what_is_not_defined() -> None:
@@ -163,3 +163,18 @@ def test_agreement_by_hand() -> None:
     assert found.mean_gap == pytest.approx((1 / 3 + 0) / 2)
     assert found.largest_gap == 0.5
     assert ours.agreement([[0.3], []]) is None
+
+
+def test_twelve_of_twelve_still_has_an_interval() -> None:
+    def share(rows: NDArray[np.intp]) -> float:
+        return 1.0
+
+    made = ours.bootstrap(share, 12, share=True)
+    assert made.value == 1.0 and made.high == 1.0
+    assert made.low == pytest.approx(12 / (12 + 1.959964**2), abs=1e-6)  # Wilson's, by hand
+    assert ours.bootstrap(share, 12) == ours.Estimate(1.0)  # of a correlation: none
+    half = ours.wilson(0.5, 100)
+    assert (half.low, half.high) == (
+        pytest.approx(0.40383, abs=1e-5),
+        pytest.approx(0.59617, abs=1e-5),
+    )

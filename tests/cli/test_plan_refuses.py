@@ -1,0 +1,98 @@
+"""A plan ends as the run would: the same sentences, the same exit code, and no batch too large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.rows import fitting_batches
+from tests.cli.mistakes import ROW, TRAIN, set_desk
+
+FILES = {
+    "forty.jsonl": "".join(
+        json.dumps(ROW | {"prompt": f"What is 1 + {n}?"}) + "\n" for n in range(40)
+    ),
+    "tiny.yaml": "data: {train_files: [forty.jsonl], val_files: []}\n",
+    "model/tokenizer.json": "{}",
+    "judge.yaml": "system: You judge.\nscoring: 'Rate {respnse} from 0 to 10.'\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_desk(tmp_path, FILES, monkeypatch)
+
+
+def problems(line: str, capfd: pytest.CaptureFixture[str]) -> str:
+    capfd.readouterr()
+    assert main(line.split()) == 2, line
+    return capfd.readouterr().err
+
+
+def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for more, words in {
+        "--train_files nope.jsonl": "nope.jsonl: no such file",
+        "--val_files nope.jsonl": "nope.jsonl: no such file",
+        "--model ./mymodel": "--model: there is no model folder ./mymodel",
+        "--model model": "model holds no config.json",
+        "--critic_model ./mymodel": "--critic_model: there is no model folder",
+        "--reward_model ./rm": "rm",
+        "--reward_function x.py": "there is no file x.py",
+        "--use_api_reward --rm_scoring_prompt {respnse}": "respnse",
+        "--logger wandb": "--logger wandb needs the package wandb",
+        "--engine verl": "'verl' is not offered",
+        "model.attn_implementation=flash_attention_2": "flash_attention_2",
+    }.items():
+        told = problems(f"{TRAIN.replace('train', 'plan', 1)} {more}", capfd)
+        assert words in told and "Traceback" not in told
+        if "--use_api" not in more:  # a run needs a key as well
+            assert problems(f"{TRAIN} {more}", capfd) == told
+        assert problems(f"{TRAIN} {more} --dry_run", capfd) == told
+    assert not (desk / "outputs").exists()
+
+
+def test_a_plan_for_programs_holds_its_problems(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--train_files", "nope.jsonl", "--json"]) == 2
+    made = json.loads(capfd.readouterr().out)
+    assert "nope.jsonl: no such file." in made["problems"][0]
+
+
+def test_batches_that_nobody_chose_fit_the_rows(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*TRAIN.replace("train", "plan", 1).split(), "--json"]) == 0
+    made = json.loads(capfd.readouterr().out)
+    sizes = {k: made["values"][k]["value"] for k in ("data.train_batch_size",
+                                                     "actor.ppo_mini_batch_size")}  # fmt: skip
+    assert sizes == {"data.train_batch_size": 40, "actor.ppo_mini_batch_size": 20}
+    assert made["values"]["data.train_batch_size"]["origin"] == "40 training rows"
+    assert any("40 training rows: --batch_size is lowered to 40" in n for n in made["notes"])
+
+
+def test_batches_that_were_asked_for_are_refused_with_a_line_that_works(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("plan", "train"):
+        line = f"{TRAIN.replace('train', command, 1)} --batch_size 64"
+        told = problems(line, capfd)
+        assert "40 prompts cannot fill a batch of 64" in told
+        assert "Use --batch_size 40 --mini_batch_size 20," in told
+    assert (
+        main(
+            [
+                *TRAIN.replace("train", "plan", 1).split(),
+                *["--batch_size", "40", "--mini_batch_size", "20"],
+            ]
+        )
+        == 0
+    )
+
+
+def test_fitting_batches_always_fit() -> None:
+    for rows in range(1, 300):
+        for batch, mini in ((256, 64), (64, 32), (1024, 1024), (12, 4)):
+            fits, part = fitting_batches(rows, batch, mini)
+            assert 1 <= part <= fits <= rows and fits % part == 0, (rows, batch, mini)
