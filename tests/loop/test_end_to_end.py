@@ -157,6 +157,7 @@ def test_estimators_without_a_critic_run(estimator: str, tmp_path: Path) -> None
     args = (*SMALL, f"algorithm.adv_estimator={estimator}", "--max_steps", "2")
     train(
         out, *args, "actor.use_kl_loss=true", "actor.kl_loss_type=full",
+        "algorithm.use_kl_in_reward=true",
         "algorithm.kl_penalty=full", "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_is_threshold=0.5",
     )  # fmt: skip
