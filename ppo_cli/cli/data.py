@@ -11,11 +11,12 @@ import typer
 from ppo_cli.cli.data_screen import print_prepared, print_report
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.schema import Data
+from ppo_cli.data_sets.check import Report
 from ppo_cli.data_sets.check import check as run_check
 from ppo_cli.data_sets.prepare import RECIPES
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.render import Renderer
-from ppo_cli.errors import EXIT_USER
+from ppo_cli.errors import EXIT_USER, RewardError
 
 data_app = typer.Typer(
     help="Check prompt files, or prepare well-known sets.",
@@ -29,7 +30,11 @@ Files = Annotated[
     typer.Argument(help="JSON, JSONL (.gz too) or parquet files, or hub sets.", show_default=False),
 ]
 Model = Annotated[
-    str, typer.Option("--model", help="Model whose tokenizer and chat template are used.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Model whose tokenizer and chat template are used; the bundled one by default.",
+    ),
 ]
 MaxPromptLength = Annotated[
     int, typer.Option("--max_prompt_length", min=1, help="Longest prompt, in tokens.")
@@ -56,7 +61,7 @@ _DEFAULTS = Data()
 )
 def check(
     files: Files,
-    model: Model = EMBEDDED,
+    model: Model = None,
     max_prompt_length: MaxPromptLength = _DEFAULTS.max_prompt_length,
     prompt_key: PromptKey = _DEFAULTS.prompt_key,
     reward_fn_key: SourceKey = _DEFAULTS.reward_fn_key,
@@ -69,7 +74,7 @@ def check(
 
     report = run_check(
         prompt_files(files, "train"),
-        Renderer(load_tokenizer(model), system_prompt, apply_chat_template=not raw),
+        Renderer(load_tokenizer(model or EMBEDDED), system_prompt, apply_chat_template=not raw),
         max_prompt_length=max_prompt_length,
         prompt_key=prompt_key,
         source_key=reward_fn_key,
@@ -77,9 +82,30 @@ def check(
     if as_json:
         typer.echo(report.to_json())
     else:
-        print_report(report, model, rich_screen=sys.stdout.isatty())
+        print_report(report, model or EMBEDDED, _training(report, model), sys.stdout.isatty())
     if report.bad:
         raise typer.Exit(EXIT_USER)
+
+
+def _training(report: Report, model: str | None) -> list[str]:
+    """What `ppo train` would say of these rows with its defaults."""
+    from ppo_cli.rewards.rules import check_sources
+
+    lines = []
+    if model is None:
+        lines.append(
+            "Tokens are counted with the model that ships with ppo-cli; name yours with --model."
+        )
+    if 0 < report.usable < _DEFAULTS.train_batch_size:
+        lines.append(
+            f"{report.usable} rows are fewer than a batch of {_DEFAULTS.train_batch_size}: "
+            "training lowers the batch sizes to fit, unless --batch_size is given."
+        )
+    try:
+        check_sources(report.data_sources)
+    except RewardError as error:
+        lines.append(f"Training by rules refuses these rows. {error} A judge needs neither.")
+    return lines
 
 
 @data_app.command(

@@ -17,8 +17,11 @@ MOST_SOURCES = 20
 Table = Sequence[tuple[str, str]]
 
 
-def print_report(report: Report, model: str, *, rich_screen: bool) -> None:
-    """Print the tables, the remarks, the bad rows and one rendered prompt."""
+def print_report(report: Report, model: str, training: Sequence[str], rich_screen: bool) -> None:
+    """Print the tables, the remarks, the bad rows and one rendered prompt.
+
+    `training` is what training would say of the rows.
+    """
     tables = {
         "Rows": summary_rows(report),
         "Rows by data_source": source_rows(report.data_sources),
@@ -27,7 +30,7 @@ def print_report(report: Report, model: str, *, rich_screen: bool) -> None:
     for title, rows in tables.items():
         if rows:
             (print_rich if rich_screen else print_plain)(title, rows)
-    print_lines("Please note", remarks(report))
+    print_lines("Please note", [*training, *remarks(report)])
     print_lines("Bad rows", bad_rows(report))
     if report.sample is not None:
         sample = report.sample
@@ -104,9 +107,9 @@ def bad_rows(report: Report) -> list[str]:
 
 
 def verdict(report: Report) -> str:
-    """Return the last line: ready, or how many rows to mend."""
+    """Return the last line: ready, or how many rows to correct."""
     if report.bad:
-        return f"{report.bad:,} of {report.rows:,} rows are bad; mend or remove them."
+        return f"{report.bad:,} of {report.rows:,} rows are bad; correct or remove them."
     return f"All {report.rows:,} rows can be used."
 
 

@@ -42,6 +42,21 @@ def test_check_of_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert out.endswith("All 2 rows can be used.\n")
 
 
+def test_check_says_what_training_would_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{i}?", "ground_truth": "2"} for i in range(9)]
+    file = write(tmp_path / "a.jsonl", *rows)
+    _, out, _ = run(capsys, "check", file)
+    assert "Tokens are counted with the model that ships with ppo-cli" in out
+    assert "9 rows are fewer than a batch of 256" in out
+    assert "The prompts have no data_source, which chooses the rule." in out
+    known = write(tmp_path / "b.jsonl", *({**GOOD, "data_source": "gsm8k"} for _ in range(300)))
+    _, out, _ = run(capsys, "check", known, "--model", "embedded")
+    for word in ("Tokens are counted", "fewer than a batch", "refuses these rows"):
+        assert word not in out
+
+
 def test_check_names_bad_rows_and_ends_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +66,7 @@ def test_check_names_bad_rows_and_ends_with_2(
     assert f"  - {file} line 2, column prompt: is a number, not text" in out
     assert f"  - {file} line 3: not JSON (Expecting ':' delimiter at character 10)" in out
     assert f"{file} line 4 repeats {file} line 1" in out
-    assert out.endswith("2 of 4 rows are bad; mend or remove them.\n")
+    assert out.endswith("2 of 4 rows are bad; correct or remove them.\n")
 
 
 def test_check_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,14 +202,14 @@ def test_words_of_files_are_no_markup(
     capsys: pytest.CaptureFixture[str], rich_screen: bool
 ) -> None:
     odd = "[bold]x[/nothing]"
-    print_report(report(data_sources={odd: 3}), "m", rich_screen=rich_screen)
+    print_report(report(data_sources={odd: 3}), "m", [], rich_screen)
     assert odd in capsys.readouterr().out
 
 
 def test_very_many_bad_rows_and_sources_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     bad = tuple(RowProblem(Place("a.jsonl", i, "line"), "prompt", "is empty") for i in range(80))
     sources = {f"s{i}": 100 - i for i in range(30)}
-    print_report(report(bad_rows=bad, data_sources=sources), "m", rich_screen=False)
+    print_report(report(bad_rows=bad, data_sources=sources), "m", [], False)
     out = capsys.readouterr().out
     assert out.count("is empty") == 50
     assert "and 30 more; --json names them all" in out

@@ -254,7 +254,7 @@ def test_data_check_names_the_bad_row(capfd: pytest.CaptureFixture[str]) -> None
     assert main(["data", "check", "seven.jsonl"]) == 2
     out, err = capfd.readouterr()
     assert "seven.jsonl line 7: not JSON" in out
-    assert "mend or remove them" in out
+    assert "correct or remove them" in out
     assert err == ""
 
 
