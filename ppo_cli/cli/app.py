@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from ppo_cli import __version__
 from ppo_cli.cli.crash import exit_code_of
 from ppo_cli.cli.foreign_flags import translate
-from ppo_cli.errors import EXIT_STOPPED, ConfigError, did_you_mean
+from ppo_cli.errors import EXIT_STOPPED, did_you_mean
 
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
@@ -67,16 +67,20 @@ class LazyGroup(TyperGroup):
         found = getattr(importlib.import_module(module), attribute)
         command: Any = typer.main.get_command(found)
         command.name = name
-        refuse_repeats(command, args[1:])
+        for told in repeats(command, args[1:]):
+            typer.echo(told, err=True)
         return name, command, args[1:]
 
 
-def refuse_repeats(command: Any, args: Sequence[str]) -> None:
-    """Raise a UserError for flags that are given twice with two values; list flags repeat."""
+def repeats(command: Any, args: Sequence[str]) -> list[str]:
+    """A note for each flag that is given with different values; flags that take a list repeat.
+
+    The last value counts, as scripts that end in `"$@"` expect.
+    """
     while isinstance(command, TyperGroup):
         names = [word for word in args if word in command.commands]
         if not names:
-            return
+            return []
         command, args = command.commands[names[0]], args[args.index(names[0]) + 1 :]
     flags = {
         same_spelling(word): p for p in command.params for word in [*p.opts, *p.secondary_opts]
@@ -96,13 +100,11 @@ def refuse_repeats(command: Any, args: Sequence[str]) -> None:
         elif not equals:
             value = next(words, "")
         given.setdefault(found.opts[0], []).append(value)
-    told = [
-        f"flag {flag} is given twice, as {' and as '.join(map(repr, values))}; keep one."
+    return [
+        f"note: {flag} is given as {', then as '.join(map(repr, values))}; the last one counts."
         for flag, values in given.items()
         if len(set(values)) > 1
     ]
-    if told:
-        raise ConfigError(told)
 
 
 def same_spelling(word: str) -> str:

@@ -125,9 +125,8 @@ def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
         entry = Entry(name, given_text(raw), "override")
         earlier = next((e for e in entries if e.name == name), entry)
         if earlier.raw != entry.raw and not isinstance(earlier.raw, Reset):
-            found.problems.append(
-                f"override: {name} is given twice, as '{earlier.raw}' and as '{entry.raw}'; keep "
-                "one."
+            found.notes.append(
+                f"{name} is given as '{earlier.raw}', then as '{entry.raw}'; the last one counts."
             )
         entries.append(entry)
     return entries

@@ -73,23 +73,33 @@ BATCHES = ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_min
 
 
 def _fit_batches(draft: _Draft, config: Config) -> Config:
-    """Lower batch sizes that nobody asked for to the rows that there are, and say so."""
+    """Lower batch sizes that nobody asked for to the rows and the batch there are, and say so."""
     rows, batch = train_rows(config), config.data.train_batch_size
-    if not rows or rows >= batch:
-        return config
     mini, critic = config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size
-    set_by = [draft.entries[name].origin for name in BATCHES if name in draft.entries]
-    if any(not origin.startswith("preset ") for origin in set_by):
-        return config  # refused with the whole mend when the rows have been read
-    batch, mini = fitting_batches(rows, batch, mini)
-    sizes = {BATCHES[0]: batch, BATCHES[1]: mini} | ({BATCHES[2]: mini} if critic else {})
+    asked = {
+        name
+        for name in BATCHES
+        if name in draft.entries and not draft.entries[name].origin.startswith("preset ")
+    }
+    if rows and rows < batch and not asked:
+        batch, mini = fitting_batches(rows, batch, mini)
+        sizes = {BATCHES[0]: batch, BATCHES[1]: mini} | ({BATCHES[2]: mini} if critic else {})
+        why = f"{rows} training rows"
+        draft.notes.append(
+            f"There are {rows} training rows: --batch_size is lowered to {batch} and "
+            f"--mini_batch_size to {mini}."
+        )
+    else:  # too few rows for a batch that was asked for are refused when they have been read
+        minis = {BATCHES[1]: mini, BATCHES[2]: critic or 0}
+        sizes = {n: batch for n, size in minis.items() if size > batch and n not in asked}
+        why = f"a batch of {batch}"
+        if BATCHES[1] in sizes:
+            draft.notes.append(f"--mini_batch_size is lowered to the batch of {batch} prompts.")
+    if not sizes:
+        return config
     for name, size in sizes.items():
-        draft.entries[name] = Entry(name, size, f"{rows} training rows")
+        draft.entries[name] = Entry(name, size, why)
     draft.values |= sizes
-    draft.notes.append(
-        f"There are {rows} training rows: --batch_size is lowered to {batch} and "
-        f"--mini_batch_size to {mini}."
-    )
     return _validated(draft)
 
 

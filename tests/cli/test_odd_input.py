@@ -69,15 +69,6 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
         "NUL": (["--config", "nul.yaml"], "'a\\0b' is not text in UTF-8"),
         "an alias in an override": (["data.apply_chat_template_kwargs={a: &a [*a]}"], "error: "),
         "a folder's bytes": (["--output_dir", "o/\udcff"], "'o/\\udcff' is not text in UTF-8."),
-        "a flag twice": (["--lr", "1e-5", "--lr=1e-6"], "flag --lr is given twice, as '1e-5' and"),
-        "two spellings": (
-            ["--batch-size", "4", "--batch_size", "8"],
-            "--batch_size is given twice",
-        ),
-        "yes and no": (["--rm_gate", "--no_rm_gate"], "given twice"),
-        "another program's flag": (["--learning_rate", "1", "--lr", "0.5"], "--lr is given twice"),
-        "a preset twice": (["--preset", "gsm8k", "--preset", "7b"], "--preset is given twice"),
-        "an override twice": (["rollout.n=2", "rollout.n=3"], "rollout.n is given twice"),
         "wrapped": (["rollout.n=2", "actor_rollout_ref.rollout.n=3"], "rollout.n"),
     }
     for address in (
@@ -96,13 +87,34 @@ def test_settings_and_flags(desk: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert wrongly_told(commands, capfd) == {}
 
 
-def test_what_may_be_repeated(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_last_of_two_values_counts_and_is_noted(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    twice = {
+        "actor.optim.lr": ["--lr", "1e-5", "--lr=1e-6"],
+        "data.train_batch_size": ["--batch-size", "4", "--batch_size", "8"],
+        "reward.api.gate": ["--use_api_reward", "--rm_gate", "--no_rm_gate"],
+        "rollout.n": ["rollout.n=2", "rollout.n=3"],
+    }
+    last = {"actor.optim.lr": 1e-6, "data.train_batch_size": 8, "reward.api.gate": False}
+    for key, words in twice.items():
+        assert main(["plan", "--json", *words]) == 0
+        out, err = capfd.readouterr()
+        assert json.loads(out)["values"][key]["value"] == last.get(key, 3)
+        assert "the last one counts" in out + err, key
+    assert main(["plan", "--learning_rate", "1", "--lr", "0.5"]) == 0
+    assert "--lr is given as '1', then as '0.5'" in capfd.readouterr().err
+
+
+def test_repeating_the_same_is_no_matter(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     twice = [
         "--lr", "1e-5", "--lr", "1e-5", "--config", "tiny.yaml", "--config", "tiny.yaml",
         "rollout.n=2", "rollout.n=2", "--logger", "console", "--logger", "tensorboard",
         "--train_files", "good.jsonl", "--train_files", "good.jsonl",
     ]  # fmt: skip
-    assert main(["plan", *twice]) == 0, capfd.readouterr().err
+    assert main(["plan", *twice]) == 0
+    out, err = capfd.readouterr()
+    assert "the last one counts" not in out + err
 
 
 def test_rows(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:

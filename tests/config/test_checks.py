@@ -17,7 +17,10 @@ FILE = "data.train_files=x.jsonl"
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("data.train_batch_size=32", "actor.ppo_mini_batch_size 64 is larger"),
+        (
+            "data.train_batch_size=32 actor.ppo_mini_batch_size=64",
+            "actor.ppo_mini_batch_size 64 is larger",
+        ),
         ("data.train_batch_size=100 actor.ppo_mini_batch_size=48", "Use a mini-batch of 25, or"),
         ("critic.ppo_mini_batch_size=100", "not divisible by critic.ppo_mini_batch_size 100"),
         ("algorithm.adv_estimator=grpo", "Use --rollout_n 4"),

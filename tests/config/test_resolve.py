@@ -8,7 +8,6 @@ import pytest
 
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.layers import EMBEDDED_NOTE, PROMPTS_NOTE
-from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
 
@@ -237,10 +236,18 @@ def test_a_tilde_takes_a_setting_back_to_its_default() -> None:
     assert found.origins["actor.optim.lr"] == "default"
 
 
-def test_two_overrides_of_one_key_must_agree() -> None:
-    assert settle("rollout.n=2", "rollout.n=2").config.rollout.n == 2
-    with pytest.raises(ConfigError, match=r"rollout\.n is given twice, as '2' and as '3'"):
-        settle("rollout.n=2", "rollout.n=3")
+def test_a_mini_batch_that_nobody_asked_for_follows_the_batch() -> None:
+    found = settle("data.train_batch_size=8")
+    assert found.config.actor.ppo_mini_batch_size == 8
+    assert "--mini_batch_size is lowered to the batch of 8 prompts." in found.notes
+
+
+def test_the_last_of_two_overrides_counts_and_is_noted() -> None:
+    same = settle("rollout.n=2", "rollout.n=2")
+    found = settle("rollout.n=2", "rollout.n=3")
+    assert (same.config.rollout.n, found.config.rollout.n) == (2, 3)
+    note = "rollout.n is given as '2', then as '3'; the last one counts."
+    assert note in found.notes and not any("last one" in line for line in same.notes)
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
