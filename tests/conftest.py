@@ -10,11 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Set before anything imports torch: spinning OpenMP threads make a busy machine crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A busy machine misses a deadline that says nothing about the code.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"

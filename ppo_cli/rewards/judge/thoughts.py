@@ -52,7 +52,8 @@ def after_thought(text: str) -> str:
     """Return a reply without the one complete thought at its front; raises UnfinishedThought.
 
     A lone `</think>` on a line of its own, or any closing mark at the very front, ends a thought
-    that was opened in the prompt. Further marks are left for the caller to refuse.
+    that was opened in the prompt; a mark right after an opening quotation mark ends none. Further
+    marks are left for the caller to refuse.
     """
     text = text.strip()
     marks = MARKS.finditer(text)
@@ -69,7 +70,8 @@ def after_thought(text: str) -> str:
     if first.start():
         return text
     for mark in marks:
-        if _mark(mark) == (family, True):
+        quoted = re.search(r"\s[\"“‘`«「]\Z", text[max(0, mark.start() - 2) : mark.start()])
+        if _mark(mark) == (family, True) and not quoted:
             return text[mark.end() :].strip()
     raise UnfinishedThought("the judge was still thinking when its reply ended")
 

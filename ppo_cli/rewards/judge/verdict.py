@@ -60,29 +60,40 @@ _FRAMES = (
 _FRAME = re.compile("|".join(_FRAMES), re.S | re.I)
 # A backslash that JSON does not know, as models write in mathematics; it is only ever text.
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
-_QUOTED = re.compile(r"\"[^\"]*\"|“[^“”]*”|‘[^‘’]*’|`[^`]*`|「[^「」]*」|(?<!\w)'[^']*'(?!\w)")
-# A reason that gives another final score than its object does.
-_STATED = re.compile(
-    rf"(?:\b(?:{_FINAL}|my)\s*(?:{_NOUN})|\bI(?:'d|\s+would|\s+will)?\s+(?:give|rate|score|grade)"
-    r"(?:\s+(?:it|this|the)(?:\s+\w+)?)?)\W{0,4}(?:(?:is|of|an?|as|at|should\s+be|为|是|は)\W{0,4})?"
-    rf"({_NUMBER})(?:\s*{_OVER}\s*[0-9]+)?(?=\W*(?:[.!;]|$))",
-    re.I,
+_QUOTED = re.compile(
+    r"\"[^\"]*\"|“[^“”]*”|‘[^‘’]*’|`[^`]*`|「[^「」]*」|«[^«»]*»|(?<!\w)'[^']*'(?!\w)"
 )
-# A labelled number, or a line of its own with a number and nothing else.
+# A number in digits, in English words or, before the sign for points, in Chinese ones.
+_WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_HAN = "一二三四五六七八九十"
+_CLOSES = r"(?=\W{0,9}(?:[.。!;]|$))"
+_WORD = rf"(?:{'|'.join(_WORDS)})(?:(?=\s+out\s+of\b)|{_CLOSES})"
+_COUNT = rf"(?:{_NUMBER}|{_WORD}|[{_HAN}](?=[分点]{_CLOSES}))"
+_LINK = r"is|was|of|as|an?|at|to|be|has|should|would|must|therefore|only"
+# "Grade 8 level" and "mark 3" are no scores, "final mark 3" is.
+_SCORE = rf"(?!(?<!final\s)(?<!my\s)(?:grade|mark)\s[0-9])(?:{_NOUN}|総合点)(?![a-z])"
+# A label of two alphabets, or of letters set apart, passes for another.
+_HIDDEN = r"\w{0,20}(?:[a-z][Ͱ-ӿ]|[Ͱ-ӿ][a-z])\w{0,20}|[^\W\d](?:[ ][^\W\d]){3,20}"
+_GIVE = (
+    r"\bI(?:['’]d|\s+would|\s+will)?\s+(?:give|rate|score|grade)(?:\s+(?:it|this|the)(?:\s+\w+)?)?"
+)
+# What names a score: a label and a number, a line with a number and nothing else, or a verb
+# whose clause ends with the number.
 _ANOTHER = re.compile(
-    rf"(?:(?:{_NOUN})(?![a-z])|(?:{_FINAL}|adjusted|total)(?=[^\w\n]{{0,6}}[:=])"
-    rf"|^(?=[^\w\n]{{0,6}}{_NUMBER}[^\w\n]*$))"
-    rf"[^\w\n]{{0,9}}?(?:(?:is|was|of|as|an?|at|to|be|should|would|为|是|は)[^\w\n]{{1,4}}){{0,3}}"
-    rf"({_NUMBER})(?![\w%]|\s*(?:[-–~～]|to\s)\s*[0-9])",
+    rf"(?:{_SCORE}|(?:{_FINAL}|adjusted|total)(?=[^\w\n]{{0,6}}[:=])"
+    rf"|^\W{{0,6}}(?:{_HIDDEN})(?=\s?[:=])"
+    rf"|^(?=[^\w\n]{{0,6}}{_NUMBER}(?:\s?{_OVER}\s?[0-9]+)?[^\w\n]*$))"
+    rf"[^\w\n]{{0,9}}?(?:(?:{_LINK})[^\w\n]{{1,4}}|(?:应该?)?[为是]|は){{0,4}}\s?"
+    rf"({_COUNT})(?![a-zа-я0-9_%]|\s*(?:[-–~～]|to\s)\s*[0-9])"
+    rf"|(?:{_GIVE}|\bdeserves?|\bso)\W{{1,4}}(?:(?:of|an?|as|at)\W{{1,4}}){{0,2}}({_COUNT})"
+    rf"(?=(?:\s?{_OVER}\s?[0-9]+)?{_CLOSES})"
+    rf"|(?:给|[分点]中)({_COUNT})(?=[分点])",
     re.I | re.M,
-)
-_OTHER_SCALE = re.compile(
-    r"\bscale\s{1,3}(?:of\s|from\s)?(-?[0-9]{1,4})\s?(?:[-–]|to)\s?([0-9]{1,4})", re.I
 )
 # A line that may stand before the score's: a sentence that ends, or an item of a list.
 _ENDS = re.compile(r"[.!?。！？…)）\]】»”\"|~$`]\W{0,9}$|[:：]\W{0,9}[0-9./]{1,9}\W{0,9}$")
 _ITEM = re.compile(rf"\s*(?:[-*•+#|]|[0-9]+[.)]\s|(?:{'|'.join(REASON_KEYS)}|理由)\s*[:：])", re.I)
-_ANNOUNCES = re.compile(r"\b(?:follow(?:s|ing)|below|this|these|says|reads)\W{0,9}$", re.I)
+_ANNOUNCES = re.compile(r"\b(?:follow(?:s|ing)|below|this|these|says|reads|e\.g)\W{0,9}$", re.I)
 _LAST_SENTENCE = re.compile(rf"(.*(?:[.!?]\s|[。！？]))\s*((?:{_FINAL})?\s?(?:{_NOUN}).*)", re.I)
 _TAG = re.compile(r"^[ \t]{0,9}(?:</?[^\s<>/][^<>\n]{0,40}>|\[[A-Z_]{3,}\])", re.M)
 
@@ -168,6 +179,8 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
         raise Unreadable("form", told)
     if not all(isinstance(reason, str) for reason in reasons):
         raise Unreadable("form", "the reason is not a text")
+    if "..." in reasons:
+        raise Unreadable("form", "its reason is the placeholder of the form")
     score = entries["score"]
     if isinstance(score, str):
         score = _written(score.strip(), scale)
@@ -175,9 +188,8 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
         raise Unreadable("form", '"score" is not a number')
     value = _within(score, scale)
     reason = "\n".join(reasons)
-    for stated in _STATED.finditer(_QUOTED.sub(" ", reason)):
-        if _number(stated[1]) != value:
-            raise Unreadable("ambiguous", "its reason gives another score")
+    said = _QUOTED.sub(" ", reason.translate(_WIDE)).replace("\n", ". ")
+    _check_only_score(said, value, scale, sums=True)
     return value, reason
 
 
@@ -213,7 +225,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number, 
 
 def _read_text(text: str, scale: Scale) -> tuple[float, str]:
     lines = [line for line in text.translate(_WIDE).split("\n") if re.search(r"\w", line)]
-    if not lines:
+    if not lines or text == "1.":  # a list that ends at once
         raise Unreadable("form", "there is no score in it")
     if sentence := _LAST_SENTENCE.fullmatch(lines[-1]):
         lines[-1:] = sentence.groups()
@@ -231,12 +243,13 @@ def _read_text(text: str, scale: Scale) -> tuple[float, str]:
         raise Unreadable("form", "its last line may be a quotation")
     value = _within(value, scale)
     reason = "\n".join(before)
-    _check_only_score(reason, last, value, scale)
+    _check_only_score(reason, value, scale, sums=bool(re.search(_FINAL, last, re.I)))
     return value, reason
 
 
 _SCORE_TAG = re.compile(r"^<(score|rating)>([^<>\n]{1,20})</\1>\Z", re.M)
 _WIDE = str.maketrans("０１２３４５６７８９：／（）", "0123456789:/()")
+_NO_WIDTH = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
 
 
 @lru_cache(maxsize=16)
@@ -262,7 +275,8 @@ def _patterns(scale: Scale) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 def _bare(line: str) -> str:
     """Take marks of markdown and LaTeX off a line; a blockquote keeps its own."""
-    line = re.sub(r"(?<!\w)(?:\*{1,3}|__)|(?:\*{1,3}|__)(?!\w)|[`$]|\\[\[\]()]", "", line)
+    line = re.sub(r"(?<!\w)(?:\*{1,3}|__)|(?:\*{1,3}|__)(?!\w)|`|\\[\[\]()]", "", line)
+    line = re.sub(r"\$+([^$\n]*)\$+", r"\1", line)
     line = re.sub(r"\\boxed\{([^{}]*)\}|\[\[([^\[\]]*)\]\]", r"\1\2", line)
     return line.strip()
 
@@ -284,6 +298,9 @@ def _labelled(line: str, scale: Scale) -> float | None:
 
 
 def _number(text: str) -> float:
+    for names in (_WORDS, _HAN):
+        if text.lower() in names:
+            return names.index(text.lower()) + 1.0
     return float(text.replace("−", "-"))
 
 
@@ -300,16 +317,38 @@ def _leads(line: str) -> bool:
     return bool(whole) and not re.search(r"[:：]\W{0,9}$", line) and not _ANNOUNCES.search(line)
 
 
-def _check_only_score(before: str, last: str, value: float, scale: Scale) -> None:
-    """Refuse a reply that names another score, or another scale, before its last line."""
-    numbers = [_number(found[1]) for found in _ANOTHER.finditer(before)]
-    if not re.search(_FINAL, last, re.I):  # an overall score may sum up scores of criteria
-        over = rf"(?<![\w/.])({_NUMBER})\s*(?:/|out\s+of)\s*{scale.high}(?![\w/])"
-        numbers += [_number(found[1]) for found in re.finditer(over, before)]
+@lru_cache(maxsize=16)
+def _other_measure(scale: Scale) -> re.Pattern[str]:
+    """Words that name another scale, or what an end of this one means."""
+    low, high = re.escape(str(scale.low)), re.escape(str(scale.high))
+    to = r"\s?(?:[-–]|to)\s?"
+    span = rf"(?!{low}{to}{high}(?![0-9]))-?[0-9]{{1,4}}{to}[0-9]{{1,4}}"
+    return re.compile(
+        rf"\bscale\s{{1,3}}(?:of\s|from\s)?{span}|(?<![\w.-]){span}[\s-]{{1,3}}scale\b"
+        rf"|(?<![0-9]\s)\bout\s+of\s+(?!{high}\b)[0-9]+(?:(?=\s+points\b)|{_CLOSES})"
+        r"|\b(?:lower|smaller|less)\s+(?:is|scores\s+are)\s+better|\b(?:scores|ratings)\b.{0,20}\bpercent"
+        r"|\b(?:place|rank)\s+[0-9]+\s+of\b|\b[0-9]{1,3}\s+means\s+[0-9]+\s?%"
+        rf"|(?:^|[(,;:]\s?)(?:{low}|{high})\s{{0,3}}=\s{{0,3}}[^\W\d]{{3}}"
+        rf"|(?<![\w./-])(?:{low}|{high})\s{{0,3}}(?:means\b|being\b"
+        r"|is\s+(?:the\s+)?(?:best|worst|most|lowest|highest)\b|[がは]\s?最)",
+        re.I,
+    )
+
+
+def _check_only_score(said: str, value: float, scale: Scale, *, sums: bool) -> None:
+    """Refuse a reason that names another score or scale.
+
+    A score that `sums` up may stand beside such of criteria, as in "style 6/10, facts 9/10".
+    """
+    said = _NO_WIDTH.sub("", said)
+    numbers = [_number(found[found.lastindex or 0]) for found in _ANOTHER.finditer(said)]
+    over = rf"(?<![\w/.])({_NUMBER})\s*{_OVER}\s*{scale.high}(?![\w/])({_CLOSES})?"
+    shares = list(re.finditer(over, said, re.I))
+    if not sums or (len(shares) == 1 and shares[0][2] is not None):
+        numbers += [_number(found[1]) for found in shares]
     if any(number != value for number in numbers):
         raise Unreadable("ambiguous", "it names several different scores")
-    ends = {(int(low), int(high)) for low, high in _OTHER_SCALE.findall(before)}
-    if ends - {(scale.low, scale.high)}:
+    if _other_measure(scale).search(said):
         raise Unreadable("ambiguous", f"it speaks of another scale than {scale}")
 
 

