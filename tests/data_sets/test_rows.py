@@ -103,6 +103,12 @@ def test_ground_truth_keeps_its_type(tmp_path: Path, truth: Any) -> None:
     assert only(tmp_path, {"prompt": "a", "ground_truth": truth}).ground_truth == truth
 
 
+def test_a_flat_ground_truth_counts_beside_a_reward_model_without_one(tmp_path: Path) -> None:
+    for model in ({"style": "rule"}, {"style": "rule", "ground_truth": None}):
+        row = {"prompt": "a", "ground_truth": "2", "reward_model": model}
+        assert only(tmp_path, row).ground_truth == "2"
+
+
 def test_equal_ground_truths_in_both_places_are_fine(tmp_path: Path) -> None:
     row = {"prompt": "a", "ground_truth": "2", "reward_model": {"ground_truth": "2"}}
     assert only(tmp_path, row).ground_truth == "2"

@@ -26,6 +26,10 @@ ENV = {
         ("http://h/v1?key=zzz&model=m", "http://h/v1?key=***&model=m"),
         ("http://h/v1?a=1&api_key=zzz", "http://h/v1?a=1&api_key=***"),
         ("http://h/v1?access_token=zzz#top", "http://h/v1?access_token=***#top"),
+        (
+            "http://h/v1?sig=u&v=1&signature=v&secret=w&password=x",
+            "http://h/v1?sig=***&v=1&signature=***&secret=***&password=***",
+        ),
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
         ("sk-ant-REDACTED", "***"),
         ("hf_AbCdEfGhIjKlMnOpQr said no", "*** said no"),
@@ -53,3 +57,16 @@ def test_longer_secrets_go_first() -> None:
     env = {"A_API_KEY": "secret", "B_API_KEY": "secret-longer"}
     assert secret_values(env) == ("secret-longer", "secret")
     assert redact("secret-longer", env) == "***"
+
+
+def test_what_stands_under_a_secret_name_is_masked_at_any_depth() -> None:
+    inner = {"api_key": "abc", "token": None, "max_tokens": 5, "name": "n"}
+    hidden = inner | {"api_key": "***"}
+    given = {"parts": [inner, 1], "pair": (inner, "token"), "deep": {"client-secret": [1], "a": inner}}
+    masked = mask_secrets(given)
+    assert masked == {
+        "parts": [hidden, 1],
+        "pair": (hidden, "token"),
+        "deep": {"client-secret": "***", "a": hidden},
+    }
+    assert inner["api_key"] == "abc"

@@ -243,6 +243,17 @@ def test_two_judges_report_under_their_own_names(mixture: Build) -> None:
     assert named.measure().keys() == {"judge_a/asked", "judge/asked"}
 
 
+def test_a_steps_metrics_are_of_its_round_and_not_of_its_greedy_baselines(mixture: Build) -> None:
+    def measured(*rounds: RoundKind) -> dict[str, float]:
+        reward = mixture(Source("x", by_length), Source("y", has_a))
+        for kind in rounds:
+            score(reward, rollouts("a", "bbb", "cc") if kind == "train" else rollouts("d"), kind)
+        return {k: v for k, v in reward.measure().items() if k.startswith("reward/")}
+
+    assert measured("train", "baseline") == measured("train")
+    assert measured("train")["reward/x/std"] > 0 and not measured("baseline")
+
+
 def test_a_bug_in_a_part_reaches_who_waits(mixture: Build) -> None:
     class Wrong(Source):
         def settle(self, kind: RoundKind = "train") -> None:

@@ -210,6 +210,31 @@ def test_each_try_may_wait_twice_as_long_as_the_one_before(
     assert longest == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
 
 
+def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = 0.02
+    monkeypatch.setattr("ppo_cli.rewards.judge.client.random.uniform", lambda low, high: pause)
+    server.fail(500, times=4)
+    assert run(server, lambda client: client.ask(ask_for("alone")), deadline=0.001).calls == 5
+
+    async def beside_another(client: JudgeClient) -> list[Any]:
+        one = asyncio.create_task(client.ask(ask_for("one")))
+        while not server.count:
+            await asyncio.sleep(0.005)
+        other = await client.ask(ask_for("other"))
+        server.fail(500)
+        return [other, *await asyncio.gather(one, return_exceptions=True)]
+
+    server.reset()
+    server.fail(500, times=1)
+    pause = 1.5  # the other one is answered within
+    other, ended = run(server, beside_another, deadline=0.001)
+    assert other.calls == 1
+    assert isinstance(ended, JudgeError) and ended.cause == "http_500"
+    assert "(2 calls in " in str(ended)
+
+
 def test_tokens_a_minute_are_kept(server: JudgeServer) -> None:
     async def work(client: JudgeClient) -> tuple[list[Verdict], float]:
         began = time.monotonic()

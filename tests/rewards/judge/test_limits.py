@@ -9,6 +9,7 @@ import pytest
 
 from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.rewards.judge.admission import Admission, Ticket
+from ppo_cli.rewards.judge.exchange import Failure, JudgeError
 from ppo_cli.rewards.judge.limits import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
 from ppo_cli.rewards.judge.outage import Breaker
 
@@ -88,6 +89,61 @@ def test_a_cap_lets_the_next_call_go_when_the_last_one_is_paid_for(
         return left
 
     assert asyncio.run(work()) is at_once
+
+
+def fails(what: int | str) -> JudgeError:
+    """A failure that may pass: a status, or none and its cause."""
+    status = what if isinstance(what, int) else None
+    return JudgeError(Failure.RETRYABLE, f"http_{what}" if status else str(what), "no", status=status)
+
+
+def test_what_each_failure_teaches(clock: Hands) -> None:
+    """After one failure and after seven of seven: window, learned pace, room for a second call.
+
+    A plain "too many" counts at once, and once a round; an overload when most calls end so.
+    """
+    refused, calm = (5, True, False), (8, False, True)
+    expected = {429: (refused, refused), 529: (refused, refused)}
+    expected |= {503: ((8, False, False), (5, False, False))}
+    expected |= dict.fromkeys((408, 504, "timeout"), (calm, (5, False, True)))
+    expected |= dict.fromkeys((500, 502, "connection"), (calm, calm))
+
+    def taught(what: int | str, times: int) -> tuple[int, bool, bool]:
+        admission = Admission(Limits(concurrency=8), Breaker("m", 1800.0, clock), clock)
+        tickets = [Ticket() for _ in range(times)]
+        for ticket in tickets:
+            admission.enter_now(ticket)
+        clock.now += 0.5
+        for ticket in tickets:
+            admission.failed(ticket, fails(what))
+        return admission.window.size(), admission.pace.rate is not None, admission.room()
+
+    assert {what: (taught(what, 1), taught(what, 7)) for what in expected} == expected
+
+
+def test_after_an_outage_the_window_opens_from_its_start_again(clock: Hands) -> None:
+    async def work() -> tuple[int, int, int]:
+        breaker = Breaker("openai (m)", 1800.0, clock)
+        admission = Admission(Limits(concurrency=64), breaker, clock)
+        admission.window.sent()
+        clock.now += 10.0
+        before = admission.window.size()
+        for _ in range(40):
+            ticket = Ticket()
+            await admission.enter(ticket)
+            admission.failed(ticket, fails(500))
+        assert breaker.open
+        clock.now += 60.0
+        probe = Ticket()
+        await admission.enter(probe)
+        admission.succeeded(probe)
+        assert not breaker.open
+        at_once = admission.window.size()
+        await admission.enter(Ticket())
+        clock.now += 10.0
+        return before, at_once, admission.window.size()
+
+    assert asyncio.run(work()) == (64, FIRST_WINDOW, 64)
 
 
 def test_window_opens_by_itself_while_nothing_objects(clock: Hands) -> None:
