@@ -55,6 +55,11 @@ def test_every_wrapped_spelling_is_the_setting(key: str) -> None:
             False,
         ),
         ("actor.optim.warmup_steps=7", "actor.optim.lr_warmup_steps", 7),
+        ("critic.optim.warmup_steps=7", "critic.optim.lr_warmup_steps", 7),
+        ("actor.optim.warmup_style=cosine", "actor.optim.lr_scheduler_type", "cosine"),
+        ("actor.gradient_checkpointing=False", "model.enable_gradient_checkpointing", False),
+        ("model.gradient_checkpointing=False", "model.enable_gradient_checkpointing", False),
+        ("actor.use_remove_padding=True", "model.packing", True),
         ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),
         ("actor.optim.clip_grad=2", "actor.grad_clip", 2.0),
         ("trainer.default_local_dir=out", "trainer.output_dir", "out"),
@@ -64,18 +69,24 @@ def test_every_wrapped_spelling_is_the_setting(key: str) -> None:
         ("reward_model.path=rm", "reward.model.path", "rm"),
         ("reward_model.model.path=rm", "reward.model.path", "rm"),
         ("reward.reward_model.model_path=rm", "reward.model.path", "rm"),
+        ("reward.reward_model.path=rm", "reward.model.path", "rm"),
+        ("reward.reward_model.model.path=rm", "reward.model.path", "rm"),
+        ("reward.reward_model.max_length=99", "reward.model.max_length", 99),
+        ("reward.reward_model.model.fsdp_config.param_offload=True", "reward.model.offload", True),
         ("reward_model.max_length=99", "reward.model.max_length", 99),
         ("reward_model.max_length=null", "reward.model.max_length", None),
         ("reward_model.model.fsdp_config.param_offload=True", "reward.model.offload", True),
         ("reward_model.forward_max_token_len_per_gpu=99", "reward.model.batch_tokens", 99),
         ("custom_reward_function.path=r.py", "reward.function", "r.py"),
         ("reward.custom_reward_function.path=r.py", "reward.function", "r.py"),
+        ("+reward.custom_reward_function.reward_kwargs.x=1", "reward.function_kwargs", {"x": 1}),
         ("+custom_reward_function.reward_kwargs.x=1", "reward.function_kwargs", {"x": 1}),
         ("trainer.logger=['console','file']", "trainer.logger", ("console",)),
         ("trainer.logger=file", "trainer.logger", ()),
         ("trainer.logger=[console,wandb]", "trainer.logger", ("console", "wandb")),
         ("rollout.val_kwargs.do_sample=False", "rollout.val_kwargs.temperature", 0.0),
         ("rollout.log_prob_max_token_len_per_gpu=99", "ref.log_prob_max_token_len_per_gpu", 99),
+        ("critic.forward_max_token_len_per_gpu=99", "ref.log_prob_max_token_len_per_gpu", 99),
         (
             "rollout.log_prob_micro_batch_size_per_gpu=8",
             "ref.log_prob_max_token_len_per_gpu",
@@ -148,9 +159,28 @@ def test_the_tighter_of_two_log_prob_sizes_holds() -> None:
     assert found.config.ref.log_prob_max_token_len_per_gpu == 2 * 128
 
 
-def test_the_old_global_micro_batch_is_shared_over_ranks() -> None:
-    found = settle("critic.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=4")
-    assert found.config.critic.ppo_micro_batch_size_per_gpu == 2
+NODES = ("trainer.nnodes=2", "trainer.node_rank=0", "trainer.n_gpus_per_node=4")
+
+
+@pytest.mark.parametrize(
+    ("devices", "each"),
+    [
+        (("trainer.n_gpus_per_node=4",), 2),
+        (NODES, 1),
+        ((*NODES, "trainer.tensor_parallel_size=2"), 2),
+        (("trainer.num_workers=2",), 4),
+        (("trainer.placement=train:0-3,rollout:4-7", "trainer.n_gpus_per_node=8"), 2),
+    ],
+)
+def test_the_old_global_micro_batch_is_shared_over_ranks(
+    devices: tuple[str, ...], each: int
+) -> None:
+    config = settle("critic.ppo_micro_batch_size=8", *devices).config
+    assert config.critic.ppo_micro_batch_size_per_gpu == each
+    assert data_ranks(config, 8) == 8 // each
+
+
+def test_a_global_micro_batch_that_ranks_cannot_share_is_refused() -> None:
     said = refusal("critic.ppo_micro_batch_size=6", "trainer.n_gpus_per_node=4")
     assert "6 is not divisible by 4 ranks" in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ppo_cli.config.training import Actor, ActorOptim, Critic, CriticOptim
 from ppo_cli.engine.actor import ActorLearner
 from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.models import load_policy, load_value_model
+from ppo_cli.engine.models import Policy, ValueModel, load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
@@ -199,6 +200,35 @@ def test_non_finite_gradients_skip_the_step(model_dir) -> None:
     sums = merge_sums([learner.step(batch)])
     assert sums["actor/skipped_steps"] == (1.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
+    """At most so many rows, and at most so many padded tokens, in each forward pass."""
+
+    def shapes(model: Policy | ValueModel, step: Callable[[], object]) -> list[tuple[int, ...]]:
+        seen: list[tuple[int, ...]] = []
+        hook = model.backbone.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        step()
+        hook.remove()
+        return seen
+
+    batch, policy, value = make_batch(), load_policy(model_dir), load_value_model(model_dir)
+    for rows, tokens, fewest in ((None, 16384, 1), (3, 16384, 6), (None, 120, 5), (2, 120, 9)):
+        cut = {"ppo_micro_batch_size_per_gpu": rows, "ppo_max_token_len_per_gpu": tokens}
+        actor = ActorLearner(
+            policy, None, Actor(**cut), Recorder(policy.model, ActorOptim()), COMPUTE, 0.7, LONGEST
+        )
+        critic = CriticLearner(
+            value, Critic(**cut), Recorder(value.model, CriticOptim()), COMPUTE, LONGEST
+        )
+        for model, learner in ((policy, actor), (value, critic)):
+            found = shapes(model, lambda learner=learner: learner.step(batch))
+            assert sum(B for B, _ in found) == len(batch) and len(found) >= fewest
+            assert max(B for B, _ in found) <= (rows or len(batch))
+            assert max(B * L for B, L in found) <= tokens
+            assert tokens < 16384 or len(found) == fewest
 
 
 def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch) -> None:

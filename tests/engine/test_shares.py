@@ -63,6 +63,16 @@ def test_the_work_is_about_even(lengths: list[int], ranks: int) -> None:
     assert max(work) - min(work) <= 2048
 
 
+def test_no_rank_always_has_the_heavier_micro_batch() -> None:
+    lengths = [80, 70, 60, 50, 40, 30, 20, 10]  # each a micro-batch of its own
+    assert shares(lengths, Budget(100, rows=1), 2) == [
+        [[0], [3], [4], [7]],
+        [[1], [2], [5], [6]],
+    ]
+    work = [sum(lengths[i] for (i,) in mine) for mine in shares(lengths, Budget(100, rows=1), 4)]
+    assert work == [90] * 4
+
+
 def test_ranks_that_share_layers_do_not_try_again() -> None:
     def work(plan: list[list[int]]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

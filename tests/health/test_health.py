@@ -260,6 +260,9 @@ def test_advice_follows_the_settings() -> None:
     assert "77 tokens" in found["too_long"]
     # One update a step can clip nothing; no update in the warm-up moves nothing.
     assert kinds(60, always(clip_fraction=0.0, **FLAT), limits) == set()
+    twice = {"actor": {"ppo_mini_batch_size": 256, "ppo_epochs": 2}}
+    more = limits_of(Config.model_validate(twice))
+    assert kinds(60, always(clip_fraction=0.0, **FLAT), more) == {"clip_low"}
     still = always(kl_divergence=0.0, **FLAT)
     assert kinds(30, still, limits) == set() and kinds(40, still, limits) == {"kl_low"}
     # What is clipped anyway is no spike.

@@ -62,7 +62,11 @@ def test_longer_secrets_go_first() -> None:
 def test_what_stands_under_a_secret_name_is_masked_at_any_depth() -> None:
     inner = {"api_key": "abc", "token": None, "max_tokens": 5, "name": "n"}
     hidden = inner | {"api_key": "***"}
-    given = {"parts": [inner, 1], "pair": (inner, "token"), "deep": {"client-secret": [1], "a": inner}}
+    given = {
+        "parts": [inner, 1],
+        "pair": (inner, "token"),
+        "deep": {"client-secret": [1], "a": inner},
+    }
     masked = mask_secrets(given)
     assert masked == {
         "parts": [hidden, 1],

@@ -105,6 +105,11 @@ def test_printed_decimals_may_be_near() -> None:
         ("42.1", "42.0"),
         ("5 5", "5"),
         ("5", ""),
+        # Without a decimal point it is a whole number, a name or a mask: never nearly right.
+        ("1000000007", "1000000008"),
+        ("007", "7"),
+        ("+7", "7"),
+        ("1e3", "1000"),
     ):
         assert not same_output(printed, expected)
 

@@ -55,6 +55,11 @@ HUMANEVAL = {"test": "def check(candidate): ...", "entry_point": "f", "prompt": 
             None,
             RowTests("calls", "f", pairs=(([1], 2),)),
         ),
+        (  # what a ground truth does not say, the extra facts may; what both say, it decides
+            {"tests": ["assert f(1)"], "test_setup_code": "a = 1"},
+            {"tests": ["assert g(2)"], "test_setup_code": "b = 2", "entry_point": "f"},
+            RowTests("asserts", "f", setup="a = 1", tests=("assert f(1)",)),
+        ),
     ],
 )
 def test_forms(truth: Any, extra: Any, found: RowTests) -> None:

@@ -94,7 +94,9 @@ def test_a_cap_lets_the_next_call_go_when_the_last_one_is_paid_for(
 def fails(what: int | str) -> JudgeError:
     """A failure that may pass: a status, or none and its cause."""
     status = what if isinstance(what, int) else None
-    return JudgeError(Failure.RETRYABLE, f"http_{what}" if status else str(what), "no", status=status)
+    return JudgeError(
+        Failure.RETRYABLE, f"http_{what}" if status else str(what), "no", status=status
+    )
 
 
 def test_what_each_failure_teaches(clock: Hands) -> None:
