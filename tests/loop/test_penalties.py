@@ -97,9 +97,11 @@ def test_scores_that_do_not_vary_come_to_zero() -> None:
 
 
 def test_steps_keep_their_share_and_baselines_take_the_same_scale() -> None:
-    one = Scored(scored(3.0).rollout, Score(3.0, steps=(PlacedReward(1, 2.0, "token"),)))
+    """Spread 2 about 3: everything is halved, the rewards within a response too."""
+    one = Scored(scored(5.0).rollout, Score(5.0, steps=(PlacedReward(1, 3.0, "token"),)))
     done = shape_scores(
         Shaping(normalize="batch"), 100, [one, scored(1.0)], [scored(2.0)], Moments()
     )
-    assert done.scored[0].score.steps == (PlacedReward(1, 2.0, "token"),)
-    assert values(done.baselines) == [0.0]
+    assert values(done.scored) == [1.0, -1.0]
+    assert done.scored[0].score.steps == (PlacedReward(1, 1.5, "token"),)
+    assert values(done.baselines) == [-0.5]
