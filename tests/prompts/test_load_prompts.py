@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.assemble import _load_prompt_sets
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.prompts import PromptSet, fingerprint, load_prompts
+from tests.loop.scripted import Screen
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FRAME = len("user\n\nassistant\n") + 4
@@ -213,6 +216,45 @@ def test_columns_of_other_names(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"task": "a", "kind": "sums", "prompt": "not this"})
     (prompt,) = load(tokenizer, file, prompt_key="task", source_key="kind").prompts
     assert (prompt.text, prompt.data_source) == ("a", "sums")
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (
+            {"truncation": "left", "system_prompt": "Be brief."},
+            {"truncation": "left", "system_prompt": "Be brief."},
+        ),
+        (
+            {"filter_overlong_prompts": True, "apply_chat_template": False},
+            {"filter_overlong": True, "apply_chat_template": False},
+        ),
+    ],
+)
+def test_a_run_reads_both_of_its_sets_by_its_settings(
+    tokenizer: Any, tmp_path: Path, data: dict[str, Any], options: dict[str, Any]
+) -> None:
+    rows = [{"q": "more " * 60 * (n % 2) + str(n), "kind": f"k{n}"} for n in range(8)]
+    files = [write(tmp_path / name, *rows) for name in ("train.jsonl", "val.jsonl")]
+    own = {"train_files": files[:1], "val_files": files[1:], "prompt_key": "q"}
+    own |= {"reward_fn_key": "kind", "max_prompt_length": 50, "train_max_samples": 5}
+    config = Config.model_validate({"data": own | {"val_max_samples": 3} | data})
+    screen = Screen()
+    found = _load_prompt_sets(config, tokenizer, screen)
+    expected = [
+        load(
+            tokenizer,
+            file,
+            limit=50,
+            prompt_key="q",
+            source_key="kind",
+            max_samples=most,
+            **options,
+        )
+        for file, most in zip(files, (5, 3), strict=True)
+    ]
+    assert found == (expected[0].prompts, expected[1].prompts)
+    assert screen.notes == [note for one in expected for note in one.notes] != []
 
 
 def test_loading_twice_gives_equal_prompts(tokenizer: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,9 @@ def test_chance_is_the_same_every_time(run_code: RunCode) -> None:
         run_code(f"{code}\ndef g(): raise ValueError(f())", ["assert g()"]).reason for _ in "ab"
     }
     assert len(told) == len(values) == 1
+    program = "import random\nprint(random.random())"
+    same = {"inputs": ["", ""], "outputs": [str(random.Random(0).random())] * 2}
+    assert run_code(program, same).score == 1.0
 
 
 @pytest.mark.parametrize("name", ["bwrap", "sandlock", "none"])
