@@ -9,7 +9,7 @@ from ppo_cli.config.cluster_checks import cluster_clashes
 from ppo_cli.config.cluster_remarks import cluster_remarks
 from ppo_cli.config.device_list import numbered
 from ppo_cli.config.device_plan import device_plan
-from ppo_cli.config.effective import data_ranks, engine_name, learner_ranks
+from ppo_cli.config.effective import data_ranks, engine_name, gpus_per_node, learner_ranks
 from ppo_cli.config.placement import describe, placement_of
 from ppo_cli.config.schema import Config
 
@@ -86,3 +86,14 @@ def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> 
         assert {len(sampler) for sampler in found.rollout} == {span}
     assert all(describe(found)) and all(device_plan(config, gpus).sentences)
     assert all(note[-1] == "." for note in cluster_remarks(config, gpus, {}))
+
+
+def test_unset_the_gpus_of_a_node_are_as_many_as_whole_samplers_and_splits_need() -> None:
+    for there, sampler, tensor, used in (
+        (8, 1, 1, 1), (8, 4, 2, 4), (8, 2, 4, 4), (8, 2, 3, 6), (4, 2, 3, 4), (0, 2, 1, 0),
+    ):  # fmt: skip
+        parts = {
+            "rollout": {"tensor_model_parallel_size": sampler},
+            "trainer": {"tensor_parallel_size": tensor},
+        }
+        assert gpus_per_node(Config.model_validate(parts), there) == used
