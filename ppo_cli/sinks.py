@@ -5,6 +5,7 @@ Their packages are imported only here, and only when `--logger` names them.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import uuid
@@ -147,5 +148,5 @@ class WandbSink:
 def _missing(package: str) -> str:
     return (
         f"--logger {package} needs the package {package}. Install it with "
-        f"`{Path(sys.executable).name} -m pip install {package}`, or leave it out of --logger."
+        f"`{shlex.quote(sys.executable)} -m pip install {package}`, or leave it out of --logger."
     )

@@ -16,7 +16,7 @@ from ppo_cli.data_sets.check import check as run_check
 from ppo_cli.data_sets.prepare import RECIPES
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.render import Renderer
-from ppo_cli.errors import EXIT_USER, RewardError
+from ppo_cli.errors import EXIT_USER
 
 data_app = typer.Typer(
     help="Check prompt files, or prepare well-known sets.",
@@ -89,7 +89,7 @@ def check(
 
 def _training(report: Report, model: str | None) -> list[str]:
     """What `ppo train` would say of these rows with its defaults."""
-    from ppo_cli.rewards.rules import check_sources
+    from ppo_cli.trust.sources import without_a_rule
 
     lines = []
     if model is None:
@@ -101,10 +101,8 @@ def _training(report: Report, model: str | None) -> list[str]:
             f"{report.usable} rows are fewer than a batch of {_DEFAULTS.train_batch_size}: "
             "training lowers the batch sizes to fit, unless --batch_size is given."
         )
-    try:
-        check_sources(report.data_sources)
-    except RewardError as error:
-        lines.append(f"Training by rules refuses these rows. {error} A judge needs neither.")
+    if refused := without_a_rule(report.data_sources):
+        lines.append(f"Training by rules refuses these rows. {refused} A judge needs neither.")
     return lines
 
 

@@ -90,7 +90,8 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     for flag, path in (models | {"ref.path": config.ref.path}).items():
         if path is not None:
             yield partial(check_folder, model_folder(path), flag)
-    if judges_of(config.reward) or any(rule.function for rule in rules_of(config.reward)):
+    rules = rules_of(config.reward)
+    if judges_of(config.reward) or any(rule.function or rule.rule for rule in rules):
         from ppo_cli.trust.sources import file_checks
 
         yield from file_checks(config.reward)

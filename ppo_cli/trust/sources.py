@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,31 @@ from ppo_cli.config.reward_models import find_adapter
 from ppo_cli.config.rewarding import ApiReward, Composite, ModelReward
 from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.config.scorers import Judge, judges_of, models_of, rules_of
+from ppo_cli.errors import RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.function import check_syntax, find_file
 from ppo_cli.rewards.judge.template import load_template
+from ppo_cli.rewards.rules import check_sources, rule_named
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
-    """Yield what raises RewardError for a file of the reward that is absent or cannot be read."""
+    """Yield what raises RewardError for a file or a rule of the reward that is not there."""
     for rule in rules_of(settings):
         if rule.function is not None:
             yield partial(_check_function, rule.function)
+        elif rule.rule is not None:
+            yield partial(rule_named, rule.rule)
     for judge in judges_of(settings):
         yield partial(load_template, judge.settings)
+
+
+def without_a_rule(sources: Collection[str]) -> str | None:
+    """Say which data_source has no rule, as a run by rules would; None where all have one."""
+    try:
+        check_sources(sources)
+    except RewardError as error:
+        return str(error)
+    return None
 
 
 def _check_function(spec: str) -> None:
