@@ -10,11 +10,7 @@ import textwrap
 
 from ppo_cli.rewards.checkers import after_thinking
 
-_FENCE = re.compile(
-    r"^[ \t]*(?P<fence>```+|~~~+)[ \t]*(?P<language>[\w.+#-]*)[^\n]*\n(?P<code>.*?)"
-    r"(?:^[ \t]*(?P=fence)[ \t]*$|\Z)",
-    re.DOTALL | re.MULTILINE,
-)
+_FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _NEW_BLOCK = re.compile(r"\n(?=[^\s#)\]}])")
 
@@ -26,7 +22,7 @@ def find_code(text: str, entry_point: str = "") -> str:
     the entry point; where none does, the last. Without any it is the whole text.
     """
     answer = after_thinking(text)
-    blocks = [(m["language"].lower(), m["code"]) for m in _FENCE.finditer(answer)]
+    blocks = _list_blocks(answer)
     filled = [(language, code) for language, code in blocks if code.strip()]
     if not filled:
         return "" if blocks else answer.strip("\n").rstrip()
@@ -34,6 +30,26 @@ def find_code(text: str, entry_point: str = "") -> str:
     codes = codes or [code for _, code in filled]
     defining = [code for code in codes if defines(code, entry_point)]
     return (defining or codes)[-1].strip("\n").rstrip()
+
+
+def _list_blocks(text: str) -> list[tuple[str, str]]:
+    """Return language and code of every fenced block; the last one may lack its end.
+
+    Goes line by line: on a long line of fence characters or blanks, a single pattern would go
+    back and forth for hours.
+    """
+    blocks: list[tuple[str, list[str]]] = []
+    fence = ""
+    for line in text.split("\n"):
+        opening = None if fence else _FENCE.match(line)
+        if opening is not None:
+            fence = opening[1]
+            blocks.append((opening[2].lower(), []))
+        elif fence and line.strip(" \t") == fence:
+            fence = ""
+        elif fence:
+            blocks[-1][1].append(line)
+    return [(language, "\n".join(code)) for language, code in blocks]
 
 
 def defines(code: str, name: str) -> bool:

@@ -5,7 +5,7 @@ Runs inside the sandbox, on plain data only.
 
 from __future__ import annotations
 
-from math import isfinite
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,25 +32,40 @@ def _lines(text: str) -> list[str]:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    one, other = _decimal(word), _decimal(expected)
+    one, other = _number(word), _number(expected)
     if one is None or other is None or not ("." in word or "." in expected):
         return False
-    return isfinite(one) and _close(one, other)
+    return _close(one, other)
 
 
-def _decimal(word: str) -> float | None:
+def _number(word: str) -> int | float | None:
     if not word or not set(word) <= set("0123456789+-.eE") or len(word) > 400:
         return None
     try:
-        return float(word)
+        number = float(word) if set(word) & set(".eE") else int(word)
     except ValueError:
         return None
+    return number if _is_finite(number) else None
+
+
+def _is_finite(number: float) -> bool:
+    # An integer may be too long for math.isfinite.
+    return abs(number) <= sys.float_info.max
 
 
 def _close(value: float, expected: float) -> bool:
-    """Compare within a tolerance that what was expected sets; what is not finite equals itself."""
-    if not (isfinite(value) and isfinite(expected)):
-        return value == expected or (value != value and expected != expected)
+    """Compare within a tolerance that what was expected sets.
+
+    A whole number leaves room for rounding errors only, or an estimate would pass for a count.
+    What is not finite equals itself.
+    """
+    if value == expected or (value != value and expected != expected):
+        return True
+    if type(expected) is int:
+        # Beyond, neighbours are the same float.
+        return abs(expected) < 2**53 and abs(value - expected) <= CLOSE
+    if not (_is_finite(value) and _is_finite(expected)):
+        return False
     return abs(value - expected) <= CLOSE * max(1.0, abs(expected))
 
 

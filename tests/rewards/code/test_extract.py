@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ppo_cli.rewards.code.extract import defines, find_code, list_attempts
@@ -36,6 +38,21 @@ def fenced(code: str, language: str = "python") -> str:
 )
 def test_the_code_of_a_response(text: str, code: str) -> None:
     assert find_code(text) == code
+
+
+def test_long_lines_take_time_in_proportion_to_their_length() -> None:
+    slow = []
+    for unit in ("`", "```", f"{' ' * 30}{FENCE}", f"{FENCE} ", f"{FENCE}\n", "~", " ", "\n~~~~ "):
+        taken = []
+        for length in (20_000, 320_000):
+            text = unit * (length // len(unit))
+            start = time.process_time()
+            find_code(text)
+            taken.append(time.process_time() - start)
+        # 16 times as long; were it by the square, 256.
+        if taken[1] > 80 * max(taken[0], 0.001):
+            slow.append((unit, taken))
+    assert slow == []
 
 
 def test_the_block_that_defines_the_function_wins() -> None:

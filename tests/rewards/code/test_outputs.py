@@ -69,6 +69,27 @@ def test_the_tolerance_is_that_of_what_is_expected() -> None:
         assert not _equals(value, expected)
 
 
+def test_an_estimate_is_no_count() -> None:
+    for value, expected in ((4 - 1e-9, 4), (1e9 + 7, 10**9 + 7), (0.0, 0), (2.0**53, 2**53)):
+        assert same_value([value], [expected])
+    for value, expected in (
+        (1e9, 10**9 + 7),
+        (1e6 + 0.5, 10**6),
+        (2.0**63, 2**63 + 1),
+        (float(10**30), 10**30 + 1),
+        (1.5, 10**400),
+    ):
+        assert not same_value([value], [expected])
+    assert same_output("1000000007.0 3.9999999999", "1000000007 4")
+    for printed, expected in (
+        ("1000000000.0", "1000000007"),
+        ("1.000000001e9", "1000000007"),
+        ("9223372036854775808.0", "9223372036854775809"),
+        ("1.5", "9" * 399),
+    ):
+        assert not same_output(printed, expected)
+
+
 def test_other_types_are_compared_as_they_are() -> None:
     for value in (complex(1, 2), Decimal("1.5"), Fraction(1, 3), deque([1]), {1, 2}, b"x", None):
         assert same_value(value, value)
