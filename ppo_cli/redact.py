@@ -11,7 +11,7 @@ HIDDEN = "***"
 _SECRET_NAMES = re.compile(r"(_API_KEY|_TOKEN|_SECRET|_PASSWORD)$")
 _USERINFO = re.compile(r"(?<=://)[^/\s'\"?#]+(?=@)")
 _QUERY = re.compile(
-    r"(?i)([?&](?:[\w.-]*key|[\w.-]*token|sig|signature|secret|password)=)[^&#\s'\"]+"
+    r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)[^&#\s'\"]+"
 )
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 _KEY_SHAPES = re.compile(r"\b(?:sk|hf)[-_][A-Za-z0-9_-]{12,}|\bAIza[\w-]{20,}")

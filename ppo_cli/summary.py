@@ -86,7 +86,7 @@ def judge_totals(history: Lines) -> str:
         each = ", ".join(f"{name} {n:,.0f}" for name, n in causes.most_common() if name)
         said.append(f"{sums['errors']:,.0f} failed ({each}), {sums['retries']:,.0f} retries")
     if sums["cached"]:
-        said.append(f"{sums['cached']:,.0f} verdicts from the cache")
+        said.append(f"{sums['cached']:,.0f} verdicts reused")
     unscored = sum(
         line.get(f"{split}score/failed") or 0.0 for line in history for split in ("", "val/")
     )

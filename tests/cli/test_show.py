@@ -152,6 +152,6 @@ def test_what_the_judges_did_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     )  # fmt: skip
     assert main(["show", str(tmp_path)]) == 0
     assert (
-        "judge: 20 calls, 2 failed (rate_limit 2), 2 retries, 3 verdicts from the cache, "
+        "judge: 20 calls, 2 failed (rate_limit 2), 2 retries, 3 verdicts reused, "
         "1 responses without a score, $0.0021"
     ) in capsys.readouterr().out

@@ -27,8 +27,8 @@ ENV = {
         ("http://h/v1?a=1&api_key=zzz", "http://h/v1?a=1&api_key=***"),
         ("http://h/v1?access_token=zzz#top", "http://h/v1?access_token=***#top"),
         (
-            "http://h/v1?sig=u&v=1&signature=v&secret=w&password=x",
-            "http://h/v1?sig=***&v=1&signature=***&secret=***&password=***",
+            "http://h/v1?sig=u&v=1&signature=v&secret=w&password=x&X-Amz-Signature=y",
+            "http://h/v1?sig=***&v=1&signature=***&secret=***&password=***&X-Amz-Signature=***",
         ),
         ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
         ("sk-ant-REDACTED", "***"),
