@@ -375,7 +375,7 @@ def _unscored(state: RunState) -> str | None:
     """Why a run whose reward always fails should stop: nothing of it is learnt."""
     if state.unscored_steps < MOST_UNSCORED:
         return None
-    return f"no response of {state.unscored_steps} steps in a row got a score; mend the reward"
+    return f"no response of {state.unscored_steps} steps in a row got a score; correct the reward"
 
 
 def _out_of_patience(job: Job, state: RunState) -> bool:

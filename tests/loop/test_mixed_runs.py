@@ -164,8 +164,8 @@ def test_a_run_whose_reward_always_fails_stops_and_goes_on_once_it_is_mended(
     file.write_text(f"{head}    raise KeyError('label')\n")
     args = (*SMALL, "--reward_function", str(file))
     told = train(out, *args, exit_code=3)
-    assert "raised KeyError: 'label'" in told.stdout
-    assert "no response of 3 steps in a row got a score; mend the reward" in told.stderr
+    assert "All 16 responses failed with KeyError: 'label'" in told.stdout
+    assert "no response of 3 steps in a row got a score; correct the reward" in told.stderr
     assert [line["step"] for line in metrics(out)] == [0, 1, 2, 3]
     file.write_text(f"{head}    return float(len(solution_str))\n")
     assert "Going on after step 3" in train(out, *args).stdout
