@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ppo_cli.redact import redact
 
 METRICS_FILE = "metrics.jsonl"
@@ -83,6 +81,8 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 def plain(value: Any) -> Any:
     """Turn anything into what JSON can say: no numpy, no NaN, no secrets."""
+    import numpy as np
+
     if isinstance(value, str):
         return redact(value) if len(value) > 5 else value
     if isinstance(value, Mapping):

@@ -98,7 +98,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "flag --train_files",
         ),
         (["--save_freq", "-1"], "trainer.save_freq", -1, "flag --save_freq"),
-        (["--logger", "console,wandb"], "trainer.logger", ["console", "wandb"], "flag --logger"),
+        (
+            ["--logger", "console,tensorboard"],
+            "trainer.logger",
+            ["console", "tensorboard"],
+            "flag --logger",
+        ),
         (["actor.optim.lr=3e-6"], "actor.optim.lr", 3e-6, "override"),
         (["~actor.optim.lr"], "actor.optim.lr", 1e-6, "default"),
     ],
@@ -194,7 +199,7 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"values", "arithmetic", "placement", "reward", "notes"}
+    assert set(found) == {"values", "arithmetic", "placement", "reward", "notes", "problems"}
     assert set(found["values"]) == set(table())
     assert "No GPU and no --model" in found["notes"][0]
 

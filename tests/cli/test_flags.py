@@ -41,7 +41,7 @@ node_rank trainer.node_rank               num_workers trainer.num_workers
 master_addr trainer.master_addr           master_port trainer.master_port
 placement trainer.placement               async_steps trainer.async_steps
 max_restarts trainer.max_restarts         worker_timeout trainer.worker_timeout
-node_timeout trainer.node_timeout
+node_timeout trainer.node_timeout         profile trainer.profile_steps
 tensor_parallel_size trainer.tensor_parallel_size
 pipeline_parallel_size trainer.pipeline_parallel_size
 reward reward.parts                       reward_config reward.config_file

@@ -249,6 +249,7 @@ def plain_actor_loss(
     if case.of("use_kl_loss", False):
         loss = loss + case.of("kl_loss_coef", 0.001) * apart
         told["actor/kl_loss"] = apart.item()
+    told["actor_loss"] = loss.item()
     return loss, told
 
 
@@ -394,7 +395,8 @@ def test_two_steps_of_the_critic(name: str, folders: dict[str, str], tokenizer: 
         (critic["value_loss_coef"] * loss).backward()
         norm = by_hand.step(lr)
         told = {
-            "value_loss": loss.item(), "critic/clip_fraction": clip_fraction,
+            "value_loss": loss.item(), "critic_loss": critic["value_loss_coef"] * loss.item(),
+            "critic/clip_fraction": clip_fraction,
             "critic_grad_norm": norm, "critic/lr": lr,
         }  # fmt: skip
         assert norm > 0.1
