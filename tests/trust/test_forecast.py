@@ -236,9 +236,9 @@ def test_a_forecast_imports_nothing_heavy() -> None:
 
 
 def test_a_plan_that_cannot_tell_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TYPED, "--json"]) == 0
+    assert main([*TYPED, "--json"]) == 2
     assert "t.jsonl" in json.loads(capsys.readouterr().out)["judge"]["problem"]
-    assert main(TYPED) == 0
+    assert main(TYPED) == 2
     assert "no forecast: t.jsonl: no such file" in capsys.readouterr().out
 
 

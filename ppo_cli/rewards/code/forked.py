@@ -19,7 +19,7 @@ from ppo_cli.rewards.code.boot import ENVIRONMENT, program
 from ppo_cli.rewards.code.sandlock_launcher import NUMBER, READY
 
 SECONDS_TO_ANSWER = 60.0
-SECONDS_TO_CLOSE = 10.0
+SECONDS_TO_CLOSE = 60.0
 _LONGEST_WORDS = 4096
 
 
