@@ -162,3 +162,26 @@ def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
 def test_empty_parquet_is_told(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
     assert "holds no rows" in refusal(tmp_path / "a.parquet")
+
+
+def test_text_of_a_parquet_file_that_is_not_utf_8_costs_its_row_alone(tmp_path: Path) -> None:
+    """Rows 2 and 3 are broken in one column each; the others keep their numbers and all columns."""
+    broken = pa.array([b"a", b"\xff", b"c", b"d"], pa.binary())
+    table = pa.table({
+        "prompt": broken.view(pa.string()), "n": pa.array([1, 2, 3, 4]),
+        "why": pa.array([b"x", b"y", b"\xfe\xfe", b"z"], pa.binary()).view(pa.string()),
+    })  # fmt: skip
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = read_file(str(tmp_path / "a.parquet"))
+    assert [(place.number, row) for place, row in found.records] == [
+        (1, {"prompt": "a", "n": 1, "why": "x"}), (4, {"prompt": "d", "n": 4, "why": "z"}),
+    ]  # fmt: skip
+    told = [(p.place.number, p.column, p.message) for p in found.problems]
+    assert sorted(told) == [
+        (2, "prompt", "is not UTF-8 (byte 0xff)"), (3, "why", "is not UTF-8 (byte 0xfe)"),
+    ]  # fmt: skip
+
+
+def test_a_folder_without_data_files_names_none(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert "Data files" not in refusal(tmp_path / "zzz.parquet")

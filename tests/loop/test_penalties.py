@@ -105,3 +105,42 @@ def test_steps_keep_their_share_and_baselines_take_the_same_scale() -> None:
     assert values(done.scored) == [1.0, -1.0]
     assert done.scored[0].score.steps == (PlacedReward(1, 1.5, "token"),)
     assert values(done.baselines) == [-0.5]
+
+
+def test_baselines_are_penalised_like_samples_and_teach_nothing() -> None:
+    rows, greedy = [scored(1.0), scored(3.0)], [scored(9.0, range(90)), scored(None)]
+    for normalize, expected in (("off", 8.5), ("batch", 6.5), ("running", 6.5)):
+        settings = Shaping(overlong_buffer=20, normalize=normalize)
+        done = shape_scores(settings, 100, rows, greedy, Moments())
+        assert values(done.baselines) == [pytest.approx(expected), None]
+        assert done.metrics["shaping/reward_mean"] == pytest.approx(2.0 * (normalize == "off"))
+    assert done.moments == Moments.of([1.0, 3.0])
+    plain = shape_scores(Shaping(), 100, rows, greedy, Moments())
+    assert values(plain.baselines) == [9.0, None]
+
+
+def test_a_value_put_in_for_want_of_a_verdict_is_scaled_and_teaches_nothing() -> None:
+    rows = [scored(1.0), scored(3.0), Scored(scored(0.0).rollout, Score(9.0, info={"imputed": 1}))]
+    assert not rows[2].score.judged
+    for normalize in ("batch", "running"):
+        assert values(shape(rows, normalize=normalize).scored) == [-1.0, 1.0, 7.0]
+
+
+def test_each_setting_alone_is_on_and_is_told_of_the_rows_with_a_score() -> None:
+    """What failed is in no mean and no share; the clip looks at both signs, after scaling."""
+    rows = [scored(4.0, (5, 5, 5, 5), "length"), scored(-4.0), scored(1.0), scored(None, (1, 1))]
+    wanted = [
+        ({"overlong_buffer": 97}, {"overlong_mean": -1 / 97 / 3, "overlong_share": 1 / 3}),
+        ({"missing_eos_penalty": 3.0}, {"missing_eos_mean": -1.0, "missing_eos_share": 1 / 3}),
+        (
+            {"repetition_penalty": 2.0, "repetition_ngram": 1},
+            {"repetition_mean": -0.5, "repetition_share": 1 / 3},
+        ),
+        ({"reward_clip": 2.0}, {"clipped_share": 2 / 3, "reward_mean": 1 / 3}),
+        ({"reward_clip": 4.0}, {"clipped_share": 0.0}),
+        ({"normalize": "batch", "reward_clip": 1.2}, {"clipped_share": 1 / 3, "mean": 1 / 3}),
+    ]
+    for settings, told in wanted:
+        metrics = shape(rows, **settings).metrics
+        found = {name: metrics.get(f"shaping/{name}") for name in told}
+        assert found == pytest.approx(told), settings

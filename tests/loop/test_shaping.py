@@ -161,3 +161,44 @@ def test_importance_weights_correct_the_sampler() -> None:
     stale = Config.model_validate({"trainer": {"async_steps": 1}})  # by token, unless set
     step = shape_step(stale, annotated, score_all(made, [1.0]), 0.0, None)
     torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))
+
+
+def test_statistics_are_of_the_tokens_that_count() -> None:
+    """Two rows of two and one tokens by hand; a third whose score failed is in none of them."""
+    made = rollouts([2, 1, 2])
+    annotated = replace(
+        annotate(made),
+        entropy_BT=torch.tensor([[0.2, 0.4], [0.9, 5.0], [7.0, 7.0]]),
+        values_BT=torch.tensor([[0.1, 0.4], [0.3, 9.0], [8.0, 8.0]]),
+    )
+    annotated.old_logprobs_BT[0, 1] = -1.5
+    annotated.old_logprobs_BT[2] = -4.0
+    c = config(gamma=1.0, lam=1.0, whiten_advantages=False, use_kl_in_reward=False)
+    step = shape_step(c, annotated, score_all(made, [1.0, 0.0, None]), 0.0, None)
+    told = {
+        "entropy": 0.5, "advantages/mean": (0.9 + 0.6 - 0.3) / 3, "advantages/max": 0.9,
+        "advantages/min": -0.3, "returns/mean": 2 / 3, "rewards/token_sum_mean": 0.5,
+        "rollout/logprob_diff": 0.5 / 3, "rollout/logprob_diff_max": 0.5,
+        "rollout/mismatch_kl": (np.exp(-0.5) - 1 + 0.5) / 3, "rollout/is_weight_mean": 1.0,
+        "values/mean": 0.8 / 3,
+        # The returns 1, 1, 0 less the values, and alone: variances of 0.9, 0.6, -0.3 and of them.
+        "explained_variance": 1 - np.var([0.9, 0.6, -0.3]) / np.var([1.0, 1.0, 0.0]),
+    }  # fmt: skip
+    assert {name: step.metrics[name] for name in told} == pytest.approx(told, rel=1e-5)
+
+
+def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() -> None:
+    made = rollouts([3, 2])
+    c = config(use_kl_in_reward=False)
+    placed = [[(0, 0.25), (0, 0.5), (2, 1.0)], [(0, 3.0)]]
+    step = shape_step(c, annotate(made), score_all(made, [2.0, None]), 0.0, None, placed)
+    expected = torch.tensor([[0.75, 0.0, 1.25], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(step.batch.token_rewards_BT, expected)
+
+
+def test_without_any_score_the_kl_coefficient_stays() -> None:
+    made = rollouts([3, 2])
+    c = config(kl_ctrl={"type": "adaptive", "target_kl": 0.1, "horizon": 100})
+    step = shape_step(c, annotate(made), score_all(made, [None, None]), 0.2, None)
+    assert step.next_kl_coef == 0.2 and step.metrics == {}
+    assert bool(step.batch.token_rewards_BT.isfinite().all())

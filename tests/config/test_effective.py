@@ -1,0 +1,212 @@
+"""What a setting comes to when others stand in for it, where each has its effect, and limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppo_cli.config import effective as eff
+from ppo_cli.config.effects import idle_settings
+from ppo_cli.config.schema import Config
+from tests.config.settling import problems, settle
+
+RAY = "trainer.engine=ray"
+LORA = "model.lora_rank=8"
+
+
+def made(given: str) -> Config:
+    return settle(*given.split()).config
+
+
+def test_one_setting_stands_in_for_another_only_while_that_is_unset() -> None:
+    wrong = [
+        (given, function.__name__, found)
+        for given, function, expected in [
+            ("actor.clip_ratio=0.3", eff.clip_low, 0.3),
+            ("actor.clip_ratio=0.3", eff.clip_high, 0.3),
+            ("actor.clip_ratio=0.3 actor.clip_ratio_low=0.1", eff.clip_low, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.clip_low, 0.1),
+            ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", eff.clip_high, 0.3),
+            ("data.train_batch_size=12 actor.ppo_mini_batch_size=6", eff.critic_mini_batch, 6),
+            (
+                "data.train_batch_size=12 actor.ppo_mini_batch_size=6 critic.ppo_mini_batch_size=3",
+                eff.critic_mini_batch, 3,
+            ),
+            ("model.path=a/b", eff.critic_path, "a/b"),
+            ("model.path=a/b critic.model.path=c/d", eff.critic_path, "c/d"),
+            ("trainer.seed=7", eff.sampler_seed, 7),
+            ("trainer.seed=7 rollout.seed=0", eff.sampler_seed, 0),
+            ("", eff.rollout_is, None),
+            ("trainer.async_steps=1", eff.rollout_is, "token"),
+            (
+                "trainer.async_steps=1 algorithm.rollout_correction.rollout_is=sequence",
+                eff.rollout_is, "sequence",
+            ),
+            ("algorithm.rollout_correction.rollout_is=sequence", eff.rollout_is, "sequence"),
+            ("actor.use_kl_loss=true", eff.uses_reference, True),
+            ("algorithm.use_kl_in_reward=true", eff.uses_reference, True),
+            ("algorithm.use_kl_in_reward=false", eff.uses_reference, False),
+        ]
+        for config in [made(given)]
+        for found in [function(config.actor if "clip" in given else config)]
+        if found != expected
+    ]  # fmt: skip
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "engine", "sampler", "trains", "ranks"),
+    [
+        ("", 0, "local", "hf", 1, 1),
+        ("", 8, "local", "hf", 1, 1),
+        ("trainer.engine=ray", 0, "ray", "hf", 1, 1),
+        ("trainer.engine=local trainer.nnodes=1", 8, "local", "hf", 1, 1),
+        ("trainer.n_gpus_per_node=4", 8, "ray", "hf", 4, 4),
+        ("trainer.n_gpus_per_node=1", 8, "local", "hf", 1, 1),
+        ("trainer.num_workers=3", 0, "ray", "hf", 3, 3),
+        ("trainer.num_workers=3", 8, "ray", "hf", 3, 3),
+        ("trainer.num_workers=1", 0, "local", "hf", 1, 1),
+        ("trainer.nnodes=2", 0, "ray", "hf", 2, 2),
+        ("trainer.nnodes=2", 8, "ray", "hf", 2, 2),
+        ("rollout.num_samplers=2", 0, "ray", "hf", 1, 1),
+        ("rollout.num_samplers=1", 0, "local", "hf", 1, 1),
+        ("rollout.name=vllm", 8, "ray", "vllm", 1, 1),
+        ("rollout.name=hf trainer.n_gpus_per_node=2", 8, "ray", "hf", 2, 2),
+        ("trainer.async_steps=1 trainer.n_gpus_per_node=8", 8, "ray", "hf", 6, 6),
+        ("trainer.async_steps=1 trainer.n_gpus_per_node=4", 4, "ray", "hf", 3, 3),
+        ("trainer.async_steps=1 trainer.n_gpus_per_node=2", 2, "ray", "hf", 1, 1),
+        ("trainer.tensor_parallel_size=2", 8, "ray", "hf", 2, 1),
+        ("trainer.tensor_parallel_size=2 trainer.n_gpus_per_node=8", 8, "ray", "hf", 8, 4),
+        ("rollout.tensor_model_parallel_size=4", 8, "ray", "hf", 4, 4),
+        # 8 - 2 would be no whole number of splits of 4 GPUs, so 4 are set apart.
+        (
+            "trainer.async_steps=1 trainer.n_gpus_per_node=8 trainer.tensor_parallel_size=4",
+            8, "ray", "hf", 4, 1,
+        ),
+        (
+            "trainer.async_steps=1 trainer.n_gpus_per_node=8 actor.fsdp_config.fsdp_size=4",
+            8, "ray", "hf", 4, 4,
+        ),
+    ],
+)  # fmt: skip
+def test_where_the_work_runs_and_on_how_many_devices(
+    given: str, gpus: int, engine: str, sampler: str, trains: int, ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(eff, "has_package", lambda name: False)
+    config = Config.model_validate(_nested(given))
+    assert eff.engine_name(config, gpus) == engine
+    assert eff.sampler_name(config, gpus) == sampler
+    assert eff.train_devices(config, gpus) == tuple(range(trains))
+    assert (eff.learner_ranks(config, gpus), eff.data_ranks(config, gpus)) == (trains, ranks)
+    monkeypatch.setattr(eff, "has_package", lambda name: name == "vllm")
+    on_gpus = engine == "ray" and gpus > 0 and "num_workers" not in given
+    usual = "vllm" if on_gpus and "rollout.name=hf" not in given else sampler
+    assert eff.sampler_name(config, gpus) == usual
+
+
+def test_how_new_weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eff, "has_package", lambda name: False)
+    vllm = "rollout.name=vllm trainer.n_gpus_per_node=4"
+    wanted = {
+        "": "memory", vllm: "ipc", f"{vllm} trainer.async_steps=1": "nccl",
+        f"{vllm} {LORA} model.lora_merge=false": "memory",
+        f"{vllm} {LORA} model.lora_merge=true": "ipc",
+        f"{vllm} rollout.weight_transfer=memory": "memory",
+        f"{vllm} rollout.weight_transfer=nccl": "nccl",
+        "rollout.name=vllm trainer.n_gpus_per_node=0": "memory",
+        f"{vllm} trainer.placement=train:0-3,rollout:0-1": "ipc",
+        f"{vllm} trainer.placement=train:0-1,rollout:2-3": "nccl",
+        f"{vllm} trainer.placement=train:0-2,rollout:2-3": "memory",
+        f"{vllm} trainer.placement=train:0-1,rollout:0-3": "memory",
+        "rollout.name=hf trainer.n_gpus_per_node=4": "memory",
+    }  # fmt: skip
+    found = {given: eff.weight_transfer(Config.model_validate(_nested(given)), 4)
+             for given in wanted}  # fmt: skip
+    assert found == wanted
+
+
+def _nested(given: str) -> dict[str, object]:
+    """Settings as the schema takes them, whatever this machine has."""
+    tree: dict[str, object] = {}
+    for text in given.split():
+        name, _, raw = text.partition("=")
+        *groups, last = name.split(".")
+        place: dict[str, object] = tree
+        for group in groups:
+            place = place.setdefault(group, {})  # type: ignore[assignment]
+        place[last] = {"true": True, "false": False}.get(raw, int(raw) if raw.isdigit() else raw)
+    return tree
+
+
+TAKEN = [
+    ("algorithm.lam=0.5 algorithm.whiten_advantages=false critic.optim.lr=0.003", 0),
+    ("algorithm.adv_estimator=grpo rollout.n=2 algorithm.norm_adv_by_std_in_grpo=false", 0),
+    ("algorithm.kl_penalty=k3 algorithm.kl_ctrl.kl_coef=0.02", 0),
+    ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=7 algorithm.kl_ctrl.target_kl=0.2",
+     0),
+    ("actor.use_kl_loss=true actor.kl_loss_coef=0.02 actor.kl_loss_type=k1 ref.path=a/b", 0),
+    ("ref.path=a/b", 0),
+    (f"{LORA} model.lora_alpha=32 model.target_modules=q_proj", 0),
+    (f"{RAY} {LORA} model.lora_merge=true trainer.max_restarts=5 trainer.worker_timeout=99", 0),
+    (f"{RAY} actor.fsdp_config.param_offload=true ref.param_offload=true", 0),
+    (f"{RAY} critic.fsdp_config.optimizer_offload=true actor.fsdp_config.fsdp_size=1", 0),
+    ("actor.fsdp_config.param_offload=true ref.param_offload=true", 1),
+    ("rollout.num_samplers=2", 0),
+    ("rollout.name=vllm rollout.gpu_memory_utilization=0.3 rollout.enforce_eager=true", 1),
+    ("trainer.nnodes=2 trainer.master_addr=host trainer.master_port=2000 trainer.node_rank=1", 0),
+    ("algorithm.rollout_correction.rollout_is=token "
+     "algorithm.rollout_correction.rollout_is_threshold=3", 0),
+    ("algorithm.rollout_correction.rollout_is=sequence "
+     "algorithm.rollout_correction.rollout_is_batch_normalize=true", 0),
+    ("data.val_files=x.jsonl data.val_max_samples=3", 0),
+]  # fmt: skip
+# One that is not enough: the setting, and why it still changes nothing.
+IDLE = [
+    ("algorithm.kl_ctrl.horizon=7", "algorithm.kl_ctrl.horizon"),
+    (f"{LORA} model.lora_merge=true", "model.lora_merge"),
+    (f"{RAY} model.lora_merge=true", "model.lora_merge"),
+    ("actor.use_kl_loss=true algorithm.kl_ctrl.kl_coef=0.02", "algorithm.kl_ctrl.kl_coef"),
+    ("algorithm.use_kl_in_reward=false ref.path=a/b", "ref.path"),
+]
+
+
+def test_a_setting_is_taken_where_it_has_its_effect_and_nowhere_else() -> None:
+    wrong = {given: idle_settings(settle(*given.split()), gpus) for given, gpus in TAKEN}
+    assert {given: found for given, found in wrong.items() if found != ([], [])} == {}
+    for given, key in IDLE:
+        refused, _ = idle_settings(settle(*given.split()), 0)
+        assert [line.split()[1] for line in refused] == [key], given
+
+
+# What is just refused, and what is just taken.
+EDGES = [
+    ("data.train_batch_size=8 actor.ppo_mini_batch_size=9",
+     "data.train_batch_size=8 actor.ppo_mini_batch_size=8"),
+    ("actor.clip_ratio_low=0.21", "actor.clip_ratio_low=0.2"),
+    ("actor.clip_ratio=0.5 actor.clip_ratio_c=1.5", "actor.clip_ratio=0.5 actor.clip_ratio_c=1.6"),
+    ("critic.loss_scale_factor=2",
+     "critic.loss_scale_factor=2 critic.loss_agg_mode=seq-mean-token-sum-norm"),
+    ("actor.optim.min_lr_ratio=0.1",
+     "actor.optim.min_lr_ratio=0.1 actor.optim.lr_scheduler_type=cosine"),
+    *[(f"{who}.optim.betas={wrong}", f"{who}.optim.betas=[0,0.5]")
+      for who in ("actor", "critic")
+      for wrong in ("[1.0,0.9]", "[0.9,1.0]", "[-0.1,0.9]", "[0.9,-0.1]")],
+    ("trainer.critic_warmup=3 trainer.total_training_steps=3",
+     "trainer.critic_warmup=2 trainer.total_training_steps=3"),
+    ("trainer.save_freq=0", "trainer.save_freq=-1"),
+    ("trainer.test_freq=0", "trainer.test_freq=1"),
+    ("trainer.patience=2 data.val_files=x trainer.test_freq=-1",
+     "trainer.patience=2 data.val_files=x trainer.test_freq=1"),
+    ("data.train_max_samples=0", "data.train_max_samples=1"),
+    ("data.max_response_length=32 reward.shaping.overlong_buffer=32",
+     "data.max_response_length=32 reward.shaping.overlong_buffer=31"),
+    *[(f"trainer.profile_steps={wrong}", f"trainer.profile_steps={right}")
+      for wrong, right in (("0", "1"), ("3-2", "2-2"), ("x", "2-3"), ("2-x", "10-11"), ("-3", "3"),
+                           ("2-", "2"), ("0-1", "1-2"), ("²", "12"))],
+]  # fmt: skip
+
+
+def test_what_clashes_is_refused_up_to_its_edge_and_no_further() -> None:
+    for refused, taken in EDGES:
+        assert len(problems(*refused.split())) == 1, refused
+        settle(*taken.split())
