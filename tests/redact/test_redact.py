@@ -53,6 +53,20 @@ def test_a_key_of_any_variable_is_hidden_once_it_was_read() -> None:
     assert inside == {"reason": ["the ***"], "token": "***", "n": 1}
 
 
+def test_a_value_of_six_characters_is_a_secret_and_a_shorter_one_is_not() -> None:
+    hide("kq7zw")
+    hide("kq7zwx")
+    env = {"A_API_KEY": "pj4vh", "B_TOKEN": "pj4vhn"}
+    assert secret_values(env) == ("pj4vhn",)
+    assert redact("kq7zw kq7zwx pj4vh pj4vhn", env) == "kq7zw *** pj4vh ***"
+
+
+def test_the_variables_of_this_process_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "value-of-this-process")
+    assert redact("value-of-this-process") == "***"
+    assert redact("value-of-this-process", {}) == "value-of-this-process"
+
+
 def test_longer_secrets_go_first() -> None:
     env = {"A_API_KEY": "secret", "B_API_KEY": "secret-longer"}
     assert secret_values(env) == ("secret-longer", "secret")

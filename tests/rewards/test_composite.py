@@ -319,3 +319,36 @@ def test_closing_closes_every_part_and_may_be_repeated(mixture: Build, tmp_path:
     assert [p.closed for p in parts] == [1, 1]
     with pytest.raises(RuntimeError, match="closed"):
         reward.submit(rollouts("a")[0])
+
+
+def test_every_part_hears_of_the_start_of_each_step_and_of_the_folder(
+    mixture: Build, tmp_path: Path
+) -> None:
+    class Listening(Source):
+        def __init__(self, name: str, waits: str | None = None) -> None:
+            super().__init__(name, lambda r: Score(1.0))
+            self.heard: list[Any] = []
+            self._waits = waits
+
+        def start(self, prompts: Any, *, patient: bool = False, tell: Any = None) -> None:
+            tell(self.name)
+            self.heard.append((len(prompts), patient))
+
+        def begin_step(self, step: int) -> None:
+            self.heard.append(step)
+
+        def attach(self, folder: Path) -> None:
+            self.heard.append(folder)
+
+        def waiting_for(self) -> str | None:
+            return self._waits
+
+    parts = [Listening("a"), Listening("b", "b waits"), Listening("c", "c waits")]
+    reward, told = mixture(*parts), list[str]()
+    reward.start([one.prompt for one in rollouts("x", "y")], patient=True, tell=told.append)
+    reward.begin_step(7)
+    reward.attach(tmp_path)
+    assert told == ["a", "b", "c"]
+    assert [part.heard for part in parts] == [[(2, True), 7, tmp_path]] * 3
+    assert reward.waiting_for() == "b waits"
+    assert mixture(Listening("d")).waiting_for() is None

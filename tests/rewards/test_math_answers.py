@@ -153,6 +153,17 @@ def test_the_quick_verdict_is_the_slow_one_or_none(reply: str, gold: object) -> 
         ("The answer is x = 7", "7", "x = 7"),
         ("we get 12, so (C)", "C", "C"),
         ("nothing here", "7", None),
+        ("The answer is about 42 apples.", "42", "42"),
+        ("The answer is the red house.", "the red house", "the red house"),
+        ("The answer is 3 or 4 apples.", "3", "3 or 4 apples"),
+        ("The answer is B. 12", "B", "B"),
+        ("we get $y+1$ in 3 steps", "y+1", "y+1"),
+        ("we get $y+1$ in 3 steps", "3", "3"),
+        ("we get $y=5$ in the end", "5", "5"),
+        ("we get 3, or rather $5$", "5", "5"),
+        ("we get $y+1$ in 3 steps", None, "y+1"),
+        ("first (A), then 12", ["A", "B"], "A"),
+        ("first (A), then 12", ["A", "12"], "12"),
     ],
 )
 def test_find_answer_takes_the_plainest_mark(reply: str, gold: str, found: str | None) -> None:
@@ -165,5 +176,10 @@ def test_text_settles_what_it_can_and_leaves_algebra() -> None:
     assert decide_quickly("8", "7") is False
     assert decide_quickly(None, "7") is False
     assert decide_quickly("x" * 301, "y") is False
+    assert decide_quickly("y", "x" * 301) is False
+    assert decide_quickly("x" * 300, "y" * 300) is None
+    assert decide_quickly("x" * 301, "x" * 301) is True
     assert decide_quickly("B", "C") is False
+    assert decide_quickly("(B) 12", "B") is True
+    assert decide_quickly("10,000", "10001") is False
     assert decide_quickly(r"\frac{1}{2}", "0.5") is None

@@ -69,6 +69,31 @@ def test_the_tolerance_is_that_of_what_is_expected() -> None:
         assert not _equals(value, expected)
 
 
+def test_groups_are_equal_key_by_key_and_lists_item_by_item() -> None:
+    for value, expected in (
+        ({"a": 0.1 + 0.2}, {"a": 0.3}),
+        ({"b": [1, (2,)], "a": 1}, {"a": 1, "b": (1, [2])}),
+        ([[0.1 + 0.2], 1], [[[0.3], 1]]),
+        ((), []),
+        ({}, {}),
+    ):
+        assert same_value(value, expected)
+    for value, expected in (
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ({"a": 1, "b": 2}, {"a": 1}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 2}),
+        ([1, 2], [1]),
+        ([1], [1, 2]),
+        ([2, 1], [1, 2]),
+        (1, [1, 1]),
+        ([1], 1),
+        ({}, []),
+        ([["a"]], ["a", "a"]),
+    ):
+        assert not same_value(value, expected)
+
+
 def test_an_estimate_is_no_count() -> None:
     for value, expected in ((4 - 1e-9, 4), (1e9 + 7, 10**9 + 7), (0.0, 0), (2.0**53, 2**53)):
         assert same_value([value], [expected])
