@@ -78,6 +78,9 @@ def test_raw_text_does_not_end_with_the_end_mark(make_tokenizer: Callable[..., A
     tokenizer = make_tokenizer(template=None, frame="<s> $A <|im_end|>")
     assert tokenizer("ab")["input_ids"][-1] == EOS
     assert EOS not in render(Renderer(tokenizer), "ab")[0].token_ids
+    assert Renderer(tokenizer).without_eos((1, EOS), EOS) == (1,)
+    assert Renderer(tokenizer).without_eos((EOS,), EOS) == (EOS,)
+    assert Renderer(tokenizer).without_eos((1, 2), EOS) == (1, 2)
 
 
 def test_the_template_can_be_switched_off(tokenizer: Any) -> None:

@@ -8,10 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from ppo_cli.data_sets.messages import question_of
+from ppo_cli.data_sets.plain import NotText, as_plain
+from ppo_cli.data_sets.problems import SHOWN, Place, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, RowSet, load_rows
 from ppo_cli.errors import DataError
 
@@ -235,3 +239,47 @@ def test_problems_of_parsing_and_of_columns_come_in_the_order_of_the_file(tmp_pa
 def test_an_empty_name_is_told() -> None:
     with pytest.raises(DataError, match="An empty name"):
         load_rows(" ")
+
+
+def test_values_of_any_kind_become_plain() -> None:
+    given = {
+        1: np.float32(0.5), "array": np.array([[1, 2]]), "pair": (np.int64(3), None),
+        "span": datetime.timedelta(minutes=2), "day": datetime.date(2026, 1, 2),
+        "time": datetime.time(3, 4), "price": decimal.Decimal("1.50"), "bytes": b"a\xc3\xbc",
+        "flag": True,
+    }  # fmt: skip
+    plain = {
+        "1": 0.5, "array": [[1, 2]], "pair": [3, None], "span": 120.0, "day": "2026-01-02",
+        "time": "03:04:00", "price": "1.50", "bytes": "aü", "flag": True,
+    }  # fmt: skip
+    for strict in (False, True):
+        assert as_plain(given, strict=strict) == plain
+        assert json.loads(json.dumps(as_plain(given, strict=strict))) == plain
+    for inside in (lambda x: x, lambda x: [x], lambda x: {"a": (x,)}, lambda x: np.array([x])):
+        with pytest.raises(NotText, match=r"byte 0xff|\\ud800"):
+            as_plain(inside(b"a\xff"), strict=True)
+        with pytest.raises(NotText, match=r"\\ud800, half of a surrogate"):
+            as_plain(inside("a\ud800"), strict=True)
+    assert as_plain([b"a\xff"]) == ["a\\xff"]
+
+
+def test_the_question_is_the_last_thing_that_the_user_said() -> None:
+    turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert question_of(tuple({"role": r, "content": c} for r, c in turns)) == "c"
+    assert question_of("plain") == "plain"
+
+
+def test_the_first_bad_rows_are_named_and_the_others_counted() -> None:
+    raise_problems([])
+    for count in (1, 2, SHOWN, SHOWN + 1, SHOWN + 3):
+        problems = [RowProblem(Place("a b.jsonl", n), "x", "is bad") for n in range(count)]
+        with pytest.raises(DataError) as caught:
+            raise_problems(problems)
+        said = str(caught.value).splitlines()
+        shown = sum(line.endswith("is bad") for line in said)
+        assert shown == min(count, SHOWN)
+        assert (f"{count} bad rows:" in said) == (count > 1)
+        assert [line for line in said if "more" in line] == (
+            [f"… and {count - SHOWN} more."] if count > SHOWN else []
+        )
+        assert said[-1].count("'a b.jsonl'") == 1

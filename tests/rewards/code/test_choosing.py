@@ -111,3 +111,59 @@ def test_the_filter_is_whole_instructions() -> None:
     assert program is not None
     assert len(program) % 8 == 0
     assert len(program) > 400
+
+
+class Stuck(Unsandboxed):
+    """Starts something that does not end."""
+
+    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+        """Start a program that sleeps."""
+        other = [sys.executable, "-c", "import time; time.sleep(60)"]
+        return super().start(other, streams=streams, folder=folder)
+
+
+class NotThere(Unsandboxed):
+    """Cannot be started; counts how often somebody tried."""
+
+    tries = 0
+
+    def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
+        """Fail as a program that may not be run."""
+        NotThere.tries += 1
+        raise PermissionError(13, "Permission denied")
+
+
+def test_a_trial_that_hangs_or_cannot_start_is_a_fault_found_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choosing, "SECONDS_TO_PROBE", 0.2)
+    assert choosing.find_fault(Stuck()) == "its trial took more than 0.2 s"
+    monkeypatch.setattr(choosing, "_PROBED", choosing.Probed())
+    for _ in range(2):
+        assert choosing.find_fault(NotThere()) == "it does not start (Permission denied)"
+    assert NotThere.tries == 1
+    assert "PPO_CLI_PROBE" not in os.environ
+
+
+def test_all_faults_are_told_and_no_sandbox_only_where_it_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Sandbox] = []
+
+    def fault(sandbox: Sandbox) -> str:
+        looked.append(sandbox)
+        return f"no {sandbox.name}"
+
+    monkeypatch.setattr(choosing, "find_fault", fault)
+    told: list[str] = []
+    chosen = choosing.choose_sandbox(Code(allow_unsandboxed=True, memory_mb=99), told.append)
+    assert chosen.name == "none" and [one.name for one in looked] == ["bwrap", "sandlock"]
+    assert told[0].endswith("No sandbox works here (bwrap: no bwrap; sandlock: no sandlock).")
+    assert isinstance(looked[1], Sandlock) and looked[1]._memory_mb == 99
+    with pytest.raises(RewardError, match="bwrap: no bwrap; sandlock: no sandlock"):
+        choosing.choose_sandbox(Code())
+    only = choosing.choose_sandbox(Code(allow_unsandboxed=True, sandbox="sandlock"), told.append)
+    assert only.name == "none" and "bwrap" not in told[1]
+    monkeypatch.setattr(choosing, "find_fault", lambda sandbox: "")
+    assert choosing.choose_sandbox(Code(allow_unsandboxed=True), told.append).name == "bwrap"
+    assert len(told) == 2

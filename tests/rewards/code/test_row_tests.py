@@ -75,6 +75,8 @@ def test_forms(truth: Any, extra: Any, found: RowTests) -> None:
         ([], "no tests"),
         ([1, 2], "no texts"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs but 0 outputs"),
+        ({"inputs": ["1"]}, "no tests"),
+        ({"outputs": ["1"]}, "no tests"),
         ([{"input": "1", "output": "2", "type": "functional"}], "no fn_name"),
     ],
 )
