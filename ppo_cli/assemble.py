@@ -32,10 +32,11 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import RunFolder, differences
+from ppo_cli.run_log import read_metrics
 from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.sinks import check_loggers
-from ppo_cli.summary import refuse_unscored, summarise
+from ppo_cli.summary import refuse_unscored, resume_line, summarise
 from ppo_cli.tracker import Screen, Tracker
 
 # Settings that decide what is learned; with other values `--resume auto` starts a new run.
@@ -116,7 +117,10 @@ def _train_in(
         afresh = config.trainer.resume_mode == "never" or bool(other)
         if not afresh:
             reward.attach(folder.path)  # what earlier starts spent counts from the first call
-        _start_reward(reward, [*prompts, *val_prompts], resume_from is not None, screen, resolved)
+        asked, patient = [*prompts, *val_prompts], resume_from is not None
+        done = [] if afresh else read_metrics(folder.path)
+        done_of = (done, total_steps, len(val_prompts))
+        _start_reward(reward, asked, patient, screen, resolved, done_of)
         resume_command = _resume_command(resolved)
         losses: dict[str, Any] = {
             "most": config.trainer.max_restarts,
@@ -199,14 +203,19 @@ def _tracker(config: Config, folder: RunFolder, screen: Screen, total_steps: int
 
 
 def _start_reward(
-    reward: Reward, prompts: Sequence[Prompt], patient: bool, screen: Screen, resolved: Resolved
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    patient: bool,
+    screen: Screen,
+    resolved: Resolved,
+    done_of: tuple[Sequence[Mapping[str, Any]], int, int],
 ) -> None:
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:
         command = _resume_command(resolved)
         if isinstance(stop, Interrupted):
-            command = stop.resume_with(command)
+            command = resume_line(command, stop, resolved.config, *done_of)
         raise Interrupted(f"{stop} Go on with: {command}") from stop
 
 

@@ -23,6 +23,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 EXIT_DONE = 0
@@ -76,21 +77,27 @@ class MissingPart(UserError, ImportError):
     """A feature was asked for whose package or part is not there."""
 
 
+@dataclass(frozen=True)
+class UsedUp:
+    """A judge's budget, in dollars or tokens: what its calls took, and what the next may take."""
+
+    flag: str
+    spent: float
+    calls: int
+    next: float
+
+
 class Interrupted(PpoError):
     """The run stopped early, saved itself and can be resumed.
 
-    `needs` is a flag and the value that it must have for the run to go on.
+    `used_up` is the budget that ended it, and must be higher for the run to go on.
     """
 
     exit_code = EXIT_RESUMABLE
 
-    def __init__(self, message: str, *, needs: tuple[str, str] | None = None) -> None:
+    def __init__(self, message: str, *, used_up: UsedUp | None = None) -> None:
         super().__init__(message)
-        self.needs = needs
-
-    def resume_with(self, command: str) -> str:
-        """Return the resume command, with what the run needs to go on."""
-        return with_flag(command, *self.needs) if self.needs else command
+        self.used_up = used_up
 
 
 class WorkerLost(PpoError):

@@ -34,6 +34,7 @@ from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_state import MOST_UNSCORED, RunState, stream_seed
 from ppo_cli.shaping import shape_step
 from ppo_cli.step_metrics import StepSums, score_metrics, staleness_metrics
+from ppo_cli.summary import resume_line
 from ppo_cli.tracker import Tracker
 
 TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams, one for each use
@@ -138,7 +139,9 @@ def _resumable(job: Job, state: RunState, stop: Interrupted) -> Interrupted:
     saved = f"Everything up to step {state.step} of {job.total_steps} is saved."
     if state.unfinished is not None:  # neither screen nor metrics have this step yet
         saved = f"Step {state.step} of {job.total_steps} is trained and saved, but not validated."
-    return Interrupted(f"{stop} {saved} Go on with: {stop.resume_with(job.resume_command)}")
+    history, rows = job.tracker.history, len(job.val_prompts)
+    line = resume_line(job.resume_command, stop, job.config, history, job.total_steps, rows)
+    return Interrupted(f"{stop} {saved} Go on with: {line}")
 
 
 def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float], int]:

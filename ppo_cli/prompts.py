@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ppo_cli.data_sets.messages import question_of
 from ppo_cli.data_sets.problems import RowProblem, raise_problems
 from ppo_cli.data_sets.render import Rendered, Renderer, Tokenizer
-from ppo_cli.data_sets.rows import Row, RowSet, load_rows
+from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 
@@ -56,12 +55,7 @@ def load_prompts(
 
     `max_samples` keeps the first rows over all sources, before overlong ones are dropped.
     """
-    sets = [load_rows(s, prompt_key=prompt_key, source_key=source_key) for s in sources]
-    raise_problems([problem for rows in sets for problem in rows.problems])
-    if max_samples >= 0:
-        sets = keep_first(sets, max_samples)
-    if not any(rows.rows for rows in sets):
-        raise DataError(tell_nothing(sources, max_samples))
+    sets = load_sets(sources, prompt_key=prompt_key, source_key=source_key, max_samples=max_samples)
     renderer = Renderer(tokenizer, system_prompt, apply_chat_template, template_arguments or {})
     found: list[tuple[str, Rendered]] = []
     problems: list[RowProblem] = []
@@ -74,24 +68,6 @@ def load_prompts(
     if apply_chat_template and not renderer.uses_template:
         notes.append(NO_TEMPLATE)
     return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)
-
-
-def keep_first(sets: Sequence[RowSet], most: int) -> list[RowSet]:
-    """Return the sets with only the first rows, counted over all of them."""
-    kept = []
-    for rows in sets:
-        kept.append(replace(rows, rows=rows.rows[:most]))
-        most -= len(kept[-1].rows)
-    return kept
-
-
-def tell_nothing(sources: Sequence[str], max_samples: int) -> str:
-    """Say why there is not one prompt."""
-    if not sources:
-        return "No prompt files were given. Name some with --train_files."
-    if max_samples == 0:
-        return "The sample limit 0 leaves no prompts; -1 uses all (data.train_max_samples)."
-    return f"{', '.join(sources)}: no usable rows."
 
 
 def unique_labels(sets: Sequence[RowSet]) -> list[str]:
@@ -143,7 +119,16 @@ def fit(
         if filter_overlong and len(item.token_ids) > limit:
             continue
         per_file[item.row.place.file] += 1
-        prompts.append(as_prompt(uid, item.row, cut(item, tokenizer, limit, truncation)))
+        done = cut(item, tokenizer, limit, truncation)
+        prompts.append(
+            replace(
+                prompt_of("", item.row),
+                uid=uid,
+                messages=done.messages,
+                rendered=done.text,
+                token_ids=done.token_ids,
+            )
+        )
     if not prompts:
         longest = max(len(item.token_ids) for item in long)
         raise DataError(
@@ -186,20 +171,6 @@ def cut(item: Rendered, tokenizer: Tokenizer, limit: int, truncation: Truncation
     kept = ids[-limit:] if truncation == "left" else ids[:limit]
     text = str(tokenizer.decode(list(kept), skip_special_tokens=False))
     return replace(item, token_ids=kept, text=text)
-
-
-def as_prompt(uid: str, row: Row, item: Rendered) -> Prompt:
-    """Build the record that flows through a step."""
-    return Prompt(
-        uid=uid,
-        text=question_of(row.prompt),
-        messages=item.messages,
-        rendered=item.text,
-        token_ids=item.token_ids,
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
-    )
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections import Counter
@@ -9,15 +10,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.config.keys import table
+from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import RewardError, ppo, with_flag
+from ppo_cli.config.scorers import judges_of
+from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
+from ppo_cli.run_folder import SPENT
+from ppo_cli.run_log import read_lines
 from ppo_cli.step_metrics import mixture_parts
 from ppo_cli.tracker import Summary
 
 Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # a mean of z-scores is 0 but for this
-_JUDGE = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(calls|retries|cached|errors/(.+))")
-_JUDGE_COST = re.compile(r"(?:val/)?(judge(?:_[^/]+)?)/cost_usd_total")
+MARGIN = 1.2  # of a budget: later responses may be longer
+_JUDGE = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
 
 def summarise(
@@ -50,7 +56,7 @@ def summarise(
         after={k: v for _, after, _ in rows for k, v in after.items()},
         next_steps=_next_steps(config, run_dir, steps, resume_command),
         session=session if session[0] < steps else None,
-        judge=judge_totals(history),
+        judge=judge_totals(run_dir, history),
     )
 
 
@@ -67,24 +73,24 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     )
 
 
-def judge_totals(history: Lines) -> str:
-    """Say what the judges of a run did and cost; empty where none was asked."""
+def judge_totals(run_dir: Path, history: Lines) -> str:
+    """Say what the judges of a run did and cost; empty where none was asked.
+
+    Calls and cost are those of the paid calls on record, of steps that were cut short too.
+    """
+    calls = paid_calls(run_dir)
+    causes = Counter(str(call["outcome"]) for call in calls if call.get("outcome") != "ok")
     sums: Counter[str] = Counter()
-    causes: Counter[str] = Counter()
-    cost: dict[str, float] = {}
     for line in history:
         for key, value in line.items():
             if (found := _JUDGE.fullmatch(key)) and value is not None:
-                sums["errors" if found[2] else found[1]] += value
-                causes[found[2] or ""] += value
-            elif (found := _JUDGE_COST.fullmatch(key)) and value is not None:
-                cost[found[1]] = max(cost.get(found[1], 0.0), float(value))
-    if not sums["calls"] and not sums["cached"]:
+                sums[found[1]] += value
+    if not calls and not sums["cached"]:
         return ""
-    said = [f"{sums['calls']:,.0f} calls"]
-    if sums["errors"]:
-        each = ", ".join(f"{name} {n:,.0f}" for name, n in causes.most_common() if name)
-        said.append(f"{sums['errors']:,.0f} failed ({each}), {sums['retries']:,.0f} retries")
+    said = [f"{len(calls):,} calls"]
+    if causes:
+        each = ", ".join(f"{name} {n:,}" for name, n in causes.most_common())
+        said.append(f"{causes.total():,} failed ({each}), {sums['retries']:,.0f} retries")
     if sums["cached"]:
         said.append(f"{sums['cached']:,.0f} verdicts reused")
     unscored = sum(
@@ -92,7 +98,54 @@ def judge_totals(history: Lines) -> str:
     )
     if unscored:
         said.append(f"{unscored:,.0f} responses without a score")
-    return ", ".join([*said, dollars(sum(cost.values()))])
+    return ", ".join([*said, dollars(sum(float(call["usd"]) for call in calls))])
+
+
+def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
+    """The calls that a run's judges were paid for, over all its sessions."""
+    files = sorted(run_dir.glob(SPENT))
+    return [line for file in files for line in read_lines(file) if "usd" in line]
+
+
+def resume_line(
+    command: str,
+    stop: Interrupted,
+    config: Config,
+    history: Lines,
+    total_steps: int,
+    val_rows: int,
+) -> str:
+    """Return the resume command; where a budget ended the run, with one to finish it."""
+    if stop.used_up is None:
+        return command
+    flag = stop.used_up.flag
+    key = next(key.name for key in table().values() if key.flag == flag)
+    command = re.sub(rf" {re.escape(key)}=[^ ]+", "", command)  # it would count above the flag
+    enough = budget_to_finish(stop.used_up, config, history, total_steps, val_rows)
+    return with_flag(command, flag, f"{enough:.12g}")
+
+
+def budget_to_finish(
+    used: UsedUp, config: Config, history: Lines, total_steps: int, val_rows: int
+) -> float:
+    """What the whole run is expected to take of a budget, a fifth more, as two digits.
+
+    Responses that are still to come cost what those before did on average. In a step that was
+    cut short their number is that of the calls, each taking as many as there are votes.
+    """
+    trainer = config.trainer.model_copy(update={"total_training_steps": total_steps})
+    sums = arithmetic(config.model_copy(update={"trainer": trainer}))
+    votes = max((judge.settings.votes for judge in judges_of(config.reward)), default=1)
+    a_step, a_round = sums["reward_calls_per_step"] or 0, val_rows * config.rollout.val_kwargs.n
+    steps = len([line for line in history if line["step"] > 0])
+    rounds = sum(any(key.startswith("val/") for key in line) for line in history)
+    done = max(steps * a_step + rounds * a_round, math.ceil(used.calls / votes), 1)
+    whole = total_steps * a_step + (sums["validation_rounds"] or 0) * a_round
+    each = used.spent / done if used.spent else used.next
+    expected = used.spent + each * max(0, whole - done)
+    need = max(MARGIN * expected, used.spent) + used.next
+    digit = math.pow(10, math.floor(math.log10(need)) - 1)
+    return math.ceil(need / digit) * digit
 
 
 def dollars(amount: float) -> str:

@@ -10,7 +10,9 @@ import typer
 
 from ppo_cli.cli.data_screen import print_prepared, print_report
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
+from ppo_cli.config.rows import lowered_batches
 from ppo_cli.config.schema import Data
+from ppo_cli.config.training import Actor
 from ppo_cli.data_sets.check import Report
 from ppo_cli.data_sets.check import check as run_check
 from ppo_cli.data_sets.prepare import RECIPES
@@ -97,10 +99,8 @@ def _training(report: Report, model: str | None) -> list[str]:
             "Tokens are counted with the model that ships with ppo-cli; name yours with --model."
         )
     if 0 < report.usable < _DEFAULTS.train_batch_size:
-        lines.append(
-            f"{report.usable} rows are fewer than a batch of {_DEFAULTS.train_batch_size}: "
-            "training lowers the batch sizes to fit, unless --batch_size is given."
-        )
+        mini = Actor().ppo_mini_batch_size
+        lines.append(lowered_batches(report.usable, _DEFAULTS.train_batch_size, mini))
     if refused := without_a_rule(report.data_sources):
         lines.append(f"Training by rules refuses these rows. {refused} A judge needs neither.")
     return lines

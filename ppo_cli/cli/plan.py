@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,22 @@ from ppo_cli.config.parts import (
 from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.rewarding import Composite, ModelReward
-from ppo_cli.config.rows import too_few_rows, train_rows
+from ppo_cli.config.rows import count_rows, too_few_rows, train_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.scorers import Judge, judges_of, rules_of
-from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.errors import ConfigError, UserError, ppo
+from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 
+NO_FORECAST = "no forecast: "
+MOST_ROWS = 10_000  # a plan takes a second or two, however many rows there are
 EPILOG = "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
 
 
 def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
     resolved = given.resolve_node()
-    problems = [*refusals(resolved), *too_few(resolved.config)]
+    problems = list(dict.fromkeys([*refusals(resolved), *refused_rows(resolved.config)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
     if given.extras["json"]:
@@ -60,20 +65,80 @@ def refusals(resolved: Resolved) -> list[str]:
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     found = [*missing_parts(resolved), *missing_inputs(config), *broken_models(config)]
     problems = [line for line in found if line not in allowed]
-    for check in _file_checks(config):
+    problems += _failing(_file_checks(config))
+    return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def refused_rows(config: Config) -> list[str]:
+    """Return why a run would end once it has read its rows: bad ones, too few, or without truths.
+
+    The first MOST_ROWS of each split are read, and nothing that is not on this disk.
+    """
+    if config.trainer.node_rank:
+        return []
+    from ppo_cli.data_sets.hub import is_hub_name
+    from ppo_cli.data_sets.rows import load_sets, prompt_of
+    from ppo_cli.trust.sources import row_checks
+
+    problems: list[str] = []
+    prompts: list[Prompt] = []
+    far = False
+    for files, most in _splits(config):
+        near = [name for name in files if not is_hub_name(name)]
+        far = far or len(near) < len(files)
+        try:
+            sets = load_sets(
+                near,
+                prompt_key=config.data.prompt_key,
+                source_key=config.data.reward_fn_key,
+                max_samples=most,
+                at_most=MOST_ROWS,
+            ) if near else []  # fmt: skip
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            prompts += [prompt_of(rows.label, row) for rows in sets for row in rows.rows]
+    rows, batch = train_rows(config), config.data.train_batch_size
+    if rows and rows < batch:
+        problems.append(too_few_rows(rows, batch, config.actor.ppo_mini_batch_size))
+    if not problems and prompts:
+        problems += _failing(row_checks(config.reward, prompts, all_known=not far))
+    return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def _splits(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Give the files of each split with the most rows that are used of them."""
+    data = config.data
+    for files, most in (
+        (prompt_files(data.train_files, "train"), data.train_max_samples),
+        (prompt_files(data.val_files, "val"), data.val_max_samples),
+    ):
+        if files:
+            yield files, most
+
+
+def _failing(checks: Iterable[Callable[[], object]]) -> list[str]:
+    problems = []
+    for check in checks:
         try:
             check()
         except UserError as error:
             problems.append(str(error))
-    return [redact(line) for line in dict.fromkeys(problems)]
+    return problems
 
 
-def too_few(config: Config) -> list[str]:
-    """Say when the rows cannot fill a batch; a run says so once it has read them."""
-    rows, batch = train_rows(config), config.data.train_batch_size
-    if not rows or rows >= batch:
-        return []
-    return [too_few_rows(rows, batch, config.actor.ppo_mini_batch_size)]
+def unread_rows(config: Config) -> list[str]:
+    """Say of which files a plan has read the first rows only."""
+    said = []
+    for files, _ in _splits(config):
+        counts = [count_rows(name) or 0 for name in files]
+        if sum(counts) > MOST_ROWS:
+            line = ppo(shlex.join(["data", "check", *files]))
+            said.append(
+                f"Only the first {MOST_ROWS:,} of {sum(counts):,} rows were read for this plan; "
+                f"`{line}` checks them all."
+            )
+    return said
 
 
 def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
@@ -82,8 +147,7 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     from ppo_cli.data_sets.hub import is_hub_name
     from ppo_cli.sinks import check_loggers
 
-    data = config.data
-    for name in (*prompt_files(data.train_files, "train"), *prompt_files(data.val_files, "val")):
+    for name in chain.from_iterable(files for files, _ in _splits(config)):
         if not is_hub_name(name):
             yield partial(check_readable, Path(name).expanduser())
     models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
@@ -104,15 +168,19 @@ def print_plan(resolved: Resolved, *, every: bool = False, problems: Sequence[st
     What is told as a problem afterwards is no note.
     """
     said, _ = _judge(resolved.config)
+    said = [line for line in said if line.removeprefix(NO_FORECAST) not in problems]
     made = make_plan(resolved)
-    made = replace(made, notes=tuple(note for note in made.notes if note not in problems))
+    notes = [note for note in made.notes if note not in problems]
+    made = replace(made, notes=(*notes, *unread_rows(resolved.config)))
     print("\n".join(plan_lines(made, every=every, judge=said)), flush=True)
 
 
 def plan_dict(resolved: Resolved) -> dict[str, Any]:
     """Return the plan for programs; with judges, their forecast under `judge`."""
     _, told = _judge(resolved.config)
-    return make_plan(resolved).as_dict() | ({"judge": told} if told else {})
+    made = make_plan(resolved)
+    made = replace(made, notes=(*made.notes, *unread_rows(resolved.config)))
+    return made.as_dict() | ({"judge": told} if told else {})
 
 
 def _judge(config: Config) -> tuple[list[str], dict[str, Any]]:
@@ -145,7 +213,7 @@ def _forecast(config: Config) -> tuple[list[str], dict[str, Any]]:
         found = forecast(config)
     except UserError as error:
         problem = redact(str(error))
-        return [f"no forecast: {problem}"], {"problem": problem}
+        return [f"{NO_FORECAST}{problem}"], {"problem": problem}
     return found.lines(), found.as_dict()
 
 

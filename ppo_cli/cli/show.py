@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,10 +14,12 @@ import typer
 from typer.core import TyperCommand
 
 from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
-from ppo_cli.errors import DataError
+from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.resolve import resolve
+from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo
 from ppo_cli.run_log import METRICS_FILE, read_lines, read_metrics, rollout_file, rollout_steps
 from ppo_cli.step_metrics import recent
-from ppo_cli.summary import judge_totals
+from ppo_cli.summary import budget_to_finish, judge_totals, paid_calls, resume_line
 
 MOST_STEPS = 20
 Line = Mapping[str, Any]
@@ -62,7 +65,7 @@ def show(
         if csv is not None:
             text = steps_csv(read_metrics(run), csv)
         else:
-            text = dump(steps) if as_json else steps_text(steps, read_metrics(run))
+            text = dump(steps) if as_json else steps_text(run, steps, read_metrics(run))
     else:
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else worst_first(lines)[:worst]
@@ -87,7 +90,8 @@ def check_run_folder(run: Path) -> None:
     """Raise DataError for a folder that is no run."""
     if not run.is_dir():
         raise DataError(f"{run}: there is no such folder. RUN is what --output_dir named.")
-    if not (run / METRICS_FILE).exists() and not (run / "rollouts").is_dir():
+    begun = (run / METRICS_FILE).exists() or (run / "rollouts").is_dir()
+    if not begun and not paid_calls(run):
         raise DataError(
             f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is what --output_dir "
             "named; a run writes its first line after its first step."
@@ -116,10 +120,37 @@ def worst_first(lines: Sequence[Line]) -> list[Line]:
     return sorted(lines, key=lambda x: (x.get("score") is None, x.get("score") or 0.0))
 
 
-def steps_text(steps: Sequence[Line], history: Sequence[Line]) -> str:
+def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and what the judges of the whole run did."""
-    judge = judge_totals(history)
-    return steps_table(steps) + (f"\n\njudge: {judge}" if judge else "")
+    judge = judge_totals(run, history)
+    said = [steps_table(steps), *([f"judge: {judge}"] if judge else [])]
+    if not any(line["step"] > 0 for line in history) and paid_calls(run):
+        said.append(how_to_go_on(run, history))
+    return "\n\n".join(said)
+
+
+def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
+    """Name the command for a run that spent money and has no step, with a budget to finish it."""
+    file = run / "config.yaml"
+    if not file.exists():
+        return "What was paid for counts when the command of this run is given again."
+    config = resolve(
+        flags={}, preset=None, config_files=[file], overrides=[], environ={}
+    ).config  # fmt: skip
+    words = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
+    command, api, calls = ppo(shlex.join(words)), config.reward.api, paid_calls(run)
+    sums = arithmetic(config)
+    tokens = sum(call["input"] + call["output"] for call in calls)
+    for flag, most, spent in (
+        ("--rm_budget_usd", api.budget_usd, sum(call["usd"] for call in calls)),
+        ("--rm_budget_tokens", api.budget_tokens, tokens),
+    ):
+        used = UsedUp(flag, spent, len(calls), 0.0)
+        steps, rows = sums["total_steps"] or 0, sums["validation_rows"] or 0
+        if most and spent and budget_to_finish(used, config, history, steps, rows) > most:
+            stop = Interrupted("", used_up=used)
+            command = resume_line(command, stop, config, history, steps, rows)
+    return f"Go on with: {command}"
 
 
 def steps_csv(history: Sequence[Line], file: str) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
-from ppo_cli.cli.plan import print_plan, refusals, too_few
+from ppo_cli.cli.plan import print_plan, refusals, refused_rows
 from ppo_cli.config.effective import engine_name
 from ppo_cli.config.judge_checks import missing_keys
 from ppo_cli.config.parts import missing_gpus, refused_settings, remarks
@@ -31,7 +31,7 @@ def train(given: Given) -> None:
     resolved = given.resolve_node()
     problems = refusals(resolved)
     if given.extras["dry_run"]:
-        problems += too_few(resolved.config)
+        problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config)]))
         if not refused_settings(resolved):
             print_plan(resolved, problems=problems)
     elif not resolved.config.trainer.node_rank:

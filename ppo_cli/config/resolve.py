@@ -14,7 +14,7 @@ from ppo_cli.config.judge_models import DEFAULT_MODELS
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
 from ppo_cli.config.layers import Gathered, Reset, gather
 from ppo_cli.config.reward_file import FILE, reward_files_here
-from ppo_cli.config.rows import fitting_batches, train_rows
+from ppo_cli.config.rows import fitting_batches, lowered_batches, train_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.translation import Demand, Late
 from ppo_cli.config.values import read_free, read_value
@@ -82,13 +82,10 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
         if name in draft.entries and not draft.entries[name].origin.startswith("preset ")
     }
     if rows and rows < batch and not asked:
+        draft.notes.append(lowered_batches(rows, batch, mini))
         batch, mini = fitting_batches(rows, batch, mini)
         sizes = {BATCHES[0]: batch, BATCHES[1]: mini} | ({BATCHES[2]: mini} if critic else {})
         why = f"{rows} training rows"
-        draft.notes.append(
-            f"There are {rows} training rows: --batch_size is lowered to {batch} and "
-            f"--mini_batch_size to {mini}."
-        )
     else:  # too few rows for a batch that was asked for are refused when they have been read
         minis = {BATCHES[1]: mini, BATCHES[2]: critic or 0}
         sizes = {n: batch for n, size in minis.items() if size > batch and n not in asked}

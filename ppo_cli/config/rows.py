@@ -38,6 +38,15 @@ def too_few_rows(rows: int, batch: int, mini: int) -> str:
     )
 
 
+def lowered_batches(rows: int, batch: int, mini: int) -> str:
+    """Say how batch sizes that nobody chose are fitted to the rows."""
+    batch_fits, mini_fits = fitting_batches(rows, batch, mini)
+    return (
+        f"There are {rows} training rows: --batch_size is lowered to {batch_fits} and "
+        f"--mini_batch_size to {mini_fits}."
+    )
+
+
 def _rows(names: Sequence[str], split: Literal["train", "val"], most: int) -> int | None:
     counts = [count_rows(name) for name in prompt_files(names, split)]
     if not counts or None in counts:

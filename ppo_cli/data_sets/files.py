@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,16 @@ def _split_of(name: str) -> str:
     return words[-1] if words else ""
 
 
-def read_file(source: str) -> Records:
-    """Read one local file; its suffix chooses the reader."""
+def read_file(source: str, at_most: int | None = None) -> Records:
+    """Read one local file, or its first lines or rows; its suffix chooses the reader."""
     path = Path(source).expanduser()
     check_readable(path)
     suffix = file_suffix(path)
     problems: list[RowProblem] = []
     if suffix == ".parquet":
-        found, problems = read_parquet(path)
+        found, problems = read_parquet(path, at_most)
     else:
-        found, problems = read_text(path, lines=suffix.startswith((".jsonl", ".ndjson")))
+        found, problems = read_text(path, suffix, at_most)
     if not found and not problems:
         raise DataError(f"{path} holds no rows. Give a file with at least one prompt.")
     name = path.name
@@ -117,15 +118,17 @@ def nearest_file(path: Path) -> str:
     return f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
 
 
-def read_parquet(path: Path) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
-    """Read every row of a parquet file as plain Python values."""
+def read_parquet(
+    path: Path, at_most: int | None = None
+) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+    """Read the rows of a parquet file as plain Python values."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
     try:
         with ParquetFile(path) as file:
-            table = file.read()
+            table = file.read() if at_most is None else _first_rows(file, at_most)
             problems: list[RowProblem] = []
             try:
                 rows = table.to_pylist()
@@ -135,6 +138,15 @@ def read_parquet(path: Path) -> tuple[list[tuple[Place, Record]], list[RowProble
         raise DataError(f"{path}: not a readable parquet file ({first_line(error)}).") from error
     places = (Place(str(path), number) for number in range(1, len(rows) + 1))
     return [pair for pair in zip(places, rows, strict=True) if pair[1] is not None], problems
+
+
+def _first_rows(file: Any, most: int) -> Any:
+    """Read no more row groups of a parquet file than its first rows need."""
+    groups, rows = 0, 0
+    while groups < file.num_row_groups and rows < most:
+        rows += file.metadata.row_group(groups).num_rows
+        groups += 1
+    return file.read_row_groups(range(groups)).slice(0, most)
 
 
 def _row_by_row(path: Path, table: Any) -> tuple[list[Record | None], list[RowProblem]]:
@@ -155,22 +167,27 @@ def _row_by_row(path: Path, table: Any) -> tuple[list[Record | None], list[RowPr
     return rows, problems
 
 
-def read_text(path: Path, *, lines: bool) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+def read_text(
+    path: Path, suffix: str, at_most: int | None = None
+) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
     """Read a JSON or JSONL file, whichever of the two it really is."""
-    data = read_bytes(path)
+    lines = suffix.startswith((".jsonl", ".ndjson"))
+    data = read_bytes(path, at_most if lines else None)
+    if lines and at_most is not None and data.lstrip().startswith(b"["):
+        data = read_bytes(path)
     if not data.strip():
         raise DataError(f"{path} is empty. Give a file with at least one prompt.")
     if lines and not data.lstrip().startswith(b"["):
         return read_lines(path, data)
-    return read_document(path, data)
+    found, problems = read_document(path, data)
+    return found[:at_most], problems
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file, unzipped, without a UTF-8 byte order mark."""
+def read_bytes(path: Path, lines: int | None = None) -> bytes:
+    """Return the bytes of a file or of its first lines, unzipped, without a byte order mark."""
     try:
-        data = path.read_bytes()
-        if file_suffix(path).endswith(".gz"):
-            data = gzip.decompress(data)
+        with gzip.open(path) if file_suffix(path).endswith(".gz") else path.open("rb") as file:
+            data = file.read() if lines is None else b"".join(islice(file, lines))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: broken gzip data ({first_line(error)}). Copy it anew.") from error
     except OSError as error:

@@ -7,8 +7,6 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 
 class NotText(ValueError):
     """A text that cannot be written as UTF-8, or bytes that are none."""
@@ -26,7 +24,7 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
         return {str(key): as_plain(inner, strict=strict) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(inner, strict=strict) for inner in value]
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # numpy's, which need not be imported to read JSON
         return as_plain(value.tolist(), strict=strict)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()

@@ -6,17 +6,17 @@ verl: the same with `reward_model.ground_truth` in place of the flat `ground_tru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ppo_cli.data_sets.files import Record, Records, name_type, read_file
 from ppo_cli.data_sets.hub import is_hub_name, read_hub
-from ppo_cli.data_sets.messages import read_plain, read_prompt
-from ppo_cli.data_sets.problems import Place, RowError, RowProblem
+from ppo_cli.data_sets.messages import question_of, read_plain, read_prompt
+from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
-from ppo_cli.records import Message
+from ppo_cli.records import Message, Prompt
 
 PROMPT_ALIASES = ("messages", "question", "problem", "instruction", "query")
 TRUTH_ALIASES = ("answer", "target", "reference_answer")
@@ -57,18 +57,49 @@ class RowSet:
     notes: tuple[str, ...] = ()
 
 
-def read_source(source: str) -> Records:
-    """Read the raw records of a file or of a hub set."""
+def read_source(source: str, at_most: int | None = None) -> Records:
+    """Read the raw records of a file, or the first of them, or those of a hub set."""
     if not source.strip():
         raise DataError("An empty name was given where a prompt file or a hub set is expected.")
-    return read_hub(source) if is_hub_name(source) else read_file(source)
+    return read_hub(source) if is_hub_name(source) else read_file(source, at_most)
+
+
+def load_sets(
+    sources: Sequence[str],
+    *,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    max_samples: int = -1,
+    at_most: int | None = None,
+) -> list[RowSet]:
+    """Read files or hub sets to rows; any bad row stops it, and all of them are told.
+
+    `max_samples` keeps the first rows over all sources. `at_most` reads no more than so many, and
+    one row at least of every source.
+    """
+    sets: list[RowSet] = []
+    left = at_most
+    for source in sources:
+        keys = {"prompt_key": prompt_key, "source_key": source_key}
+        sets.append(load_rows(source, **keys, at_most=left))
+        left = None if left is None else max(1, left - len(sets[-1].rows))
+    raise_problems([problem for rows in sets for problem in rows.problems])
+    if max_samples >= 0:
+        sets = keep_first(sets, max_samples)
+    if not any(rows.rows for rows in sets):
+        raise DataError(tell_nothing(sources, max_samples))
+    return sets
 
 
 def load_rows(
-    source: str, *, prompt_key: str = "prompt", source_key: str = "data_source"
+    source: str,
+    *,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+    at_most: int | None = None,
 ) -> RowSet:
     """Read one file or hub set to rows; rows that are wrong are collected as problems."""
-    raw = read_source(source)
+    raw = read_source(source, at_most)
     if not raw.records:
         columns = Columns(prompt_key, "", source_key, ())
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
@@ -76,6 +107,41 @@ def load_rows(
     rows, problems = read_records(raw, lambda place, record: read_row(place, record, columns))
     notes = tuple(tell_aliases(raw.source, columns, prompt_key))
     return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
+
+
+def keep_first(sets: Sequence[RowSet], most: int) -> list[RowSet]:
+    """Return the sets with only the first rows, counted over all of them."""
+    kept = []
+    for rows in sets:
+        kept.append(replace(rows, rows=rows.rows[:most]))
+        most -= len(kept[-1].rows)
+    return kept
+
+
+def tell_nothing(sources: Sequence[str], max_samples: int) -> str:
+    """Say why there is not one prompt."""
+    if not sources:
+        return "No prompt files were given. Name some with --train_files."
+    if max_samples == 0:
+        return "The sample limit 0 leaves no prompts; -1 uses all (data.train_max_samples)."
+    return f"{', '.join(sources)}: no usable rows."
+
+
+def prompt_of(label: str, row: Row) -> Prompt:
+    """Build the prompt of a row, not yet rendered and tokenised."""
+    messages = row.prompt
+    if isinstance(messages, str):
+        messages = ({"role": "user", "content": messages},)
+    return Prompt(
+        uid=f"{label}:{row.place.number}",
+        text=question_of(row.prompt),
+        messages=messages,
+        rendered="",
+        token_ids=(),
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+    )
 
 
 def read_records(

@@ -76,7 +76,6 @@ def _quota(most: str = "max", period: str = "100000") -> float | None:
 class Waiting:
     """Watches the CPUs, and has threads wait asleep as long as other work wants them.
 
-
     Does nothing with one thread, without libgomp or /proc/stat, or where the user has set
     OMP_WAIT_POLICY or GOMP_SPINCOUNT.
     """

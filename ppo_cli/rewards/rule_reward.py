@@ -12,10 +12,9 @@ from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.code.code_pool import CodePool
-from ppo_cli.rewards.code.row_tests import read_tests
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
-from ppo_cli.rewards.rules import RULES, Rule, rule_for
+from ppo_cli.rewards.returned import Returned
+from ppo_cli.rewards.rules import RULES, Rule, answer_now, check_prompts, rule_for
 from ppo_cli.rewards.tasks import CPU_SECONDS, RuleTask
 from ppo_cli.rewards.worker import Call
 
@@ -56,10 +55,12 @@ class RuleReward(Reward):
         patient: bool = False,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Choose the sandbox where prompts ask for code; RewardError when none works."""
-        wanting = [p for p in prompts if (self._rule or rule_for(p.data_source)) is RULES["code"]]
-        if wanting:
-            _check_tests(wanting)
+        """Choose the sandbox where prompts ask for code.
+
+        RewardError when no sandbox works, or when no prompt of a rule can be scored.
+        """
+        check_prompts(self._rule, self._settings, prompts)
+        if any((self._rule or rule_for(p.data_source)) is RULES["code"] for p in prompts):
             self._code_pool().start(tell)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
@@ -72,19 +73,10 @@ class RuleReward(Reward):
             return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
         call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
         finish = partial(_score, rule)
-        returned = self._answer_now(rule, call)
+        returned = answer_now(rule, call, self._settings)
         return (
             self._pool(rule).submit(call, finish) if returned is None else _done(finish(returned))
         )
-
-    def _answer_now(self, rule: Rule, call: Call) -> Returned | None:
-        try:
-            value = rule.quick(**vars(call), **self._settings)
-            return None if value is None else read_returned(value)
-        except CannotScore as problem:
-            return Returned(None, str(problem))
-        except Exception as error:
-            return Returned(None, f"raised {describe_error(error)}")
 
     def _code_pool(self) -> CodePool:
         pool = self._pools.setdefault("code", CodePool(self._code, size=self._num_workers))
@@ -118,19 +110,6 @@ def _score(rule: Rule, returned: Returned) -> Score:
     value = returned.score
     parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
     return Score(value, returned.failure, returned.reason, parts, info)
-
-
-def _check_tests(prompts: Sequence[Prompt]) -> None:
-    """Raise when not one of the prompts has tests that can be read."""
-    problem = ""
-    for prompt in prompts:
-        try:
-            read_tests(prompt.ground_truth, prompt.extra_info)
-        except CannotScore as error:
-            problem = str(error)
-        else:
-            return
-    raise RewardError(f"None of {len(prompts)} prompts for the rule code has tests: {problem}.")
 
 
 def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:

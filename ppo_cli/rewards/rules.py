@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.records import Prompt
 from ppo_cli.rewards import checkers, math_answers
 from ppo_cli.rewards.code.extract import find_code
 from ppo_cli.rewards.code.row_tests import read_tests
-from ppo_cli.rewards.returned import CannotScore
+from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
+from ppo_cli.rewards.worker import Call
 
 Info = Mapping[str, Any] | None
 ComputeScore = Callable[..., dict[str, Any] | None]
@@ -307,6 +309,41 @@ def rule_named(name: str) -> Rule:
         hint = did_you_mean(name, RULES)
         raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {_listed(RULES)}.")
     return RULES[name]
+
+
+def answer_now(rule: Rule, call: Call, settings: Mapping[str, Any]) -> Returned | None:
+    """Return what a rule says at once; None where it takes a worker process."""
+    try:
+        value = rule.quick(**vars(call), **settings)
+        return None if value is None else read_returned(value)
+    except CannotScore as problem:
+        return Returned(None, str(problem))
+    except Exception as error:
+        return Returned(None, f"raised {describe_error(error)}")
+
+
+def check_prompts(
+    rule: Rule | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]
+) -> None:
+    """Raise where a rule finds nothing to compare with in any of its prompts."""
+    by_rule: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        if chosen := rule or rule_for(prompt.data_source):
+            by_rule.setdefault(chosen.name, []).append(prompt)
+    for name, own in by_rule.items():
+        failure = ""
+        for prompt in own:
+            call = Call(prompt.data_source, "", prompt.ground_truth, dict(prompt.extra_info))
+            returned = answer_now(rule or RULES[name], call, settings)
+            if returned is None or not returned.failure:
+                break
+            failure = returned.failure
+        else:
+            raise RewardError(
+                f"None of {len(own)} prompts for the rule {name} can be scored: {failure}. Give "
+                "the rows what the rule compares with, or choose another reward with --rule NAME "
+                "or --reward_function FILE:NAME."
+            )
 
 
 def check_sources(sources: Collection[str]) -> None:

@@ -17,16 +17,14 @@ from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.hub import is_hub_name
-from ppo_cli.data_sets.rows import load_rows
+from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import DataError
-from ppo_cli.prompts import keep_first, tell_nothing
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.exchange import Usage
 from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD
 from ppo_cli.rewards.judge.prices import Price, find_price
 from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.rewards.judge.template import Template, load_template
-from ppo_cli.trust.rows import prompt_of
 
 SAMPLE = 200
 # Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
@@ -226,14 +224,10 @@ def _prompts(config: Config, split: str) -> list[Prompt]:
     far = [name for name in files if is_hub_name(name)]
     if far:
         raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
-    sets = [
-        load_rows(name, prompt_key=data.prompt_key, source_key=data.reward_fn_key) for name in files
-    ]
-    kept = sets if most < 0 else keep_first(sets, most)
-    found = [prompt_of(rows.label, row) for rows in kept for row in rows.rows]
-    if not found:
-        raise DataError(tell_nothing(files, most))
-    return found
+    sets = load_sets(
+        files, prompt_key=data.prompt_key, source_key=data.reward_fn_key, max_samples=most
+    )
+    return [prompt_of(rows.label, row) for rows in sets for row in rows.rows]
 
 
 def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from ppo_cli.data_sets.files import Record, Records, file_suffix, name_type
-from ppo_cli.data_sets.messages import question_of
 from ppo_cli.data_sets.plain import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import (
-    Row,
     find_columns,
     list_names,
+    prompt_of,
     read_row,
     read_source,
     tell_aliases,
@@ -133,23 +132,6 @@ def _response(record: Record, column: str, *, needed: bool) -> str:
     if not isinstance(value, str):
         raise RowError(column, f"is {name_type(value)}, not text")
     return value
-
-
-def prompt_of(label: str, row: Row) -> Prompt:
-    """Build the prompt of a row; nothing is tokenised, for no model reads it."""
-    messages = row.prompt
-    if isinstance(messages, str):
-        messages = ({"role": "user", "content": messages},)
-    return Prompt(
-        uid=f"{label}:{row.place.number}",
-        text=question_of(row.prompt),
-        messages=messages,
-        rendered="",
-        token_ids=(),
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
-    )
 
 
 def rollout_of(prompt: Prompt, response: str, sample: int = 0) -> Rollout:

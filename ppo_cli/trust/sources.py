@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,12 @@ from ppo_cli.config.rewarding import ApiReward, Composite, ModelReward
 from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.config.scorers import Judge, judges_of, models_of, rules_of
 from ppo_cli.errors import RewardError
+from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.function import check_syntax, find_file
-from ppo_cli.rewards.judge.template import load_template
-from ppo_cli.rewards.rules import check_sources, rule_named
+from ppo_cli.rewards.judge.scoring import material_of
+from ppo_cli.rewards.judge.template import Material, load_template
+from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
@@ -29,6 +31,28 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
             yield partial(rule_named, rule.rule)
     for judge in judges_of(settings):
         yield partial(load_template, judge.settings)
+
+
+def row_checks(
+    settings: RewardSettings, prompts: Sequence[Prompt], *, all_known: bool
+) -> Iterator[Callable[[], object]]:
+    """Yield what raises RewardError for rows that lack what the reward needs.
+
+    Without `all_known` there are other rows, in which a rule may find what these lack.
+    """
+    for rules in rules_of(settings):
+        if rules.function is None and rules.rule is None:
+            yield partial(check_sources, {prompt.data_source for prompt in prompts})
+        if rules.function is None and all_known and (rules.rule is None or rules.rule in RULES):
+            rule = None if rules.rule is None else rule_named(rules.rule)
+            yield partial(check_prompts, rule, rules.function_kwargs, prompts)
+    materials = [material_of(prompt, "") for prompt in prompts]
+    for judge in judges_of(settings):
+        yield partial(_check_template, judge.settings, materials)
+
+
+def _check_template(settings: ApiReward, materials: Sequence[Material]) -> None:
+    load_template(settings).check(materials)
 
 
 def without_a_rule(sources: Collection[str]) -> str | None:

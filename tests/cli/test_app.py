@@ -154,7 +154,8 @@ def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_plan_of_a_small_file(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("t.jsonl").write_text('{"prompt": "a"}\n' * 20)
+    row = {"prompt": "a", "ground_truth": "1", "data_source": "arithmetic"}
+    Path("t.jsonl").write_text((json.dumps(row) + "\n") * 20)
     Path("c.yaml").write_text(
         "data:\n  train_files: [t.jsonl]\n  train_batch_size: 8\nactor:\n"
         "  ppo_mini_batch_size: 4\nrollout:\n  n: 2\n"

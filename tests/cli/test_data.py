@@ -49,7 +49,7 @@ def test_check_says_what_training_would_say(
     file = write(tmp_path / "a.jsonl", *rows)
     _, out, _ = run(capsys, "check", file)
     assert "Tokens are counted with the model that ships with ppo-cli" in out
-    assert "9 rows are fewer than a batch of 256" in out
+    assert "There are 9 training rows: --batch_size is lowered to 8" in out
     assert "The prompts have no data_source, which chooses the rule." in out
     known = write(tmp_path / "b.jsonl", *({**GOOD, "data_source": "gsm8k"} for _ in range(300)))
     _, out, _ = run(capsys, "check", known, "--model", "embedded")

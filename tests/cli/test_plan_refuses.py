@@ -56,6 +56,77 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
     assert not (desk / "outputs").exists()
 
 
+ROWS = {
+    "no data_source": ({"prompt": "a"}, "", "The prompts have no data_source"),
+    "no rule": (ROW | {"data_source": "mine"}, "", "No rule for data_source 'mine'"),
+    "no truth": ({"prompt": "a"}, "--rule gsm8k", "None of 8 prompts for the rule gsm8k"),
+    "no number": (ROW | {"ground_truth": "x"}, "--rule number", "ground_truth 'x' is not a number"),
+    "no tests": (ROW, "--rule code", "None of 8 prompts for the rule code"),
+    "no prompt": ({"text": "a"}, "", "no column 'prompt'"),
+    "no column": (ROW, "data.reward_fn_key=kind", "no column 'kind'"),
+    "not text": (ROW | {"prompt": 7}, "", "8 bad rows:"),
+    "null": (ROW | {"prompt": None}, "--rule gsm8k", "is missing or null"),
+    "truths for the judge": (
+        {"prompt": "a"},
+        "--use_api_reward --rm_prompt_preset math",
+        "{ground_truth}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["train", "val"])
+def test_a_plan_refuses_the_rows_that_a_run_refuses(
+    desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("DASHSCOPE_API_KEY", "a-key-of-nobody")
+    failed = []
+    for name, (row, more, words) in ROWS.items():
+        (desk / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+        if kind == "val" and ("None of 8" in words or "not a number" in words):
+            continue  # the training rows can be scored
+        line = f"{TRAIN} --{kind}_files rows.jsonl {more}"
+        told = [problems(line.replace("train", "plan", 1), capfd), problems(line, capfd)]
+        same = all(line.removeprefix("error: ") in told[0] for line in told[1].splitlines())
+        if words not in told[0] or not same or "Traceback" in told[0]:
+            failed.append((name, told))
+    assert not failed
+
+
+def test_all_that_is_wrong_with_the_rows_is_told_at_once(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "bad.jsonl").write_text("{\n")
+    (desk / "few.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    line = f"{TRAIN} --train_files few.jsonl --val_files bad.jsonl --batch_size 8 --dry_run"
+    told = problems(line, capfd)
+    for words in ("no column 'prompt'", "bad.jsonl line 1", "1 prompts cannot fill a batch of 8"):
+        assert words in told
+
+
+def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [json.dumps(ROW)] * 10_000 + ["{"]
+    (desk / "many.jsonl").write_text("\n".join(rows))
+    (desk / "many.json").write_text(json.dumps([ROW] * 10_000 + [{"prompt": 7}]))
+    table = pyarrow.Table.from_pylist([ROW] * 10_000 + [ROW | {"prompt": ""}])
+    parquet.write_table(table, desk / "many.parquet", row_group_size=999)
+    for name in ("many.jsonl", "many.json", "many.parquet"):
+        line = f"{TRAIN.replace('train', 'plan', 1)} --train_files {name}"
+        capfd.readouterr()
+        assert main(line.split()) == 0
+        told = capfd.readouterr().out
+        assert "Only the first 10,000 of 10,001 rows were read for this plan" in told
+        assert f"data check {name}` checks them all" in told
+        assert problems(line.replace("plan", "train", 1), capfd)
+    (desk / "few.jsonl").write_text("{\n")
+    line = f"{TRAIN.replace('train', 'plan', 1)} --train_files many.jsonl --train_files few.jsonl"
+    assert "few.jsonl line 1" in problems(line, capfd)
+
+
 def test_a_plan_for_programs_holds_its_problems(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--train_files", "nope.jsonl", "--json"]) == 2
     made = json.loads(capfd.readouterr().out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.show import app
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.run_log import METRICS_FILE, read_metrics, replace_lines
+from ppo_cli.summary import summarise
 from ppo_cli.tracker import SilentScreen, Tracker
 
 
@@ -140,18 +143,50 @@ def test_all_steps_as_csv(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--csv" in capsys.readouterr().err
 
 
+def pay(run: Path, *outcomes: str, judge: str = "judge_calls") -> None:
+    calls = [{"outcome": o, "input": 60, "output": 10, "usd": 0.0001} for o in outcomes]
+    replace_lines(run / f"{judge}.jsonl", calls)
+
+
 def test_what_the_judges_did_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    replace_lines(
-        tmp_path / METRICS_FILE,
-        [
-            {"step": 0, "val/judge/calls": 4.0, "val/judge/cost_usd_total": 0.0004},
-            {"step": 1, "judge/calls": 10.0, "judge/errors/rate_limit": 2.0, "judge/retries": 2.0,
-             "judge/cached": 3.0, "judge/cost_usd_total": 0.0014, "score/failed": 1.0},
-            {"step": 2, "judge_b/calls": 6.0, "judge/cost_usd_total": 0.0021, "reward_mean": None},
-        ],
-    )  # fmt: skip
+    steps = [
+        {"step": 0, "val/judge/calls": 4.0},
+        {"step": 1, "judge/calls": 10.0, "judge/retries": 2.0, "judge/cached": 3.0,
+         "score/failed": 1.0},
+        {"step": 2, "reward_mean": None},
+    ]  # fmt: skip
+    replace_lines(tmp_path / METRICS_FILE, steps)
+    pay(tmp_path, *["ok"] * 17, "rate_limit", "rate_limit")  # some of a step that was cut short
+    pay(tmp_path, "ok", "ok", judge="judge_calls_b")
     assert main(["show", str(tmp_path)]) == 0
-    assert (
-        "judge: 20 calls, 2 failed (rate_limit 2), 2 retries, 3 verdicts reused, "
+    said = (
+        "21 calls, 2 failed (rate_limit 2), 2 retries, 3 verdicts reused, "
         "1 responses without a score, $0.0021"
-    ) in capsys.readouterr().out
+    )
+    assert f"judge: {said}" in capsys.readouterr().out
+    end = summarise(steps, tmp_path, Config(), session=(2, 1.0), resume_command="")
+    assert end.judge == said
+
+
+def test_a_run_that_spent_its_budget_before_its_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "my run"
+    run.mkdir()
+    assert main(["show", str(run)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    pay(run, *["ok"] * 10)
+    assert main(["show", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "No step is finished yet." in told and "judge: 10 calls, $0.001" in told
+    assert "command of this run is given again" in told
+    (run / "config.yaml").write_text(
+        "data: {train_files: [embedded], val_files: []}\nmodel: {path: embedded}\n"
+        "data.train_batch_size: 16\nactor.ppo_mini_batch_size: 16\n"
+        "reward: {api: {enable: true, budget_usd: 0.001}}\n"
+        "trainer: {total_training_steps: 10}\n"
+    )
+    assert main(["show", str(run)]) == 0
+    line = capsys.readouterr().out.split("Go on with: ")[1]
+    assert shlex.split(line)[-2:] == ["--rm_budget_usd", "0.02"]  # 160 responses, and a fifth
+    assert main(["plan", *shlex.split(line)[2:]]) == 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -138,20 +137,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_others(
     assert_same_numbers(metrics(pair), metrics(out))
     assert_same_weights(pair, out)
     assert_same_rewards(pair, out)
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with a random head: a reward model of no merit, but a real one."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    source, folder = model_folder("embedded"), tmp_path_factory.mktemp("rm")
-    torch.manual_seed(7)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.3)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
 
 
 def test_roles_that_share_some_devices_train_as_roles_that_share_all(

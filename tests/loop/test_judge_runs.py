@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -256,7 +257,10 @@ def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
     assert 0.5 * 100 * usual < spent(out) <= 100 * usual
     told = train(env, command(server, out, *price, *budget), exit_code=3)
     assert spent(out) <= 100 * usual
-    train(env, command(server, out, *price, "--rm_budget_usd", "50"))
+    enough = shlex.split(told.stderr.split("Go on with: ")[1])[-2:]
+    assert enough[0] == "--rm_budget_usd"
+    train(env, command(server, out, *price, *enough))
+    assert spent(out) < float(enough[1]) < 5 * spent(out)
     assert_same_weights(whole, out)
     before = server.count
     train(env, command(server, again, *price))

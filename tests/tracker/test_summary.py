@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import RewardError, ppo, with_flag
-from ppo_cli.summary import dollars, refuse_unscored, summarise
+from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
+from ppo_cli.summary import dollars, refuse_unscored, resume_line, summarise
 from ppo_cli.tracker import Summary
 
 HERE = Path("my run")
@@ -98,6 +98,36 @@ def test_a_flag_takes_the_place_of_the_one_before() -> None:
         assert (
             with_flag(line, "--rm_budget_usd", "0.004") == "ppo train --lr 1 --rm_budget_usd 0.004"
         )
+
+
+def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
+    config = Config.model_validate(
+        {"data": {"train_batch_size": 10, "val_files": ["embedded"]},
+         "actor": {"ppo_mini_batch_size": 10},
+         "trainer": {"test_freq": 5}, "reward": {"api": {"enable": True}}}
+    )  # fmt: skip
+
+    def budget(used: UsedUp, done: int, validated: bool, rows: int) -> list[str]:
+        history = [{"step": n, "reward_mean": 0.5} for n in range(1, done + 1)]
+        history = [{"step": 0, "val/reward_mean": 0.1}, *history] if validated else history
+        line = resume_line(
+            "ppo train --rm_budget_usd=1 reward.api.budget_usd=2 --lr 1",
+            Interrupted("", used_up=used), config, history, 20, rows,
+        )  # fmt: skip
+        assert line.startswith("ppo train")
+        return line.split()[-2:]
+
+    # 40 responses cost a dollar: 200 cost five, and a fifth more is six.
+    assert budget(UsedUp("--rm_budget_usd", 1.0, 40, 0.0), 4, False, 0) == ["--rm_budget_usd", "6"]
+    # Four of five validations of 40 rows are still to come: 400 responses in all, 80 done.
+    assert budget(UsedUp("--rm_budget_usd", 1.0, 80, 0.0), 4, True, 40)[1] == "6"
+    # Cut short in the first step: 8 of 200 are paid for.
+    assert budget(UsedUp("--rm_budget_usd", 0.01, 8, 0.0), 0, False, 0)[1] == "0.3"
+    assert budget(UsedUp("--rm_budget_usd", 0.0, 0, 0.01), 0, False, 0)[1] == "2.4"
+    used = UsedUp("--rm_budget_tokens", 4_000, 40, 90)
+    assert budget(used, 4, False, 0) == ["--rm_budget_tokens", "25000"]
+    plain = resume_line("ppo train", Interrupted("down"), config, [], 20, 0)
+    assert plain == "ppo train"
 
 
 def test_small_amounts_are_not_nothing() -> None:

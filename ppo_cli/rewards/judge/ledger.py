@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.errors import Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.prices import Price
 
@@ -299,20 +299,19 @@ class Ledger:
     def _used_up(self, need: _Need) -> Interrupted:
         usage = self._total.usage
         if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
-            more = max(2 * self.budget_usd, 1.5 * (self._total.usd + need.usd))
             return Interrupted(
                 f"The judge budget of ${self.budget_usd:g} is used up: {self._total.calls} calls "
                 f"cost ${self._total.usd:.3g}, and the next may cost up to ${need.usd:.2g}. "
                 "To go on, raise --rm_budget_usd and resume.",
-                needs=("--rm_budget_usd", f"{more:.2g}"),
+                used_up=UsedUp("--rm_budget_usd", self._total.usd, self._total.calls, need.usd),
             )
         assert self.budget_tokens is not None
-        needed = max(2 * self.budget_tokens, 2 * (usage.input + usage.output + need.tokens))
+        used = usage.input + usage.output
         return Interrupted(
             f"The judge budget of {self.budget_tokens:,} tokens is used up: {self._total.calls} "
-            f"calls used {usage.input + usage.output:,}, and the next may use up to "
+            f"calls used {used:,}, and the next may use up to "
             f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume.",
-            needs=("--rm_budget_tokens", str(needed)),
+            used_up=UsedUp("--rm_budget_tokens", used, self._total.calls, need.tokens),
         )
 
     def _book(

@@ -77,7 +77,7 @@ def test_no_code_is_a_zero_at_once_and_no_tests_a_failure(
 def test_prompts_without_any_tests_stop_the_start(
     make_reward: Callable[..., RuleReward], rollout: MakeRollout
 ) -> None:
-    with pytest.raises(RewardError, match="None of 2 prompts for the rule code has tests"):
+    with pytest.raises(RewardError, match="None of 2 prompts for the rule code can be scored"):
         make_reward().start([rollout("", "72").prompt, rollout("", None).prompt])
 
 
