@@ -7,14 +7,18 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from ppo_cli.config.keys import table
 from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.rows import val_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.scorers import judges_of
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
+from ppo_cli.health import find_trouble, limits_of
 from ppo_cli.run_folder import SPENT
 from ppo_cli.run_log import read_lines
 from ppo_cli.step_metrics import mixture_parts
@@ -22,6 +26,8 @@ from ppo_cli.tracker import Summary
 
 Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # a mean of z-scores is 0 but for this
+ENOUGH_STEPS = 6  # before that, noise cannot be told from a decline
+TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
 MARGIN = 1.2  # of a budget: later responses may be longer
 _JUDGE = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
 
@@ -57,7 +63,39 @@ def summarise(
         next_steps=_next_steps(config, run_dir, steps, resume_command),
         session=session if session[0] < steps else None,
         judge=judge_totals(run_dir, history),
+        declined=_declined(config, rewards, measured, validations, few),
+        warning=find_trouble(history, limits_of(config)).get("collapsed", ""),
     )
+
+
+def _declined(
+    config: Config, rewards: Sequence[float], measured: Lines, validations: Lines, few: int
+) -> frozenset[str]:
+    """Name the measures that fell by more than twice the standard error of the difference.
+
+    The noise of a step is read off neighbouring steps, whose median difference neither a trend nor
+    a single jump changes; few steps tell nothing. A validation's is that of its responses.
+    """
+    fell = set()
+    series = {"reward": rewards}
+    for name in _parts(measured):
+        found = [_parts([line]).get(name) for line in measured]
+        series[name] = [value for value in found if value is not None]
+    for name, values in series.items():
+        if len(values) < ENOUGH_STEPS:
+            continue
+        jumps = median(abs(b - a) for a, b in pairwise(values))
+        error = TO_DEVIATION * jumps / math.sqrt(2) * math.sqrt(2 / few)
+        if fmean(values[:few]) - fmean(values[-few:]) > 2 * error + ROUNDING:
+            fell.add(name)
+    rows = val_rows(config)
+    if rows and len(validations) > 1:
+        first, last = validations[0], validations[-1]
+        both = [float(line.get("val/score/std") or 0.0) for line in (first, last)]
+        error = math.hypot(*both) / math.sqrt(rows * config.rollout.val_kwargs.n)
+        if first["val/reward_mean"] - last["val/reward_mean"] > 2 * error + ROUNDING:
+            fell |= {"validation accuracy", "validation reward_mean"}
+    return frozenset(fell)
 
 
 def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
@@ -113,20 +151,23 @@ def resume_line(
     config: Config,
     history: Lines,
     total_steps: int,
-    val_rows: int,
+    rows: int,
 ) -> str:
-    """Return the resume command; where a budget ended the run, with one to finish it."""
+    """Return the resume command; where a budget ended the run, with one to finish it.
+
+    `rows` are those of a validation.
+    """
     if stop.used_up is None:
         return command
     flag = stop.used_up.flag
     key = next(key.name for key in table().values() if key.flag == flag)
     command = re.sub(rf" {re.escape(key)}=[^ ]+", "", command)  # it would count above the flag
-    enough = budget_to_finish(stop.used_up, config, history, total_steps, val_rows)
+    enough = budget_to_finish(stop.used_up, config, history, total_steps, rows)
     return with_flag(command, flag, f"{enough:.12g}")
 
 
 def budget_to_finish(
-    used: UsedUp, config: Config, history: Lines, total_steps: int, val_rows: int
+    used: UsedUp, config: Config, history: Lines, total_steps: int, rows: int
 ) -> float:
     """What the whole run is expected to take of a budget, a fifth more, as two digits.
 
@@ -136,7 +177,7 @@ def budget_to_finish(
     trainer = config.trainer.model_copy(update={"total_training_steps": total_steps})
     sums = arithmetic(config.model_copy(update={"trainer": trainer}))
     votes = max((judge.settings.votes for judge in judges_of(config.reward)), default=1)
-    a_step, a_round = sums["reward_calls_per_step"] or 0, val_rows * config.rollout.val_kwargs.n
+    a_step, a_round = sums["reward_calls_per_step"] or 0, rows * config.rollout.val_kwargs.n
     steps = len([line for line in history if line["step"] > 0])
     rounds = sum(any(key.startswith("val/") for key in line) for line in history)
     done = max(steps * a_step + rounds * a_round, math.ceil(used.calls / votes), 1)

@@ -41,7 +41,8 @@ class Summary:
 
     `before` and `after` hold further measures by name; one that was measured once is in `after`
     alone. `wall_seconds` is of all sessions, `session` the steps and seconds of the last one where
-    there were several.
+    there were several. `declined` names what fell by more than noise; `warning` says that the
+    policy has collapsed.
     """
 
     steps: int
@@ -56,6 +57,8 @@ class Summary:
     next_steps: tuple[str, ...] = ()
     session: tuple[int, float] | None = None
     judge: str = ""
+    declined: frozenset[str] = frozenset()
+    warning: str = ""
 
 
 class Screen(Protocol):

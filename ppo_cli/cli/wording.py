@@ -134,12 +134,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _change(before: float | None, after: float, arrow: str) -> str:
+def _change(before: float | None, after: float, arrow: str, declined: bool) -> str:
     """Return `0.5 → 0.9`; one number where it was measured once."""
     first, last = number(before), number(after)
     if before is None or math.isnan(before):
         return last
-    return f"{first} {arrow} {last}{' (declined)' if after < before and first != last else ''}"
+    return f"{first} {arrow} {last}{' (declined)' if declined else ''}"
 
 
 def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
@@ -150,9 +150,11 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
         steps, seconds = summary.session
         rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {duration(seconds)})")
     if summary.reward_after is not None:
-        rows.append(("reward", _change(summary.reward_before, summary.reward_after, arrow)))
+        fell = "reward" in summary.declined
+        rows.append(("reward", _change(summary.reward_before, summary.reward_after, arrow, fell)))
     for name, after in summary.after.items():
-        rows.append((name, _change(summary.before.get(name), after, arrow)))
+        fell = name in summary.declined
+        rows.append((name, _change(summary.before.get(name), after, arrow, fell)))
     if summary.judge:
         rows.append(("judge", summary.judge))
     if len(summary.rewards) > 1:
@@ -162,6 +164,8 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     rows.append(("run folder", str(summary.run_dir)))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    if summary.warning:
+        lines += ["", f"warning: {summary.warning}"]
     if summary.next_steps:
         lines += ["", "What next:", *(f"  {line}" for line in summary.next_steps)]
     return [clean(line) for line in lines]

@@ -214,14 +214,15 @@ def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
             Summary(
                 12, 0.453, 0.0, (0.453, 0.0), None, Path("r"), 400.0,
                 {"validation accuracy": 0.5}, {"validation accuracy": 0.6, "once": 0.617},
-                session=(2, 8.0), judge="3 calls, $0.0021",
+                session=(2, 8.0), judge="3 calls, $0.0021", declined=frozenset({"reward"}),
+                warning="The policy has collapsed.",
             )
         )
     )  # fmt: skip
     for words in (
         "12 in 6 min 40 s (this session: 2 in 8 s)", "0.453 → 0.000 (declined)",
         "validation accuracy  0.500 → 0.600\n", "once                 0.617\n",
-        "judge                3 calls, $0.0021",
+        "judge                3 calls, $0.0021", "warning: The policy has collapsed.",
     ):  # fmt: skip
         assert words in lines, words
     assert lines.count("declined") == 1

@@ -130,6 +130,38 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     assert plain == "ppo train"
 
 
+def steps(*rewards: float, **more: float) -> list[dict[str, Any]]:
+    return [{"step": n, "reward_mean": r, **more} for n, r in enumerate(rewards, start=1)]
+
+
+def test_noise_is_no_decline() -> None:
+    noisy = [0.50, 0.44, 0.53, 0.47, 0.52, 0.45, 0.51, 0.46]
+    for rewards, fell in (
+        (noisy, False), ([0.9, 0.1], False), ([0.9, 0.8, 0.5, 0.2, 0.1], False),
+        ([0.5] * 8, False), (noisy[::-1], False), ([*noisy, 0.02], True),
+        ([0.45, 0.47, 0.46, 0.44, 0.45, 0.46, 0.0], True), ([0.5] * 7 + [0.4], True),
+    ):  # fmt: skip
+        assert ("reward" in told(*steps(*rewards)).declined) is fell, rewards
+
+
+def test_a_validation_declines_beyond_the_noise_of_its_responses() -> None:
+    config = Config.model_validate({"data": {"val_files": ["embedded"], "val_max_samples": 100}})
+    for after, fell in ((0.45, False), (0.2, True)):
+        lines = [
+            {"step": n, "val/accuracy": v, "val/reward_mean": v, "val/score/std": 0.5}
+            for n, v in enumerate([0.5, after])
+        ]
+        end = summarise(lines, HERE, config, session=(1, 1.0), resume_command="")
+        assert ("validation accuracy" in end.declined) is fell
+
+
+def test_a_collapse_is_said_at_the_end_too() -> None:
+    good = steps(0.4, 0.5, 0.45, kl_divergence=0.01, entropy=1.0, **{"score/min": 0.0})
+    gone = {"step": 4, "reward_mean": 0.0, "kl_divergence": 5.3, "entropy": 1e-5, "score/min": 0.0}
+    assert told(*good).warning == ""
+    assert told(*good, gone).warning.startswith("The policy has collapsed")
+
+
 def test_small_amounts_are_not_nothing() -> None:
     shown = {12.5: "$12.50", 0.25: "$0.25", 0.0021: "$0.0021", 0.00001: "$1.0e-05", 0.0: "$0"}
     assert {amount: dollars(amount) for amount in shown} == shown
