@@ -25,7 +25,7 @@ from ppo_cli.checkpoints import CheckpointStore
 from ppo_cli.config.effective import critic_mini_batch, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.penalties import shape_scores
 from ppo_cli.placing import place_steps
 from ppo_cli.prompts import PromptOrder
@@ -99,6 +99,7 @@ def take_step(job: Job, state: RunState) -> None:
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
     job.tracker.rollouts(state.step, scored)
+    _refuse_raising(job, scored)
     job.tracker.show_profile(state.step)
     state.count_unscored_steps(scored)
     _explain_zero_reward(job, state, scored)
@@ -267,6 +268,7 @@ def validate(job: Job, state: RunState) -> None:
     rollouts, futures = roll_out(job, job.val_prompts, sampling, "validate", "validation")
     scored = gather(job, rollouts, futures, "validate reward")
     job.tracker.rollouts(state.step, scored, split="val")
+    _refuse_raising(job, scored)
     metrics = score_metrics(scored, prefix="val/")
     metrics |= {f"val/{name}": value for name, value in job.reward.measure().items()}
     job.tracker.validation(state.step, metrics)
@@ -352,6 +354,15 @@ def _mini_batches(
     size = prompts * config.rollout.n
     for start in range(0, len(order), size):
         yield torch.from_numpy(order[start : start + size])
+
+
+def _refuse_raising(job: Job, scored: Sequence[Scored]) -> None:
+    """Raise RewardError when a reward has raised an error for every response so far."""
+    names = ("reward_mean", "val/reward_mean")
+    before = any(line.get(name) is not None for line in job.tracker.history for name in names)
+    if before or not all(s.score.failure.startswith("raised ") for s in scored):
+        return
+    raise RewardError(f"{job.diagnose(scored)} Then start again: {job.resume_command}")
 
 
 def _explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:
