@@ -72,7 +72,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Count rows, sources and lengths, name bad rows, show one prompt; exit 2 on bad rows."""
-    from ppo_cli.assemble import load_tokenizer
+    from ppo_cli.run.assemble import load_tokenizer
 
     report = run_check(
         prompt_files(files, "train"),

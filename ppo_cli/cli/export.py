@@ -67,7 +67,7 @@ def export(
 
     A LoRA adapter is merged into its base. Weights stay in float32 unless --dtype says otherwise.
     """
-    from ppo_cli.exporting import export as run_export
+    from ppo_cli.run.export import export as run_export
 
     done = run_export(
         source, out, checkpoint=checkpoint, critic=critic, dtype=dtype, base=base, force=force,

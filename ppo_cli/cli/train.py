@@ -74,7 +74,7 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
     """Train from here, with the other nodes where there are any."""
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS")
     if not several or engine_name(resolved.config) == "local":
-        from ppo_cli.assemble import train as train_now
+        from ppo_cli.run.assemble import train as train_now
 
         train_now(resolved, screen)
         return
@@ -82,7 +82,7 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
 
     with open_cluster(resolved.config, os.environ, screen.note) as nodes:
         os.environ.update(nodes.variables)  # read when Ray is imported
-        from ppo_cli.assemble import train as train_now
+        from ppo_cli.run.assemble import train as train_now
 
         train_now(resolved, screen, nodes)
 

@@ -222,7 +222,7 @@ def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, *args: str) 
         raise error
 
     fake = types.SimpleNamespace(train=train)
-    monkeypatch.setitem(sys.modules, "ppo_cli.assemble", fake)
+    monkeypatch.setitem(sys.modules, "ppo_cli.run.assemble", fake)
     return main(["train", *PRESET, *args])
 
 

@@ -197,6 +197,6 @@ def test_breaches_are_seen() -> None:
     assert breaches("rewards.rules", "import importlib\nimportlib.import_module('torch')")
     assert breaches("rewards.rules", "import sympy")
     assert breaches("rewards.rules", "def f():\n    import sympy") == []
-    assert breaches("cli.train", "from ppo_cli.assemble import build")
-    assert breaches("cli.train", "def f():\n    from ppo_cli.assemble import build") == []
+    assert breaches("cli.train", "from ppo_cli.run.assemble import build")
+    assert breaches("cli.train", "def f():\n    from ppo_cli.run.assemble import build") == []
     assert breaches("attic", "")

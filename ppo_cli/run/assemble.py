@@ -21,16 +21,15 @@ from ppo_cli.config.rows import too_few_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
-from ppo_cli.engines import Engines
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
-from ppo_cli.restarts import run_with_restarts, start_engine
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
+from ppo_cli.run.engines import Engines, run_with_restarts, start_engine
 from ppo_cli.run_folder import RunFolder, differences
 from ppo_cli.run_log import read_metrics
 from ppo_cli.run_state import RunState, read_state

@@ -1,0 +1,1 @@
+"""Puts a run together: reads the config, builds engine and reward, starts the loop."""
