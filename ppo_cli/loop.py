@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ppo_cli.algo.advantages import needs_baseline
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
-from ppo_cli.checkpoints import CheckpointStore
 from ppo_cli.config.effective import critic_mini_batch, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
@@ -31,6 +30,7 @@ from ppo_cli.placing import place_steps
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_state import MOST_UNSCORED, RunState, stream_seed
 from ppo_cli.shaping import shape_step
 from ppo_cli.step_metrics import StepSums, score_metrics, staleness_metrics

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ppo_cli.errors import MissingPart, UserError
 from ppo_cli.redact import mask_secrets
-from ppo_cli.run_log import plain
+from ppo_cli.run_folder.folder import plain
 
 
 class Sink(Protocol):

@@ -19,8 +19,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.config.scorers import judges_of
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.health import find_trouble, limits_of
-from ppo_cli.run_folder import SPENT
-from ppo_cli.run_log import read_lines
+from ppo_cli.run_folder.folder import SPENT, read_lines
 from ppo_cli.step_metrics import mixture_parts
 from ppo_cli.tracker import Summary
 

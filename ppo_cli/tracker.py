@@ -19,7 +19,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.health import HealthWatch, limits_of
 from ppo_cli.records import Scored
-from ppo_cli.run_log import (
+from ppo_cli.run_folder.folder import (
     METRICS_FILE,
     append_line,
     drop_rollouts_past,

@@ -17,7 +17,13 @@ from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo
-from ppo_cli.run_log import METRICS_FILE, read_lines, read_metrics, rollout_file, rollout_steps
+from ppo_cli.run_folder.folder import (
+    METRICS_FILE,
+    read_lines,
+    read_metrics,
+    rollout_file,
+    rollout_steps,
+)
 from ppo_cli.step_metrics import recent
 from ppo_cli.summary import budget_to_finish, judge_totals, paid_calls, resume_line
 

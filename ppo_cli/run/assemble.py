@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ppo_cli.checkpoints import CheckpointStore, find_resume
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.dump import config_yaml
 from ppo_cli.config.keys import value_of
@@ -30,8 +29,8 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.engines import Engines, run_with_restarts, start_engine
-from ppo_cli.run_folder import RunFolder, differences
-from ppo_cli.run_log import read_metrics
+from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
+from ppo_cli.run_folder.folder import RunFolder, differences, read_metrics
 from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.sinks import check_loggers

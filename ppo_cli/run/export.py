@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_cli.checkpoints import STEP_NAME, CheckpointStore
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import Written, write_model
 from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
+from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 
 UNFINISHED = ".unfinished-"
 CRITIC_HEAD = "ForTokenClassification"

@@ -22,7 +22,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run_log import plain
+from ppo_cli.run_folder.folder import plain
 from ppo_cli.trust.rows import Answered
 from ppo_cli.trust.sources import with_judges, with_models
 

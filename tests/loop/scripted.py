@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
-from ppo_cli.checkpoints import CheckpointStore
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.loop import Job
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.run_state import RunState
 from ppo_cli.tracker import SilentScreen, Tracker
 

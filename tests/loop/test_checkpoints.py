@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.checkpoints import CheckpointStore, find_resume
 from ppo_cli.errors import ModelError, UserError
+from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 
 Fill = Callable[[Path], Future[None]]
 

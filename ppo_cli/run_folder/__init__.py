@@ -1,0 +1,1 @@
+"""The run folder on the disk: line files and checkpoints."""
