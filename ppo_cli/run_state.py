@@ -15,8 +15,8 @@ from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.moments import Moments
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Scored
+from ppo_cli.report.metrics import StepSums
 from ppo_cli.rewards.base import Reward
-from ppo_cli.step_metrics import StepSums
 
 STATE_FILE = "run.json"
 # Of all that a checkpoint's `state/` holds: raise it when any of it is written in another form.

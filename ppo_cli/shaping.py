@@ -21,7 +21,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.config.training import Algorithm
 from ppo_cli.placing import Placed
 from ppo_cli.records import Scored
-from ppo_cli.step_metrics import explained_variance
+from ppo_cli.report.metrics import explained_variance
 
 
 @dataclass(frozen=True, eq=False)

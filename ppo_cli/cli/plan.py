@@ -145,7 +145,7 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what a run does first with each file and package that is named."""
     from ppo_cli.data_sets.files import check_readable
     from ppo_cli.data_sets.hub import is_hub_name
-    from ppo_cli.sinks import check_loggers
+    from ppo_cli.report.tracker import check_loggers
 
     for name in chain.from_iterable(files for files, _ in _splits(config)):
         if not is_hub_name(name):

@@ -22,7 +22,7 @@ from ppo_cli.cli.wording import clean, fit
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
-from ppo_cli.tracker import Screen
+from ppo_cli.report.tracker import Screen
 
 reward_app = typer.Typer(
     help="Score files with a reward, hold it against labels, or attack it.",

@@ -16,7 +16,7 @@ from ppo_cli.cli.screen import PlainScreen, TerminalScreen
 from ppo_cli.cli.wording import clean
 from ppo_cli.cli.wording import fit as fit_words
 from ppo_cli.errors import ConfigError, PpoError, ppo
-from ppo_cli.tracker import Screen
+from ppo_cli.report.tracker import Screen
 
 EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 

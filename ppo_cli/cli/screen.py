@@ -27,8 +27,8 @@ from rich.text import Text
 
 from ppo_cli.cli.wording import BLOCKS, can_show, clean, fit, step_line, summary_lines
 from ppo_cli.errors import Interrupted
+from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.signals import lead_nowhere
-from ppo_cli.tracker import Advance, Screen, Summary
 
 
 class Unread(Interrupted):

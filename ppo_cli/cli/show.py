@@ -17,6 +17,7 @@ from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo
+from ppo_cli.report.metrics import budget_to_finish, judge_totals, paid_calls, recent, resume_line
 from ppo_cli.run_folder.folder import (
     METRICS_FILE,
     read_lines,
@@ -24,8 +25,6 @@ from ppo_cli.run_folder.folder import (
     rollout_file,
     rollout_steps,
 )
-from ppo_cli.step_metrics import recent
-from ppo_cli.summary import budget_to_finish, judge_totals, paid_calls, resume_line
 
 MOST_STEPS = 20
 Line = Mapping[str, Any]

@@ -18,7 +18,7 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.errors import ConfigError, Interrupted, PpoError
 
 if TYPE_CHECKING:
-    from ppo_cli.tracker import Screen
+    from ppo_cli.report.tracker import Screen
 
 EPILOG = (
     "Example: ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28   "

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ppo_cli.redact import redact
-from ppo_cli.step_metrics import mixture_parts
-from ppo_cli.tracker import Summary
+from ppo_cli.report.metrics import mixture_parts
+from ppo_cli.report.tracker import Summary
 
 # Metric -> the word for it on a line.
 COLUMNS = {

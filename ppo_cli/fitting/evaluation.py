@@ -15,7 +15,7 @@ from ppo_cli.engine.micro_batches import Budget, plan_micro_batches
 from ppo_cli.fitting.loss import pair_losses
 from ppo_cli.fitting.network import ScoreNetwork
 from ppo_cli.fitting.samples import EncodedPair
-from ppo_cli.tracker import Advance
+from ppo_cli.report.tracker import Advance
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from ppo_cli.fitting.samples import (
 )
 from ppo_cli.fitting.settings import FitSettings, choose_lr
 from ppo_cli.fitting.training import Stepped, Trainer, batches, steps_of
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.local_model.base import LoadedModel
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.tracker import Screen
 
 LINES = 20  # lines about steps in a fit
 MEASURED = 4  # times that the held-out pairs are scored, besides at the start

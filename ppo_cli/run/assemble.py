@@ -25,6 +25,8 @@ from ppo_cli.loop import Job, load
 from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
+from ppo_cli.report.metrics import refuse_unscored, resume_line, summarise
+from ppo_cli.report.tracker import Screen, Tracker, check_loggers
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
@@ -33,9 +35,6 @@ from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import RunFolder, differences, read_metrics
 from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.sinks import check_loggers
-from ppo_cli.summary import refuse_unscored, resume_line, summarise
-from ppo_cli.tracker import Screen, Tracker
 
 # Settings that decide what is learned; with other values `--resume auto` starts a new run.
 LEARNED_FROM = (

@@ -15,9 +15,9 @@ from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.config.scorers import judges_of, models_of
 from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge.template import Template, load_template
-from ppo_cli.tracker import Screen
 from ppo_cli.trust import trials as tr
 from ppo_cli.trust.items import Item
 from ppo_cli.trust.judge_checks import Check, of_judge

@@ -15,8 +15,8 @@ from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.config.scorers import judges_of
 from ppo_cli.records import Rollout
 from ppo_cli.redact import redact
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.tracker import Screen
 from ppo_cli.trust import statistics as st
 from ppo_cli.trust.advice import advise
 from ppo_cli.trust.labels import Labelled

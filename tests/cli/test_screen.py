@@ -26,13 +26,13 @@ from ppo_cli.cli.wording import (
     step_line,
     summary_lines,
 )
-from ppo_cli.tracker import SilentScreen, Summary
+from ppo_cli.report.tracker import SilentScreen, Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
 SCRIPT = """
 from pathlib import Path
 from ppo_cli.cli.screen import make_screen
-from ppo_cli.tracker import Summary
+from ppo_cli.report.tracker import Summary
 screen = make_screen()
 for step in (1, 2):
     for name, total in (("rollout", 4), ("update actor", None)):

@@ -18,9 +18,9 @@ from ppo_cli.cli.show import app
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.report.metrics import summarise
+from ppo_cli.report.tracker import SilentScreen, Tracker
 from ppo_cli.run_folder.folder import METRICS_FILE, read_metrics, replace_lines
-from ppo_cli.summary import summarise
-from ppo_cli.tracker import SilentScreen, Tracker
 
 
 def scored(uid: str, text: str, value: float | None) -> Scored:

@@ -9,7 +9,7 @@ import pytest
 
 from ppo_cli.cli.wording import COLUMNS
 from ppo_cli.config.schema import Config
-from ppo_cli.health import (
+from ppo_cli.report.health import (
     CALM_STEPS,
     LONG,
     REPEAT_AFTER,
@@ -170,7 +170,7 @@ def test_the_part_without_a_scale_is_named_be_it_loud_or_quiet() -> None:
 
 
 def test_every_kind_of_trouble_is_tried_here() -> None:
-    from ppo_cli import health
+    from ppo_cli.report import health
 
     assert set(FIRING) == set(health._CHECKS)
 

@@ -289,8 +289,8 @@ def test_no_failed_verdict_enters_a_loss_or_a_mean(
     from ppo_cli.config.resolve import resolve
     from ppo_cli.engine.base import MiniBatch, Sums
     from ppo_cli.engine.local import LocalEngine
+    from ppo_cli.report.tracker import SilentScreen
     from ppo_cli.run.assemble import train as train_here
-    from ppo_cli.tracker import SilentScreen
 
     seen: list[MiniBatch] = []
     step = LocalEngine.step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.errors import UserError
+from ppo_cli.report.metrics import StepSums
 from ppo_cli.run_state import RunState, stream_seed
-from ppo_cli.step_metrics import StepSums
 
 
 def validated(*values: float) -> RunState:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
-from ppo_cli.step_metrics import StepSums, explained_variance, recent, score_metrics
+from ppo_cli.report.metrics import StepSums, explained_variance, recent, score_metrics
 
 
 def scored(value: float | None, length: int = 2, source: str = "a", cut: bool = False) -> Scored:

@@ -9,8 +9,8 @@ import pytest
 
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
-from ppo_cli.summary import dollars, refuse_unscored, resume_line, summarise
-from ppo_cli.tracker import Summary
+from ppo_cli.report.metrics import dollars, refuse_unscored, resume_line, summarise
+from ppo_cli.report.tracker import Summary
 
 HERE = Path("my run")
 

@@ -11,8 +11,8 @@ import pytest
 
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.report.tracker import SilentScreen, Tracker
 from ppo_cli.run_folder.folder import replace_lines
-from ppo_cli.tracker import SilentScreen, Tracker
 
 
 class Heard(SilentScreen):

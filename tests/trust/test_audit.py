@@ -13,10 +13,10 @@ from ppo_cli.config.rewarding import ApiReward
 from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, Interrupted
 from ppo_cli.records import Rollout, Score
+from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge import rendering
 from ppo_cli.rewards.judge.exchange import Scale
-from ppo_cli.tracker import SilentScreen
 from ppo_cli.trust import trials as tr
 from ppo_cli.trust.audit import audit, hold
 from ppo_cli.trust.items import bundled, load_items

@@ -15,8 +15,8 @@ from ppo_cli.config.rewarding import ApiReward, ModelReward
 from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Rollout, Score
+from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.tracker import SilentScreen
 from ppo_cli.trust import statistics
 from ppo_cli.trust.advice import STEADY
 from ppo_cli.trust.calibrate import calibrate, per_thousand

@@ -12,7 +12,7 @@ import pytest
 from ppo_cli.config.rewarding import ModelReward
 from ppo_cli.config.rewarding import Reward as RewardSettings
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.tracker import SilentScreen
+from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.trust.audit import audit
 from ppo_cli.trust.items import bundled, load_items
 from ppo_cli.trust.probes import INJECTIONS, injected
