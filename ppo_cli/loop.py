@@ -25,16 +25,14 @@ from ppo_cli.config.effective import critic_mini_batch, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.penalties import shape_scores
-from ppo_cli.placing import place_steps
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums, resume_line, score_metrics, staleness_metrics
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder.checkpoints import CheckpointStore
-from ppo_cli.run_state import MOST_UNSCORED, RunState, stream_seed
-from ppo_cli.shaping import shape_step
+from ppo_cli.train.shaping import place_steps, shape_scores, shape_step
+from ppo_cli.train.state import MOST_UNSCORED, RunState, stream_seed
 
 TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams, one for each use
 

@@ -33,8 +33,8 @@ from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run.engines import Engines, run_with_restarts, start_engine
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import RunFolder, differences, read_metrics
-from ppo_cli.run_state import RunState, read_state
 from ppo_cli.signals import StopOnSignal
+from ppo_cli.train.state import RunState, read_state
 
 # Settings that decide what is learned; with other values `--resume auto` starts a new run.
 LEARNED_FROM = (

@@ -26,7 +26,7 @@ from ppo_cli.loop import Job, load, run, train_sampling
 from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.hosting import Host
-from ppo_cli.run_state import RunState
+from ppo_cli.train.state import RunState
 
 Build = Callable[[], Engine]
 

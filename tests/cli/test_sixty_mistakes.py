@@ -14,7 +14,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
-from ppo_cli.run_state import FORMAT
+from ppo_cli.train.state import FORMAT
 from tests.cli.mistakes import (
     ROW,
     TINY,

@@ -25,7 +25,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.report.tracker import SilentScreen, Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder.checkpoints import CheckpointStore
-from ppo_cli.run_state import RunState
+from ppo_cli.train.state import RunState
 
 KL = 0.25  # log policy - log reference of every token
 PROMPT, SAMPLE, LENGTH = 0, 1, 4  # where a response says who it is, and its tokens

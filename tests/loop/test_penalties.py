@@ -10,8 +10,8 @@ import pytest
 
 from ppo_cli.config.rewarding import Shaping
 from ppo_cli.moments import Moments
-from ppo_cli.penalties import overlong_share, repeated_share, shape_scores
 from ppo_cli.records import FinishReason, PlacedReward, Prompt, Rollout, Score, Scored
+from ppo_cli.train.shaping import overlong_share, repeated_share, shape_scores
 
 
 def scored(value: float | None, ids: Any = (1, 2, 3), finish: FinishReason = "stop") -> Scored:

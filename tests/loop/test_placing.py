@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ppo_cli.engine.models import decode_text
-from ppo_cli.placing import place_steps
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored
-from ppo_cli.shaping import shape_step
+from ppo_cli.train.shaping import place_steps, shape_step
 from tests.loop.test_shaping import annotate, config, rollouts
 
 OFF = config(use_kl_in_reward=False)

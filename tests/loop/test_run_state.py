@@ -6,7 +6,7 @@ import pytest
 
 from ppo_cli.errors import UserError
 from ppo_cli.report.metrics import StepSums
-from ppo_cli.run_state import RunState, stream_seed
+from ppo_cli.train.state import RunState, stream_seed
 
 
 def validated(*values: float) -> RunState:

@@ -1,0 +1,348 @@
+"""From scores and annotations to a train batch: penalties, token rewards, KL, advantages.
+
+Also every statistic of the batch that a user reads; rows whose score failed are in none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ppo_cli.algo.advantages import compute_advantages, place_scores
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
+from ppo_cli.algo.kl import KLController, build_controller, mean_kl, penalise, token_kl
+from ppo_cli.algo.mismatch import compute_mismatch, importance_weights
+from ppo_cli.algo.tokens import masked_mean, masked_sum
+from ppo_cli.config.effective import rollout_is
+from ppo_cli.config.rewarding import Shaping
+from ppo_cli.config.schema import Config
+from ppo_cli.config.training import Algorithm
+from ppo_cli.moments import Affine, Moments, by_moments, clipped
+from ppo_cli.records import PlacedReward, Rollout, Scored
+from ppo_cli.report.metrics import explained_variance
+
+Decode = Callable[[Sequence[int]], str]
+Placed = tuple[int, float]  # index of a response token, and what it gets
+
+
+def place_steps(rollout: Rollout, steps: Sequence[PlacedReward], decode: Decode) -> list[Placed]:
+    """Give each placed reward its response token, counted from 0.
+
+    `decode` is the function by which the sampler made the text. A place given in characters
+    goes to the first token with which the text up to there stands.
+    """
+    found: list[Placed] = []
+    for step in steps:
+        index = step.end - 1 if step.unit == "token" else _token_at(rollout, step.end, decode)
+        found.append((min(max(index, 0), len(rollout.token_ids) - 1), step.value))
+    return found
+
+
+def _token_at(rollout: Rollout, end: int, decode: Decode) -> int:
+    """Bisection: a beginning of the text that stands once, stands with more tokens too.
+
+    Its length alone would not do: half a character may decode to several signs.
+    """
+    wanted, ids = rollout.text[:end], rollout.token_ids
+    return bisect_left(
+        range(len(ids)), True, key=lambda index: decode(ids[: index + 1])[:end] == wanted
+    )
+
+
+@dataclass(frozen=True)
+class ShapedScores:
+    """`scored` (and `baselines`) for the update, `logged` for the log, and what to remember."""
+
+    scored: tuple[Scored, ...]
+    baselines: tuple[Scored, ...] | None
+    logged: tuple[Scored, ...]
+    metrics: dict[str, float]
+    moments: Moments
+
+
+def shape_scores(
+    settings: Shaping,
+    longest: int,
+    scored: Sequence[Scored],
+    baselines: Sequence[Scored] | None,
+    moments: Moments,
+) -> ShapedScores:
+    """Shape the scores of a step; `longest` is max_response_length in tokens.
+
+    Greedy baselines are shaped by the same scale, and teach it nothing.
+    """
+    taken = [penalties_of(settings, one.rollout, longest) for one in scored]
+    lowered = [_lowered(s, t) for s, t in zip(scored, taken, strict=True)]
+    if settings.normalize == "running":
+        moments = moments.merge(_moments(lowered))
+    scale = _scale(settings, lowered, moments)
+    ready = tuple(_finished(settings, one, scale) for one in lowered)
+    greedy = None if baselines is None else tuple(
+        _finished(settings, _lowered(b, penalties_of(settings, b.rollout, longest)), scale)
+        for b in baselines
+    )  # fmt: skip
+    if not _is_on(settings):
+        return ShapedScores(tuple(scored), greedy, tuple(scored), {}, moments)
+    logged = tuple(
+        _noted(one, t, r.score.value) for one, t, r in zip(scored, taken, ready, strict=True)
+    )
+    metrics = _metrics(settings, taken, lowered, ready, scale)
+    return ShapedScores(ready, greedy, logged, metrics, moments)
+
+
+def penalties_of(settings: Shaping, rollout: Rollout, longest: int) -> dict[str, float]:
+    """The penalties that are on, each 0 or below, by name."""
+    found: dict[str, float] = {}
+    length = len(rollout.token_ids)
+    if settings.overlong_buffer is not None:
+        share = overlong_share(length, longest, settings.overlong_buffer)
+        found["overlong"] = -settings.overlong_penalty * share
+    if settings.missing_eos_penalty is not None:
+        cut = rollout.finish_reason == "length"
+        found["missing_eos"] = -settings.missing_eos_penalty if cut else 0.0
+    if settings.repetition_penalty is not None:
+        share = repeated_share(rollout.token_ids, settings.repetition_ngram)
+        found["repetition"] = -settings.repetition_penalty * share
+    return found
+
+
+def overlong_share(length: int, longest: int, buffer: int) -> float:
+    """How far a length lies in the last `buffer` tokens before `longest`: 0 to 1.
+
+    Soft over-long punishment (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13), its sign turned.
+    """
+    return min(1.0, max(0.0, (length - (longest - buffer)) / buffer))
+
+
+def repeated_share(token_ids: Sequence[int], n: int) -> float:
+    """Share of the n-grams that stood in the response before; 0 when it is shorter than n."""
+    grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _is_on(settings: Shaping) -> bool:
+    penalties = (
+        settings.overlong_buffer, settings.missing_eos_penalty, settings.repetition_penalty
+    )  # fmt: skip
+    return settings.normalize != "off" or any(
+        value is not None for value in (*penalties, settings.reward_clip)
+    )
+
+
+def _lowered(one: Scored, taken: Mapping[str, float]) -> Scored:
+    value = one.score.value
+    if value is None or not taken:
+        return one
+    return Scored(one.rollout, replace(one.score, value=value + sum(taken.values())))
+
+
+def _moments(scored: Sequence[Scored]) -> Moments:
+    # A value put in for want of a verdict teaches nothing.
+    return Moments.of([s.score.value for s in scored if s.score.value is not None
+                       and s.score.judged])  # fmt: skip
+
+
+def _scale(settings: Shaping, scored: Sequence[Scored], running: Moments) -> Affine:
+    if settings.normalize == "off":
+        return Affine()
+    return by_moments(running if settings.normalize == "running" else _moments(scored))
+
+
+def _finished(settings: Shaping, one: Scored, scale: Affine) -> Scored:
+    """Normalise and clip; what clipping takes off goes to the end, not to the steps within."""
+    value = one.score.value
+    if value is None:
+        return one
+    value = clipped(scale.of(value), settings.reward_clip)
+    steps = tuple(PlacedReward(s.end, scale.slope * s.value, s.unit) for s in one.score.steps)
+    return Scored(one.rollout, replace(one.score, value=value, steps=steps))
+
+
+def _noted(one: Scored, taken: Mapping[str, float], final: float | None) -> Scored:
+    """The score as it was given, with what became of it."""
+    said = {**taken, "reward": final}
+    info = {**one.score.info, "shaping": said}
+    return Scored(one.rollout, replace(one.score, info=info))
+
+
+def _metrics(
+    settings: Shaping,
+    taken: Sequence[Mapping[str, float]],
+    lowered: Sequence[Scored],
+    ready: Sequence[Scored],
+    scale: Affine,
+) -> dict[str, float]:
+    rows = [i for i, s in enumerate(ready) if s.score.value is not None]
+    if not rows:
+        return {}
+    metrics: dict[str, float] = {}
+    for name in taken[0]:
+        values = [taken[i][name] for i in rows]
+        metrics[f"shaping/{name}_mean"] = sum(values) / len(rows)
+        metrics[f"shaping/{name}_share"] = sum(v < 0 for v in values) / len(rows)
+    if settings.normalize != "off":
+        metrics["shaping/mean"] = scale.centre
+        metrics["shaping/std"] = 1 / scale.slope if scale.slope else 0.0
+    if settings.reward_clip is not None:
+        scaled = [scale.of(_value(lowered[i])) for i in rows]
+        cut = sum(abs(x) > settings.reward_clip for x in scaled)
+        metrics["shaping/clipped_share"] = cut / len(rows)
+    metrics["shaping/reward_mean"] = sum(_value(ready[i]) for i in rows) / len(rows)
+    return metrics
+
+
+def _value(one: Scored) -> float:
+    return one.score.value or 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class ShapedStep:
+    """A batch ready for updates, the statistics of it, and the next KL coefficient."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+    next_kl_coef: float
+
+
+def shape_step(
+    config: Config,
+    annotated: AnnotatedBatch,
+    scored: Sequence[Scored],
+    kl_coef: float,
+    baselines: Sequence[float | None] | None,
+    placed: Sequence[Sequence[Placed]] = (),
+) -> ShapedStep:
+    """Join scores to an annotated batch (same order) and estimate advantages.
+
+    `baselines` has the greedy score of each row's prompt, for remax; a row whose baseline
+    failed is left out like one whose score failed. `placed` has each row's rewards within the
+    response; what they leave of the score goes to the last token.
+    """
+    algorithm = config.algorithm
+    scores_B, valid_B = _scores(scored, baselines)
+    mask_BT = annotated.response_mask_BT & valid_B[:, None]
+    inner_BT = _inner(placed, mask_BT)
+    rest_B = scores_B - inner_BT.sum(1)
+    rewards_BT = inner_BT + place_scores(rest_B, annotated.response_len_B, mask_BT)
+    kl_BT, metrics, next_kl_coef = _kl(algorithm, annotated, mask_BT, kl_coef)
+    if kl_BT is not None:
+        rewards_BT = penalise(rewards_BT, kl_BT, mask_BT, kl_coef)
+    advantages_BT, returns_BT = compute_advantages(
+        algorithm.adv_estimator,
+        token_rewards_BT=rewards_BT,
+        values_BT=annotated.values_BT,
+        mask_BT=mask_BT,
+        group_B=annotated.group_B,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        whiten=algorithm.whiten_advantages,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        baseline_B=_baseline_tensor(baselines),
+    )
+    batch = TrainBatch(
+        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
+        scores_B=scores_B,
+        valid_B=valid_B,
+        token_rewards_BT=rewards_BT,
+        advantages_BT=advantages_BT,
+        returns_BT=returns_BT,
+        is_weight_BT=_importance(config, annotated, mask_BT),
+    )
+    return ShapedStep(batch, metrics | _statistics(batch), next_kl_coef)
+
+
+def _scores(
+    scored: Sequence[Scored], baselines: Sequence[float | None] | None
+) -> tuple[Tensor, Tensor]:
+    values = [s.score.value for s in scored]
+    if baselines is not None:
+        values = [None if b is None else v for v, b in zip(values, baselines, strict=True)]
+    valid_B = torch.tensor([v is not None for v in values])
+    return torch.tensor([0.0 if v is None else float(v) for v in values]), valid_B
+
+
+def _inner(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:
+    """Rewards within the responses at their tokens; none where a token does not count."""
+    inner_BT = torch.zeros(mask_BT.shape)
+    for row, places in enumerate(placed):
+        for token, value in places:
+            inner_BT[row, token] += value
+    return torch.where(mask_BT, inner_BT, 0.0)
+
+
+def _baseline_tensor(baselines: Sequence[float | None] | None) -> Tensor | None:
+    if baselines is None:
+        return None
+    return torch.tensor([0.0 if b is None else float(b) for b in baselines])
+
+
+def controller(algorithm: Algorithm, kl_coef: float) -> KLController:
+    """The controller of the KL coefficient, at its present value."""
+    k = algorithm.kl_ctrl
+    return build_controller(k.type, kl_coef, k.target_kl, k.horizon)
+
+
+def _kl(
+    algorithm: Algorithm, batch: AnnotatedBatch, mask_BT: Tensor, kl_coef: float
+) -> tuple[Tensor | None, dict[str, float], float]:
+    """Penalty per token, its metrics, and the coefficient of the next step."""
+    if batch.ref_logprobs_BT is None:
+        return None, {}, kl_coef
+    if not bool(mask_BT.any()):  # no row has a score: there is nothing to measure
+        return None, {}, kl_coef
+    k3_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, "k3")
+    metrics = {"kl_divergence": float(mean_kl(k3_BT, mask_BT))}
+    if not algorithm.use_kl_in_reward:
+        return None, metrics, kl_coef
+    kl_BT = batch.full_kl_BT
+    if kl_BT is None:
+        kl_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, algorithm.kl_penalty)
+    current = float(mean_kl(kl_BT, mask_BT))
+    metrics |= {"kl/penalty": current, "kl/coef": kl_coef}
+    sequences = int(mask_BT.any(1).sum())
+    return kl_BT, metrics, controller(algorithm, kl_coef).update(current, sequences).coef
+
+
+def _importance(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:
+    correction, level = config.algorithm.rollout_correction, rollout_is(config)
+    if level is None:
+        return torch.ones_like(batch.old_logprobs_BT)
+    return importance_weights(
+        batch.old_logprobs_BT,
+        batch.sampler_logprobs_BT,
+        mask_BT,
+        level=level,
+        threshold=correction.rollout_is_threshold,
+        normalize=correction.rollout_is_batch_normalize,
+    )
+
+
+def _statistics(batch: TrainBatch) -> dict[str, float]:
+    mask_BT = batch.loss_mask_BT
+    if not bool(mask_BT.any()):
+        return {}
+    gap = compute_mismatch(batch.old_logprobs_BT, batch.sampler_logprobs_BT, mask_BT)
+    count = float(gap.token_count)
+    metrics = {
+        "entropy": float(masked_mean(batch.entropy_BT, mask_BT)),
+        "advantages/mean": float(masked_mean(batch.advantages_BT, mask_BT)),
+        "advantages/max": float(batch.advantages_BT[mask_BT].max()),
+        "advantages/min": float(batch.advantages_BT[mask_BT].min()),
+        "returns/mean": float(masked_mean(batch.returns_BT, mask_BT)),
+        "rewards/token_sum_mean": float(
+            masked_sum(batch.token_rewards_BT, mask_BT) / mask_BT.any(1).sum()
+        ),
+        "rollout/logprob_diff": float(gap.abs_diff_sum) / count,
+        "rollout/logprob_diff_max": float(gap.abs_diff_max),
+        "rollout/mismatch_kl": float(gap.k3_kl_sum) / count,
+        "rollout/is_weight_mean": float(masked_mean(batch.is_weight_BT, mask_BT)),
+    }
+    if batch.values_BT is not None:
+        values, returns = batch.values_BT[mask_BT].numpy(), batch.returns_BT[mask_BT].numpy()
+        metrics["values/mean"] = float(values.mean())
+        metrics["explained_variance"] = explained_variance(returns, values)
+    return metrics
