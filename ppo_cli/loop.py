@@ -23,9 +23,9 @@ from ppo_cli.algo.advantages import needs_baseline
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.config.effective import critic_mini_batch, sampler_seed
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums, resume_line, score_metrics, staleness_metrics
 from ppo_cli.report.tracker import Tracker

@@ -76,7 +76,7 @@ def refused_rows(config: Config) -> list[str]:
     """
     if config.trainer.node_rank:
         return []
-    from ppo_cli.data_sets.hub import is_hub_name
+    from ppo_cli.data_sets.files import is_hub_name
     from ppo_cli.data_sets.rows import load_sets, prompt_of
     from ppo_cli.trust.sources import row_checks
 
@@ -143,8 +143,7 @@ def unread_rows(config: Config) -> list[str]:
 
 def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what a run does first with each file and package that is named."""
-    from ppo_cli.data_sets.files import check_readable
-    from ppo_cli.data_sets.hub import is_hub_name
+    from ppo_cli.data_sets.files import check_readable, is_hub_name
     from ppo_cli.report.tracker import check_loggers
 
     for name in chain.from_iterable(files for files, _ in _splits(config)):

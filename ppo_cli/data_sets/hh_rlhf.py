@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ppo_cli.data_sets.files import Record, split_sources
+from ppo_cli.data_sets.messages import is_transcript, split_transcript
 from ppo_cli.data_sets.problems import Built, Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import read_records, read_source
-from ppo_cli.data_sets.transcripts import is_transcript, split_transcript
 from ppo_cli.records import Message
 
 HUB = "Anthropic/hh-rlhf"

@@ -1,16 +1,87 @@
-"""Check and clean the value of a prompt column: text, or a list of chat messages."""
+"""Prompt columns: text, chat messages or HH-RLHF transcripts, checked and cleaned.
+
+Values of parquet and hub rows become plain JSON values, so that the rollout log can hold them.
+"""
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ppo_cli.data_sets.files import name_type
-from ppo_cli.data_sets.plain import NotText, as_plain
 from ppo_cli.data_sets.problems import RowError
 from ppo_cli.errors import did_you_mean
 from ppo_cli.records import Message
+
+
+class NotText(ValueError):
+    """A text that cannot be written as UTF-8, or bytes that are none."""
+
+
+def as_plain(value: Any, *, strict: bool = False) -> Any:
+    """Return a value with only dict, list, str, int, float, bool and None inside.
+
+    With `strict`, half of a surrogate pair or bytes that are not UTF-8 raise NotText; otherwise
+    such bytes become escapes.
+    """
+    if isinstance(value, str):
+        return _checked(value) if strict else value
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(inner, strict=strict) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(inner, strict=strict) for inner in value]
+    if hasattr(value, "tolist"):  # numpy's, which need not be imported to read JSON
+        return as_plain(value.tolist(), strict=strict)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if strict:
+                raise NotText(f"is not UTF-8 (byte 0x{value[error.start]:02x})") from None
+            return value.decode("utf-8", errors="backslashreplace")
+    return value
+
+
+def _checked(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise NotText(f"holds {half}, half of a surrogate pair, which is no character") from None
+    return text
+
+
+TURN = re.compile(r"\n\n(Human|Assistant):")
+TRANSCRIPT_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def is_transcript(text: str) -> bool:
+    """Tell whether a text begins like a transcript."""
+    return text.lstrip().startswith("Human:")
+
+
+def split_transcript(text: str) -> tuple[Message, ...]:
+    """Split a transcript into messages; two turns of one speaker in a row become one."""
+    parts = TURN.split("\n\n" + text.lstrip())
+    messages: list[Message] = []
+    for speaker, said in zip(parts[1::2], parts[2::2], strict=True):
+        role, content = TRANSCRIPT_ROLES[speaker], said.strip()
+        if messages and messages[-1]["role"] == role:
+            before = str(messages.pop()["content"])
+            content = "\n\n".join(part for part in (before, content) if part)
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}

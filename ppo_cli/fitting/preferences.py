@@ -14,11 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppo_cli.data_sets.files import Record, Records, name_type
-from ppo_cli.data_sets.messages import read_message, read_messages, read_plain, read_prompt
-from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.messages import (
+    as_plain,
+    is_transcript,
+    read_message,
+    read_messages,
+    read_plain,
+    read_prompt,
+    split_transcript,
+)
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.data_sets.rows import PROMPT_ALIASES, list_names, read_records, read_source, sole
-from ppo_cli.data_sets.transcripts import is_transcript, split_transcript
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.fitting.scored import is_scored, rank
 from ppo_cli.records import Message

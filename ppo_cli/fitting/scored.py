@@ -12,8 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from ppo_cli.data_sets.files import Record, Records, name_type
-from ppo_cli.data_sets.messages import read_plain, read_prompt
-from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.messages import as_plain, read_plain, read_prompt
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.records import Message
 

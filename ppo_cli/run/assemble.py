@@ -18,11 +18,11 @@ from ppo_cli.config.keys import value_of
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.rows import too_few_rows
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import Job, load
-from ppo_cli.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.metrics import refuse_unscored, resume_line, summarise

@@ -18,12 +18,12 @@ from typing import Any
 from ppo_cli.config.effective import engine_name
 from ppo_cli.config.placement import Placement, placement_of
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.ahead import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.local import LocalEngine
 from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.loop import Job, load, run, train_sampling
-from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.hosting import Host
 from ppo_cli.train.state import RunState

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.moments import Moments
-from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.rewards.base import Reward

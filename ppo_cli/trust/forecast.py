@@ -16,7 +16,7 @@ from typing import Any
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.schema import Config
-from ppo_cli.data_sets.hub import is_hub_name
+from ppo_cli.data_sets.files import is_hub_name
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.data_sets.files import name_type
-from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.messages import as_plain
 from ppo_cli.data_sets.problems import RowProblem, raise_problems
 from ppo_cli.data_sets.rows import list_names
 from ppo_cli.errors import DataError, did_you_mean

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ppo_cli.data_sets.files import Record, Records, file_suffix, name_type
-from ppo_cli.data_sets.plain import as_plain
+from ppo_cli.data_sets.messages import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import (
     find_columns,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.loop import Job
-from ppo_cli.prompts import PromptOrder
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.report.tracker import SilentScreen, Tracker
 from ppo_cli.rewards.base import Reward, RoundKind

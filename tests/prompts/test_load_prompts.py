@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.prompts import PromptSet, fingerprint, load_prompts
 from ppo_cli.errors import DataError
-from ppo_cli.prompts import PromptSet, fingerprint, load_prompts
 from ppo_cli.run.assemble import _load_prompt_sets
 from tests.loop.scripted import Screen
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.errors import DataError
-from ppo_cli.prompts import PromptOrder
 
 # A busy machine must not fail a test for being slow.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
