@@ -11,7 +11,7 @@ import argparse
 import os
 import time
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.data_sets.humaneval import build_humaneval, list_sources
 from ppo_cli.data_sets.rows import read_source
 from ppo_cli.rewards.code.choosing import find_fault

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ppo_cli.algo.advantages import needs_baseline
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
-from ppo_cli.config.effective import critic_mini_batch, sampler_seed
+from ppo_cli.config.derived import critic_mini_batch, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling

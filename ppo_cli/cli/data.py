@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from ppo_cli.cli.data_screen import print_prepared, print_report
+from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.rows import lowered_batches
 from ppo_cli.config.schema import Data
-from ppo_cli.config.training import Actor
 from ppo_cli.data_sets.check import Report
 from ppo_cli.data_sets.check import check as run_check
 from ppo_cli.data_sets.prepare import RECIPES

@@ -17,20 +17,20 @@ import typer
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.judge_checks import missing_keys
+from ppo_cli.config.mixture import Judge, judges_of, rules_of
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.config.model_folder import broken_models
-from ppo_cli.config.parts import (
+from ppo_cli.config.plan import Plan, make_plan
+from ppo_cli.config.requirements import (
     missing_gpus,
     missing_inputs,
     missing_parts,
     refused_settings,
 )
-from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.rewarding import Composite, ModelReward
+from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.rows import count_rows, too_few_rows, train_rows
 from ppo_cli.config.schema import Config
-from ppo_cli.config.scorers import Judge, judges_of, rules_of
 from ppo_cli.errors import ConfigError, UserError, ppo
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact

@@ -11,9 +11,9 @@ import typer
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.cli.plan import print_plan, refusals, refused_rows
-from ppo_cli.config.effective import engine_name
+from ppo_cli.config.derived import engine_name
 from ppo_cli.config.judge_checks import missing_keys
-from ppo_cli.config.parts import missing_gpus, refused_settings, remarks
+from ppo_cli.config.requirements import missing_gpus, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.errors import ConfigError, Interrupted, PpoError
 

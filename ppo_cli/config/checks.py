@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ppo_cli.config.clash import Clash
-from ppo_cli.config.cluster_checks import cluster_clashes
-from ppo_cli.config.effective import (
+from ppo_cli.config.derived import (
     GROUPED,
     clip_high,
     clip_low,
     critic_mini_batch,
     uses_critic,
 )
-from ppo_cli.config.hardware import gpu_count
-from ppo_cli.config.head_checks import head_clashes
+from ppo_cli.config.device_checks import cluster_clashes
+from ppo_cli.config.devices import gpu_count
 from ppo_cli.config.judge_checks import judge_clashes
+from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.mixture_checks import mixture_clashes
-from ppo_cli.config.mixture_reading import has_mixture
-from ppo_cli.config.model_checks import model_clashes
+from ppo_cli.config.model_checks import head_clashes, model_clashes
 from ppo_cli.config.schema import Config
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from ppo_cli.config.clash import Clash
-from ppo_cli.config.judge_models import DEFAULT_MODELS, EXAMPLES, KEY_VARIABLES, retirement
-from ppo_cli.config.rewarding import ApiReward, Monitor
+from ppo_cli.config.known_models import DEFAULT_MODELS, EXAMPLES, KEY_VARIABLES, retirement
+from ppo_cli.config.mixture import Judge, judges_of
+from ppo_cli.config.reward_schema import ApiReward, Monitor
 from ppo_cli.config.schema import Config
-from ppo_cli.config.scorers import Judge, judges_of
 from ppo_cli.redact import redact
 
 VARIABLE = re.compile(r"[A-Za-z_]\w*")

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppo_cli.config.clash import Clash
-from ppo_cli.config.mixing import Condition, MixPart, read_condition
-from ppo_cli.config.mixture import model_settings
-from ppo_cli.config.mixture_reading import PARTS, Mixture, has_mixture, read_mixture
-from ppo_cli.config.rewarding import Reward
+from ppo_cli.config.mixture import (
+    PARTS,
+    Condition,
+    MixPart,
+    Mixture,
+    has_mixture,
+    model_settings,
+    read_condition,
+    read_mixture,
+)
+from ppo_cli.config.reward_schema import Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import did_you_mean, ppo
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.effective import critic_path, uses_critic, uses_reference
+from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
+from ppo_cli.config.known_models import read_json, tensor_names
 from ppo_cli.config.schema import Config
-from ppo_cli.config.tensor_names import read_json, tensor_names
 from ppo_cli.errors import ModelError
 
 SIZES = (

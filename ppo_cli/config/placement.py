@@ -1,17 +1,25 @@
 """Which devices train, sample and score: what `--placement` says, or what suits the run.
 
-Devices are GPUs, numbered over all nodes, or slots (places for a process) on the CPU.
-"""
+Devices are GPUs, numbered over all nodes, or slots (places for a process) on the CPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from ppo_cli.config.device_list import Roles, numbered, read_placement
-from ppo_cli.config.effective import engine_name, gpus_per_node, train_devices
-from ppo_cli.config.reward_models import is_url
+from ppo_cli.config.derived import (
+    data_ranks,
+    engine_name,
+    gpus_per_node,
+    learner_ranks,
+    sampler_name,
+    train_devices,
+    weight_transfer,
+)
+from ppo_cli.config.devices import Roles, numbered, read_placement
+from ppo_cli.config.known_models import is_url
+from ppo_cli.config.mixture import models_of
 from ppo_cli.config.schema import Config
-from ppo_cli.config.scorers import models_of
 
 
 @dataclass(frozen=True)
@@ -169,3 +177,53 @@ def _devices(placement: Placement, devices: tuple[int, ...]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The devices of a run: where it runs, who samples, and the sentences about it."""
+
+    engine: str
+    sampler: str
+    learner_ranks: int
+    data_ranks: int
+    placement: Placement
+    sentences: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON takes it."""
+        told = asdict(self)
+        where = told.pop("placement") | {"sleepers": self.placement.sleepers}
+        return {"engine": told.pop("engine"), **where, **told}
+
+
+def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:
+    """Work out who works where; `gpus` are those visible on this node, None looks."""
+    placement = placement_of(config, gpus)
+    engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
+    said = describe(placement)
+    if engine == "ray":
+        said += [*_layout(config, gpus), f"the sampler is {sampler}, the processes are Ray's"]
+    if sampler == "vllm":
+        said.append(f"new weights travel by {weight_transfer(config, gpus)}")
+    ranks = learner_ranks(config, gpus)
+    return DevicePlan(engine, sampler, ranks, data_ranks(config, gpus), placement, tuple(said))
+
+
+def _layout(config: Config, gpus: int | None) -> list[str]:
+    """Tell how several ranks hold the models and share the rows."""
+    ranks, rows = learner_ranks(config, gpus), data_ranks(config, gpus)
+    tensor, size = config.trainer.tensor_parallel_size, config.actor.fsdp_config.fsdp_size
+    shards = rows if size == -1 else size
+    said = []
+    if shards > 1:
+        said.append(f"each model is sharded over {shards} ranks")
+    if tensor > 1:
+        said.append(f"each layer is split over {tensor} ranks")
+    if shards < rows:
+        said.append(f"there are {rows // shards} copies of each model")
+    if 1 < rows < ranks:
+        said.append(f"{rows} groups of ranks share the rows")
+    elif rows > 1:
+        said.append(f"{rows} ranks share the rows")
+    return [", ".join(said)] if said else []

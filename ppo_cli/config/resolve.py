@@ -1,27 +1,29 @@
-"""Layers become one frozen Config, with the origin of every value; all problems at once."""
+"""Resolves layers to one frozen Config with the origin of every value; dumps it as YAML.
+
+All problems are reported at once. The dump can be loaded again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from ppo_cli.config.checks import cross_checks
-from ppo_cli.config.judge_models import DEFAULT_MODELS
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
-from ppo_cli.config.layers import Gathered, Reset, gather
-from ppo_cli.config.reward_file import FILE, reward_files_here
+from ppo_cli.config.known_models import DEFAULT_MODELS
+from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
 from ppo_cli.config.rows import fitting_batches, lowered_batches, train_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.translation import Demand, Late
 from ppo_cli.config.values import read_free, read_value
-from ppo_cli.config.verl_names import Translator
-from ppo_cli.config.yaml_file import Entry
+from ppo_cli.config.verl import Translator
 from ppo_cli.errors import ConfigError
-from ppo_cli.redact import redact
+from ppo_cli.redact import mask_secrets, redact
 
 DEFAULT = "default"
 
@@ -278,3 +280,52 @@ def _entry_near(entries: Mapping[str, Entry], name: str) -> Entry | None:
         if (entry := entries.get(".".join(parts[:cut]))) is not None:
             return entry
     return next((e for n, e in entries.items() if n.startswith(f"{name}.")), None)
+
+
+HEAD = "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
+
+
+def config_yaml(resolved: Resolved) -> str:
+    """Return every setting as YAML with its origin as a comment, without secrets."""
+    return HEAD + "\n".join(_lines(resolved)) + "\n"
+
+
+def _lines(resolved: Resolved) -> Iterator[str]:
+    open_groups: list[str] = []
+    for key, origin in resolved.origins.items():
+        *groups, leaf = key.split(".")
+        shared = _shared(open_groups, groups)
+        for depth in range(shared, len(groups)):
+            yield f"{'  ' * depth}{groups[depth]}:"
+        open_groups = groups
+        value = _as_yaml(mask_secrets(value_of(resolved.config, key)))
+        yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin)}"
+
+
+def _shared(a: list[str], b: list[str]) -> int:
+    count = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _as_yaml(value: Any) -> str:
+    """Write a value on one line; texts are quoted so that none is taken for something else."""
+    if isinstance(value, str):
+        return _quoted(redact(value))
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_as_yaml(item) for item in value)}]"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{_quoted(k)}: {_as_yaml(v)}" for k, v in value.items())
+        return f"{{{inside}}}"
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9)
+    return text.removesuffix("...\n").strip()
+
+
+def _quoted(text: str) -> str:
+    said: str = yaml.safe_dump(
+        text, default_style='"', width=10**9, allow_unicode=True, line_break="\n"
+    )
+    return said.strip()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppo_cli.config.yaml_file import Entry
+from ppo_cli.config.layers import Entry
 
 Lookup = Callable[[str], Any]
 

@@ -15,8 +15,8 @@ from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.kl import token_kl
 from ppo_cli.algo.losses import aggregate, count_mask, policy_loss
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
-from ppo_cli.config.effective import clip_high, clip_low
-from ppo_cli.config.training import Actor as ActorSettings
+from ppo_cli.config.algorithm_schema import Actor as ActorSettings
+from ppo_cli.config.derived import clip_high, clip_low
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import run_within_memory
 from ppo_cli.engine.models import Policy

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.losses import count_mask, value_loss
-from ppo_cli.config.training import Critic as CriticSettings
+from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import run_within_memory
 from ppo_cli.engine.models import ValueModel

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import Batch
+from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.effective import (
+from ppo_cli.config.derived import (
     critic_path,
     publishes_adapter,
     uses_critic,
     uses_reference,
 )
 from ppo_cli.config.schema import Config
-from ppo_cli.config.training import Sharding
 from ppo_cli.engine.actor import ActorLearner, view_tokens
 from ppo_cli.engine.annotations import Annotations
 from ppo_cli.engine.base import MiniBatch

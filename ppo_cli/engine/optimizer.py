@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppo_cli.config.training import Optim
+from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
 from ppo_cli.engine.sharding import fill_from_rank0
 from ppo_cli.errors import ModelError

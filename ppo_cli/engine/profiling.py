@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ppo_cli.config.effective import is_profiled
+from ppo_cli.config.derived import is_profiled
 from ppo_cli.config.schema import Config
 
 REST = "outside"  # of the phases: rewards, advantages, the driver, or waiting for other ranks

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.effective import (
+from ppo_cli.config.derived import (
     publishes_adapter,
     sampler_name,
     sampler_seed,

@@ -34,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ppo_cli.config.training import Sharding
+from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import (
     Adapt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, RewardError
 from ppo_cli.fitting.preferences import Pair, count
 from ppo_cli.report.tracker import Advance

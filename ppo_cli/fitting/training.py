@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_cli.config.training import Optim
+from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.micro_batches import Budget, run_within_memory
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.errors import ModelError, UserError

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, pvariance
 from typing import Any
 
-from ppo_cli.config.effective import gpus_per_node
+from ppo_cli.config.derived import gpus_per_node
+from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.schema import Config
-from ppo_cli.config.scorers import judges_of, models_of
 from ppo_cli.errors import ppo
 
 History = Sequence[Mapping[str, Any]]

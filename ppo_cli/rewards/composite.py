@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ppo_cli.config.mixing import Condition, MixPart, read_condition
+from ppo_cli.config.mixture import Condition, MixPart, read_condition
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ppo_cli.config.mixing import MixPart
+from ppo_cli.config.mixture import MixPart
 from ppo_cli.moments import Affine, Moments, by_moments, clipped
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import RoundKind

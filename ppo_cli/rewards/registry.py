@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import ExitStack
 
-from ppo_cli.config.mixing import MixPart
-from ppo_cli.config.mixture import judge_settings, mixture_of, model_settings, rule_settings
-from ppo_cli.config.rewarding import ModelReward as ModelSettings
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.mixture import (
+    MixPart,
+    judge_settings,
+    mixture_of,
+    model_settings,
+    rule_settings,
+)
+from ppo_cli.config.reward_schema import ModelReward as ModelSettings
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.composite import BuiltPart, CompositeReward

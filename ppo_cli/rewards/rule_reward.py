@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward

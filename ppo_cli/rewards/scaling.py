@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-from ppo_cli.config.mixing import MixPart
+from ppo_cli.config.mixture import MixPart
 from ppo_cli.moments import Affine, Moments
 
 GROUP_EPS = 1e-6  # as in GRPO, where a group's spread divides too

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from ppo_cli.config.effective import engine_name
+from ppo_cli.config.derived import engine_name
 from ppo_cli.config.placement import Placement, placement_of
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder

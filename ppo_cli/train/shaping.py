@@ -17,10 +17,10 @@ from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.kl import KLController, build_controller, mean_kl, penalise, token_kl
 from ppo_cli.algo.mismatch import compute_mismatch, importance_weights
 from ppo_cli.algo.tokens import masked_mean, masked_sum
-from ppo_cli.config.effective import rollout_is
-from ppo_cli.config.rewarding import Shaping
+from ppo_cli.config.algorithm_schema import Algorithm
+from ppo_cli.config.derived import rollout_is
+from ppo_cli.config.reward_schema import Shaping
 from ppo_cli.config.schema import Config
-from ppo_cli.config.training import Algorithm
 from ppo_cli.moments import Affine, Moments, by_moments, clipped
 from ppo_cli.records import PlacedReward, Rollout, Scored
 from ppo_cli.report.metrics import explained_variance

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ppo_cli.config.rewarding import Reward as RewardSettings
-from ppo_cli.config.scorers import judges_of, models_of
+from ppo_cli.config.mixture import judges_of, models_of
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen

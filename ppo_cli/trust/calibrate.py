@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_cli.config.rewarding import Reward as RewardSettings
-from ppo_cli.config.scorers import judges_of
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Rollout
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen

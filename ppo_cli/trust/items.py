@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.records import Prompt
 from ppo_cli.trust.rows import Answered, read_answered

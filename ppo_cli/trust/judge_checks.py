@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.gate import content_free
 from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.rewards.judge.template import Template, readable

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from ppo_cli.config.mixing import MixPart
-from ppo_cli.config.mixture import mixture_of
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.mixture import MixPart, mixture_of
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Rollout, Score
 from ppo_cli.trust.score import NOT_ASKED, judged

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.data_sets.files import name_type
 from ppo_cli.data_sets.messages import question_of
 from ppo_cli.data_sets.problems import RowError, RowProblem, raise_problems

@@ -15,8 +15,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ppo_cli.config.rewarding import Reward as RewardSettings
-from ppo_cli.config.scorers import judges_of
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact

@@ -6,13 +6,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ppo_cli.config.mixing import Kind, MixPart
-from ppo_cli.config.mixture import mixture_line, mixture_of, model_settings, rule_settings
-from ppo_cli.config.part_settings import laid_over, read_settings
-from ppo_cli.config.reward_models import find_adapter
-from ppo_cli.config.rewarding import ApiReward, Composite, ModelReward
-from ppo_cli.config.rewarding import Reward as RewardSettings
-from ppo_cli.config.scorers import Judge, judges_of, models_of, rules_of
+from ppo_cli.config.known_models import find_adapter
+from ppo_cli.config.mixture import (
+    Judge,
+    Kind,
+    MixPart,
+    judges_of,
+    laid_over,
+    mixture_line,
+    mixture_of,
+    model_settings,
+    models_of,
+    read_settings,
+    rule_settings,
+    rules_of,
+)
+from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact

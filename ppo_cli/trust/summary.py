@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Score
 from ppo_cli.redact import redact
 from ppo_cli.trust.part_facts import part_facts

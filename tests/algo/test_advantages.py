@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_cli.algo import advantages as adv
-from ppo_cli.config.training import Estimator
+from ppo_cli.config.algorithm_schema import Estimator
 
 NAN = float("nan")
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)

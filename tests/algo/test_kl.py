@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ppo_cli.algo import kl
-from ppo_cli.config.training import KlKind
+from ppo_cli.config.algorithm_schema import KlKind
 
 X = torch.tensor([[0.5, -1.0, 0.0]])  # log pi - log ref
 REF = torch.tensor([[-2.0, -3.0, -1.0]])

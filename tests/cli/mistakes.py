@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.judge_models import KEY_VARIABLES
 from ppo_cli.config.keys import table
+from ppo_cli.config.known_models import KEY_VARIABLES
 
 TRAIN = "train --preset embedded --config tiny.yaml"
 TINY = """\

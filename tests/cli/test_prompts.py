@@ -13,7 +13,7 @@ import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.keys import table
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import DataError
 from ppo_cli.trust.render import render_row
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config.bundled import preset_names
-from ppo_cli.config.effective import uses_reference
-from ppo_cli.config.parts import missing_inputs, missing_parts, remarks
+from ppo_cli.config.derived import uses_reference
 from ppo_cli.config.plan import make_plan
+from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, taken
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config import cluster_remarks, parts
-from ppo_cli.config.parts import missing_parts, remarks
+from ppo_cli.config import device_checks, requirements
+from ppo_cli.config.requirements import missing_parts, remarks
 from tests.config.settling import problems, settle, taken
 
 SPAN = "rollout.tensor_model_parallel_size"
@@ -150,13 +150,13 @@ def test_a_part_that_is_not_there_is_said_in_a_sentence(
 ) -> None:
     lacking = {"ray": "num_workers", "peft": "lora", "vllm": "rollout"}
     absent = {name for name, word in lacking.items() if word in given}
-    monkeypatch.setattr(parts, "has_package", lambda name: name not in absent)
+    monkeypatch.setattr(requirements, "has_package", lambda name: name not in absent)
     (sentence,) = missing_parts(settle(*given.split()), gpus, {})
     assert said in sentence
 
 
 def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "has_package", lambda name: True)
+    monkeypatch.setattr(requirements, "has_package", lambda name: True)
     assert missing_parts(settle(EIGHT), 0, {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
 
 
@@ -188,7 +188,7 @@ def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.M
 def test_what_may_surprise_is_remarked_on(
     given: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_remarks, "has_package", lambda name: True)
+    monkeypatch.setattr(device_checks, "has_package", lambda name: True)
     (note,) = remarks(settle(*given.split()), gpus, {})
     assert said in note
 
@@ -200,7 +200,7 @@ def test_what_may_surprise_is_remarked_on(
 def test_the_slower_sampler_does_not_come_in_silence(
     given: str, installed: bool, said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_remarks, "has_package", lambda name: installed)
+    monkeypatch.setattr(device_checks, "has_package", lambda name: installed)
     notes = remarks(settle(*given.split()), 8, {})
     assert sum("scripts/setup vllm" in note for note in notes) == said == len(notes)
 

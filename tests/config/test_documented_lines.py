@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import checks, device_plan, effective, layers, parts, placement
+from ppo_cli.config import checks, derived, layers, placement, requirements
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"^(?P<env>(?:[A-Z_]+=\S+ )*)(?:\S*ppo plan|\./train\.sh)\b(?P<args>[^#]*)", re.M)
@@ -34,14 +34,14 @@ def test_there_are_lines_to_plan() -> None:
 def test_a_documented_line_can_be_planned(
     env: str, args: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (checks, device_plan, effective, layers, parts, placement):
+    for module in (checks, placement, derived, layers, requirements, placement):
         if hasattr(module, "gpu_count"):
             gpus = 0 if "--num_workers" in args else 8
             monkeypatch.setattr(module, "gpu_count", lambda *_, gpus=gpus: gpus)
     for variable in shlex.split(env):
         name, _, value = variable.partition("=")
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(parts, "has_package", lambda name: True)
+    monkeypatch.setattr(requirements, "has_package", lambda name: True)
     main(["plan", *shlex.split(args)])
     said = capsys.readouterr()
     wrong = [line for line in said.err.splitlines() if "things are wrong" not in line]

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.dump import config_yaml
-from ppo_cli.config.mixing import MixPart
-from ppo_cli.config.mixture import mixture_of
-from ppo_cli.config.parts import missing_parts, remarks
-from ppo_cli.config.rewarding import Reward
+from ppo_cli.config.mixture import MixPart, mixture_of
+from ppo_cli.config.requirements import missing_parts, remarks
+from ppo_cli.config.resolve import config_yaml
+from ppo_cli.config.reward_schema import Reward
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, written
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.parts import missing_inputs, missing_parts
+from ppo_cli.config.requirements import missing_inputs, missing_parts
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 

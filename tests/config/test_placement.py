@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from ppo_cli.config import effective
-from ppo_cli.config.device_plan import device_plan
-from ppo_cli.config.effective import (
+from ppo_cli.config import derived
+from ppo_cli.config.derived import (
     data_ranks,
     engine_name,
     has_package,
@@ -16,7 +15,7 @@ from ppo_cli.config.effective import (
     rollout_is,
     sampler_name,
 )
-from ppo_cli.config.placement import describe, placement_of
+from ppo_cli.config.placement import describe, device_plan, placement_of
 from ppo_cli.config.plan import arithmetic, make_plan
 from ppo_cli.config.schema import Config
 from tests.config.settling import settle
@@ -72,7 +71,7 @@ def test_one_process_works_unless_something_needs_several(
 def test_vllm_samples_where_ray_runs_on_gpus(
     given: str, gpus: int, installed: bool, sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effective, "has_package", lambda name: name == "vllm" and installed)
+    monkeypatch.setattr(derived, "has_package", lambda name: name == "vllm" and installed)
     assert sampler_name(config(given), gpus) == sampler
 
 

@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.config.reward_models import find_adapter, hub_cache
-from ppo_cli.config.tensor_names import names_in_pickle, names_in_safetensors, tensor_names
+from ppo_cli.config.known_models import (
+    find_adapter,
+    hub_cache,
+    names_in_pickle,
+    names_in_safetensors,
+    tensor_names,
+)
 from ppo_cli.errors import ModelError, RewardError, UserError
 from tests.rewards.local_model import twins
 
@@ -269,7 +274,7 @@ def test_names_are_those_that_loading_finds(tmp_path: Path) -> None:
 
 def test_plans_need_no_torch() -> None:
     code = (
-        "import sys, ppo_cli.config.reward_models\n"
+        "import sys, ppo_cli.config.known_models\n"
         "print([m for m in ('torch', 'transformers', 'numpy', 'pydantic') if m in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

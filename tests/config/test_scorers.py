@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.mixing import MixPart
 from ppo_cli.config.mixture import (
+    MixPart,
     judge_settings,
     mixture_line,
     mixture_of,
     model_settings,
     rule_settings,
 )
-from ppo_cli.config.parts import missing_inputs, remarks
+from ppo_cli.config.requirements import missing_inputs, remarks
 from tests.config.settling import settle, written
 
 RM = "reward.model.path=rm"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config import older_style
-from ppo_cli.config.effective import data_ranks
+from ppo_cli.config import verl
+from ppo_cli.config.derived import data_ranks
 from ppo_cli.config.keys import find, table, value_of
-from ppo_cli.config.parts import missing_parts
-from ppo_cli.config.verl_special import TURNED
+from ppo_cli.config.requirements import missing_parts
+from ppo_cli.config.verl import TURNED
 from ppo_cli.config.verl_table import REFUSED, RENAMED, SAME, TIED, TOLD
 from tests.config.settling import problems, settle
 
@@ -218,7 +218,7 @@ def test_the_older_styles_mesh_is_the_trainers(
     visible: int, more: tuple[str, ...], gpus: int | None, workers: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ppo_cli.config.hardware._devices_present", lambda root: visible)
+    monkeypatch.setattr("ppo_cli.config.devices._devices_present", lambda root: visible)
     found = settle(*MESH, *more, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(visible)))})
     trainer = found.config.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
@@ -260,7 +260,7 @@ def test_two_names_in_one_layer_must_agree() -> None:
 
 
 def test_clip_ratio_works_by_itself_and_low_high_win_when_set() -> None:
-    from ppo_cli.config.effective import clip_high, clip_low
+    from ppo_cli.config.derived import clip_high, clip_low
 
     actor = settle("actor.clip_ratio=0.1").config.actor
     assert (clip_low(actor), clip_high(actor)) == (0.1, 0.1)
@@ -316,7 +316,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
 
 def test_no_name_of_the_tables_is_passed_over_or_unknown() -> None:
     """Whatever is tied, done anyway or not offered refuses an odd value, and gives a reason."""
-    names = [*TIED, *SAME, *older_style.SAME, *REFUSED]
+    names = [*TIED, *SAME, *verl.OLDER_SAME, *REFUSED]
     said = {name: refusal(f"{name.replace('*', 'some_key')}=7777") for name in names}
     assert [name for name, text in said.items() if "there is no setting" in text] == []
     notes = {
@@ -424,12 +424,12 @@ def test_a_whole_file_in_the_older_style(tmp_path: Path) -> None:
 
 def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
     tables = [set(RENAMED), set(TIED), set(SAME), set(TOLD), set(REFUSED), set(TURNED)]
-    tables += [set(older_style.RENAMED), set(older_style.SAME)]
+    tables += [set(verl.OLDER_RENAMED), set(verl.OLDER_SAME)]
     names = [name for names in tables for name in names]
     assert len(names) == len(set(names))
     plain = [n for n in names if n not in TURNED and not n.endswith(".*")]
     assert [n for n in plain if find(n) is not None] == []
-    targets = [own for new in (RENAMED | older_style.RENAMED).values() for own in new]
+    targets = [own for new in (RENAMED | verl.OLDER_RENAMED).values() for own in new]
     assert [
         t for t in [*targets, *TIED.values()] if not t.endswith(".*") and t not in table()
     ] == []

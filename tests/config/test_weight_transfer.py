@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config import effective
-from ppo_cli.config.device_plan import device_plan
-from ppo_cli.config.effective import weight_transfer
+from ppo_cli.config import derived
+from ppo_cli.config.derived import weight_transfer
+from ppo_cli.config.placement import device_plan
 from tests.config.settling import problems, settle
 
 VLLM = "rollout.name=vllm"
@@ -52,7 +52,7 @@ NODES = "trainer.nnodes=2 trainer.node_rank=0"
 def test_the_way_follows_from_devices_and_sampler(
     given: str, gpus: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effective, "has_package", lambda name: True)
+    monkeypatch.setattr(derived, "has_package", lambda name: True)
     assert weight_transfer(settle(*given.split()).config, gpus) == way
 
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from ppo_cli.algo.tokens import full_kl
+from ppo_cli.config.algorithm_schema import Optim, Sharding
 from ppo_cli.config.schema import Config
-from ppo_cli.config.training import Optim, Sharding
 from ppo_cli.engine.lora import adapt, reference_of
 from ppo_cli.engine.models import Policy
 from ppo_cli.engine.optimizer import Optimizer

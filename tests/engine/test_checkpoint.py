@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.training import Optim
 from ppo_cli.engine.checkpoint import (
     Trained,
     model_files,

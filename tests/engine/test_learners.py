@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
-from ppo_cli.config.training import Actor, ActorOptim, Critic, CriticOptim
+from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim
 from ppo_cli.engine.actor import ActorLearner
 from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ppo_cli.algo.tokens import gather_logprobs_entropy
-from ppo_cli.config.effective import publishes_adapter
+from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.lora import (
     adapt,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ppo_cli.config.training import Optim
+from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.optimizer import Optimizer, lr_factor
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.errors import ModelError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, Interrupted
 from ppo_cli.fitting.fit import fit
 from ppo_cli.fitting.settings import FitSettings, Recipe

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.exchange import Question, Scale

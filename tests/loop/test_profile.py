@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.effective import is_profiled
+from ppo_cli.config.derived import is_profiled
 from tests.config.settling import problems, settle
 from tests.loop.runs import train
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.mixing import MixPart
+from ppo_cli.config.mixture import MixPart
 from ppo_cli.errors import Interrupted, PpoError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.mixing import MixPart, read_condition
+from ppo_cli.config.mixture import MixPart, read_condition
 from ppo_cli.moments import Moments, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 from ppo_cli.rewards.mixing import CLOSED, Memory, Mixed, mix

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, Interrupted
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import SilentScreen

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward, ModelReward
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.reward_schema import ApiReward, ModelReward
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import SilentScreen

@@ -12,7 +12,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
-from ppo_cli.config.judge_models import KEY_VARIABLES
+from ppo_cli.config.known_models import KEY_VARIABLES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError, RewardError

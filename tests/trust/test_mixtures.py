@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.mixture import mixture_of
-from ppo_cli.config.rewarding import ApiReward, Composite, ModelReward
-from ppo_cli.config.rewarding import Reward as RewardSettings
-from ppo_cli.config.scorers import judges_of
+from ppo_cli.config.mixture import judges_of, mixture_of
+from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.trust import statistics
 from ppo_cli.trust.score import QUIET
 from ppo_cli.trust.sources import describe, lone_judge, unsteady, with_judges

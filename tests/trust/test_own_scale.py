@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import ModelReward
-from ppo_cli.config.rewarding import Reward as RewardSettings
+from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.trust.audit import audit

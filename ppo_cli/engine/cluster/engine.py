@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
-from ppo_cli.config.effective import weight_transfer
+from ppo_cli.config.derived import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.annotations import merge_annotations

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.code.boot import command
 from ppo_cli.rewards.code.ending import (

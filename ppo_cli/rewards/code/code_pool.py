@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
 from ppo_cli.rewards.code.choosing import choose_sandbox
 from ppo_cli.rewards.code.extract import find_code, list_attempts

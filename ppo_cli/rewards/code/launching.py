@@ -10,7 +10,7 @@ import tempfile
 import time
 from types import TracebackType
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code.boot import Role, command
 from ppo_cli.rewards.code.ending import (
     LARGEST_FILE_MB,

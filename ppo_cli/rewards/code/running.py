@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code.ending import Process
 from ppo_cli.rewards.code.launching import Launched
 from ppo_cli.rewards.code.link import MOST_TRUSTED, Gone, Link

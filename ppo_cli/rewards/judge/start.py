@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError, ppo
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.client import JudgeClient

@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from ppo_cli.config.bundled import bundled_path
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.layers import read_settings_text
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.values import load_yaml
-from ppo_cli.config.yaml_file import read_settings_text
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.exchange import Scale
 from ppo_cli.rewards.judge.guard import clean

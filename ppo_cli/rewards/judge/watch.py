@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.cache import VerdictCache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError
 from ppo_cli.rewards.local_model.base import Scores
 from ppo_cli.rewards.local_model.body import check_finite, freeze, load_module, pack_left

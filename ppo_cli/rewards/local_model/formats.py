@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local_model.base import Format, LoadedModel
 from ppo_cli.rewards.local_model.chat_format import ChatFormat
 from ppo_cli.rewards.local_model.conversation import Choice

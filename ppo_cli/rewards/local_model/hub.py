@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from ppo_cli.config.tensor_names import has_weights
+from ppo_cli.config.known_models import has_weights
 from ppo_cli.errors import ModelError
 
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")

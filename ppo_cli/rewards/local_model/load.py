@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
-from ppo_cli.config.reward_models import Found, find_adapter, find_folder, is_url
-from ppo_cli.config.rewarding import ModelReward
-from ppo_cli.config.tensor_names import read_json
+from ppo_cli.config.known_models import Found, find_adapter, find_folder, is_url, read_json
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.rewards.local_model.armorm import load_armorm
 from ppo_cli.rewards.local_model.base import LoadedModel, Network

@@ -16,7 +16,7 @@ from functools import partial
 from math import isfinite
 from typing import Any
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind

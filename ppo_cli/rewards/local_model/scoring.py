@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Message, Prompt
 from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, TooLong

@@ -6,7 +6,7 @@ from typing import cast
 
 from transformers import AutoTokenizer
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError
 from ppo_cli.rewards.local_model.base import LoadedModel, Network
 from ppo_cli.rewards.local_model.formats import format_for

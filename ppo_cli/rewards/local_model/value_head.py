@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError
 from ppo_cli.rewards.local_model.body import load_body
 from ppo_cli.rewards.local_model.last_token import (

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ppo_cli.config.tensor_names import SAFETENSORS, weight_files
+from ppo_cli.config.known_models import SAFETENSORS, weight_files
 from ppo_cli.errors import ModelError
 
 # What checkpoints carry beside the weights that a reward model needs: the language model's output

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.served_model.answers import as_list, in_order, row_of, unreadable, weighed
 from ppo_cli.rewards.served_model.exchange import Row, Sample
 

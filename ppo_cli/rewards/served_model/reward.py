@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ppo_cli.config.reward_models import find_adapter
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.known_models import find_adapter
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.reward_models import hub_cache
+from ppo_cli.config.known_models import hub_cache
 from ppo_cli.engine.cluster import _prepare_ray
 from ppo_cli.engine.cluster.head import end_session
 from ppo_cli.engine.cluster.own_ray import OwnRay

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import boot
 from ppo_cli.rewards.code.choosing import find_fault
 from ppo_cli.rewards.code.code_pool import judge

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.code import choosing
 from ppo_cli.rewards.code.sandboxes import (

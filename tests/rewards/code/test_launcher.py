@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
 TRAINER = """
 import sys, time
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import boot
 from ppo_cli.rewards.code.code_pool import CodePool
 from ppo_cli.rewards.worker import Call

@@ -13,7 +13,7 @@ from struct import pack
 
 from attacks import read_attacks
 
-from ppo_cli.config.rewarding import Code
+from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import seccomp
 from ppo_cli.rewards.code.choosing import find_fault
 from ppo_cli.rewards.code.code_pool import CodePool

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, default_cache_path, key_of
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale, Usage, Verdict

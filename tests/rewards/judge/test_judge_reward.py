@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.reward import JudgeReward

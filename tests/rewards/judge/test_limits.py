@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.admission import Admission, Ticket
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError
 from ppo_cli.rewards.judge.limits import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window

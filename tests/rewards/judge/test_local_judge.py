@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply
 from ppo_cli.rewards.judge.providers.build import build_provider
 from ppo_cli.rewards.judge.template import Material, load_template

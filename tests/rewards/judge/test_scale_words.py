@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.exchange import Scale
 from ppo_cli.rewards.judge.scale_words import named_scale, parse_scale

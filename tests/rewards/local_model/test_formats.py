@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.local_model.base import LoadedModel, TooLong
 from ppo_cli.rewards.local_model.formats import CountingFormat, format_for

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.config.mixing import MixPart
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.mixture import MixPart
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.composite import BuiltPart, CompositeReward

@@ -17,7 +17,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local_model.base import LoadedModel
 from ppo_cli.rewards.local_model.load import load_reward_model
 from tests.rewards.local_model import straight as plain

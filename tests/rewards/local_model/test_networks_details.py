@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local_model import hub
 from ppo_cli.rewards.local_model.armorm import OBJECTIVES, find_last
 from ppo_cli.rewards.local_model.base import LoadedModel

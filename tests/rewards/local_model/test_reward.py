@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.local_model.base import LoadedModel, Scores

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.served_model import client, outage, self_test
 from ppo_cli.rewards.served_model.reward import ServedModelReward

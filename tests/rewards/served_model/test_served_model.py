@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import ModelReward
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.served_model.reward import ServedModelReward

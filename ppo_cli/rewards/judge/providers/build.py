@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.claude import ClaudeJudge

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
-from ppo_cli.config.judge_models import EXAMPLES
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.known_models import EXAMPLES
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 
 DEFAULT_BASES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ppo_cli.config.judge_models import KEY_VARIABLES
+from ppo_cli.config.known_models import KEY_VARIABLES
 from ppo_cli.errors import RewardError
 
 # What a server without keys is sent: the SDK insists on something.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.rewarding import ApiReward
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers import Endpoint, build, build_provider
 from ppo_cli.rewards.judge.providers.endpoint import clean_url

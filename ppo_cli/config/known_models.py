@@ -1,21 +1,240 @@
-"""How a reward model must be read: chosen from its config and the names of its tensors.
+"""What is known of models: judges by provider, reward models by config and tensor names.
 
 A folder's name alone decides nothing. A hub model that was not fetched yet is chosen by its
-name, and checked again when its files are there.
+name, and checked again when its files are there. Tensor names are read without torch.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
-from collections.abc import Mapping
+import pickle
+import pickletools
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
-from ppo_cli.config.tensor_names import has_weights, read_json, tensor_names
 from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
 from ppo_cli.redact import redact
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SAFETENSORS = ".safetensors"
+# Pickles that hold no weights: the optimizer and the settings of the run that made them.
+NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+# What an instruction leaves on the stack, as far as it matters here.
+_PUSHES = {
+    "SHORT_BINUNICODE": "text:", "BINUNICODE": "text:", "BINUNICODE8": "text:", "UNICODE": "text:",
+    "GLOBAL": "call:", "REDUCE": "made:",
+}  # fmt: skip
+_REBUILDS = "call:torch._utils _rebuild_tensor"
+_STORES = {"BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"}
+_RECALLS = {"BINGET", "LONG_BINGET", "GET"}
+# A file of the older layout holds these pickles before the one with the names is through.
+_OLD_LAYOUT_PICKLES = 4
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Files of a checkpoint that hold its weights: all shards, in one format."""
+    for name in INDEXES:
+        if (folder / name).is_file():
+            return _shards(folder / name)
+    for preferred in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / preferred).is_file():
+            return (folder / preferred,)
+    for pattern in ("*.safetensors", "*.bin", "*.pt"):
+        found = sorted(p for p in folder.glob(pattern) if not p.name.startswith(NOT_WEIGHTS))
+        if found:
+            return tuple(found)
+    return ()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the weights are there, with all of their shards."""
+    try:
+        return bool(weight_files(folder))
+    except ModelError:
+        return False
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Names of all tensors in the checkpoint that lies in `folder`; empty without weights."""
+    names: set[str] = set()
+    for file in weight_files(folder):
+        names |= names_in_safetensors(file) if file.suffix == SAFETENSORS else names_in_pickle(file)
+    return frozenset(names)
+
+
+def names_in_safetensors(file: Path) -> set[str]:
+    """Names in the header of one safetensors file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"its header would be {length} bytes long")
+            header = json.loads(stream.read(length))
+        return {name for name in header if name != "__metadata__"}
+    except (OSError, ValueError, TypeError, struct.error) as error:
+        raise _damaged(file, error) from error
+
+
+def names_in_pickle(file: Path) -> set[str]:
+    """Names in a file of torch.save: what stands before each call that rebuilds a tensor."""
+    try:
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as stream:
+                return _names_in_old_layout(stream)
+        with zipfile.ZipFile(file) as archive:
+            inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(inside) as stream:
+                return set(_rebuilt(stream))
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile, pickle.PickleError) as error:
+        raise _damaged(file, error) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint; {} when there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(file, error) from error
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{file} should hold a JSON object and holds a {type(loaded).__name__}.")
+    return loaded
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ModelError(f"{index} lists no weights (weight_map): fetch the checkpoint again.")
+    names = sorted({str(value) for value in shards.values()})
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(
+            f"{index} names weights that are not beside it ({outside[0]!r}): only files of the "
+            "folder itself are read"
+        )
+    files = [index.parent / name for name in names]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ModelError(
+            f"{index.parent} lacks {len(absent)} of its {len(files)} weight files "
+            f"({', '.join(absent[:3])}): fetch the rest."
+        )
+    return tuple(files)
+
+
+def _names_in_old_layout(stream: IO[bytes]) -> set[str]:
+    names: set[str] = set()
+    for _ in range(_OLD_LAYOUT_PICKLES):
+        names |= set(_rebuilt(stream))
+    return names
+
+
+def _rebuilt(stream: IO[bytes]) -> Iterator[str]:
+    """Follow the text on a pickle's stack far enough to know the key of each tensor.
+
+    A key is the last text before the call that rebuilds its tensor, or before the recall of a
+    tensor that another key has too.
+    """
+    memo: dict[int, str] = {}
+    texts: list[str] = []
+    pushed = ""
+    for opcode, argument, _ in pickletools.genops(stream):
+        name, before = opcode.name, pushed
+        if name in _STORES:
+            memo[len(memo) if name == "MEMOIZE" else _index(argument)] = pushed
+            continue
+        if name in _RECALLS:
+            pushed = memo.get(_index(argument), "")
+        elif name == "STACK_GLOBAL":
+            pushed = "call:" + " ".join(texts[-2:])
+            del texts[-2:]
+        else:
+            pushed = f"{_PUSHES[name]}{argument}" if name in _PUSHES else ""
+        if pushed.startswith("text:"):
+            texts.append(pushed.removeprefix("text:"))
+        shared = name in _RECALLS and pushed.startswith("made:") and before.startswith("text:")
+        if texts and (shared or pushed.startswith(_REBUILDS)):
+            yield texts[-1]
+
+
+def _index(argument: object) -> int:
+    return int(str(argument))
+
+
+def _damaged(file: Path, error: Exception) -> ModelError:
+    why = str(error).strip() or type(error).__name__
+    return ModelError(f"{file} is damaged or cut off ({why}): fetch or save it again.")
+
+
+# Where a key is looked for, in this order.
+KEY_VARIABLES: dict[str, tuple[str, ...]] = {
+    "dashscope": ("DASHSCOPE_API_KEY",),
+    "openai": ("OPENAI_API_KEY",),
+    "gemini": ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+    "claude": ("ANTHROPIC_API_KEY", "CLAUDE_API_KEY"),
+}
+EXAMPLES = {
+    "dashscope": "qwen-plus",
+    "openai": "gpt-6-luna",
+    "gemini": "gemini-3.5-flash-lite",
+    "claude": "claude-haiku-5-5",
+}
+# Only a name that stays while the weights behind it change can be a default.
+DEFAULT_MODELS = {"dashscope": "qwen-plus"}
+# Names (and what follows them after a dash) by the day of their shutdown, as the providers
+# announced it until November 2026; no day: it stays, although a shorter name of its line goes.
+SHUTDOWNS: dict[str, dict[str, str]] = {
+    "dashscope": {"2026-07-13": "qwen-max qwen-turbo"},
+    "openai": {
+        "2025-07-28": "o1-preview",
+        "2025-10-27": "o1-mini",
+        "2026-02-17": "chatgpt-4o-latest",
+        "2026-07-23": "gpt-5-chat-latest gpt-5.1-chat-latest gpt-5.1-codex",
+        "2026-08-10": "gpt-5.2-chat-latest gpt-5.3-chat-latest",
+        "2026-10-23": "gpt-3.5-turbo gpt-4 gpt-4-turbo gpt-4.1-nano gpt-4o-2024-05-13 o1 o3-mini "
+        "o4-mini",
+        "2026-12-11": "gpt-5 o3",
+        "2027-01-14": "gpt-4.1 gpt-4o",
+        "2027-04-01": "gpt-5.1 gpt-5.4-nano",
+    },
+    "gemini": {
+        "2025-09-24": "gemini-1.5",
+        "2026-12-01": "gemini-2.5-flash gemini-2.5-pro",
+        "": "gemini-2.5-flash-lite",
+    },
+    "claude": {
+        "2024-11-06": "claude-1.3 claude-instant-1.1 claude-instant-1.2",
+        "2025-07-21": "claude-2.0 claude-2.1 claude-3-sonnet",
+        "2026-01-05": "claude-3-opus",
+        "2026-02-19": "claude-3-5-haiku claude-3-7-sonnet",
+        "2026-04-20": "claude-3-haiku",
+        "2026-06-15": "claude-opus-4-0 claude-opus-4-20250514 claude-sonnet-4-0 "
+        "claude-sonnet-4-20250514",
+        "2026-11-30": "claude-sonnet-4-5",
+    },
+}
+
+
+def retirement(provider: str, model: str) -> datetime.date | None:
+    """Return the day on which a provider shuts a model down; None when none is known."""
+    days = {
+        name: day
+        for day, names in SHUTDOWNS.get(provider, {}).items()
+        for name in names.split()
+        if model == name or model.startswith(f"{name}-")
+    }
+    day = days[max(days, key=len)] if days else ""
+    return datetime.date.fromisoformat(day) if day else None
+
 
 LOCAL = ("seqcls", "armorm", "starling", "pair", "value_head")
 SERVED = {"vllm": ("/classify", "/pooling"), "openrlhf": ("/get_reward",), "rerank": ("/rerank",)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from ppo_cli.config.cluster_remarks import cluster_remarks
-from ppo_cli.config.effective import engine_name, has_package
-from ppo_cli.config.effects import idle_settings
-from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.derived import engine_name, has_package
+from ppo_cli.config.device_checks import cluster_remarks
+from ppo_cli.config.devices import gpu_count
 from ppo_cli.config.judge_checks import judge_remarks, missing_keys
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.mixture_checks import mixture_remarks
@@ -16,6 +15,7 @@ from ppo_cli.config.model_checks import missing_models
 from ppo_cli.config.model_folder import broken_models
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.schema import Config
+from ppo_cli.config.unused import idle_settings
 from ppo_cli.errors import ppo
 
 

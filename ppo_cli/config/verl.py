@@ -1,18 +1,69 @@
-"""verl's and the older style's settings whose value, not only whose name, has to be turned."""
+"""Translates other names for settings: verl's, old and new, and the older YAML style.
+
+Every known name is taken over, tied to the setting that stands for it, taken with a remark, or
+refused with the reason. Nothing is dropped in silence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from ppo_cli.config.device_list import read_placement
-from ppo_cli.config.effective import usual_gpus
-from ppo_cli.config.hardware import gpu_count
-from ppo_cli.config.keys import table
-from ppo_cli.config.translation import Late, Translation
+from ppo_cli.config.derived import usual_gpus
+from ppo_cli.config.devices import gpu_count, read_placement
+from ppo_cli.config.keys import find, table
+from ppo_cli.config.layers import Entry, Reset
+from ppo_cli.config.translation import Late, Told, Translation
 from ppo_cli.config.values import NO, YES, is_unset, listed
-from ppo_cli.config.verl_table import BUDGET, GDPO
-from ppo_cli.config.yaml_file import Entry
+from ppo_cli.config.verl_table import BUDGET, GDPO, MEGATRON, REFUSED, RENAMED, SAME, TIED, TOLD
+
+# In that style one number served actor and critic; here each has its own.
+_OF_THE_UPDATE: Final[dict[str, tuple[str, ...]]] = {
+    "learning_rate": ("actor.optim.lr",),
+    "batch_size": ("data.train_batch_size",),
+    "mini_batch_size": ("actor.ppo_mini_batch_size",),
+    "epochs": ("actor.ppo_epochs", "critic.ppo_epochs"),
+    "clip_range": ("actor.clip_ratio",),
+    "value_loss_coef": ("critic.value_loss_coef",),
+    "entropy_coef": ("actor.entropy_coeff",),
+    "max_grad_norm": ("actor.grad_clip", "critic.grad_clip"),
+}
+OLDER_RENAMED: Final[dict[str, tuple[str, ...]]] = {
+    **{
+        f"{group}.{name}": own
+        for group in ("algorithm", "ppo")
+        for name, own in _OF_THE_UPDATE.items()
+    },
+    "ppo.normalize_advantages": ("algorithm.whiten_advantages",),
+    "ppo.advantage_estimator": ("algorithm.adv_estimator",),
+    "ppo.gae_lambda": ("algorithm.lam",),
+    "ppo.kl_target": ("algorithm.kl_ctrl.target_kl",),
+    "ppo.kl_coef": ("algorithm.kl_ctrl.kl_coef",),
+    "ppo.clip_grad_value": ("actor.clip_grad_value", "critic.clip_grad_value"),
+    "training.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
+    "training.offload_optimizer": (
+        "actor.fsdp_config.optimizer_offload",
+        "critic.fsdp_config.optimizer_offload",
+    ),
+    "training.eval_steps": ("trainer.test_freq",),
+    "trainer.eval_steps": ("trainer.test_freq",),
+    "eval_steps": ("trainer.test_freq",),
+    "distributed.tensor_parallel_size": ("trainer.tensor_parallel_size",),
+    "distributed.pipeline_parallel_size": ("trainer.pipeline_parallel_size",),
+    "composite_reward.*": ("reward.composite.*",),
+}
+OLDER_SAME: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "algorithm.name": (
+        ("ppo",),
+        "this program trains with PPO; choose another estimator with algorithm.adv_estimator",
+    ),
+}
+REMARKS: Final[dict[str, str]] = {
+    "algorithm.learning_rate": "it sets the actor's; the critic has --critic_lr",
+    "ppo.learning_rate": "it sets the actor's; the critic has --critic_lr",
+    "distributed.tensor_parallel_size": "it splits what is trained; the sampler has --rollout_tp",
+}
+
 
 Turn = Callable[[Translation, Entry], None]
 PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
@@ -379,3 +430,110 @@ TURNED: Final[dict[str, Turn]] = {
     "critic.fsdp_config.dtype": _precision,
     "algorithm.rollout_correction.rollout_is_threshold": _window,
 }
+
+
+WRAPPER = "actor_rollout_ref."
+_RENAMED = RENAMED | OLDER_RENAMED
+_SAME = SAME | OLDER_SAME
+
+
+class Translator(Translation):
+    """Turns one layer after the other into our names."""
+
+    def translate(self, layer: Sequence[Entry]) -> Told:
+        """Return the layer in our own names."""
+        self.open_layer()
+        for entry in layer:
+            self.given = entry.name
+            name = entry.name.removeprefix(WRAPPER)
+            self._one(Entry(name, entry.raw, entry.origin))
+        self._function()
+        return self.close_layer()
+
+    def _one(self, entry: Entry) -> None:
+        name = entry.name
+        if isinstance(entry.raw, str) and "${" in entry.raw:
+            self.problem(entry, f"{name}: '{entry.raw}' is not filled in; write the value itself.")
+        elif isinstance(entry.raw, Reset):
+            self._reset(entry)
+        elif name in TURNED:
+            TURNED[name](self, entry)
+        elif find(name) is not None:
+            self.put(entry, name, entry.raw)
+        elif renamed := _renamed(name):
+            for own in renamed:
+                self._to_own(entry, own)
+            if name in REMARKS:
+                self.note(entry, REMARKS[name])
+        elif name in TIED:
+            self._tie(entry, TIED[name])
+        elif name in _SAME:
+            self._same(entry, *_SAME[name])
+        elif ".megatron" in name:
+            self.problem(entry, f"{name} cannot be set here: {MEGATRON}.")
+        elif said := _below(TOLD, name):
+            self.note(entry, said)
+        elif said := _below(REFUSED, name):
+            self.problem(entry, f"{name} cannot be set here: {said}.")
+        else:
+            self.put(entry, name, entry.raw)
+
+    def _to_own(self, entry: Entry, own: str) -> None:
+        if find(own) is None:
+            self._one(Entry(own, entry.raw, entry.origin))
+        else:
+            self.put(entry, own, entry.raw)
+
+    def _reset(self, entry: Entry) -> None:
+        """`~key`: only what is a setting of ours, by any of its names, can be taken back."""
+        for own in _renamed(entry.name) or (entry.name,):
+            self.put(entry, own, entry.raw)
+
+    def _same(self, entry: Entry, allowed: Sequence[str], said: str) -> None:
+        if _plain(entry.raw) not in allowed:
+            shown = "null" if entry.raw is None else entry.raw
+            self.problem(entry, f"{entry.name}={shown} cannot be honoured: {said}.")
+
+    def _tie(self, entry: Entry, own: str) -> None:
+        if is_unset(entry.raw) or str(entry.raw) == "-1":
+            return
+        wanted = PRECISIONS.get(str(entry.raw), str(entry.raw)).strip().lower()
+        self.demand(
+            entry,
+            lambda value: str(value(own)).lower() == wanted,
+            f"{entry.name} is {own} here and cannot differ from it; set {own}={entry.raw} instead.",
+        )
+
+    def _function(self) -> None:
+        """Join verl's path and name of a reward function."""
+        file, name = self.function_file, self.function_name
+        if file is not None:
+            tail = "" if name is None or is_unset(name.raw) else f":{name.raw}"
+            self.given = "custom_reward_function.path"
+            self.put(file, "reward.function", f"{file.raw}{tail}")
+        elif name is not None and str(name.raw) != "compute_score":
+            self.problem(
+                name, "a function is named without its file; use --reward_function FILE:NAME."
+            )
+
+
+def _renamed(name: str) -> tuple[str, ...]:
+    if name in _RENAMED:
+        return _RENAMED[name]
+    for old, new in _RENAMED.items():
+        if old.endswith(".*") and name.startswith(old[:-1]):
+            return tuple(own[:-1] + name[len(old) - 1 :] for own in new)
+    return ()
+
+
+def _below(said: Mapping[str, str], name: str) -> str:
+    """Find what is said of a name, or of the nearest group that holds it."""
+    if name in said:
+        return said[name]
+    parts = name.split(".")
+    groups = (".".join(parts[:cut]) + ".*" for cut in range(len(parts), 0, -1))
+    return next((said[group] for group in groups if group in said), "")
+
+
+def _plain(raw: Any) -> str:
+    return "null" if raw is None or raw in ("", [], {}) else str(raw).strip().lower()

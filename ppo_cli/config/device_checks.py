@@ -1,22 +1,81 @@
-"""Clashes of devices, ranks, samplers and nodes, each with its mend."""
+"""Checks of devices, ranks, samplers, nodes and weight transfer, each with its fix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ppo_cli.config.clash import Clash
-from ppo_cli.config.device_list import Roles, numbered, read_placement
-from ppo_cli.config.effective import (
+from ppo_cli.config.derived import (
+    critic_mini_batch,
     data_ranks,
     engine_name,
     gpus_per_node,
+    has_package,
     learner_ranks,
+    publishes_adapter,
+    sampler_name,
+    shared_samplers,
     train_devices,
     uses_critic,
 )
+from ppo_cli.config.devices import Roles, numbered, read_placement
 from ppo_cli.config.keys import value_of
+from ppo_cli.config.placement import hosts_reward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.transfer_checks import transfer_clashes
+
+KEY = "rollout.weight_transfer"
+LEAVE = "or leave it out"
+
+
+def transfer_clashes(config: Config, gpus: int) -> Iterator[Clash]:
+    """Return the clash of `rollout.weight_transfer`, if any; the placement must be readable."""
+    way = config.rollout.weight_transfer
+    if way in ("auto", "memory"):
+        return
+    if sampler_name(config, gpus) != "vllm":
+        yield Clash(
+            (KEY, "rollout.name"),
+            f"{KEY} {way} is a way to vLLM, and the sampler here is hf; use --rollout_name vllm, "
+            f"{LEAVE}.",
+        )
+    elif publishes_adapter(config):
+        yield Clash(
+            (KEY, "model.lora_rank", "model.lora_merge"),
+            f"{KEY} {way} takes whole weights, but only the LoRA adapter travels here; use "
+            f"model.lora_merge=true, {LEAVE}.",
+        )
+    elif way != "gloo":
+        yield from _between_gpus(config, gpus)
+
+
+def _between_gpus(config: Config, gpus: int) -> Iterator[Clash]:
+    way, shared = config.rollout.weight_transfer, shared_samplers(config)
+    if gpus_per_node(config, gpus) == 0:
+        yield Clash(
+            (KEY, "trainer.n_gpus_per_node"),
+            f"{KEY} {way} goes from GPU to GPU, and none is used; use memory or gloo, or name the "
+            "GPUs with --n_gpus.",
+        )
+    elif shared == "some":
+        yield Clash(
+            (KEY, "trainer.placement"),
+            f"{KEY} {way} needs samplers that all share the GPUs that train (ipc) or all have "
+            "their own (nccl), and here some of their GPUs train too; use memory or gloo, "
+            f"{LEAVE}.",
+        )
+    elif way == "nccl" and shared == "all":
+        yield Clash(
+            (KEY, "trainer.placement"),
+            f"{KEY} nccl needs samplers on GPUs of their own, and here they share those that "
+            f"train; use ipc, {LEAVE}.",
+        )
+    elif way == "ipc" and shared == "none":
+        yield Clash(
+            (KEY, "trainer.placement"),
+            f"{KEY} ipc needs samplers on the GPUs that train, and here they have their own; use "
+            f"nccl, {LEAVE}.",
+        )
+
 
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
@@ -286,4 +345,67 @@ def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
             ("trainer.async_steps", "trainer.n_gpus_per_node"),
             f"trainer.async_steps {steps} needs GPUs that only sample, beside those that train; "
             f"use --n_gpus {2 * span} or more, or --async_steps 0.",
+        )
+
+
+def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> Iterator[str]:
+    """Say what is allowed and easily overlooked; `gpus` are those visible on this node."""
+    trainer = config.trainer
+    if gpus > 1 and trainer.n_gpus_per_node is None:
+        used = gpus_per_node(config, gpus)
+        if used < gpus:
+            yield (
+                f"{gpus} GPUs are visible, and {'one is' if used == 1 else f'{used} are'} used; "
+                f"--n_gpus {gpus} uses them all."
+            )
+    for who, part in (("actor", config.actor), ("critic", config.critic)):
+        if part.strategy == "fsdp":
+            yield f"{who}.strategy fsdp is FSDP2 here."
+    if engine_name(config, gpus) == "local":
+        if environ.get("RAY_ADDRESS"):
+            yield (
+                "RAY_ADDRESS is set, but this run is one process and needs no Ray; --engine ray "
+                "runs it in that cluster."
+            )
+        return
+    yield from _rank_remarks(config, gpus)
+    on_gpus = gpus_per_node(config, gpus) > 0
+    if on_gpus and config.rollout.name is None and not has_package("vllm"):
+        yield (
+            "vLLM is not installed, so the hf sampler takes its place, which is much slower: "
+            "`scripts/setup vllm` installs it."
+        )
+    if trainer.async_steps and config.algorithm.rollout_correction.rollout_is is None:
+        yield (
+            f"With --async_steps {trainer.async_steps} responses come from older weights, so "
+            "algorithm.rollout_correction.rollout_is is token unless you set it."
+        )
+    if trainer.async_steps > 1:
+        yield (
+            f"--async_steps {trainer.async_steps} makes responses staler than 1 does, and nothing "
+            "faster: new weights wait for the sampling under way."
+        )
+    roles = read_placement(trainer.placement or "")
+    if "reward" in roles and not hosts_reward(config):
+        yield "--placement names devices for reward, but no reward model runs on any of them."
+
+
+def _rank_remarks(config: Config, gpus: int) -> Iterator[str]:
+    ranks, tensor = data_ranks(config, gpus), config.trainer.tensor_parallel_size
+    sizes = {"actor": config.actor.ppo_mini_batch_size}
+    if uses_critic(config):
+        sizes["critic"] = critic_mini_batch(config)
+    for who, prompts in sizes.items():
+        rows = prompts * config.rollout.n
+        if rows < ranks:
+            yield (
+                f"{who}.ppo_mini_batch_size makes {rows} response(s) for {ranks} ranks: some have "
+                "nothing to do in each step. Fewer ranks, or more prompts, use them better."
+            )
+            break
+    per_node = gpus_per_node(config, gpus)
+    if per_node and per_node % tensor:
+        yield (
+            f"trainer.tensor_parallel_size {tensor} does not divide the {per_node} GPU(s) of a "
+            "node, so some layers are split over two nodes, which is slow."
         )

@@ -6,10 +6,9 @@ import math
 from importlib.util import find_spec
 from typing import Literal
 
-from ppo_cli.config.device_list import read_placement
-from ppo_cli.config.hardware import gpu_count
+from ppo_cli.config.algorithm_schema import Actor
+from ppo_cli.config.devices import gpu_count, read_placement
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.config.training import Actor
 
 GROUPED = frozenset({"grpo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"})
 

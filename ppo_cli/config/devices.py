@@ -1,4 +1,4 @@
-"""Reads `--placement`: roles, each with the devices that serve it.
+"""GPUs of this machine, counted without torch; and the parser of `--placement`.
 
     train:0-5,rollout:6-7,reward:5        ranges and single numbers
     train:0-3,6,rollout:4,5,7             a number without a role belongs to the role before it
@@ -8,10 +8,41 @@ Numbers count GPUs over all nodes (with 8 a node, node 1 starts at 8), or, on th
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, Literal, get_args
 
 from ppo_cli.errors import did_you_mean
+
+
+def gpu_count(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> int:
+    """Count the visible NVIDIA GPUs; CUDA_VISIBLE_DEVICES narrows what the driver shows."""
+    env = os.environ if environ is None else environ
+    present = _devices_present(root)
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, _devices_listed(visible))
+
+
+def _devices_present(root: Path) -> int:
+    driver = list((root / "proc/driver/nvidia/gpus").glob("*"))
+    nodes = [p for p in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
+    return len(nodes) or len(driver)
+
+
+def _devices_listed(visible: str) -> int:
+    """Count as CUDA does: the list ends at the first entry that is empty or negative."""
+    count = 0
+    for entry in visible.split(","):
+        name = entry.strip()
+        if not name or name.startswith("-"):
+            break
+        count += 1
+    return count
+
 
 Role = Literal["train", "rollout", "reward"]
 Roles = dict[Role, tuple[int, ...]]
