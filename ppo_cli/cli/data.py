@@ -1,24 +1,167 @@
-"""`ppo data`: look at prompt files before training, and prepare well-known sets."""
+"""`ppo data`: checks prompt files before training, and prepares well-known sets."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
-from ppo_cli.cli.data_screen import print_prepared, print_report
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.rows import lowered_batches
 from ppo_cli.config.schema import Data
-from ppo_cli.data_sets.check import Report
+from ppo_cli.data_sets.check import Finding, Report
 from ppo_cli.data_sets.check import check as run_check
-from ppo_cli.data_sets.prepare import RECIPES
+from ppo_cli.data_sets.prepare import RECIPES, Prepared
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.render import Renderer
-from ppo_cli.errors import EXIT_USER
+from ppo_cli.errors import EXIT_USER, ppo
+
+MOST_BAD = 50
+MOST_SOURCES = 20
+Table = Sequence[tuple[str, str]]
+
+
+def print_report(report: Report, model: str, training: Sequence[str], rich_screen: bool) -> None:
+    """Print the tables, the remarks, the bad rows and one rendered prompt.
+
+    `training` is what training would say of the rows.
+    """
+    tables = {
+        "Rows": summary_rows(report),
+        "Rows by data_source": source_rows(report.data_sources),
+        f"Prompt length (tokens of {model})": length_rows(report),
+    }
+    for title, rows in tables.items():
+        if rows:
+            (print_rich if rich_screen else print_plain)(title, rows)
+    print_lines("Please note", [*training, *remarks(report)])
+    print_lines("Bad rows", bad_rows(report))
+    if report.sample is not None:
+        sample = report.sample
+        truth = json.dumps(sample.ground_truth, ensure_ascii=False, default=str)
+        typer.echo(f"First prompt ({sample.place}, {sample.tokens} tokens), as the model reads it:")
+        typer.echo("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
+        typer.echo(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
+    typer.echo("")
+    typer.echo(verdict(report))
+
+
+def summary_rows(report: Report) -> Table:
+    """Return the counts of the whole check."""
+    return [
+        ("files", ", ".join(report.files)),
+        ("rows", f"{report.rows:,}"),
+        ("usable", f"{report.usable:,}"),
+        ("bad", f"{report.bad:,}"),
+        ("without ground truth", f"{report.missing_ground_truth.count:,}"),
+        ("repeated prompts", f"{report.duplicates.count:,}"),
+        (f"over {report.max_prompt_length} tokens", f"{report.overlong.count:,}"),
+    ]
+
+
+def source_rows(sources: Mapping[str, int]) -> Table:
+    """Return the count of each data_source, the most frequent first."""
+    rows = [(name or "(none)", f"{count:,}") for name, count in sources.items()]
+    rest = sum(list(sources.values())[MOST_SOURCES:])
+    more = [(f"{len(rows) - MOST_SOURCES} more", f"{rest:,}")] if rest else []
+    return rows[:MOST_SOURCES] + more
+
+
+def length_rows(report: Report) -> Table:
+    """Return the length percentiles in characters and tokens."""
+    if report.characters is None or report.tokens is None:
+        return []
+    tokens = report.tokens
+    return [
+        (name, f"{tokens[name]:,} tokens, {count:,} characters")
+        for name, count in report.characters.items()
+    ]
+
+
+def remarks(report: Report) -> list[str]:
+    """Return what is not wrong but worth knowing."""
+    lines = list(report.notes)
+    if report.missing_ground_truth.count:
+        lines.append(tell("rows have no ground truth; rules need one", report.missing_ground_truth))
+    if report.duplicates.count:
+        lines.append(tell("prompts were seen before", report.duplicates))
+    if report.overlong.count:
+        what = f"prompts exceed {report.max_prompt_length} tokens; training stops at them unless "
+        what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
+        lines.append(tell(what + "data.truncation=left|right", report.overlong))
+    if report.control_words.count:
+        what = "prompts hold words that this tokenizer turns into control tokens"
+        lines.append(tell(what, report.control_words))
+    if report.unused_columns:
+        lines.append(f"Columns that nothing reads: {', '.join(report.unused_columns)}.")
+    return lines
+
+
+def tell(what: str, finding: Finding) -> str:
+    """Return `3 WHAT: first, second, third`."""
+    more = ", …" if finding.count > len(finding.examples) else ""
+    return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{more}"
+
+
+def bad_rows(report: Report) -> list[str]:
+    """Name the bad rows, the first ones of very many."""
+    lines = [str(problem) for problem in report.bad_rows[:MOST_BAD]]
+    more = len(report.bad_rows) - MOST_BAD
+    return [*lines, f"and {more:,} more; --json names them all"] if more > 0 else lines
+
+
+def verdict(report: Report) -> str:
+    """Return the last line: ready, or how many rows to correct."""
+    if report.bad:
+        return f"{report.bad:,} of {report.rows:,} rows are bad; correct or remove them."
+    return f"All {report.rows:,} rows can be used."
+
+
+def print_lines(title: str, lines: Iterable[str]) -> None:
+    """Print a titled list; an empty one not at all."""
+    shown = [f"  - {line}" for line in lines]
+    if shown:
+        typer.echo("\n".join([title, *shown, ""]))
+
+
+def print_plain(title: str, rows: Table) -> None:
+    """Print a table as aligned text."""
+    width = max(len(name) for name, _ in rows)
+    typer.echo("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows), ""]))
+
+
+def print_rich(title: str, rows: Table) -> None:
+    """Print a table for a terminal; the words of the files are no markup."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(show_header=False)
+    for name, value in rows:
+        grid.add_row(Text(name, style="cyan"), Text(value))
+    Console().print(Text(title, style="bold"), grid, "")
+
+
+def print_prepared(files: Sequence[Prepared]) -> None:
+    """Print what was written and the command that uses it."""
+    for file in files:
+        typer.echo(f"{file.path}: {file.rows:,} rows")
+    for note in filter(None, (file.note for file in files)):
+        typer.echo(note)
+    paths = {file.split: file.path for file in files}
+    flags = ["--train_files", str(paths["train"])] if "train" in paths else []
+    held_out = next((split for split in ("val", "test") if split in paths), None)
+    flags += ["--val_files", str(paths[held_out])] if held_out else []
+    typer.echo(f"Next: {ppo('train')} {shlex.join(flags)}")
+    if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
+        told = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
+        typer.echo(f"Or:   {ppo('reward fit')} {told}")
+
 
 data_app = typer.Typer(
     help="Check prompt files, or prepare well-known sets.",

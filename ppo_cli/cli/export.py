@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ppo_cli.cli.wording import clean, fit
+from ppo_cli.cli.screen import clean, fit
 from ppo_cli.errors import ppo
 
 Source = Annotated[

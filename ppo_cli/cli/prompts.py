@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.flags import Given, SettingsCommand, flag_keys, switch, takes_settings
-from ppo_cli.cli.wording import fit
+from ppo_cli.cli.screen import fit
 from ppo_cli.config.bundled import prompt_files
 
 app = typer.Typer(

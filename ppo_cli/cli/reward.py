@@ -1,11 +1,11 @@
-"""`ppo reward`: score a file, hold scores against labels, attack a judge before training."""
+"""`ppo reward`: scores a file, compares scores with labels, attacks a judge before training."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,221 @@ from rich.console import Console
 from ppo_cli.cli.flags import Given, SettingsCommand, flag_keys, switch, takes_settings
 from ppo_cli.cli.reward_fit import EXAMPLE as FIT_EXAMPLE
 from ppo_cli.cli.reward_fit import fit as run_fit
-from ppo_cli.cli.reward_screen import audit_lines, calibration_lines, score_lines
-from ppo_cli.cli.screen import PlainScreen, TerminalScreen
-from ppo_cli.cli.wording import clean, fit
+from ppo_cli.cli.screen import PlainScreen, TerminalScreen, clean, duration, fit, number
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 from ppo_cli.report.tracker import Screen
+
+BAR = 30
+Facts = Mapping[str, Any]
+Pairs = Sequence[tuple[str, str]]
+SPENT = {
+    "calls": "calls",
+    "cached": "from the cache",
+    "cost_usd": "cost",
+    "tokens": "tokens",
+    "tokens_in": "tokens in",
+    "tokens_out": "tokens out",
+}
+PART_COLUMNS = {
+    "weight": "weight",
+    "share": "of the spread",
+    "scored": "scored",
+    "failed": "failed",
+    "gated": "not asked",
+    "mean": "mean",
+    "std": "std",
+    "min": "min",
+    "max": "max",
+    "length": "with length",
+}
+
+
+def score_lines(summary: Facts) -> list[str]:
+    """What a scored file came to."""
+    lines = table("Scores", [*_counts(summary), *_spent(summary)])
+    lines += [*part_lines(summary), *_remarks(summary["remarks"])]
+    lines += bars(summary["histogram"])
+    for title in ("best", "worst"):
+        if summary[title]:
+            lines += ["", title.capitalize()]
+            lines += [line for example in summary[title] for line in _example(example)]
+    return [*lines, "", f"Written: {summary['out']}"]
+
+
+def part_lines(facts: Facts) -> list[str]:
+    """The parts of a mixture side by side; of a reward alone only what it reports."""
+    parts, mixed = facts["parts"], len(facts["parts"]) > 1
+    lines = ["", *_grid("Parts (raw scores)", parts, PART_COLUMNS)] if mixed else []
+    if facts["reported"]:
+        lines += ["", *_grid("Reported only", facts["reported"], PART_COLUMNS)]
+    pairs = [(" with ".join(c["parts"]), number(c["value"])) for c in facts["correlations"]]
+    if mixed:
+        pairs.append(("total with length", number(facts["length"])))
+        lines += ["", *table("Correlations", pairs)]
+    scales = [f"  {n}: {{{f['affine']}}}" for n, f in parts.items() if f["affine"] is not None]
+    if scales and (mixed or "model" in parts):
+        lines += ["", "To keep these scales for good, below composite_reward: parts:", *scales]
+    return lines
+
+
+def _remarks(said: Sequence[str]) -> list[str]:
+    return ["", *(f"  - {sentence}" for sentence in said)] if said else []
+
+
+def _grid(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
+    """A table with a line for each part; columns that no part has are left out."""
+    there = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
+    cells = [["", *there.values()]]
+    for name, row in rows.items():
+        cells.append([name, *(_cell(key, row.get(key)) for key in there)])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = [
+        f"  {line[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{w}}" for cell, w in zip(line[1:], widths[1:], strict=True))
+        for line in cells
+    ]
+    return [title, *lines]
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if key in ("weight", "share"):
+        return f"{value:.0%}"
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def _counts(summary: Facts) -> Pairs:
+    rows = [("rows", f"{summary['rows']:,}"), ("scored", f"{summary['scored']:,}")]
+    rows += [(f"failed: {cause}", f"{count:,}") for cause, count in summary["failed"].items()]
+    if summary["scored"]:
+        rows += [(name, number(summary[name])) for name in ("mean", "std", "min", "max")]
+    return rows
+
+
+def _spent(facts: Facts) -> Pairs:
+    rows = [("time", duration(facts["seconds"]))]
+    for key, word in SPENT.items():
+        value = facts.get(key)
+        if value is not None:
+            rows.append((word, f"${value:.4f}" if key == "cost_usd" else f"{value:,.0f}"))
+    return rows
+
+
+def bars(histogram: Sequence[Facts]) -> list[str]:
+    """A bar of text for each level, highest first."""
+    if not histogram:
+        return []
+    names = [_level(level) for level in histogram]
+    width = max(map(len, names))
+    most = max(level["count"] for level in histogram)
+    lines = ["", "Scores by level"]
+    for name, level in zip(names, histogram, strict=True):
+        size = round(BAR * level["count"] / most)
+        bar = "#" * (size or bool(level["count"]))
+        lines.append(f"  {name:>{width}}  {bar:<{BAR}} {level['count']:,}")
+    return lines
+
+
+def _level(level: Facts) -> str:
+    low, high = number(level["from"]), number(level["to"])
+    return low if level["from"] == level["to"] else f"{low} to {high}"
+
+
+def _example(example: Facts) -> list[str]:
+    lines = [f"  {number(example['score'])}  {example['row']}: {example['response']}"]
+    return lines + ([f"         because: {example['reason']}"] if example["reason"] else [])
+
+
+def calibration_lines(result: Facts) -> list[str]:
+    """What calibration found: a table, then a sentence for each finding."""
+    rows = [("rows", f"{result['rows']:,}"), ("scored", f"{result['scored']:,}")]
+    rows += [(f"failed: {cause}", f"{count:,}") for cause, count in result["failed"].items()]
+    rows.append(("labels", result["labels"]))
+    lines = table("Rows", [*rows, *_spent(result["spent"])])
+    lines += ["", *table("Against the labels (95 % interval)", _estimates(result["agreement"]))]
+    for name, facts in result["parts"].items():
+        if "agreement" in facts:
+            title = f"Of {name} alone"
+            lines += ["", *table(title, _estimates(facts["agreement"]))]
+    lines += part_lines(result)
+    lines += ["", *table("Bias (rank correlation with the score)", _estimates(result["bias"]))]
+    if result["repeated"] is not None:
+        lines += ["", *table("Repeated verdicts", _repeated(result["repeated"]))]
+    for name, facts in result["parts"].items():
+        if facts.get("repeated") is not None:
+            lines += ["", *table(f"Repeated verdicts of {name}", _repeated(facts["repeated"]))]
+    lines += ["", *table("For 1,000 responses", _thousand(result["per_1000"]))]
+    return [*lines, "", "In words", *(f"  - {line}" for line in result["advice"])]
+
+
+def _estimates(found: Mapping[str, Facts]) -> Pairs:
+    rows = []
+    for name, facts in found.items():
+        if facts["value"] is None:
+            rows.append((name, f"- ({facts['why']})"))
+            continue
+        interval = ""
+        if facts["low"] is not None:
+            interval = f"  [{number(facts['low'])}, {number(facts['high'])}]"
+        at = f"  at {number(facts['at'])}" if facts.get("at") is not None else ""
+        rows.append((name, f"{number(facts['value'])}{interval}{at}"))
+    return rows
+
+
+def _repeated(facts: Facts) -> Pairs:
+    return [
+        ("rows", f"{facts['rows']:,} x {facts['verdicts']}"),
+        ("exactly the same", f"{facts['same']:.0%} of pairs"),
+        ("mean difference", number(facts["mean_gap"])),
+        ("largest difference", number(facts["largest_gap"])),
+    ]
+
+
+def _thousand(facts: Facts) -> Pairs:
+    if not facts:
+        return [("unknown", "every verdict came from the cache")]
+    rows = [(word, facts.get(key)) for key, word in (("seconds", "seconds"), *SPENT.items())]
+    return [
+        (word, f"${value:.3f}" if word == "cost" else number(value))
+        for word, value in rows
+        if value is not None
+    ]
+
+
+def audit_lines(result: Facts) -> list[str]:
+    """The checks of an audit, each with its worst case."""
+    words = {True: "PASS", False: "FAIL", None: "skip"}
+    lines = [f"Audit of {result['reward']}", ""]
+    for check in result["checks"]:
+        lines.append(f"{words[check['passed']]}  {check['name']}: {check['said']}")
+        lines += _worst(check["worst"], failed=check["passed"] is False)
+    spent = ", ".join(f"{word} {value}" for word, value in _spent(result["spent"]))
+    return [*lines, "", f"{result['asked']:,} verdicts; {spent}."]
+
+
+def _worst(case: Facts | None, *, failed: bool) -> list[str]:
+    """The worst case of a check: all of it where it failed, else what came nearest."""
+    if case is None:
+        return []
+    if failed:
+        return [f"      {word}: {_shown(case[word])}" for word in case if case[word] != ""]
+    return [f"      nearest: {_shown(case['got'])} for {_shown(case['sent'])}"]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def table(title: str, rows: Pairs) -> list[str]:
+    """A titled table as aligned text."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+
 
 reward_app = typer.Typer(
     help="Score files with a reward, hold it against labels, or attack it.",

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 
 from ppo_cli.cli.crash import Crash
-from ppo_cli.cli.screen import PlainScreen, TerminalScreen
-from ppo_cli.cli.wording import clean
-from ppo_cli.cli.wording import fit as fit_words
+from ppo_cli.cli.screen import PlainScreen, TerminalScreen, clean
+from ppo_cli.cli.screen import fit as fit_words
 from ppo_cli.errors import ConfigError, PpoError, ppo
 from ppo_cli.report.tracker import Screen
 

@@ -1,12 +1,14 @@
-"""What a run shows: progress bars and lines on a terminal, plain lines anywhere else."""
+"""What a run shows: progress on a terminal, plain lines elsewhere, and how numbers read."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
@@ -25,10 +27,170 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from ppo_cli.cli.wording import BLOCKS, can_show, clean, fit, step_line, summary_lines
 from ppo_cli.errors import Interrupted
+from ppo_cli.redact import redact
+from ppo_cli.report.metrics import mixture_parts
 from ppo_cli.report.tracker import Advance, Screen, Summary
 from ppo_cli.signals import lead_nowhere
+
+# Metric -> the word for it on a line.
+COLUMNS = {
+    "reward_mean": "reward",
+    "kl_divergence": "kl",
+    "clip_fraction": "clip",
+    "policy_loss": "policy",
+    "value_loss": "value",
+    "entropy": "entropy",
+    "response_length_mean": "length",
+}
+NOT_ON_A_LINE = {"policy_loss"}  # near 0 by its very construction
+NOISE = 1e-6  # smaller numbers of a step are rounding
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.:-=+*#"
+CURVE_WIDTH = 40
+ROUNDING = 1e-12  # below this a sum of normalised numbers is nothing else
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean(text: str) -> str:
+    """Return text that is safe to show: no secrets, and control codes as their numbers.
+
+    Responses are written by a model, and may hold codes that would repaint the terminal.
+    """
+    whole = redact(text).encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", whole)
+
+
+def fit(text: str, encoding: str | None) -> str:
+    """Return the text with a question mark for each character that an output cannot show."""
+    name = encoding or "utf-8"
+    return text.encode(name, "replace").decode(name)
+
+
+def can_show(text: str, encoding: str | None) -> bool:
+    """Whether an output of this encoding can show the text."""
+    try:
+        text.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def number(value: float | None) -> str:
+    """Return about three significant digits; a dash for what was not measured."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    size = abs(value) if abs(value) > ROUNDING else 0.0
+    value = value if size else 0.0
+    if size >= 1e5 or 0 < size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
+
+
+def step_line(
+    step: int, total_steps: int, metrics: Mapping[str, float], width: int | None = None
+) -> str:
+    """Return one line for one step; what was not measured is left out.
+
+    With a `width` in characters it is broken between fields, and what follows is indented.
+    """
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    for key, word in COLUMNS.items():
+        if key in metrics and key not in NOT_ON_A_LINE:
+            parts = _parts(metrics) if key == "reward_mean" else ""
+            shown = number(0.0 if abs(metrics[key]) < NOISE else metrics[key])
+            words.append(f"{word} {shown}{parts}")
+    if (value := validation_value(metrics)) is not None:
+        words.append(f"val {number(value)}{_parts(metrics, 'val/')}")
+    if "time/step_s" in metrics:
+        words.append(f"{metrics['time/step_s']:.1f} s")
+    if metrics.get("time/left_s"):
+        words.append(f"{duration(metrics['time/left_s'])} left")
+    return _broken(words, width) if width else "  ".join(words)
+
+
+def _broken(words: Sequence[str], width: int) -> str:
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(f"    {word}")
+    return "\n".join(lines)
+
+
+def _parts(metrics: Mapping[str, float], prefix: str = "") -> str:
+    """Return the raw means of a mixture's parts: its total has a scale of its own."""
+    found = mixture_parts(metrics, prefix)
+    return f" ({', '.join(f'{n} {number(v)}' for n, v in found.items())})" if found else ""
+
+
+def validation_value(metrics: Mapping[str, float]) -> float | None:
+    """The one number of a validation: the accuracy where there is one, else the reward."""
+    for name in ("val/accuracy", "val/reward_mean"):
+        if metrics.get(name) is not None:
+            return metrics[name]
+    return None
+
+
+def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+    """Draw a curve in one line; a long one is averaged down to its width."""
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return ""
+    count = min(CURVE_WIDTH, len(known))
+    cuts = [round(i * len(known) / count) for i in range(count + 1)]
+    means = [math.fsum(known[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    marks = ASCII_BLOCKS if ascii_only else BLOCKS
+    scale = (len(marks) - 1) / (high - low) if high > low else 0.0
+    return "".join(marks[round((v - low) * scale)] for v in means)
+
+
+def duration(seconds: float) -> str:
+    """Return `42 s`, `3 min 5 s` or `2 h 10 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _change(before: float | None, after: float, arrow: str, declined: bool) -> str:
+    """Return `0.5 → 0.9`; one number where it was measured once."""
+    first, last = number(before), number(after)
+    if before is None or math.isnan(before):
+        return last
+    return f"{first} {arrow} {last}{' (declined)' if declined else ''}"
+
+
+def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
+    """Return what a run came to, line by line."""
+    arrow = "->" if ascii_only else "→"
+    rows = [("steps", f"{summary.steps} in {duration(summary.wall_seconds)}")]
+    if summary.session is not None:
+        steps, seconds = summary.session
+        rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {duration(seconds)})")
+    if summary.reward_after is not None:
+        fell = "reward" in summary.declined
+        rows.append(("reward", _change(summary.reward_before, summary.reward_after, arrow, fell)))
+    for name, after in summary.after.items():
+        fell = name in summary.declined
+        rows.append((name, _change(summary.before.get(name), after, arrow, fell)))
+    if summary.judge:
+        rows.append(("judge", summary.judge))
+    if len(summary.rewards) > 1:
+        rows.append(("curve", sparkline(summary.rewards, ascii_only=ascii_only)))
+    if summary.model_dir is not None:
+        rows.append(("model", str(summary.model_dir)))
+    rows.append(("run folder", str(summary.run_dir)))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    if summary.warning:
+        lines += ["", f"warning: {summary.warning}"]
+    if summary.next_steps:
+        lines += ["", "What next:", *(f"  {line}" for line in summary.next_steps)]
+    return [clean(line) for line in lines]
 
 
 class Unread(Interrupted):

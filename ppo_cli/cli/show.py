@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.wording import COLUMNS, clean, fit, number, validation_value
+from ppo_cli.cli.screen import COLUMNS, clean, fit, number, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo

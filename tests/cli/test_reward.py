@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.reward_screen import bars, calibration_lines, part_lines
+from ppo_cli.cli.reward import bars, calibration_lines, part_lines
 from tests.trust.commands import read, run
 
 ROW: dict[str, Any] = {

@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.cli.screen import PlainScreen, TerminalScreen, Unread, make_screen
-from ppo_cli.cli.wording import (
+from ppo_cli.cli.screen import (
     ASCII_BLOCKS,
     BLOCKS,
     COLUMNS,
+    PlainScreen,
+    TerminalScreen,
+    Unread,
     clean,
     duration,
+    make_screen,
     number,
     sparkline,
     step_line,

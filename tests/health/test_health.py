@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.wording import COLUMNS
+from ppo_cli.cli.screen import COLUMNS
 from ppo_cli.config.schema import Config
 from ppo_cli.report.health import (
     CALM_STEPS,
