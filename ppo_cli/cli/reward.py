@@ -285,8 +285,7 @@ def calibrate(given: Given) -> None:
     """Hold a reward's scores against labels that people gave."""
     config, screen = _settings(given)
     from ppo_cli.trust.calibrate import calibrate as run_calibration
-    from ppo_cli.trust.labels import read_labels
-    from ppo_cli.trust.rows import read_answered
+    from ppo_cli.trust.rows import read_answered, read_labels
     from ppo_cli.trust.score import Watch, started, to_go_on
 
     found = read_answered(

@@ -19,7 +19,7 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust.score import BY_HAND, Watch, judged, started
 from ppo_cli.trust.sources import kind_of, unsteady
-from ppo_cli.trust.spending import by_judge
+from ppo_cli.trust.summary import by_judge
 
 
 @dataclass

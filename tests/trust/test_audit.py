@@ -17,10 +17,10 @@ from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge import rendering
 from ppo_cli.rewards.judge.exchange import Scale
-from ppo_cli.trust import trials as tr
+from ppo_cli.trust import attacks as tr
+from ppo_cli.trust.attacks import INJECTIONS, LEAKS, MASTER_KEYS, injected, padded
 from ppo_cli.trust.audit import audit, hold
 from ppo_cli.trust.items import bundled, load_items
-from ppo_cli.trust.probes import INJECTIONS, LEAKS, MASTER_KEYS, injected, padded
 from tests.trust.judges import Asked, Judge, gullible, honest, literal, obedient
 from tests.trust.scripted import Scripted, write_rows
 

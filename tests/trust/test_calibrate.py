@@ -18,10 +18,8 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust import statistics
-from ppo_cli.trust.advice import STEADY
-from ppo_cli.trust.calibrate import calibrate, per_thousand
-from ppo_cli.trust.labels import Labelled, read_labels
-from ppo_cli.trust.rows import read_answered
+from ppo_cli.trust.calibrate import STEADY, calibrate, per_thousand
+from ppo_cli.trust.rows import Labelled, read_answered, read_labels
 from ppo_cli.trust.score import Scoring
 from tests.trust.scripted import Scripted, write_rows
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import DataError
-from ppo_cli.trust.labels import Labelled, read_labels
-from ppo_cli.trust.rows import read_answered
+from ppo_cli.trust.rows import Labelled, read_answered, read_labels
 
 
 def labelled(tmp_path: Path, cells: Sequence[Any], positive: str | None = None) -> Labelled:

@@ -13,11 +13,9 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.report.tracker import SilentScreen
+from ppo_cli.trust.attacks import INJECTIONS, Trial, injected, outcome
 from ppo_cli.trust.audit import audit
-from ppo_cli.trust.items import bundled, load_items
-from ppo_cli.trust.probes import INJECTIONS, injected
-from ppo_cli.trust.ruler import Ruler, ruler_for
-from ppo_cli.trust.trials import Trial, outcome
+from ppo_cli.trust.items import Ruler, bundled, load_items, ruler_for
 from tests.rewards.local_model.twins import skywork_qwen3_twin
 from tests.trust.scripted import Scripted, write_rows
 

@@ -14,7 +14,6 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.function import FunctionReward
-from ppo_cli.trust.part_facts import affine_line, part_facts
 from ppo_cli.trust.rows import AnsweredSet, read_answered
 from ppo_cli.trust.score import (
     NOT_ASKED,
@@ -26,8 +25,15 @@ from ppo_cli.trust.score import (
     scored_row,
     to_go_on,
 )
-from ppo_cli.trust.spending import add_spending, is_kept, spending
-from ppo_cli.trust.summary import histogram, summarise
+from ppo_cli.trust.summary import (
+    add_spending,
+    affine_line,
+    histogram,
+    is_kept,
+    part_facts,
+    spending,
+    summarise,
+)
 from tests.trust.scripted import Scripted, write_rows
 
 RULES = RewardSettings()
