@@ -1,20 +1,26 @@
-"""`ppo reward fit`: pairs in, a reward model out; the best by its held-out accuracy is kept."""
+"""`ppo reward fit`: fits a reward model to pairs; keeps the best by held-out accuracy.
+
+Pairs are held out by prompt: none is on both sides. The folder of a fitted model is written
+whole or not at all.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.device import Compute
-from ppo_cli.errors import DataError, Interrupted, ModelError
-from ppo_cli.fitting.evaluation import Figures, measure
-from ppo_cli.fitting.folder import ModelFolder
-from ppo_cli.fitting.held_out import Split, keep_apart, split_by_prompt
+from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
 from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.fitting.preferences import Pair, count, load_pairs
 from ppo_cli.fitting.samples import (
@@ -25,10 +31,132 @@ from ppo_cli.fitting.samples import (
     whole_format,
 )
 from ppo_cli.fitting.settings import FitSettings, choose_lr
-from ppo_cli.fitting.training import Stepped, Trainer, batches, steps_of
+from ppo_cli.fitting.training import Figures, Stepped, Trainer, batches, measure, steps_of
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.local_model.base import LoadedModel
 from ppo_cli.signals import StopOnSignal
+
+RECORD_FILE = "fit.json"
+UNFINISHED = ".unfinished-"
+
+
+class ModelFolder:
+    """Where the best model so far lies; refuses at once a place that it must not take."""
+
+    def __init__(self, out: Path, *, overwrite: bool = False) -> None:
+        self.path = out.expanduser()
+        self._place = self.path.resolve()
+        self._fresh = self._place.with_name(f"{UNFINISHED}{self._place.name}")
+        self._old = self._place.with_name(f"{UNFINISHED}old-{self._place.name}")
+        self._check(overwrite)
+
+    def _check(self, overwrite: bool) -> None:
+        if self._place.exists() and not self._place.is_dir():
+            raise ConfigError(f"--out {self.path} is a file; name a folder.")
+        if self._place.is_dir() and any(self._place.iterdir()):
+            if not (self._place / RECORD_FILE).exists():
+                raise ConfigError(
+                    f"--out {self.path} holds files that no fit wrote, and a fit replaces the "
+                    "whole folder. Name another folder."
+                )
+            if not overwrite:
+                raise ConfigError(
+                    f"--out {self.path} holds a fitted model already. Name another folder, or "
+                    "replace the model with --overwrite."
+                )
+        parent = next(p for p in self._place.parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ConfigError(f"--out {self.path}: the folder {parent} cannot be written.")
+
+    def write(self, model: Any, tokenizer: Any, record: Mapping[str, Any]) -> None:
+        """Put model, tokenizer and record in the place of whatever the folder held."""
+        try:
+            self._place.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in (self._fresh, self._old):
+                shutil.rmtree(leftover, ignore_errors=True)
+            self._fresh.mkdir()
+            model.save_pretrained(self._fresh)
+            tokenizer.save_pretrained(self._fresh)
+            self._write_record(self._fresh, record)
+            _sync_tree(self._fresh)
+            if self._place.exists():
+                os.replace(self._place, self._old)
+            os.replace(self._fresh, self._place)
+            shutil.rmtree(self._old, ignore_errors=True)
+        except OSError as error:
+            raise UserError(
+                f"The model could not be written to {self.path}: {error.strerror or error}. Free "
+                "some space, or choose another --out."
+            ) from error
+        finally:
+            shutil.rmtree(self._fresh, ignore_errors=True)
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Replace the record of the model that lies there."""
+        self._write_record(self._place, record)
+
+    def _write_record(self, folder: Path, record: Mapping[str, Any]) -> None:
+        fresh = folder / f"{UNFINISHED}{RECORD_FILE}"
+        fresh.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        os.replace(fresh, folder / RECORD_FILE)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+MOST_HELD_OUT = 2000
+
+
+@dataclass(frozen=True)
+class Split:
+    """Pairs to train on and pairs to measure on."""
+
+    train: tuple[Pair, ...]
+    held_out: tuple[Pair, ...]
+
+
+def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
+    """Hold out about `share` of the pairs, at most 2000, all pairs of a prompt together."""
+    if not 0 < share < 1:
+        raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
+    prompts = sorted({pair.prompt_id for pair in pairs})
+    if len(prompts) < 2:
+        raise DataError(
+            f"{len(prompts)} prompt in {len(pairs)} pairs: no part of them can be held out. Give "
+            "pairs of more prompts, or the held-out pairs with --val_data FILE."
+        )
+    by_prompt: dict[str, int] = dict.fromkeys(prompts, 0)
+    for pair in pairs:
+        by_prompt[pair.prompt_id] += 1
+    random.Random(f"held out {seed}").shuffle(prompts)
+    wanted = min(max(1, round(share * len(pairs))), MOST_HELD_OUT)
+    taken: set[str] = set()
+    held = 0
+    for prompt in prompts[:-1]:
+        if held >= wanted:
+            break
+        taken.add(prompt)
+        held += by_prompt[prompt]
+    return Split(
+        tuple(pair for pair in pairs if pair.prompt_id not in taken),
+        tuple(pair for pair in pairs if pair.prompt_id in taken),
+    )
+
+
+def keep_apart(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
+    """Leave out of the training every pair whose prompt is in the held-out file."""
+    taken = {pair.prompt_id for pair in held_out}
+    train = tuple(pair for pair in pairs if pair.prompt_id not in taken)
+    if not train:
+        raise DataError("Every prompt of --data is in --val_data too: nothing is left to train on.")
+    return Split(train, tuple(held_out))
+
 
 LINES = 20  # lines about steps in a fit
 MEASURED = 4  # times that the held-out pairs are scored, besides at the start

@@ -1,5 +1,6 @@
 """The model that is fitted: a decoder with one score, read at the last token of a sample.
 
+A model without a chat template gets one, saved with it, so that scoring uses the same.
 Legend: B samples, L tokens, H hidden size.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +18,62 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import DAMAGED, DROPOUT_FIELDS, load_tokenizer
-from ppo_cli.errors import ModelError
-from ppo_cli.fitting.templates import set_template
+from ppo_cli.errors import ModelError, did_you_mean
 from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, Scores
 from ppo_cli.rewards.local_model.lengths import hard_limit
+
+TRANSCRIPT = (
+    "{%- for message in messages -%}"
+    "{%- set name = {'user': 'Human', 'assistant': 'Assistant'}.get("
+    "message['role'], message['role'] | capitalize) -%}"
+    "{{- '\\n\\n' + name + ': ' + message['content'] -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '\\n\\nAssistant: ' -}}{%- else -%}"
+    "{{- eos_token -}}{%- endif -%}"
+)
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+TEMPLATES = {"transcript": TRANSCRIPT, "chatml": CHATML}
+
+
+def set_template(tokenizer: Any, path: str, wanted: str | None) -> None:
+    """Give the tokenizer the template that was asked for; it must have one in the end."""
+    if wanted is not None:
+        tokenizer.chat_template = read_template(wanted)
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"The tokenizer of {path} has no chat template, so prompt and reply cannot be put "
+            "together. Name one with --template: transcript (Human: … Assistant: …), chatml, or a "
+            "file with a Jinja chat template."
+        )
+
+
+def read_template(wanted: str) -> str:
+    """Return the text of a template: by name, as text, or from a file."""
+    if wanted in TEMPLATES:
+        return TEMPLATES[wanted]
+    text = wanted
+    if "{{" not in wanted and "{%" not in wanted:
+        path = Path(wanted).expanduser()
+        if not path.is_file():
+            raise ModelError(
+                f"--template {wanted}: no such file, and none of the names "
+                f"{', '.join(TEMPLATES)}.{did_you_mean(wanted, TEMPLATES)}"
+            )
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"--template {wanted} cannot be read as text ({error}).") from error
+    if "messages" not in text:
+        raise ModelError(
+            f"--template {wanted} does not name `messages`: it is no Jinja chat template."
+        )
+    return text
+
 
 LONGEST = 2048
 PAD_WORD = "<|pad|>"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import ConfigError, UserError
-from ppo_cli.fitting.folder import ModelFolder
+from ppo_cli.fitting.fit import ModelFolder
 
 
 class Writes:

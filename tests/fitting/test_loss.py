@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import tensor
 
-from ppo_cli.fitting.evaluation import figures_of
-from ppo_cli.fitting.loss import pair_losses
+from ppo_cli.fitting.training import figures_of, pair_losses
 
 NONE = torch.zeros(3)
 

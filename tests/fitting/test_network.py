@@ -19,7 +19,7 @@ from transformers import (
 from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError
-from ppo_cli.fitting.folder import ModelFolder
+from ppo_cli.fitting.fit import ModelFolder
 from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.rewards.local_model.base import Encoded, LoadedModel
 
