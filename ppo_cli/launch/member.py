@@ -10,12 +10,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from ppo_cli.errors import EXIT_BUG, EXIT_RESUMABLE, ConfigError, Interrupted, PpoError, WorkerLost
-from ppo_cli.launch.addresses import PROBE_S, own_address, reaches, resolve_host, strerror
-from ppo_cli.launch.lines import Broken, Line, Message, words
+from ppo_cli.launch.addresses import (
+    PROBE_S,
+    Broken,
+    Line,
+    Message,
+    own_address,
+    reaches,
+    resolve_host,
+    strerror,
+    words,
+)
 from ppo_cli.launch.preflight import NodeFacts
 from ppo_cli.launch.ray_process import RayProcess
-from ppo_cli.launch.rendezvous import BEAT_S, PROTOCOL
-from ppo_cli.launch.secret import Secret, examine_head, fresh
+from ppo_cli.launch.rendezvous import BEAT_S, PROTOCOL, Secret, examine_head, fresh
 from ppo_cli.signals import StopOnSignal
 
 RETRY_S = 0.5

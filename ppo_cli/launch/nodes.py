@@ -31,8 +31,7 @@ from ppo_cli.launch.preflight import (
     wanted_gpus,
 )
 from ppo_cli.launch.ray_process import STOP_S, RayProcess, keeps_silent, ray_variables
-from ppo_cli.launch.rendezvous import Rendezvous
-from ppo_cli.launch.secret import Secret, fresh
+from ppo_cli.launch.rendezvous import Rendezvous, Secret, fresh
 
 SAY_S = 15.0
 # Problems of those who are here are told after this long, though others still lack.

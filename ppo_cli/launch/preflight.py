@@ -15,7 +15,7 @@ import ppo_cli
 from ppo_cli.config.devices import gpu_count
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.schema import Config
-from ppo_cli.launch.lines import words
+from ppo_cli.launch.addresses import words
 
 # What a node may have for itself, and what is compared by number below.
 OWN_KEYS = frozenset(

@@ -16,7 +16,7 @@ from types import TracebackType
 import ppo_cli
 from ppo_cli.errors import WorkerLost
 from ppo_cli.launch import keeper
-from ppo_cli.launch.secret import VARIABLE
+from ppo_cli.launch.rendezvous import VARIABLE
 from ppo_cli.redact import redact
 
 UP = "Ray runtime started."

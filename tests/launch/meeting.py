@@ -11,12 +11,11 @@ from typing import Any
 
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, WorkerLost
-from ppo_cli.launch.lines import Line
+from ppo_cli.launch.addresses import Line
 from ppo_cli.launch.member import Membership, find_head
 from ppo_cli.launch.nodes import Nodes
 from ppo_cli.launch.preflight import NodeFacts, fingerprint, run_key
-from ppo_cli.launch.rendezvous import Rendezvous
-from ppo_cli.launch.secret import VARIABLE, Secret
+from ppo_cli.launch.rendezvous import VARIABLE, Rendezvous, Secret
 
 CONFIG = Config.model_validate({"trainer": {"nnodes": 3}})
 KEY, SETTINGS = run_key(CONFIG), fingerprint(CONFIG)

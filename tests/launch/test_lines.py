@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppo_cli.launch.lines import LONGEST, Broken, Line, words
+from ppo_cli.launch.addresses import LONGEST, Broken, Line, words
 
 
 @pytest.fixture

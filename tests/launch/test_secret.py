@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from ppo_cli.errors import ConfigError
-from ppo_cli.launch.addresses import is_loopback, listen
-from ppo_cli.launch.lines import Line
+from ppo_cli.launch.addresses import Line, is_loopback, listen
 from ppo_cli.launch.member import Membership, find_head
 from ppo_cli.launch.ray_process import RayProcess
-from ppo_cli.launch.secret import VARIABLE, Secret
+from ppo_cli.launch.rendezvous import VARIABLE, Secret
 from ppo_cli.redact import redact
 from tests.launch.meeting import HEAD, KEY, SETTINGS, FakeRay, Meeting, why
 
