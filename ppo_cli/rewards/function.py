@@ -13,10 +13,9 @@ from typing import Any
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.placed import STEPS, TOKENS, Step
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import Returned
-from ppo_cli.rewards.tasks import DEFAULT_NAME, FunctionTask
+from ppo_cli.rewards.returned import STEPS, TOKENS, Returned, Step
+from ppo_cli.rewards.rule_reward import DEFAULT_NAME, FunctionTask
 from ppo_cli.rewards.worker import Call
 
 

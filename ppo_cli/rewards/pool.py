@@ -20,8 +20,15 @@ from multiprocessing.connection import Connection, Pipe, wait
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
 from ppo_cli.rewards.returned import Returned, describe_error
-from ppo_cli.rewards.worker import Call, Ready, Task, timeout_words
-from ppo_cli.rewards.worker_process import SECONDS_TO_LEAVE, SECONDS_TO_START, WorkerProcess
+from ppo_cli.rewards.worker import (
+    SECONDS_TO_EXIT,
+    SECONDS_TO_START,
+    Call,
+    Ready,
+    Task,
+    WorkerProcess,
+    timeout_words,
+)
 
 CALLS_AT_ONCE = 64
 # A coroutine is stopped by its own event loop; only a blocked loop is left to the pool.
@@ -246,7 +253,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.process.hang_up()
         for worker in self._workers:
-            worker.process.kill(patience=SECONDS_TO_LEAVE)
+            worker.process.kill(patience=SECONDS_TO_EXIT)
         with self._lock:
             self._closing = True
             self._queue.extend(self._inbox)

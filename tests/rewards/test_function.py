@@ -281,7 +281,7 @@ def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Pa
     trainer = f"""
 import os, pathlib, signal, time
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.tasks import FunctionTask
+from ppo_cli.rewards.rule_reward import FunctionTask
 from ppo_cli.rewards.worker import Call
 pool = WorkerPool(FunctionTask({reward_file(code)!r}, "compute_score"), size=1, timeout=1000)
 pool.submit(Call("", "", None, {{}}), print)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.rewards.math_answers import decide_quickly, find_answer
-from ppo_cli.rewards.rules import decide_math, score_math
+from ppo_cli.rewards.rules import decide_math, decide_quickly, find_answer, score_math
 
 RIGHT = [
     (r"\boxed{\frac12}", "0.5"),

@@ -14,8 +14,8 @@ import pytest
 from ppo_cli.config.mixture import MixPart, read_condition
 from ppo_cli.moments import Moments, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
+from ppo_cli.rewards.composite import describe_round
 from ppo_cli.rewards.mixing import CLOSED, Memory, Mixed, mix
-from ppo_cli.rewards.mixture_metrics import describe_round
 
 
 def part(name: str, weight: float = 1.0, scaling: str = "none", **more: Any) -> MixPart:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.providers.error_words import is_page, read_words
-from ppo_cli.rewards.placed import LARGEST
+from ppo_cli.rewards.returned import LARGEST
 from ppo_cli.rewards.served_model.exchange import Kind, Row, ServerFault
 
 EXCERPT = 200
