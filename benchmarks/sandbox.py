@@ -14,8 +14,8 @@ import time
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.data_sets.humaneval import build_humaneval, list_sources
 from ppo_cli.data_sets.rows import read_source
+from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.choosing import find_fault
-from ppo_cli.rewards.code.code_pool import CodePool
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock
 from ppo_cli.rewards.worker import Call
 

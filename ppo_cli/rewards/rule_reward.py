@@ -18,7 +18,7 @@ from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.code.code_pool import CodePool
+from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.returned import Returned, describe_error
 from ppo_cli.rewards.rules import RULES, Rule, answer_now, check_prompts, rule_for

@@ -368,7 +368,7 @@ def score_code(
     if quick is not None:
         return quick
     # pydantic comes with it, which worker processes do without
-    from ppo_cli.rewards.code.code_pool import score_now
+    from ppo_cli.rewards.code.check import score_now
 
     return score_now(data_source, solution_str, ground_truth, extra_info)
 

@@ -19,10 +19,10 @@ Role = Literal["candidate", "tester", "probe", "sandlock_launcher"]
 
 _ROOM = Path(__file__).parent
 _PACKAGE = "ppo_cli.rewards.code"
-_SHARED = ("seccomp", "limits", "plain_data", "link")
+_SHARED = ("seccomp", "limits", "channel")
 _MODULES: dict[Role, tuple[str, ...]] = {
     "candidate": (*_SHARED, "candidate"),
-    "tester": (*_SHARED, "checks", "outputs", "remote", "tester"),
+    "tester": (*_SHARED, "remote", "tester"),
     "probe": ("seccomp", "limits", "probe"),
     "sandlock_launcher": ("ending", "sandlock_launcher"),
 }

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
+from ppo_cli.rewards.code.channel import MOST_TRUSTED, Link, decode, encode, take_over
 from ppo_cli.rewards.code.limits import confine
-from ppo_cli.rewards.code.link import MOST_TRUSTED, Link, take_over
-from ppo_cli.rewards.code.plain_data import decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import builtins
 
-from ppo_cli.rewards.code.link import Gone, Link
-from ppo_cli.rewards.code.plain_data import MOST_BYTES, Malformed, decode, encode
+from ppo_cli.rewards.code.channel import MOST_BYTES, Gone, Link, Malformed, decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

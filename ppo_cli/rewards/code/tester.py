@@ -1,21 +1,270 @@
 """The process that holds the tests. It asks the candidate, judges the answers, and reports.
 
 Runs inside a sandbox of its own. Its reports go to the trainer over a channel that the
-candidate's process does not have, each with the nonce that came with the job.
-"""
+candidate's process does not have, each with the nonce that came with the job."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import os
 import sys
 
-from ppo_cli.rewards.code.checks import RECORD, Checks, free_names, record_asserts, used_modules
+from ppo_cli.rewards.code.channel import (
+    MOST_BYTES,
+    MOST_TRUSTED,
+    Gone,
+    Link,
+    decode,
+    encode,
+    no_numbers,
+    no_objects,
+    take_over,
+)
 from ppo_cli.rewards.code.limits import confine
-from ppo_cli.rewards.code.link import MOST_TRUSTED, Gone, Link, take_over
-from ppo_cli.rewards.code.outputs import same_output, same_value
-from ppo_cli.rewards.code.plain_data import MOST_BYTES, decode, encode, no_numbers, no_objects
 from ppo_cli.rewards.code.remote import Peer, Remote, RowFault
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+CLOSE = 1e-6
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Compare line by line without spaces at the ends, then word by word with decimals near."""
+    left, right = _lines(printed), _lines(expected)
+    if left == right:
+        return True
+    if len(left) != len(right):
+        return False
+    pairs = zip((line.split() for line in left), (line.split() for line in right), strict=True)
+    return all(len(a) == len(b) and all(map(_same_word, a, b)) for a, b in pairs)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    one, other = _number(word), _number(expected)
+    if one is None or other is None or not ("." in word or "." in expected):
+        return False
+    return _close(one, other)
+
+
+def _number(word: str) -> int | float | None:
+    if not word or not set(word) <= set("0123456789+-.eE") or len(word) > 400:
+        return None
+    try:
+        number = float(word) if set(word) & set(".eE") else int(word)
+    except ValueError:
+        return None
+    return number if _is_finite(number) else None
+
+
+def _is_finite(number: float) -> bool:
+    # An integer may be too long for math.isfinite.
+    return abs(number) <= sys.float_info.max
+
+
+def _close(value: float, expected: float) -> bool:
+    """Compare within a tolerance that what was expected sets.
+
+    A whole number leaves room for rounding errors only, or an estimate would pass for a count.
+    What is not finite equals itself.
+    """
+    if value == expected or (value != value and expected != expected):
+        return True
+    if type(expected) is int:
+        # Beyond, neighbours are the same float.
+        return abs(expected) < 2**53 and abs(value - expected) <= CLOSE
+    if not (_is_finite(value) and _is_finite(expected)):
+        return False
+    return abs(value - expected) <= CLOSE * max(1.0, abs(expected))
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Compare as JSON would: tuples are lists, decimals may be near; one result may be wrapped."""
+    if _same(value, expected):
+        return True
+    return type(expected) is list and len(expected) == 1 and _same(value, expected[0])
+
+
+def _same(value: Any, expected: Any) -> bool:
+    if type(value) in (list, tuple) and type(expected) in (list, tuple):
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(_same(a, b) for a, b in pairs)
+    if type(value) is dict and type(expected) is dict:
+        named = {str(key): item for key, item in value.items()}
+        wanted = {str(key): item for key, item in expected.items()}
+        # Keys that are different and read the same stay two.
+        return (
+            len(value) == len(wanted) == len(named)
+            and named.keys() == wanted.keys()
+            and all(_same(named[k], wanted[k]) for k in named)
+        )
+    if float in (type(value), type(expected)) and {type(value), type(expected)} <= {int, float}:
+        return _close(value, expected)
+    return type(value) is type(expected) and bool(value == expected)
+
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+RECORD = "__checks__"
+LONGEST_SOURCE = 160
+
+
+class Checks:
+    """What became of every test."""
+
+    def __init__(self) -> None:
+        self.sources: list[ast.AST] = []
+        self.passed: list[bool | None] = []
+        self.first = ""
+        self.broken = 0
+
+    def add(self, source: ast.AST) -> int:
+        """Take one more test; returns its number."""
+        self.sources.append(source)
+        self.passed.append(None)
+        return len(self.passed) - 1
+
+    def check(self, number: int, value: Any) -> None:
+        """Record what an assert has found."""
+        if value if type(value) is bool else bool(value):
+            self.passed[number] = self.passed[number] is not False
+        else:
+            self.fail(number, "AssertionError")
+
+    def caught(self, number: int) -> None:
+        """Record the exception that is being handled."""
+        self.fail(number, _told(sys.exc_info()[1]))
+
+    def fail(self, number: int, what: str) -> None:
+        """Record a failure; the first is told."""
+        self.passed[number] = False
+        self.first = self.first or f"{what} at `{_shown(self.sources[number])}`"
+
+    def abort(self, since: int, error: BaseException) -> None:
+        """Record that a text of tests ended early: what it has not reached has failed."""
+        self.first = self.first or f"{_told(error)} outside the asserts"
+        open_ones = [n for n in range(since, len(self.passed)) if self.passed[n] is None]
+        for number in open_ones:
+            self.passed[number] = False
+        self.broken += not open_ones
+
+    def finish(self, since: int) -> None:
+        """Record that a text of tests ran to its end; without asserts it is one test itself."""
+        mine = self.passed[since:]
+        if not mine:
+            self.passed.append(True)
+        elif all(one is None for one in mine):
+            self.first = self.first or "no assert was reached"
+            self.passed[since:] = [False] * len(mine)
+
+    def count(self) -> tuple[int, int]:
+        """Return how many tests passed, of how many that ran or should have."""
+        ran = [one for one in self.passed if one is not None]
+        return sum(ran), len(ran) + self.broken
+
+
+def _told(error: BaseException | None) -> str:
+    try:
+        text = " ".join(str(error).split())[:200]
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _shown(source: ast.AST) -> str:
+    text = " ".join(ast.unparse(source).split())
+    return text if len(text) <= LONGEST_SOURCE else f"{text[: LONGEST_SOURCE - 3]}..."
+
+
+class _Recorder(ast.NodeTransformer):
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        if isinstance(node.test, ast.Constant) and node.test.value:
+            return ast.copy_location(ast.Pass(), node)
+        number = self.checks.add(node)
+        return self.guard(number, [_call("check", number, node.test)], node)
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        asserts = any(isinstance(one, ast.Assert) for part in node.body for one in ast.walk(part))
+        if not node.handlers or not asserts:
+            return self.generic_visit(node)
+        number = self.checks.add(node)
+        passed = _call("check", number, ast.Constant(True))
+        return self.guard(number, [node, passed], node)
+
+    def guard(self, number: int, body: list[ast.stmt], place: ast.stmt) -> ast.Try:
+        """Wrap statements so that what they raise becomes a failed test."""
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [])
+        handler.body = [_call("caught", number)]
+        guarded = ast.Try(body, [handler], [], [])
+        return ast.fix_missing_locations(ast.copy_location(guarded, place))
+
+
+def _call(method: str, number: int, *values: ast.expr) -> ast.Expr:
+    target = ast.Attribute(ast.Name(RECORD, ast.Load()), method, ast.Load())
+    return ast.Expr(ast.Call(target, [ast.Constant(number), *values], []))
+
+
+def record_asserts(tree: ast.Module, checks: Checks) -> ast.Module:
+    """Rewrite the asserts of a module into recorded ones."""
+    _Recorder(checks).visit(tree)
+    return ast.fix_missing_locations(tree)
+
+
+def free_names(trees: list[ast.Module]) -> list[str]:
+    """Return the names that the tests want of the response.
+
+    A response must not compute for the tests. So a builtin counts only where it is the one
+    thing that they call (some tasks ask for a function named `sum`), and a name that is only
+    ever followed by a dot (`np.allclose`) does not count at all.
+    """
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    loaded = {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in bases
+    }
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    defined = _defined(nodes)
+    own = sorted(name for name in loaded - defined if not hasattr(builtins, name))
+    return own or (sorted(called - defined) if len(called - defined) == 1 else [])
+
+
+def used_modules(trees: list[ast.Module]) -> list[str]:
+    """Return the standard modules that the tests use as such without importing them."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    owners = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+    return sorted((bases & sys.stdlib_module_names) - _defined(nodes))
+
+
+def _defined(nodes: list[ast.AST]) -> set[str]:
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).split(".")[0])
+    return found
+
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

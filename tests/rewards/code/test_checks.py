@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from ppo_cli.rewards.code.checks import (
+from ppo_cli.rewards.code.tester import (
     LONGEST_SOURCE,
     RECORD,
     Checks,

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.rewards.code.boot import ENVIRONMENT, interpreter
+from ppo_cli.rewards.code.check import Check
 from ppo_cli.rewards.code.ending import end_process
-from ppo_cli.rewards.code.forked import Forked
-from ppo_cli.rewards.code.running import Check
-from ppo_cli.rewards.code.sandboxes import Sandbox
+from ppo_cli.rewards.code.sandboxes import Forked, Sandbox
 from ppo_cli.rewards.returned import Returned
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +26,7 @@ TRAINER = """
 import sys, time
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import boot
-from ppo_cli.rewards.code.code_pool import CodePool
+from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.worker import Call
 boot.ENVIRONMENT["PPO_TEST_TOKEN"] = sys.argv[1]
 pool = CodePool(Code(sandbox="sandlock", timeout=60), size=2)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.code.outputs import same_output, same_value
 from ppo_cli.rewards.code.sandboxes import Sandbox
+from ppo_cli.rewards.code.tester import same_output, same_value
 
 INF, NAN = float("inf"), float("nan")
 FINITE = [0, 1, 42, -7, 10**30, 0.5, 1e308, -1e-9, [1, 2, 3], [[1.5], 2], {"a": 1.0}, "5", True]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from ppo_cli.rewards.code.plain_data import (
+from ppo_cli.rewards.code.channel import (
     Malformed,
     Unfit,
     decode,

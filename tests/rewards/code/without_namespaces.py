@@ -15,8 +15,8 @@ from attacks import read_attacks
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import seccomp
+from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.choosing import find_fault
-from ppo_cli.rewards.code.code_pool import CodePool
 from ppo_cli.rewards.code.sandboxes import Sandlock
 from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.worker import Call
