@@ -33,7 +33,7 @@ from ppo_cli.fitting.samples import (
 from ppo_cli.fitting.settings import FitSettings, choose_lr
 from ppo_cli.fitting.training import Figures, Stepped, Trainer, batches, measure, steps_of
 from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.local_model.base import LoadedModel
+from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.signals import StopOnSignal
 
 RECORD_FILE = "fit.json"

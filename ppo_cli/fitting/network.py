@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import DAMAGED, DROPOUT_FIELDS, load_tokenizer
 from ppo_cli.errors import ModelError, did_you_mean
-from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, Scores
-from ppo_cli.rewards.local_model.lengths import hard_limit
+from ppo_cli.rewards.local.base import Encoded, LoadedModel, Scores
+from ppo_cli.rewards.local.load import hard_limit
 
 TRANSCRIPT = (
     "{%- for message in messages -%}"

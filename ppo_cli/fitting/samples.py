@@ -9,9 +9,8 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, RewardError
 from ppo_cli.fitting.preferences import Pair, count
 from ppo_cli.report.tracker import Advance
-from ppo_cli.rewards.local_model.base import Encoded, Format, LoadedModel
-from ppo_cli.rewards.local_model.formats import format_for
-from ppo_cli.rewards.local_model.plain_text import ControlToken
+from ppo_cli.rewards.local.base import Encoded, Format, LoadedModel
+from ppo_cli.rewards.local.formats import ControlToken, format_for
 
 NO_LIMIT = 10**9
 

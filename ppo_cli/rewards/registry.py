@@ -77,7 +77,7 @@ def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
     if (settings.path or "").startswith(("http://", "https://")):
         return ServedModelReward(settings, name=name)
     # torch comes with it, which a judge or a rule does without
-    from ppo_cli.rewards.local_model.reward import LocalModelReward
+    from ppo_cli.rewards.local.reward import LocalModelReward
 
     return LocalModelReward(settings, name=name, host=host)
 

@@ -18,8 +18,8 @@ from ppo_cli.errors import DataError, Interrupted
 from ppo_cli.fitting.fit import fit
 from ppo_cli.fitting.settings import FitSettings, Recipe
 from ppo_cli.report.tracker import SilentScreen
-from ppo_cli.rewards.local_model.formats import format_for
-from ppo_cli.rewards.local_model.load import load_reward_model
+from ppo_cli.rewards.local.formats import format_for
+from ppo_cli.rewards.local.load import load_reward_model
 
 WriteSums = Callable[[int], str]
 

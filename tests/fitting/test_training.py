@@ -15,7 +15,7 @@ from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.fitting.samples import EncodedPair
 from ppo_cli.fitting.settings import Recipe, choose_lr
 from ppo_cli.fitting.training import PairBudget, Trainer, batches, pair_losses, steps_of
-from ppo_cli.rewards.local_model.base import Encoded
+from ppo_cli.rewards.local.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 

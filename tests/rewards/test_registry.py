@@ -15,8 +15,7 @@ from ppo_cli.records import Rollout
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.composite import CompositeReward
 from ppo_cli.rewards.hosting import Factory, Host
-from ppo_cli.rewards.local_model.reward import LocalModelReward
-from ppo_cli.rewards.local_model.scoring import ModelScorer
+from ppo_cli.rewards.local.reward import LocalModelReward, ModelScorer
 from ppo_cli.rewards.registry import build_reward
 
 Build = Callable[..., Reward]

@@ -15,7 +15,7 @@ from typing import Any
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Message, Prompt
-from ppo_cli.rewards.local_model.conversation import Choice, question_of
+from ppo_cli.rewards.local.formats import Choice, question_of
 from ppo_cli.rewards.served_model.exchange import Sample
 from ppo_cli.rewards.served_model.plain_text import begins_with_bos, neutralise
 
@@ -86,8 +86,8 @@ class Writer:
         )  # fmt: skip
 
     def _encoded(self, messages: tuple[Message, ...], response: str) -> tuple[int, ...]:
-        from ppo_cli.rewards.local_model.base import TooLong
-        from ppo_cli.rewards.local_model.plain_text import ControlToken
+        from ppo_cli.rewards.local.base import TooLong
+        from ppo_cli.rewards.local.formats import ControlToken
 
         try:
             ids: tuple[int, ...] = self._format.encode(messages, response).ids
@@ -138,7 +138,7 @@ def _refuse(when: bool, keys: str, why: str) -> None:
 
 def _local_format(settings: ModelReward) -> Any:
     """The format of sequence classifiers with the tokenizer that was named; it needs no model."""
-    from ppo_cli.rewards.local_model.served_format import served_format
+    from ppo_cli.rewards.local.formats import served_format
 
     return served_format(settings)
 

@@ -21,7 +21,7 @@ from tokenizers import (
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from ppo_cli.rewards.local_model.base import LoadedModel, Scores
+from ppo_cli.rewards.local.base import LoadedModel, Scores
 
 CORPUS = [
     "What is the capital of France? The capital of France is Paris. How can I boil an egg?",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, Scores
-from ppo_cli.rewards.local_model.batches import (
+from ppo_cli.rewards.local.base import Encoded, LoadedModel, Scores
+from ppo_cli.rewards.local.batching import (
     Budget,
     Work,
     body_dtype,

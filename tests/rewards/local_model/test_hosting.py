@@ -22,8 +22,8 @@ from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.composite import BuiltPart, CompositeReward
 from ppo_cli.rewards.hosting import Factory, Host, InProcess, in_process
-from ppo_cli.rewards.local_model.base import LoadedModel, Scores
-from ppo_cli.rewards.local_model.reward import LocalModelReward
+from ppo_cli.rewards.local.base import LoadedModel, Scores
+from ppo_cli.rewards.local.reward import LocalModelReward
 from tests.rewards.local_model.spawned import Spawned
 from tests.rewards.local_model.twins import armorm_twin
 

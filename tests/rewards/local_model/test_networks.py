@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.rewards.local_model.base import LoadedModel
-from ppo_cli.rewards.local_model.load import load_reward_model
+from ppo_cli.rewards.local.base import LoadedModel
+from ppo_cli.rewards.local.load import load_reward_model
 from tests.rewards.local_model import straight as plain
 from tests.rewards.local_model import twins
 from tests.rewards.local_model.twin_tokenizers import llama3_tokenizer

@@ -12,11 +12,11 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.rewards.local_model import hub
-from ppo_cli.rewards.local_model.armorm import OBJECTIVES, find_last
-from ppo_cli.rewards.local_model.base import LoadedModel
-from ppo_cli.rewards.local_model.body import pack_left
-from ppo_cli.rewards.local_model.load import load_reward_model
+from ppo_cli.rewards.local import checkpoint
+from ppo_cli.rewards.local.base import LoadedModel
+from ppo_cli.rewards.local.checkpoint import pack_left
+from ppo_cli.rewards.local.heads import OBJECTIVES, find_last
+from ppo_cli.rewards.local.load import load_reward_model
 from tests.rewards.local_model import twins
 from tests.rewards.local_model.straight import armorm
 
@@ -155,7 +155,7 @@ def test_weights_are_fetched_in_one_format_and_code_is_not(
             shutil.copy(there / file, here / file)
         return str(here)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    assert hub.fetch("someone/rm", "v2") == here
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    assert checkpoint.fetch("someone/rm", "v2") == here
     assert {p.suffix for p in here.iterdir()} - {".json", ".jinja"} == fetched
     assert load(here).adapter == "starling"

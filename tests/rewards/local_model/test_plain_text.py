@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.local_model.plain_text import MARKS, ControlToken, PlainText
+from ppo_cli.rewards.local.formats import MARKS, ControlToken, PlainText
 from tests.rewards.local_model.twin_tokenizers import Odd
 
 FRAGMENTS = (

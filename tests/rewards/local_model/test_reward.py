@@ -18,8 +18,8 @@ from torch import Tensor
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.local_model.base import LoadedModel, Scores
-from ppo_cli.rewards.local_model.reward import LocalModelReward
+from ppo_cli.rewards.local.base import LoadedModel, Scores
+from ppo_cli.rewards.local.reward import LocalModelReward
 from tests.rewards.local_model.twins import armorm_twin, deberta_twin, starling_twin
 
 Make = Callable[..., LoadedModel]

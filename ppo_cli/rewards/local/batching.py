@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, Scores
+from ppo_cli.rewards.local.base import Encoded, LoadedModel, Scores
 
 
 @dataclass(frozen=True)

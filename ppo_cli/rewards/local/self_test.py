@@ -10,10 +10,9 @@ import torch
 
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Message, Prompt
-from ppo_cli.rewards.local_model.base import Encoded, LoadedModel, TooLong
-from ppo_cli.rewards.local_model.batches import Budget, Row, Work, body_dtype, score_batches
-from ppo_cli.rewards.local_model.formats import CountingFormat
-from ppo_cli.rewards.local_model.plain_text import ControlToken
+from ppo_cli.rewards.local.base import Encoded, LoadedModel, TooLong
+from ppo_cli.rewards.local.batching import Budget, Row, Work, body_dtype, score_batches
+from ppo_cli.rewards.local.formats import ControlToken, CountingFormat
 
 ROWS = 16  # pairs made of the run's own rows
 SHORT = 200  # characters of a ground truth that could be an answer

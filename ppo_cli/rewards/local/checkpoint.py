@@ -1,0 +1,323 @@
+"""Checkpoints of reward models: found here or on the hub, read by tensor name."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.utils import logging as transformers_logging
+
+from ppo_cli.config.known_models import SAFETENSORS, has_weights, weight_files
+from ppo_cli.errors import ModelError
+
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+FORMATS = ("*.safetensors", "*.bin", "*.pt")
+# Copies for other programs and states of a training run lie in folders of their own.
+ELSEWHERE = ("*/*", "optimizer*", "scheduler*", "training_args*", "rng_state*")
+
+
+def fetch(name: str, revision: str | None) -> Path:
+    """Download (or find in the cache) a hub model; the folder of its snapshot comes back."""
+    for pattern in FORMATS:
+        try:
+            folder = Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    allow_patterns=[*SMALL, pattern],
+                    ignore_patterns=list(ELSEWHERE),
+                )
+            )
+        except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+            raise ModelError(_message(name, revision, error)) from error
+        if has_weights(folder):  # an index may come without the shards that it lists
+            return folder
+    raise ModelError(f"The hub's {name} holds no weights (*.safetensors, *.bin or *.pt).")
+
+
+def _message(name: str, revision: str | None, error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")
+    at = f" at revision {revision}" if revision else ""
+    return (
+        f"The reward model {name}{at} could not be loaded: there is no such folder here, and the "
+        f"hub did not give it ({first}). Give a local folder with --reward_model, or check the "
+        "name and the connection."
+    )
+
+
+# What checkpoints carry beside the weights that a reward model needs: the language model's output
+# layer, tables that are computed anyway, heads of an encoder's pretraining.
+SPARE = (
+    "lm_head.", "embed_out.", "cls.predictions.", "cls.seq_relationship.", "lm_predictions.",
+    "mask_predictions.", "position_embeddings._weight", "word_embeddings._weight",
+    "rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", "embeddings.position_ids",
+    "embeddings.token_type_ids", ".attn.bias", ".attn.masked_bias", ".attention.bias",
+    ".attention.masked_bias",
+)  # fmt: skip
+_BUFFERS = tuple(spare for spare in SPARE if not spare.endswith("."))
+
+
+class Checkpoint:
+    """All tensors of a folder by name; a file is mapped, and a tensor read when it is wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._where: dict[str, Any] = {}  # name -> open safetensors file, or the tensor itself
+        self._used: set[str] = set()
+        for file in weight_files(folder):
+            self._open(file)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._where)
+
+    def starting_with(self, *prefixes: str) -> list[str]:
+        """Sorted names that begin with one of the prefixes."""
+        return sorted(name for name in self._where if name.startswith(prefixes))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        source = self._where[name]
+        slice_ = source if isinstance(source, Tensor) else source.get_slice(name)
+        return tuple(slice_.shape if isinstance(slice_, Tensor) else slice_.get_shape())
+
+    def lazy(self, name: str) -> Any:
+        """A tensor, or safetensors' slice of it that is read when transformers asks."""
+        self._used.add(name)
+        source = self._where[name]
+        return source if isinstance(source, Tensor) else source.get_slice(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor that is read now."""
+        self._used.add(name)
+        source = self._where[name]
+        return source if isinstance(source, Tensor) else source.get_tensor(name)
+
+    def head(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors of a head in float32; all must be there, for a head is never drawn at random."""
+        wanted = list(names)
+        missing = [name for name in wanted if name not in self._where]
+        if missing:
+            raise ModelError(
+                f"{self.folder} lacks {listed(missing)} of its reward head: its scores would come "
+                "from random weights. Fetch the whole checkpoint, or another one."
+            )
+        return {name: self.tensor(name).float() for name in wanted}
+
+    def spare(self, names: Iterable[str]) -> None:
+        """Mark tensors that are known to be of no use here, such as a second copy of the body."""
+        self._used.update(names)
+
+    def check_all_used(self, adapter: str) -> None:
+        """Refuse a checkpoint that holds more than the network could take up."""
+        left = sorted(name for name in self._where if name not in self._used and not is_spare(name))
+        if left:
+            raise ModelError(
+                f"{self.folder} holds {listed(left)}, for which the adapter {adapter} has no use: "
+                "its scores would not be this model's. Choose another with "
+                "--reward_model_adapter, or save the checkpoint without them."
+            )
+
+    def _open(self, file: Path) -> None:
+        try:
+            if file.suffix == SAFETENSORS:
+                opened = safe_open(file, framework="pt")
+                names = opened.keys()  # type: ignore[no-untyped-call]
+                self._where.update(dict.fromkeys(names, opened))
+            else:
+                self._where.update(_state_dict(file))
+        except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
+            raise ModelError(f"{file} does not load: {_first_line(error)}.") from error
+        except pickle.UnpicklingError as error:
+            raise ModelError(
+                f"{file} holds more than weights, and running what is in it is not safe: "
+                "save it as safetensors."
+            ) from error
+
+
+def is_spare(name: str) -> bool:
+    """Whether a tensor is one that reward models do without."""
+    return name.endswith(_BUFFERS) or any(
+        name.startswith(spare) or f".{spare}" in name for spare in SPARE if spare.endswith(".")
+    )
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """Name a few, and count the rest."""
+    every = sorted(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def _state_dict(file: Path) -> dict[str, Tensor]:
+    """Tensors of a file of torch.save, mapped where its layout allows it."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # the older layout cannot be mapped
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
+    inner = [value for value in loaded.values() if isinstance(value, dict)]
+    if len(inner) == 1 and not any(isinstance(value, Tensor) for value in loaded.values()):
+        loaded = inner[0]  # {"model": {...}}, as some trainers save it
+    return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")
+
+
+# Its bars and advice would break into our own progress; what matters comes as an error.
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+
+
+def load_body(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    prefer: tuple[str, ...] = (),
+    embedding: str | None = None,
+) -> nn.Module:
+    """Load the bare transformer; `prefer` orders prefixes where it lies there more than once."""
+    with torch.device("meta"):
+        bare = AutoModel.from_config(config, trust_remote_code=False)
+    embedding = embedding or _embedding_name(bare)
+    prefixes = [
+        name.removesuffix(embedding)
+        for name in checkpoint.names
+        if name == embedding or name.endswith("." + embedding)
+    ]
+    if not prefixes:
+        raise ModelError(
+            f"{checkpoint.folder} lacks {embedding} under any prefix: it does not hold the "
+            f"{type(bare).__name__} that its config.json speaks of."
+        )
+    order = {prefix: place for place, prefix in enumerate(prefer)}
+    prefixes.sort(key=lambda prefix: (order.get(prefix, len(order)), len(prefix), prefix))
+    prefix = prefixes[0]
+    _spare_copies(checkpoint, prefix, prefixes[1:])
+    weights = {
+        name.removeprefix(prefix): checkpoint.lazy(name)
+        for name in _under(checkpoint, prefix, bare)
+    }
+    body: nn.Module = load_module(type(bare), checkpoint, config, weights, dtype, prefix)
+    return body
+
+
+def load_module(
+    kind: Any,
+    checkpoint: Checkpoint,
+    config: Any,
+    weights: dict[str, Any],
+    dtype: torch.dtype,
+    prefix: str = "",
+) -> Any:
+    """Fill a transformers module with `weights`; nothing may be missing, left over or misshapen."""
+    model, info = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    folder = checkpoint.folder
+    if missing := info["missing_keys"]:
+        raise ModelError(
+            f"{folder} lacks {listed(prefix + name for name in missing)}: fetch the whole "
+            "checkpoint."
+        )
+    if mismatched := info["mismatched_keys"]:
+        name, found, needed = sorted(mismatched)[0]
+        raise ModelError(
+            f"{folder}: {prefix}{name} has the shape {list(found)}, and its config.json asks for "
+            f"{list(needed)} ({len(mismatched)} such): config and weights are not of one model."
+        )
+    if left := info["unexpected_keys"]:
+        raise ModelError(
+            f"{folder} holds {listed(prefix + name for name in left)}, which its config.json has "
+            "no place for: config and weights are not of one model."
+        )
+    return freeze(model)
+
+
+def freeze(module: Any) -> Any:
+    """Evaluation only: no dropout, no gradients."""
+    return module.eval().requires_grad_(False)
+
+
+def pack_left(
+    ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Move what the mask lets through to the left of each row; what follows is hidden from it."""
+    mask_BL = mask_BL.bool()
+    if bool((mask_BL.sum(-1) == 0).any()):
+        raise ValueError("a sample without a token cannot be scored")
+    order_BL = (~mask_BL).int().argsort(dim=-1, stable=True)
+    longest = int(mask_BL.sum(-1).max())
+    order_BL = order_BL[:, :longest]
+    packed_BL = mask_BL.gather(-1, order_BL)
+    types_BL = None if type_ids_BL is None else type_ids_BL.gather(-1, order_BL)
+    return ids_BL.gather(-1, order_BL), packed_BL, types_BL
+
+
+def last_BH(hidden_BLH: Tensor, mask_BL: Tensor) -> Tensor:
+    """Hidden state at the last token of each left-packed row, in float32."""
+    rows = torch.arange(len(mask_BL), device=mask_BL.device)
+    return hidden_BLH[rows, mask_BL.sum(-1) - 1].float()
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], folder: object) -> None:
+    """Refuse a head whose weights are not numbers."""
+    for name, tensor in tensors:
+        if not math.isfinite(float(tensor.float().abs().sum())):
+            raise ModelError(f"{folder}: {name} holds values that are not finite: it is damaged.")
+
+
+def _embedding_name(bare: nn.Module) -> str:
+    """Name of the token embedding's weight inside the bare transformer."""
+    embedding = bare.get_input_embeddings()  # type: ignore[operator]
+    return next(f"{name}.weight" for name, module in bare.named_modules() if module is embedding)
+
+
+def _under(checkpoint: Checkpoint, prefix: str, bare: nn.Module) -> list[str]:
+    """Names of the body: by the prefix, or without one by the body's own first words."""
+    own = set(bare.state_dict())
+    stems = (prefix,) if prefix else tuple({name.split(".")[0] + "." for name in own})
+    return [
+        name
+        for name in checkpoint.starting_with(*stems)
+        if name.removeprefix(prefix) in own or not is_spare(name)
+    ]
+
+
+def _spare_copies(checkpoint: Checkpoint, prefix: str, others: list[str]) -> None:
+    """Some classes save their body under two names; the copies must be the same.
+
+    Compared are the vectors (norms, biases): they are small, and two bodies differ in them.
+    """
+    for other in others:
+        for name in checkpoint.starting_with(other) if other else []:
+            twin = prefix + name.removeprefix(other)
+            if twin not in checkpoint.names:
+                continue
+            checkpoint.spare([name])
+            if len(checkpoint.shape(twin)) == 1 and not torch.equal(
+                checkpoint.tensor(twin), checkpoint.tensor(name)
+            ):
+                raise ModelError(
+                    f"{checkpoint.folder}: {twin} and {name} should be copies of each other and "
+                    "differ, so nobody can say which body belongs to the head."
+                )

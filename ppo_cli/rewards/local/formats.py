@@ -1,0 +1,576 @@
+"""The formats of reward models: how a conversation becomes tokens or text.
+
+The adapter decides, and `reward.model.template` before it. In text, only the template's own
+control words may become control tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.errors import ModelError, RewardError
+from ppo_cli.records import Message
+from ppo_cli.rewards.local.base import Encoded, Format, LoadedModel, Network, TooLong
+
+SYSTEM_ROLES = ("system", "developer")
+SPEAKERS = {"user": "Human", "assistant": "Assistant"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is shown: system messages or not, all turns or only the last question."""
+
+    system_prompt: Literal["keep", "drop"] = "keep"
+    turns: Literal["all", "last"] = "all"
+
+    def of(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return the messages that are shown."""
+        system = tuple(m for m in messages if m["role"] in SYSTEM_ROLES)
+        if self.turns == "last":
+            asked = [m for m in messages if m["role"] == "user"] or list(messages)
+            return (*(system if self.system_prompt == "keep" else ()), *asked[-1:])
+        if self.system_prompt == "drop":
+            return tuple(m for m in messages if m["role"] not in SYSTEM_ROLES)
+        return tuple(messages)
+
+
+def with_contents(messages: Sequence[Message], contents: Sequence[str]) -> list[Message]:
+    """Return the messages with other contents."""
+    return [{**m, "content": text} for m, text in zip(messages, contents, strict=True)]
+
+
+def later_turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the conversation without its oldest turn, its two oldest … down to the last.
+
+    System messages stay, and what is left begins with a user's message.
+    """
+    turns = [i for i, m in enumerate(messages) if m["role"] not in SYSTEM_ROLES]
+    for first in turns[1:]:
+        if messages[first]["role"] == "user":
+            yield [m for i, m in enumerate(messages) if i >= first or m["role"] in SYSTEM_ROLES]
+
+
+def question_of(messages: Sequence[Message]) -> str:
+    """Write a conversation as one question, for models that know only question and answer.
+
+    A single message stands as it is. Several turns are named as in HH-RLHF; a system message
+    stands in front without a name.
+    """
+    system = [str(m["content"]) for m in messages if m["role"] in SYSTEM_ROLES]
+    turns = [m for m in messages if m["role"] not in SYSTEM_ROLES]
+    if len(turns) == 1:
+        return "\n\n".join([*system, str(turns[0]["content"])])
+    named = [f"{SPEAKERS.get(m['role'], m['role'])}: {m['content']}" for m in turns]
+    return "\n\n".join([*system, *named])
+
+
+MARKS = tuple(map(chr, range(0xE000, 0xE100)))  # Unicode's private use area
+REASONING = re.compile(r"</?\w*think\w*>")
+PROBES = ("hello", " hello", "\nhello", "(a) b", "Was 3 + 4 = 7?\n\n So it\tis. \n")
+
+
+class ControlToken(Exception):
+    """Text that this tokenizer turns into a control token however it is cut."""
+
+
+class PlainText:
+    """A tokenizer that knows which control words are meant.
+
+    `template_text` is a rendered template: added tokens in it that are not declared special
+    mark turns all the same. Reasoning marks belong to the text.
+    """
+
+    def __init__(self, tokenizer: Any, template_text: str = "") -> None:
+        self.tokenizer = tokenizer
+        self._ids = _control_words(tokenizer, template_text)
+        # An unknown character may stand in any text.
+        self._control_ids = frozenset(self._ids.values()) - {tokenizer.unk_token_id}
+        self._eats_before, self._eats_after = _eaters(tokenizer)
+        longest_first = sorted(self._ids, key=lambda word: (-len(word), word))
+        either = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._word = re.compile(either)
+        self._anywhere = re.compile(f"(?={either})")
+        self._anchor = next(
+            (w for w in longest_first if w not in self._eats_after and self.count(w) == 1), ""
+        )
+        self._borders_are_free = all(
+            self._behind_anchor(probe) == self._tokenise(probe) for probe in PROBES
+        )
+
+    def break_words(self, texts: Sequence[str]) -> tuple[list[str], str]:
+        """Put a mark into every control word of the texts; returns them and the mark.
+
+        The mark is empty where there was nothing to break.
+        """
+        if not any(self._word.search(text) for text in texts):
+            return list(texts), ""
+        written = set().union(*texts)
+        mark = next((mark for mark in MARKS if mark not in written), None)
+        if mark is None:
+            raise ControlToken("the sample uses up Unicode's private characters")
+        return [self._break(text, mark) for text in texts], mark
+
+    def encode(self, text: str, mark: str = "") -> tuple[int, ...]:
+        """Tokenise a rendered template whose contents went through `break_words`."""
+        if not mark:
+            ids = self._tokenise(text)
+            if self._controls(ids) == self.count(text):
+                return tuple(ids)
+        return self.encode_in_pieces(text, mark)
+
+    def encode_untrusted(self, text: str) -> tuple[int, ...]:
+        """Tokenise text that stands alone and has no control words of its own."""
+        (broken,), mark = self.break_words([text])
+        return self.encode(broken, mark)
+
+    def encode_in_pieces(self, text: str, mark: str = "") -> tuple[int, ...]:
+        """Tokenise control words and the text between them apart from each other."""
+        ids: list[int] = []
+        for between, word in self._split(text):
+            if between:
+                ids += self._without_controls(between, mark, at_start=not ids)
+            if word:
+                ids.append(self._ids[word])
+        return tuple(ids)
+
+    def check(self, text: str) -> None:
+        """Raise RewardError when pieces of harmless text give other ids than the whole."""
+        if self.encode_in_pieces(text) != tuple(self._tokenise(text)):
+            raise RewardError(
+                "The reward model's tokenizer reads a text in pieces differently from the whole, "
+                "so control tokens in responses could not be kept out. Take another "
+                "reward.model.tokenizer, a fast one (tokenizer.json) where there is one."
+            )
+
+    def count(self, text: str) -> int:
+        """Count the control words in a text that become control tokens."""
+        return sum(self._ids[word] in self._control_ids for word in self._word.findall(text))
+
+    def _break(self, text: str, mark: str) -> str:
+        parts, done = [], 0
+        for found in self._anywhere.finditer(text):
+            parts.append(text[done : found.start() + 1])
+            done = found.start() + 1
+        return mark.join([*parts, text[done:]])
+
+    def _split(self, text: str) -> Iterator[tuple[str, str]]:
+        """Pairs of a text and the control word behind it, the last one without a word."""
+        done, eaten = 0, False
+        for found in self._word.finditer(text):
+            word = found.group()
+            between = text[done : found.start()]
+            between = between.lstrip() if eaten else between
+            yield (between.rstrip() if word in self._eats_before else between), word
+            done, eaten = found.end(), word in self._eats_after
+        yield (text[done:].lstrip() if eaten else text[done:]), ""
+
+    def _without_controls(self, text: str, mark: str, *, at_start: bool) -> list[int]:
+        if self._borders_are_free:
+            whole = text.replace(mark, "") if mark else text
+            ids = self._tokenise(whole, split_special_tokens=True)
+            if not self._controls(ids):
+                return ids
+        ids = []
+        for piece in text.split(mark) if mark else [text]:
+            ids += self._piece(piece, at_start=at_start and not ids)
+        return ids
+
+    def _piece(self, text: str, *, at_start: bool) -> list[int]:
+        """Tokenise text without control words; cut in halves while one appears all the same.
+
+        A tokenizer that normalises (full-width letters, upper case) finds words that the text
+        does not hold letter by letter.
+        """
+        if not text:
+            return []
+        alone = at_start or self._borders_are_free
+        ids = self._tokenise(text) if alone else self._behind_anchor(text)
+        if not self._controls(ids):
+            return ids
+        if len(text) == 1:
+            raise ControlToken(f"{text!r} is a control token of the reward model's tokenizer")
+        half = len(text) // 2
+        first = self._piece(text[:half], at_start=at_start)
+        return first + self._piece(text[half:], at_start=False)
+
+    def _behind_anchor(self, text: str) -> list[int]:
+        """Tokenise text as it reads behind a control word, not at the beginning."""
+        ids = self._tokenise(self._anchor + text)
+        return ids[1:] if self._anchor else ids
+
+    def _controls(self, ids: Sequence[int]) -> int:
+        return sum(token in self._control_ids for token in ids)
+
+    def _tokenise(self, text: str, **options: Any) -> list[int]:
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        return [int(token) for token in found["input_ids"]]
+
+
+def _control_words(tokenizer: Any, template_text: str) -> dict[str, int]:
+    words = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False))
+    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        text = str(token)
+        marks_turns = text in template_text and not REASONING.fullmatch(text)
+        if token.special or marks_turns:
+            words[text] = int(token_id)
+    return {word: token for word, token in words.items() if len(word) > 1 and word.strip()}
+
+
+def _eaters(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Words that swallow the white space before them, and behind them."""
+    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    before = frozenset(str(token) for token in tokens if token.lstrip)
+    return before, frozenset(str(token) for token in tokens if token.rstrip)
+
+
+class TextFormat(ABC):
+    """A format whose sample is one text; `prompts_cut` counts the prompts that lost a part."""
+
+    def __init__(self, plain: PlainText, choice: Choice, max_length: int) -> None:
+        self.plain = plain
+        self.max_length = max_length
+        self.prompts_cut = 0
+        self._choice = choice
+        self._bos = plain.tokenizer.bos_token_id
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message], response: str) -> str:
+        """Write the sample as the text that the model was trained on."""
+
+    def encode(self, messages: Sequence[Message], response: str) -> Encoded:
+        """Encode one sample; raises TooLong."""
+        chosen = self._choice.of(messages)
+        ids = self.ids_of(chosen, response)
+        if len(ids) > self.max_length:
+            ids = self._cut(chosen, response)
+            self.prompts_cut += 1
+        return Encoded(ids)
+
+    def ids_of(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
+        """Token ids of a sample, whatever its length."""
+        contents = [str(message["content"]) for message in messages]
+        (*broken, answer), mark = self.plain.break_words([*contents, response])
+        text = self.render(with_contents(messages, broken), answer)
+        return self.finish(self.plain.encode(text, mark))
+
+    def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Leave one BOS where the template wrote several."""
+        while self._bos is not None and ids[:2] == (self._bos, self._bos):
+            ids = ids[1:]
+        return ids
+
+    def _cut(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
+        for fewer in later_turns(messages):
+            ids = self.ids_of(fewer, response)
+            if len(ids) <= self.max_length:
+                return ids
+            messages = fewer
+        return self._cut_question(messages, response)
+
+    def _cut_question(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
+        """Take as few characters as possible off the beginning of the last question."""
+        question = str(messages[-1]["content"]) if messages else ""
+        self._check_response(messages, response)
+        low, high = 0, len(question)  # `high` fits
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._ids_from(messages, response, middle)) <= self.max_length:
+                high = middle
+            else:
+                low = middle + 1
+        return self._ids_from(messages, response, high)
+
+    def _ids_from(self, messages: Sequence[Message], response: str, start: int) -> tuple[int, ...]:
+        if not messages:
+            return self.ids_of(messages, response)
+        last = messages[-1]
+        shorter = {**last, "content": str(last["content"])[start:]}
+        return self.ids_of([*messages[:-1], shorter], response)
+
+    def _check_response(self, messages: Sequence[Message], response: str) -> None:
+        question: Any = messages[-1]["content"] if messages else ""
+        least = len(self._ids_from(messages, response, len(str(question))))
+        if least > self.max_length:
+            raise too_long(len(self.plain.encode_untrusted(response)), least, self.max_length)
+
+
+def too_long(response: int, sample: int, most: int) -> TooLong:
+    """Say that a response does not fit; `sample` is its length with the least around it."""
+    return TooLong(
+        f"response of {response} tokens ({sample} with what must stand around it), "
+        f"model reads {most}"
+    )
+
+
+QUESTION, ANSWER = "Is 17 a prime number?", "Yes: nothing but 1 and 17 divides it."
+
+
+class ChatFormat(TextFormat):
+    """The response as an assistant's message, without a generation prompt."""
+
+    def __init__(self, tokenizer: Any, choice: Choice, max_length: int, path: str) -> None:
+        if not tokenizer.chat_template:
+            raise RewardError(
+                f"The tokenizer of the reward model {path} has no chat template. Set "
+                "reward.model.template to the text that it was trained on, with {prompt} and "
+                "{response} in it, or reward.model.tokenizer to a tokenizer with a template."
+            )
+        self._path = path
+        self.tokenizer = tokenizer
+        sample = self.render([{"role": "user", "content": QUESTION}], ANSWER)
+        if QUESTION not in sample or ANSWER not in sample:
+            raise RewardError(
+                f"The chat template of the reward model {path} leaves out the question or the "
+                "response. Set reward.model.template to a text with {prompt} and {response}."
+            )
+        super().__init__(PlainText(tokenizer, sample), choice, max_length)
+        self.plain.check(sample)
+
+    def render(self, messages: Sequence[Message], response: str) -> str:
+        """Apply the chat template; raises RewardError when it refuses the conversation."""
+        conversation = [dict(message) for message in messages]
+        conversation.append({"role": "assistant", "content": response})
+        try:
+            return self._apply(conversation)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RewardError(self._refusal(conversation, error)) from error
+
+    def _apply(self, conversation: list[dict[str, Any]]) -> str:
+        text = self.tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=False
+        )
+        return str(text)
+
+    def _refusal(self, conversation: list[dict[str, Any]], error: Exception) -> str:
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        said = f"The chat template of the reward model {self._path} refuses a conversation: {told}."
+        rest = [m for m in conversation if m["role"] not in SYSTEM_ROLES]
+        if len(rest) == len(conversation):
+            roles = ", ".join(m["role"] for m in conversation)
+            return f"{said} Its roles are {roles}; reward.model.turns=last shows the last question."
+        try:
+            self._apply(rest)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return f"{said} It refuses it without the system message, too."
+        return f"{said} It takes no system message: set reward.model.system_prompt=drop."
+
+
+STARLING = "<s>[INST] {prompt} </s> [/INST] {response}</s>"
+PLACE = re.compile(r"\{(prompt|response)\}")
+
+
+class LiteralFormat(TextFormat):
+    """A text with {prompt} and {response}, each filled in once and never looked at again."""
+
+    def __init__(self, tokenizer: Any, template: str, choice: Choice, max_length: int) -> None:
+        self._template = template
+        sample = self._fill("a", "b")
+        super().__init__(PlainText(tokenizer, sample), choice, max_length)
+        self.plain.check(sample)
+
+    def render(self, messages: Sequence[Message], response: str) -> str:
+        """Put the question and the response into the text."""
+        return self._fill(question_of(messages), response)
+
+    def _fill(self, prompt: str, response: str) -> str:
+        values = {"prompt": prompt, "response": response}
+        return PLACE.sub(lambda place: values[place[1]], self._template)
+
+
+class StarlingFormat(LiteralFormat):
+    """The prompt that Starling-RM was trained on, its <s> and </s> as BOS and EOS.
+
+    It was trained with this text handed to the tokenizer as any other text, so Llama 2's puts
+    its own BOS before the <s> that is there; both stay.
+    """
+
+    def __init__(self, tokenizer: Any, choice: Choice, max_length: int) -> None:
+        self._before, self._behind = _around(tokenizer)
+        super().__init__(tokenizer, STARLING, choice, max_length)
+        ids = self.plain.encode(self._fill("a", "b"))
+        if ids[0] != tokenizer.bos_token_id or ids.count(tokenizer.eos_token_id) != 2:
+            raise RewardError(
+                "Starling's prompt begins with <s> and has two </s>, but this tokenizer does not "
+                "know them as its BOS and EOS. Set reward.model.tokenizer to that of Llama 2."
+            )
+
+    def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Put around the ids what the tokenizer puts around any text."""
+        return self._before + ids + self._behind
+
+
+class TemplateFormat(LiteralFormat):
+    """A template of the user's, with the BOS and EOS that the tokenizer puts around any text.
+
+    Those that the template has already are not put there twice.
+    """
+
+    def __init__(self, tokenizer: Any, template: str, choice: Choice, max_length: int) -> None:
+        if "{response}" not in template:
+            raise RewardError(
+                "reward.model.template has no {response}: it needs {prompt} and {response} where "
+                "the question and the response belong."
+            )
+        self._before, self._behind = _around(tokenizer)
+        super().__init__(tokenizer, template, choice, max_length)
+
+    def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Put the tokenizer's own BOS and EOS around the ids."""
+        ids = super().finish(ids)
+        if ids[: len(self._before)] != self._before:
+            ids = self._before + ids
+        if self._behind and ids[-len(self._behind) :] != self._behind:
+            ids += self._behind
+        return ids
+
+
+def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a")["input_ids"])
+    start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+    return tuple(full[:start]), tuple(full[start + len(bare) :])
+
+
+SAMPLES = (("a", "b"), ("Is 17 a prime number?", "Yes: nothing divides it. "), (" c\n", "d d"))
+
+Kinds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What stands around a pair, and the type ids of all five stretches."""
+
+    before: Kinds
+    between: Kinds
+    behind: Kinds
+    types: tuple[Kinds, int, Kinds, int, Kinds] | None
+
+    def join(self, question: Kinds, answer: Kinds) -> Encoded:
+        ids = self.before + question + self.between + answer + self.behind
+        if self.types is None:
+            return Encoded(ids)
+        before, of_question, between, of_answer, behind = self.types
+        spread = (of_question,) * len(question) + between + (of_answer,) * len(answer)
+        return Encoded(ids, before + spread + behind)
+
+
+class PairFormat:
+    """`tokenizer(question, answer)`, the question cut from the left where it is too long."""
+
+    def __init__(self, tokenizer: Any, choice: Choice, max_length: int) -> None:
+        self.plain = PlainText(tokenizer)
+        self.max_length = max_length
+        self.prompts_cut = 0
+        self._choice = choice
+        self._tokenizer = tokenizer
+        self._layout = self._find_layout()
+        for question, answer in SAMPLES:
+            self._check(question, answer)
+
+    def encode(self, messages: Sequence[Message], response: str) -> Encoded:
+        """Encode one sample; raises TooLong."""
+        question = self.plain.encode_untrusted(question_of(self._choice.of(messages)))
+        answer = self.plain.encode_untrusted(response)
+        least = len(self._layout.join((), answer).ids)
+        if least > self.max_length:
+            raise too_long(len(answer), least, self.max_length)
+        room = self.max_length - least
+        if len(question) > room:
+            question = question[len(question) - room :]
+            self.prompts_cut += 1
+        return self._layout.join(question, answer)
+
+    def _find_layout(self) -> _Layout:
+        first, second = (self.plain.encode_untrusted(text) for text in SAMPLES[0])
+        whole = self._tokenizer(*SAMPLES[0])
+        ids = tuple(whole["input_ids"])
+        one = _find(ids, first, 0)
+        two = _find(ids, second, one + len(first))
+        end = two + len(second)
+        types = _types(whole, (one, len(first), two, end))
+        return _Layout(ids[:one], ids[one + len(first) : two], ids[end:], types)
+
+    def _check(self, question: str, answer: str) -> None:
+        whole = self._tokenizer(question, answer)
+        ours = self._layout.join(
+            self.plain.encode_untrusted(question), self.plain.encode_untrusted(answer)
+        )
+        if ours.ids != tuple(whole["input_ids"]):
+            raise _unreadable()
+
+
+def _find(ids: Kinds, part: Kinds, start: int) -> int:
+    for place in range(start, len(ids) - len(part) + 1):
+        if ids[place : place + len(part)] == part:
+            return place
+    raise _unreadable()
+
+
+def _types(
+    whole: Mapping[str, Any], places: tuple[int, int, int, int]
+) -> tuple[Kinds, int, Kinds, int, Kinds] | None:
+    if "token_type_ids" not in whole:
+        return None
+    one, length, two, end = places
+    types = tuple(whole["token_type_ids"])
+    return types[:one], types[one], types[one + length : two], types[two], types[end:]
+
+
+def _unreadable() -> RewardError:
+    return RewardError(
+        "The reward model's tokenizer joins a question and an answer in a way that is not known "
+        "here. Set reward.model.template to a text with {prompt} and {response} instead."
+    )
+
+
+class CountingFormat(Format, Protocol):
+    """A format that counts the prompts that it had to cut."""
+
+    prompts_cut: int
+    max_length: int
+
+
+def format_for(loaded: LoadedModel, settings: ModelReward) -> CountingFormat:
+    """Return the format of a loaded model; raises RewardError when its tokenizer cannot do it."""
+    choice = Choice(settings.system_prompt, settings.turns)
+    most = min(settings.max_length or loaded.max_length, loaded.max_length)
+    if settings.template is not None:
+        return TemplateFormat(loaded.tokenizer, settings.template, choice, most)
+    if loaded.adapter == "pair":
+        return PairFormat(loaded.tokenizer, choice, most)
+    if loaded.adapter == "starling":
+        return StarlingFormat(loaded.tokenizer, choice, most)
+    return ChatFormat(loaded.tokenizer, choice, most, settings.path or "")
+
+
+NO_LIMIT = 2**30  # the server has its own
+
+
+def served_format(settings: ModelReward) -> TextFormat:
+    """Load `settings.tokenizer`, and write samples with its chat template or the user's."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        told = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")
+        raise ModelError(
+            f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load: {told}. "
+            "Give a folder, or a name on the hub."
+        ) from error
+    loaded = LoadedModel(
+        adapter="seqcls",
+        reason="it is served",
+        network=cast(Network, None),
+        tokenizer=tokenizer,
+        max_length=NO_LIMIT,
+        pad_token_id=0,
+    )
+    named = settings.model_copy(update={"path": settings.tokenizer})
+    return cast(TextFormat, format_for(loaded, named))

@@ -1,0 +1,428 @@
+"""ArmoRM: 19 objectives at the last token, weighed by a gate that reads the prompt.
+
+With h the hidden state at the last token and p the one where the prompt ends (the last
+`<|eot_id|>` before an assistant's header):
+    objectives r = R h,   gate g = s * softmax(MLP(p) / T),   score = sum_o g_o (r M)_o
+with R `regression_layer`, M `reward_transform_matrix`, s `gating.logit_scale`, T the temperature
+(arXiv:2406.12845). A sample without such a header has no gate: its score is NaN.
+
+Legend: B samples, L tokens, H hidden size, O objectives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.errors import ModelError
+from ppo_cli.rewards.local.base import Scores
+from ppo_cli.rewards.local.checkpoint import (
+    Checkpoint,
+    check_finite,
+    freeze,
+    is_spare,
+    last_BH,
+    load_body,
+    load_module,
+    pack_left,
+)
+
+
+class BodyAndHead(nn.Module):
+    """Both in one module, so that they move between devices together."""
+
+    def __init__(self, body: nn.Module, weight_OH: Tensor, bias_O: Tensor | None) -> None:
+        super().__init__()
+        self.body = body
+        self.weight = nn.Parameter(weight_OH)
+        self.bias = None if bias_O is None else nn.Parameter(bias_O)
+
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Outputs at the last token of left-packed rows, in float32."""
+        hidden_BLH = self.body(
+            input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False
+        ).last_hidden_state
+        return functional.linear(last_BH(hidden_BLH, mask_BL), self.weight, self.bias)
+
+
+class LastTokenNetwork:
+    """Scores by one row of the head, or by the weighted sum of its rows."""
+
+    def __init__(self, module: BodyAndHead, outputs: RowWeights) -> None:
+        self.module: nn.Module = freeze(module)
+        self._outputs = outputs
+
+    @torch.inference_mode()
+    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
+        """Score a padded batch; the body of a causal model knows no token types."""
+        device = next(self.module.parameters()).device
+        ids_BL, mask_BL, _ = pack_left(ids_BL.to(device), mask_BL.to(device))
+        return self._outputs.scores(self.module(ids_BL, mask_BL))
+
+
+class RowWeights:
+    """What the rows of a head are called, and how much each counts."""
+
+    def __init__(self, weights: Sequence[float], names: Sequence[str]) -> None:
+        self.weights = tuple(weights)
+        self.names = tuple(names)
+
+    def scores(self, output_BO: Tensor) -> Scores:
+        """Sum the rows by weight; several rows are shown by name beside the sum."""
+        if len(self.names) == 1 and self.weights == (1.0,):
+            return Scores(output_BO[:, 0])
+        weights_O = output_BO.new_tensor(self.weights)
+        each = {name: output_BO[:, row] for row, name in enumerate(self.names)}
+        return Scores((output_BO * weights_O).sum(-1), each if len(each) > 1 else {})
+
+
+def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) -> RowWeights:
+    """Settle how the rows of a head count; several need weights from the settings."""
+    if outputs and len(outputs) != rows:
+        raise ModelError(
+            f"reward.model.outputs holds {len(outputs)} weights, and the head of {path} has "
+            f"{rows} output{'s' if rows > 1 else ''}."
+        )
+    if rows > 1 and not outputs:
+        raise ModelError(
+            f"{path} has {rows} outputs; say how they count with reward.model.outputs="
+            f"[{','.join(['1', *['0'] * (rows - 1)])}] or other weights."
+        )
+    labels = getattr(config, "id2label", None) or {}
+    named = len(labels) == rows and len(set(labels.values())) == rows
+    names = [str(labels[i]) if named and i in labels else f"output_{i}" for i in range(rows)]
+    return RowWeights(outputs or (1.0,), names)
+
+
+def linear_head(
+    checkpoint: Checkpoint, stem: str, hidden: int, *, bias: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (O, H) and bias of a head; `bias` None takes one where the checkpoint has it."""
+    names = [f"{stem}.weight"]
+    if bias or (bias is None and f"{stem}.bias" in checkpoint.names):
+        names.append(f"{stem}.bias")
+    tensors = checkpoint.head(names)
+    check_finite(tensors.items(), checkpoint.folder)
+    weight_OH = tensors[names[0]]
+    if weight_OH.ndim != 2 or weight_OH.shape[1] != hidden:
+        raise ModelError(
+            f"{checkpoint.folder}: {names[0]} has the shape {list(weight_OH.shape)}, and the body "
+            f"gives {hidden} numbers a token: head and body are not of one model."
+        )
+    bias_O = tensors.get(f"{stem}.bias")
+    if bias_O is not None and bias_O.shape != weight_OH.shape[:1]:
+        raise ModelError(
+            f"{checkpoint.folder}: {stem}.bias has {len(bias_O)} numbers for "
+            f"{len(weight_OH)} outputs."
+        )
+    return weight_OH, bias_O
+
+
+def only_row(checkpoint: Checkpoint, stem: str, weight_OH: Tensor) -> None:
+    """A value head gives one number a token."""
+    if len(weight_OH) != 1:
+        raise ModelError(
+            f"{checkpoint.folder}: {stem}.weight has {len(weight_OH)} rows, and a value head has "
+            "one."
+        )
+
+
+SCORE_STEM = "score"
+
+
+def load_seqcls(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
+) -> LastTokenNetwork:
+    """Load body and `score`; a head of several rows needs weights for them."""
+    hidden = config.get_text_config().hidden_size
+    weight_OH, bias_O = linear_head(checkpoint, SCORE_STEM, hidden)
+    outputs = row_weights(checkpoint.folder, len(weight_OH), config, settings.outputs)
+    body = load_body(checkpoint, config, dtype)
+    return LastTokenNetwork(BodyAndHead(body, weight_OH, bias_O), outputs)
+
+
+STARLING_STEM = "v_head"
+BODIES = ("transformer.", "model.model.", "model.")
+
+
+def load_starling(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
+) -> LastTokenNetwork:
+    """Load the body that the head was trained on, and the head."""
+    weight_OH, bias_O = linear_head(checkpoint, STARLING_STEM, config.hidden_size, bias=False)
+    only_row(checkpoint, STARLING_STEM, weight_OH)
+    outputs = row_weights(checkpoint.folder, 1, config, settings.outputs)
+    body = load_body(checkpoint, config, dtype, prefer=BODIES)
+    return LastTokenNetwork(BodyAndHead(body, weight_OH, bias_O), outputs)
+
+
+STEMS = ("v_head.summary", "v_head", "value_head", "reward_head", "score", "classifier")
+
+
+def load_value_head(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
+) -> LastTokenNetwork:
+    """Load the body, under whatever prefix it lies, and its value head."""
+    stem = _stem(checkpoint)
+    hidden = config.get_text_config().hidden_size
+    weight_OH, bias_O = linear_head(checkpoint, stem, hidden, bias=_needs_bias(stem, config))
+    only_row(checkpoint, stem, weight_OH)
+    outputs = row_weights(checkpoint.folder, 1, config, settings.outputs)
+    body = load_body(checkpoint, config, dtype)
+    return LastTokenNetwork(BodyAndHead(body, weight_OH, bias_O), outputs)
+
+
+def _stem(checkpoint: Checkpoint) -> str:
+    for stem in STEMS:
+        if f"{stem}.weight" in checkpoint.names:
+            return stem
+    present = checkpoint.starting_with(*(f"{stem}." for stem in STEMS))
+    raise ModelError(
+        f"{checkpoint.folder} lacks the weight of its value head (it has {present}): fetch the "
+        "whole checkpoint."
+    )
+
+
+def _needs_bias(stem: str, config: Any) -> bool | None:
+    """Whether the head must have a bias: True, or None for `where there is one`."""
+    if stem == "v_head.summary":
+        return True
+    written_by = (getattr(config, "architectures", None) or [""])[0]
+    if stem == "score" and written_by.endswith("ForTokenClassification"):
+        return True if getattr(config, "token_classification_bias", True) else None
+    return None
+
+
+class EncoderNetwork:
+    """Scores by the class's own forward pass, on rows that begin with their first token."""
+
+    def __init__(self, module: Any, outputs: RowWeights) -> None:
+        self.module: nn.Module = freeze(module)
+        self._outputs = outputs
+        # A table of one type knows no second text; families without a table take no types.
+        self._takes_types = int(getattr(module.config, "type_vocab_size", 0) or 0) > 1
+
+    @torch.inference_mode()
+    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
+        """Score a padded batch; token types are used by the families that know them."""
+        device = next(self.module.parameters()).device
+        types_BL = None if type_ids_BL is None else type_ids_BL.to(device)
+        ids_BL, mask_BL, types_BL = pack_left(ids_BL.to(device), mask_BL.to(device), types_BL)
+        inputs = {"input_ids": ids_BL, "attention_mask": mask_BL.long()}
+        if types_BL is not None and self._takes_types:
+            inputs["token_type_ids"] = types_BL
+        return self._outputs.scores(self.module(**inputs).logits.float())
+
+
+def load_encoder(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
+) -> EncoderNetwork:
+    """Load an encoder's sequence classifier; its head comes from the checkpoint in float32."""
+    kind = _class_of(config, checkpoint)
+    rows = _count_rows(checkpoint, config)
+    config.num_labels = rows
+    with torch.device("meta"):
+        bare = kind(config)
+    body = f"{kind.base_model_prefix}."
+    heads = [name for name, _ in bare.named_parameters() if not name.startswith(body)]
+    raw = checkpoint.head(heads)
+    check_finite(raw.items(), checkpoint.folder)
+    own = set(bare.state_dict())
+    weights = {
+        name: checkpoint.lazy(name)
+        for name in checkpoint.names
+        if name in own or (name.startswith(body) and not is_spare(name))
+    }
+    outputs = row_weights(checkpoint.folder, rows, config, settings.outputs)
+    module = load_module(kind, checkpoint, config, weights, dtype)
+    _restore_head(module, kind.base_model_prefix, raw)
+    return EncoderNetwork(module, outputs)
+
+
+def _class_of(config: Any, checkpoint: Checkpoint) -> Any:
+    kinds = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) not in kinds:
+        raise ModelError(
+            f"{checkpoint.folder}: transformers knows no sequence classifier for the model type "
+            f"{config.model_type}."
+        )
+    with warnings.catch_warnings():  # DeBERTa's module still uses torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return kinds[type(config)]
+
+
+def _count_rows(checkpoint: Checkpoint, config: Any) -> int:
+    """Rows of the output layer: what the checkpoint has, not what a default config says."""
+    for name in ("classifier.weight", "classifier.out_proj.weight"):
+        if name in checkpoint.names:
+            return checkpoint.shape(name)[0]
+    return int(config.num_labels)
+
+
+def _restore_head(module: Any, body: str, raw: dict[str, Tensor]) -> None:
+    """Put the head back as it was saved, in float32, and cast what flows into it."""
+    parameters = dict(module.named_parameters())
+    for name, tensor in raw.items():
+        parameters[name].data = tensor.clone()
+    for name, child in module.named_children():
+        if name != body:
+            child.float()
+            child.register_forward_pre_hook(_to_float32)
+
+
+def _to_float32(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.float() if floating else value
+
+    return tuple(cast(value) for value in inputs)
+
+
+HEADER = ("<|eot_id|>", "<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n")
+OBJECTIVES = (
+    "helpsteer-helpfulness", "helpsteer-correctness", "helpsteer-coherence",
+    "helpsteer-complexity", "helpsteer-verbosity",
+    "ultrafeedback-overall_score", "ultrafeedback-instruction_following",
+    "ultrafeedback-truthfulness", "ultrafeedback-honesty", "ultrafeedback-helpfulness",
+    "beavertails-is_safe", "prometheus-score", "argilla-overall_quality", "argilla-judge_lm",
+    "code-complexity", "code-style", "code-explanation", "code-instruction-following",
+    "code-readability",
+)  # fmt: skip
+
+
+class GatedRewards(nn.Module):
+    """The body in its dtype, and in float32 what ArmoRM has on top of it."""
+
+    def __init__(self, body: nn.Module, head: Mapping[str, Tensor], temperature: float) -> None:
+        super().__init__()
+        self.body = body
+        self.regression_OH = nn.Parameter(head["regression_layer.weight"])
+        self.transform_OO = nn.Parameter(head["reward_transform_matrix"])
+        self.scale = nn.Parameter(head["gating.logit_scale"])
+        self.temperature = temperature
+        layers = sum(name.startswith("gating.layers.") for name in head) // 2
+        self.weights = nn.ParameterList(head[f"gating.layers.{i}.weight"] for i in range(layers))
+        self.biases = nn.ParameterList(head[f"gating.layers.{i}.bias"] for i in range(layers))
+
+    def gate_BO(self, prompt_BH: Tensor) -> Tensor:
+        """How much each objective counts, from the hidden state where the prompt ends."""
+        x = prompt_BH
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = functional.linear(x if index == 0 else x.relu(), weight, bias)
+        return functional.softmax(x / self.temperature, dim=-1) * self.scale[0]
+
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor, gates_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Score (B,) and raw objectives (B, O) of left-packed rows."""
+        hidden_BLH = self.body(
+            input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False
+        ).last_hidden_state
+        rewards_BO = functional.linear(last_BH(hidden_BLH, mask_BL), self.regression_OH)
+        rows = torch.arange(len(ids_BL), device=ids_BL.device)
+        prompt_BH = hidden_BLH[rows, gates_B.clamp(min=0)].float()
+        score_B = (self.gate_BO(prompt_BH) * (rewards_BO @ self.transform_OO)).sum(-1)
+        return score_B.masked_fill(gates_B < 0, float("nan")), rewards_BO
+
+
+class ArmoNetwork:
+    """Scores by the gated sum, with the raw objectives beside it."""
+
+    def __init__(self, module: GatedRewards, header: Sequence[int], names: Sequence[str]) -> None:
+        self.module: nn.Module = freeze(module)
+        self._header = tuple(header)
+        self._names = tuple(names)
+
+    @torch.inference_mode()
+    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
+        """Score a padded batch; NaN for a sample without an assistant's header in it."""
+        device = next(self.module.parameters()).device
+        ids_BL, mask_BL, _ = pack_left(ids_BL.to(device), mask_BL.to(device))
+        gates_B = find_last(ids_BL, mask_BL, self._header)
+        score_B, rewards_BO = self.module(ids_BL, mask_BL, gates_B)
+        return Scores(score_B, {name: rewards_BO[:, i] for i, name in enumerate(self._names)})
+
+
+def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor:
+    """Where the last occurrence of `pattern` begins in each row; -1 where there is none."""
+    width = len(pattern)
+    if ids_BL.shape[1] < width:
+        return ids_BL.new_full((len(ids_BL),), -1)
+    wanted = ids_BL.new_tensor(pattern)
+    windows = ids_BL.unfold(1, width, 1)
+    inside = mask_BL[:, width - 1 :].bool()  # left-packed: the window's end is no padding
+    hits = (windows == wanted).all(-1) & inside
+    places = torch.arange(hits.shape[1], device=hits.device).expand_as(hits)
+    return torch.where(hits, places, -1).max(dim=-1).values
+
+
+def load_armorm(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, tokenizer: Any
+) -> ArmoNetwork:
+    """Load ArmoRM's own tensors by name; the checkpoint's Python code is never run."""
+    layers = int(_field(config, "gating_n_hidden", 3)) + 1
+    names = ["regression_layer.weight", "reward_transform_matrix", "gating.logit_scale"]
+    names += [f"gating.layers.{i}.{part}" for i in range(layers) for part in ("weight", "bias")]
+    head = checkpoint.head(names)
+    check_finite(head.items(), checkpoint.folder)
+    objectives = int(_field(config, "num_objectives", len(OBJECTIVES)))
+    _check_shapes(checkpoint, head, _shapes(config, objectives, layers))
+    body = load_body(checkpoint, config, dtype)
+    temperature = float(_field(config, "gating_temperature", 10.0))
+    module = GatedRewards(body, head, temperature)
+    return ArmoNetwork(module, header_ids(tokenizer), objective_names(objectives))
+
+
+def objective_names(count: int) -> tuple[str, ...]:
+    """The published names, or numbers where a model has another number of objectives."""
+    if count == len(OBJECTIVES):
+        return OBJECTIVES
+    return tuple(f"objective_{i}" for i in range(count))
+
+
+def header_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Ids of an assistant's header in a Llama-3 chat, by the model's own tokenizer."""
+    known = set(tokenizer.get_added_vocab())
+    absent = [token for token in HEADER if token.startswith("<|") and token not in known]
+    if absent:
+        raise ModelError(
+            f"The tokenizer has no {', '.join(absent)}, and ArmoRM's gate goes by Llama 3's chat "
+            "tokens: name the tokenizer that belongs to it with reward.model.tokenizer."
+        )
+    ids = tokenizer("".join(HEADER), add_special_tokens=False)["input_ids"]
+    return tuple(int(i) for i in ids)
+
+
+def _shapes(config: Any, objectives: int, layers: int) -> dict[str, tuple[int, ...]]:
+    wide = int(_field(config, "gating_hidden_dim", 1024))
+    sizes = [config.hidden_size, *[wide] * (layers - 1), objectives]
+    shapes: dict[str, tuple[int, ...]] = {
+        "regression_layer.weight": (objectives, config.hidden_size),
+        "reward_transform_matrix": (objectives, objectives),
+        "gating.logit_scale": (1,),
+    }
+    for i in range(layers):
+        shapes[f"gating.layers.{i}.weight"] = (sizes[i + 1], sizes[i])
+        shapes[f"gating.layers.{i}.bias"] = (sizes[i + 1],)
+    return shapes
+
+
+def _check_shapes(
+    checkpoint: Checkpoint, head: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name, shape in shapes.items():
+        if tuple(head[name].shape) != shape:
+            raise ModelError(
+                f"{checkpoint.folder}: {name} has the shape {list(head[name].shape)}, and its "
+                f"config.json asks for {list(shape)}: config and weights are not of one model."
+            )
+
+
+def _field(config: Any, name: str, default: float) -> float:
+    """A field of ArmoRM's config; the defaults are those of its class."""
+    value = vars(config).get(name)
+    return default if value is None else float(value)
