@@ -22,7 +22,7 @@ from ppo_cli.rewards.hosting import HostMaker, in_process
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import check_sources, rule_named
-from ppo_cli.rewards.served_model.reward import ServedModelReward
+from ppo_cli.rewards.served.reward import ServedModelReward
 
 
 def build_reward(

@@ -10,8 +10,8 @@ import pytest
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.served_model import client, outage, self_test
-from ppo_cli.rewards.served_model.reward import ServedModelReward
+from ppo_cli.rewards.served import client, reward
+from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import RewardServer
 
 PATHS = {"vllm": "/classify", "openrlhf": "/get_reward", "rerank": "/rerank"}
@@ -23,8 +23,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses: what is tested is what happens, not how long it takes."""
     monkeypatch.setattr(client, "FIRST_BACKOFF_S", 0.005)
     monkeypatch.setattr(client, "LONGEST_BACKOFF_S", 0.02)
-    monkeypatch.setattr(outage, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(self_test, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(reward, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.served_model.reward import ServedModelReward
+from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import RewardServer, score_of_text
 from tests.rewards.served_model.conftest import SECRET
 

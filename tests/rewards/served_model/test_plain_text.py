@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.served_model.plain_text import begins_with_bos, neutralise
-from ppo_cli.rewards.served_model.protocols import endpoint
+from ppo_cli.rewards.served.protocols import begins_with_bos, endpoint, neutralise
 
 CONTROL = [
     "<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<s>",

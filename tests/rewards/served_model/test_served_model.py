@@ -12,7 +12,7 @@ import pytest
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.served_model.reward import ServedModelReward
+from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import RewardServer, score_of_text
 
 Make = Callable[..., ServedModelReward]
@@ -120,7 +120,7 @@ def test_samples_are_grouped_in_the_order_of_submission(
 def test_what_is_never_settled_is_scored_too(
     make: Make, rollout: MakeRollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.served_model.reward.LINGER_S", 0.05)
+    monkeypatch.setattr("ppo_cli.rewards.served.reward.LINGER_S", 0.05)
     assert make("openrlhf").submit(rollout(1)).result(10).value is not None
 
 
