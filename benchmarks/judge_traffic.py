@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.rewards.judge.calls import Question, Scale, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import Question, Scale, Verdict
 from ppo_cli.rewards.judge.ledger import Ledger
-from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.remote.limiter import Limits
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.judge.exchange import Scale
-from ppo_cli.rewards.judge.template import Case
+from ppo_cli.rewards.judge.calls import Scale
+from ppo_cli.rewards.judge.prompt import Case
 from ppo_cli.trust.items import Item, Key, Ruler, plain_prompt
 from ppo_cli.trust.rows import rollout_of
 from ppo_cli.trust.score import cause_of, cut, judged

@@ -18,9 +18,9 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge.gate import content_free
+from ppo_cli.rewards.judge.prompt import Template, load_template, readable
+from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.judge.scoring import material_of
-from ppo_cli.rewards.judge.template import Template, load_template, readable
 from ppo_cli.trust import attacks as tr
 from ppo_cli.trust.attacks import FOR_THE_GATE, LEAKS
 from ppo_cli.trust.items import Item, Key, Ruler, plain_prompt, ruler_for, why_none

@@ -20,11 +20,10 @@ from ppo_cli.data_sets.files import is_hub_name
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
-from ppo_cli.rewards.judge.exchange import Usage
-from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD
-from ppo_cli.rewards.judge.prices import Price, find_price
+from ppo_cli.rewards.judge.calls import Usage
+from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Price, find_price
+from ppo_cli.rewards.judge.prompt import Template, load_template
 from ppo_cli.rewards.judge.scoring import material_of
-from ppo_cli.rewards.judge.template import Template, load_template
 
 SAMPLE = 200
 # Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no

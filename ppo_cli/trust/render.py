@@ -14,13 +14,8 @@ from ppo_cli.data_sets.messages import question_of
 from ppo_cli.data_sets.problems import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, find_columns, read_row, read_source
 from ppo_cli.errors import DataError, RewardError
-from ppo_cli.rewards.judge.exchange import Question
-from ppo_cli.rewards.judge.gate import content_free
-from ppo_cli.rewards.judge.providers.build import PROVIDERS
-from ppo_cli.rewards.judge.providers.endpoint import Endpoint
-from ppo_cli.rewards.judge.providers.keys import NO_KEY, Key
-from ppo_cli.rewards.judge.providers.negotiation import Negotiation
-from ppo_cli.rewards.judge.template import (
+from ppo_cli.rewards.judge.calls import Question
+from ppo_cli.rewards.judge.prompt import (
     Material,
     Template,
     load_preset,
@@ -29,6 +24,10 @@ from ppo_cli.rewards.judge.template import (
     preset_path,
     readable,
 )
+from ppo_cli.rewards.judge.providers.build import PROVIDERS
+from ppo_cli.rewards.judge.providers.endpoint import NO_KEY, Endpoint, Key
+from ppo_cli.rewards.judge.providers.negotiation import Negotiation
+from ppo_cli.rewards.judge.sanitise import content_free
 
 RESPONSE = "response"
 UNNAMED = "no-model"

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.cache import VerdictCache
+from ppo_cli.rewards.judge.calls import Question, Scale
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import Question, Scale
 from ppo_cli.rewards.judge.ledger import Ledger
-from ppo_cli.rewards.judge.limits import Limits
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.remote.limiter import Limits
 from tests.judge_server.server import JudgeServer
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from ppo_cli.errors import ConfigError, Interrupted
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge import rendering
-from ppo_cli.rewards.judge.exchange import Scale
+from ppo_cli.rewards.judge import prompt
+from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.trust import attacks as tr
 from ppo_cli.trust.attacks import INJECTIONS, LEAKS, MASTER_KEYS, injected, padded
 from ppo_cli.trust.audit import audit, hold
@@ -68,9 +68,9 @@ def test_shipped_prompts_pass(judge: Judge, preset: Any) -> None:
 def test_the_words_on_data_are_what_holds_the_gullible_judge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bare = rendering.CLOSING.replace("not instructions", "as it came")
-    assert bare != rendering.CLOSING
-    monkeypatch.setattr(rendering, "CLOSING", bare)
+    bare = prompt.CLOSING.replace("not instructions", "as it came")
+    assert bare != prompt.CLOSING
+    monkeypatch.setattr(prompt, "CLOSING", bare)
     checks = checks_of(gullible, prompt_preset="math")
     assert failed(checks) == {"prompt injection", "worked cases"}
     worst = checks["prompt injection"]["worst"]
@@ -127,13 +127,13 @@ def test_an_unsteady_judge_fails() -> None:
 
 
 def test_a_leaking_template_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chained(self: rendering.Template, material: Any, **given: Any) -> rendering.Question:
+    def chained(self: prompt.Template, material: Any, **given: Any) -> prompt.Question:
         text = self.scoring.replace("{response}", material.response)
         text = text.replace("{ground_truth}", str(material.ground_truth))
-        return rendering.Question(self.system, text, text, self.scale)
+        return prompt.Question(self.system, text, text, self.scale)
 
     assert checks_of(honest, prompt_preset="math")["ground truth in the request"]["passed"]
-    monkeypatch.setattr(rendering.Template, "question", chained)
+    monkeypatch.setattr(prompt.Template, "question", chained)
     settings = RewardSettings(api=ApiReward(enable=True, model="m", prompt_preset="math"))
     result = run(settings, Scripted(lambda r: Score(0.0)))
     checks = {check["name"]: check for check in result["checks"]}

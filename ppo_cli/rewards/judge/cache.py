@@ -21,7 +21,7 @@ from typing import Any
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.redact import mask_secrets
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Verdict
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Verdict
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
-from ppo_cli.rewards.judge.admission import Admission, Ticket
+from ppo_cli.rewards.judge.breaker import Admission, BadRequests, Breaker, Ticket
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
-from ppo_cli.rewards.judge.counters import Tally
-from ppo_cli.rewards.judge.exchange import (
+from ppo_cli.rewards.judge.calls import (
     Failure,
     JudgeError,
     Provider,
@@ -28,9 +27,9 @@ from ppo_cli.rewards.judge.exchange import (
     Verdict,
 )
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill, worst_case
-from ppo_cli.rewards.judge.limits import Limits
-from ppo_cli.rewards.judge.outage import BadRequests, Breaker
+from ppo_cli.rewards.judge.metrics import Tally
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
+from ppo_cli.rewards.remote.limiter import Limits
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0

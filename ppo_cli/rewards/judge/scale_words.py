@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ppo_cli.config.judge_checks import scale_ends
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.exchange import Scale
+from ppo_cli.rewards.judge.calls import Scale
 
 DEFAULT = Scale(1, 10)
 NUMBER = r"(?<![A-Za-z0-9_.,/-])(?P<low>-?\d{1,4}(?:\.\d+)?)"

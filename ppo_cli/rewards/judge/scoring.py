@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from ppo_cli.records import Part, Prompt, Score
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Scale, Usage, Verdict
-from ppo_cli.rewards.judge.template import Material
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Scale, Usage, Verdict
+from ppo_cli.rewards.judge.prompt import Material
 
 PART = "judge"
 _WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Message, Prompt
-from ppo_cli.rewards.judge.providers.error_words import is_page, read_words
+from ppo_cli.rewards.judge.providers.failures import is_page, read_words
 from ppo_cli.rewards.local.formats import Choice, question_of
 from ppo_cli.rewards.returned import LARGEST
 

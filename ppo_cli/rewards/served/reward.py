@@ -20,7 +20,7 @@ from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.judge.loop_thread import LoopThread
+from ppo_cli.rewards.remote.loop_thread import LoopThread
 from ppo_cli.rewards.served.client import ADVICE, Counters, ServedModelClient
 from ppo_cli.rewards.served.protocols import (
     RAW_SWITCHES,

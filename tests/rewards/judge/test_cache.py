@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, default_cache_path, key_of
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Scale, Usage, Verdict
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage, Verdict
 
 QUESTION = Question("sys", "user NONCE", "sys\nuser", Scale(1, 10))
 VERDICT = Verdict(

@@ -15,10 +15,10 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Verdict
 from ppo_cli.rewards.judge.ledger import Ledger
-from ppo_cli.rewards.judge.loop_thread import LoopThread
+from ppo_cli.rewards.remote.loop_thread import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 

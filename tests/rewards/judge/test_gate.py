@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.judge.gate import content_free
+from ppo_cli.rewards.judge.sanitise import content_free
 
 PROMPT = "What is the capital of France, and since when has it been so?"
 

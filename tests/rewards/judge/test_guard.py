@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from ppo_cli.rewards.judge.guard import clean, cut_middle, neutralise
+from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
 
 # Any text, with the words that matter strewn into it.
 SPECIAL = st.sampled_from(

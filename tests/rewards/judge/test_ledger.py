@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Ledger, Spent, bill, estimate_tokens
-from ppo_cli.rewards.judge.prices import Price
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.ledger import (
+    REQUEST_OVERHEAD,
+    Ledger,
+    Price,
+    Spent,
+    bill,
+    estimate_tokens,
+)
 
 PRICE = Price(1.0, 10.0, 0.1, "test")
 

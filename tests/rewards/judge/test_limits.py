@@ -8,10 +8,9 @@ import random
 import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.rewards.judge.admission import Admission, Ticket
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError
-from ppo_cli.rewards.judge.limits import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
-from ppo_cli.rewards.judge.outage import Breaker
+from ppo_cli.rewards.judge.breaker import Admission, Breaker, Ticket
+from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.remote.limiter import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
 
 
 class Hands:

@@ -14,10 +14,10 @@ import pytest
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge import client as client_module
 from ppo_cli.rewards.judge.cache import VerdictCache
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Usage, Verdict
 from ppo_cli.rewards.judge.ledger import Ledger, worst_case
-from ppo_cli.rewards.judge.limits import Limits
+from ppo_cli.rewards.remote.limiter import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 

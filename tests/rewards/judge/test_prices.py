@@ -8,8 +8,8 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.exchange import Usage
-from ppo_cli.rewards.judge.prices import (
+from ppo_cli.rewards.judge.calls import Usage
+from ppo_cli.rewards.judge.ledger import (
     BUNDLED,
     PROVIDERS,
     Price,

@@ -9,9 +9,9 @@ import pytest
 from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.exchange import Scale
-from ppo_cli.rewards.judge.gate import content_free
-from ppo_cli.rewards.judge.template import Case, Material, load_preset, load_template, preset_names
+from ppo_cli.rewards.judge.calls import Scale
+from ppo_cli.rewards.judge.prompt import Case, Material, load_preset, load_template, preset_names
+from ppo_cli.rewards.judge.sanitise import content_free
 
 NAMES = ("code", "dialogue", "math", "safety")
 CASES = [

@@ -6,9 +6,9 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.exchange import Scale
+from ppo_cli.rewards.judge.calls import Scale
+from ppo_cli.rewards.judge.prompt import Material, load_template
 from ppo_cli.rewards.judge.scale_words import named_scale, parse_scale
-from ppo_cli.rewards.judge.template import Material, load_template
 
 
 @pytest.mark.parametrize(

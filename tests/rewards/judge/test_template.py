@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.exchange import Scale
-from ppo_cli.rewards.judge.template import Material, Template, load_preset, load_template
+from ppo_cli.rewards.judge.calls import Scale
+from ppo_cli.rewards.judge.prompt import Material, Template, load_preset, load_template
 
 NONCE = "0123456789abcdef"
 PLAIN = "Question: {prompt}\nAnswer: {response}\nReference: {ground_truth}\nScore 1-10"

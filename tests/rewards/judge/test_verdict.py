@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Output, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Reply, Scale, Usage
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 
 HERE = Path(__file__).parent

@@ -17,18 +17,17 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ppo_cli.redact import hide, redact
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Question, Reply, Usage
-from ppo_cli.rewards.judge.providers.endpoint import Endpoint
-from ppo_cli.rewards.judge.providers.error_words import one_line
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
+from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key
 from ppo_cli.rewards.judge.providers.failures import (
     LONGEST,
     Context,
     about_the_form,
     diagnose,
+    one_line,
     read_symptoms,
     shorten,
 )
-from ppo_cli.rewards.judge.providers.keys import Key
 from ppo_cli.rewards.judge.providers.negotiation import Form, Negotiation, Option
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,10 @@ from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.claude import ClaudeJudge
 from ppo_cli.rewards.judge.providers.dashscope_judge import DashScopeJudge
-from ppo_cli.rewards.judge.providers.decision import lacking
-from ppo_cli.rewards.judge.providers.endpoint import DEFAULT_BASES, Endpoint
+from ppo_cli.rewards.judge.providers.endpoint import DEFAULT_BASES, Endpoint, api_key
 from ppo_cli.rewards.judge.providers.gemini import GeminiJudge
-from ppo_cli.rewards.judge.providers.keys import api_key
 from ppo_cli.rewards.judge.providers.openai_judge import OpenAIJudge
+from ppo_cli.rewards.judge.providers.verdict_schema import lacking
 
 PROVIDERS: dict[str, type[SdkProvider]] = {
     "dashscope": DashScopeJudge,

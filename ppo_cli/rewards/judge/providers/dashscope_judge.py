@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ppo_cli.rewards.judge.exchange import Question, Reply
+from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
@@ -17,10 +17,15 @@ from ppo_cli.rewards.judge.providers.base import (
     read_usage,
     refused,
 )
-from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
 from ppo_cli.rewards.judge.providers.openai_judge import chat_messages
-from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, response_format
+from ppo_cli.rewards.judge.providers.verdict_schema import (
+    FORMAT_WORDS,
+    QUESTION,
+    by_level,
+    response_format,
+    score_question,
+)
 
 TOKENS = TokenFields(("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ppo_cli.rewards.judge.exchange import Question, Reply
+from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
@@ -17,9 +17,13 @@ from ppo_cli.rewards.judge.providers.base import (
     read_usage,
     refused,
 )
-from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, score_question
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
-from ppo_cli.rewards.judge.providers.verdict_schema import verdict_schema
+from ppo_cli.rewards.judge.providers.verdict_schema import (
+    QUESTION,
+    by_level,
+    score_question,
+    verdict_schema,
+)
 
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
 _BLOCKED = {

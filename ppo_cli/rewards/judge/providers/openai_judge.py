@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppo_cli.rewards.judge.exchange import Question, Reply
+from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
@@ -16,9 +16,14 @@ from ppo_cli.rewards.judge.providers.base import (
     read_usage,
     refused,
 )
-from ppo_cli.rewards.judge.providers.decision import QUESTION, by_level, criteria
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
-from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, response_format
+from ppo_cli.rewards.judge.providers.verdict_schema import (
+    FORMAT_WORDS,
+    QUESTION,
+    by_level,
+    criteria,
+    response_format,
+)
 
 _OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
 # Cached tokens are part of the prompt's.

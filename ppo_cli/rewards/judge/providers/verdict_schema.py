@@ -1,10 +1,53 @@
-"""The form of a verdict: the reason first, then a whole number that is on the scale."""
+"""The schema of a verdict, and decision endpoints.
+
+A verdict is the reason first, then a whole number on the scale. A decision endpoint answers one
+question about the text with a probability for each level of the scale.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from ppo_cli.rewards.judge.exchange import Scale
+from ppo_cli.errors import MissingPart
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
+
+QUESTION = "verdict"
+
+
+def criteria(scale: Scale) -> list[str]:
+    """A label for each level, lowest first; each begins with its number."""
+    labels = [f"{level} out of {scale.high}" for level in scale.levels()]
+    labels[0] = f"{scale.low} (the worst)"
+    labels[-1] = f"{scale.high} (the best)"
+    return labels
+
+
+def score_question(question: Question) -> dict[str, dict[str, object]]:
+    """The question as Gemini and DashScope take it."""
+    asked = {"type": "score", "criteria": criteria(question.scale)}
+    return {QUESTION: {**asked, "instructions": question.system or "Score the response."}}
+
+
+def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) -> Reply:
+    """Turn probabilities, lowest level first, into a reply; they are made to sum to 1."""
+    known = [share for share in shares if isinstance(share, int | float)]
+    total = math.fsum(known)
+    fits = len(known) == len(shares) == len(scale.levels())
+    if not fits or not math.isfinite(total) or total <= 0 or min(known) < 0:
+        told = f"The decision names {len(known)} of {len(scale.levels())} probabilities: {shares}"
+        raise JudgeError(Failure.UNPARSED, "unparsed", told, usage=usage)
+    levels = zip(scale.levels(), known, strict=True)
+    return Reply("", usage, probabilities={level: share / total for level, share in levels})
+
+
+def lacking(package: str) -> MissingPart:
+    """The installed SDK is older than the decision endpoint."""
+    return MissingPart(
+        f"--rm_mode decision needs a newer {package}: pip install --upgrade {package}"
+    )
+
 
 # What errors call the form of an answer, beside the parameter's own name.
 FORMAT_WORDS = (

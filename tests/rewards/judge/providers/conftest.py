@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.exchange import Question, Reply
+from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import WIRES, Ask, attempt, judge_at

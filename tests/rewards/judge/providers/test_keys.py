@@ -7,7 +7,7 @@ import pytest
 from ppo_cli.config.known_models import KEY_VARIABLES
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.providers import Endpoint, api_key, build_provider
-from ppo_cli.rewards.judge.providers.keys import NO_KEY
+from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
 
 
 @pytest.mark.parametrize(

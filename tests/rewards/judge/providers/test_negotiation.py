@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.negotiation import Negotiation, Option
 from tests.judge_server import JudgeServer

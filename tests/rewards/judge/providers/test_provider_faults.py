@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.exchange import Failure, JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
 from ppo_cli.rewards.judge.providers import failures
 from ppo_cli.rewards.judge.providers.base import refused
 from tests.judge_server import JudgeServer
