@@ -8,24 +8,241 @@ its own. Any number of ranks reads them: the first from the disk, the others fro
 from __future__ import annotations
 
 import json
+import os
+import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.engine.optimizer import MOMENTS, Optimizer
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.sharding import fill_from_rank0
-from ppo_cli.engine.shares import Share, cut_share, to_disk
-from ppo_cli.engine.tensor_files import StoredTensors, write_file
+from ppo_cli.engine.sharding import fill_from_rank0, full_tensor
 from ppo_cli.errors import ModelError
+
+NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
+
+
+def file_name(stem: str, number: int, of: int) -> str:
+    """Name of file `number`, counted from 0, of so many."""
+    part = "" if of == 1 else f"-{number + 1:05d}-of-{of:05d}"
+    return f"{stem}{part}.safetensors"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file as Hugging Face does, and bring it to the disk."""
+    unfinished = _hidden(path)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, unfinished, metadata={"format": "pt"})
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file and bring it to the disk."""
+    unfinished = _hidden(path)
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint under one stem, each read when it is asked for.
+
+    Raises ModelError when a file is missing or is none.
+    """
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        self._stem = stem
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._closing = ExitStack()
+        for path in _find_files(directory, stem):
+            try:
+                file = self._closing.enter_context(safe_open(path, "pt"))
+            except (OSError, SafetensorError) as error:
+                self.close()
+                raise ModelError(f"{_told(path)} cannot be read ({error}).") from error
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                self._files[name], self._paths[name] = file, path
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise ModelError for the first name that is missing."""
+        for name in names:
+            if name not in self._files:
+                raise ModelError(f"{self._stem}.safetensors lacks the tensor {name}.")
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ModelError for the first tensor that is missing, misshapen or unknown."""
+        self.require(shapes)
+        for name, file in self._files.items():
+            where = _told(self._paths[name])
+            if name not in shapes:
+                raise ModelError(f"{where} holds a tensor that the model lacks: {name}.")
+            found = tuple(file.get_slice(name).get_shape())
+            if found != shapes[name]:
+                raise ModelError(
+                    f"{where} holds {name} as {found}, but the model takes {shapes[name]}."
+                )
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._closing.close()
+
+
+def _find_files(directory: Path, stem: str) -> list[Path]:
+    """The file of `stem`, or all of several; raises ModelError when one is missing."""
+    alone = directory / file_name(stem, 0, 1)
+    if alone.exists():
+        return [alone]
+    found = sorted((directory / stem).parent.glob(f"{Path(stem).name}-*.safetensors"))
+    numbered = [match for path in found if (match := NUMBERED.search(path.name))]
+    if not numbered:
+        raise ModelError(f"{_told(alone)} is missing.")
+    count = int(numbered[0].group(2))
+    paths = [directory / file_name(stem, number, count) for number in range(count)]
+    for path in paths:
+        if not path.exists():
+            raise ModelError(f"{_told(path)} is missing.")
+    return paths
+
+
+def _hidden(path: Path) -> Path:
+    """The name to write under until the file is whole."""
+    return path.with_name(f".unfinished-{path.name}")
+
+
+def _told(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+LAYER = re.compile(r".*?\.\d+\.")
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What this rank writes of a set of tensors, and who writes what.
+
+    `writers` holds, in the order of the files, the names of each writer's tensors as empty
+    ones; `number` is this rank's place among them, None when it has nothing to write.
+    """
+
+    stem: str
+    tensors: dict[str, Tensor]
+    writers: list[dict[str, Tensor]]
+    number: int | None
+    model: Any = None
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's file; no other rank is needed."""
+        if self.number is not None:
+            path = directory / file_name(self.stem, self.number, len(self.writers))
+            write_tensors(path, to_disk(self.model, self.tensors))
+
+    def write_index(self, directory: Path) -> None:
+        """Write which tensor is in which of several files, as Hugging Face has it."""
+        if len(self.writers) == 1 or self.model is None:
+            return
+        places: dict[str, str] = {}
+        found: list[Tensor] = []
+        for number, empty in enumerate(self.writers):
+            stored = to_disk(self.model, empty)
+            name = Path(file_name(self.stem, number, len(self.writers))).name
+            places |= dict.fromkeys(stored, name)
+            found += stored.values()
+        sizes = {
+            "total_parameters": sum(t.numel() for t in found),
+            "total_size": sum(t.numel() * t.element_size() for t in found),
+        }
+        index = {"metadata": sizes, "weight_map": places}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_file(directory / f"{self.stem}.safetensors.index.json", text.encode())
+
+
+def cut_share(
+    stem: str, tensors: Mapping[str, Tensor], ranks: Ranks, most: int, model: Any = None
+) -> Share:
+    """This rank's share of `tensors` among the first `most` ranks; all ranks call."""
+    owners = assign_owners(tensors, most)
+    places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
+    writers: list[dict[str, Tensor]] = [{} for _ in places]
+    for name, rank in owners.items():
+        tensor = tensors[name]
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        writers[places.index(rank)][name] = empty
+    number = places.index(ranks.rank) if ranks.rank in places else None
+    return Share(stem, take_share(tensors.items(), ranks, most), writers, number, model)
+
+
+def take_share(
+    named: Iterable[tuple[str, Tensor]], ranks: Ranks, writers: int
+) -> dict[str, Tensor]:
+    """Whole copies, in host memory, of the tensors that this rank writes; all ranks call.
+
+    The same names in the same order on all ranks. Bytes are balanced over the first `writers`.
+    """
+    tensors = dict(named)
+    owners = assign_owners(tensors, writers)
+    share: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        ours = owners[name] == ranks.rank
+        if ours or isinstance(tensor, DTensor):
+            whole = full_tensor(tensor)
+            if ours:
+                share[name] = whole
+    return share
+
+
+def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
+    """Which rank writes each tensor: the largest layer next to the rank with the least.
+
+    A layer stays together, since a file may hold its tensors cut or joined in other ways.
+    """
+    layers: dict[str, list[str]] = defaultdict(list)
+    sizes: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors.items():
+        layer = LAYER.match(name)
+        key = layer.group() if layer else name
+        layers[key].append(name)
+        sizes[key] += tensor.numel() * tensor.element_size()
+    held = [0] * writers
+    owners: dict[str, int] = {}
+    for key in sorted(layers, key=lambda key: -sizes[key]):
+        rank = held.index(min(held))
+        held[rank] += sizes[key]
+        owners |= dict.fromkeys(layers[key], rank)
+    return owners
+
+
+def to_disk(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as the files of this family have them: experts one by one, say."""
+    return tensors if model is None else revert_weight_conversion(model, dict(tensors))
+
 
 ENGINE_FILE = "engine.json"
 

@@ -28,7 +28,6 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor import ActorLearner, view_tokens
-from ppo_cli.engine.annotations import Annotations
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.checkpoint import (
     Trained,
@@ -53,7 +52,7 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.responses import cut_slice, row_lengths
+from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.sharding import full_tensor, load_spread_policy, load_spread_value_model
 from ppo_cli.engine.sums import Table, only_first

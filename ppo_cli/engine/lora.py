@@ -2,12 +2,12 @@
 
 An adapter is put into the model in place: the model stays what it was, backbone and head too,
 and each adapted layer adds `alpha / rank * B @ A` to its frozen weight. Names outside are those
-of PEFT's files, so that its own loader, or any server that takes adapters, reads ours.
-"""
+of PEFT's files, so that its own loader, or any server that takes adapters, reads ours."""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -25,6 +26,42 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.models import Policy
 from ppo_cli.engine.packed_rows import PackedRows
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
+
+# Ranks that vLLM's LoRA kernels are made for; a smaller adapter is padded.
+PADDED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What an adapter's tensors do not say of it."""
+
+    rank: int
+    alpha: float
+
+    def padded_rank(self) -> int:
+        """The least rank that vLLM can hold this adapter in."""
+        fitting = [rank for rank in PADDED_RANKS if rank >= self.rank]
+        if not fitting:
+            raise ModelError(
+                f"vLLM takes LoRA adapters up to rank {PADDED_RANKS[-1]}, not {self.rank}: lower "
+                "--lora_rank, or publish merged weights with model.lora_merge=true."
+            )
+        return fitting[0]
+
+
+def write_adapter(folder: Path, lora: LoRA, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors and config into a new folder; the tensors' names tell the adapted modules."""
+    folder.mkdir()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
+    owners = {name.partition(".lora_")[0] for name in tensors}
+    told = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted({owner.rpartition(".")[2] for owner in owners}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

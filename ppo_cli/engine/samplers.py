@@ -17,10 +17,9 @@ from ppo_cli.config.derived import (
     sampler_seed,
 )
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.adapter_files import LoRA
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.lora import adapt, load_adapter
+from ppo_cli.engine.lora import LoRA, adapt, load_adapter
 from ppo_cli.engine.models import adapt_policy, decode_text, load_policy, stop_token_ids
 from ppo_cli.engine.sampler import Sampler
 from ppo_cli.engine.vllm_sampler import VLLMSampler, check_vllm

@@ -24,17 +24,17 @@ import torch
 from safetensors.torch import save_file
 
 from ppo_cli.config.schema import Transfer
-from ppo_cli.engine.adapter_files import LoRA, write_adapter
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.gloo_group import GLOO
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
+from ppo_cli.engine.lora import LoRA, write_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
 from ppo_cli.engine.sampler import Room, Weights
 from ppo_cli.engine.token_draw import stream_key
+from ppo_cli.engine.weight_transfer.gloo_group import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
 
-EXTENSION = "ppo_cli.engine.weight_sync.WorkerExtension"
+EXTENSION = "ppo_cli.engine.weight_transfer.worker.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
 # What vLLM raises for models and settings that it does not take; all else is a bug.
 REFUSALS = (

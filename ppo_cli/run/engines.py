@@ -19,7 +19,7 @@ from ppo_cli.config.derived import engine_name
 from ppo_cli.config.placement import Placement, placement_of
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
-from ppo_cli.engine.ahead import AheadEngine
+from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.local import LocalEngine
 from ppo_cli.errors import Interrupted, WorkerLost

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.engine.ahead import AheadEngine
-from ppo_cli.engine.ahead_rounds import Round
+from ppo_cli.engine.async_rollout import AheadEngine, Round
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import ModelError, WorkerLost
 from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, wait_until

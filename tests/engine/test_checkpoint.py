@@ -23,17 +23,19 @@ from transformers import (
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.checkpoint import (
+    Share,
     Trained,
+    assign_owners,
     model_files,
     restore,
     saved_model,
     stored_tensors,
+    take_share,
     take_snapshot,
 )
 from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.shares import Share, assign_owners, take_share
 from ppo_cli.errors import ModelError
 
 TINY = {

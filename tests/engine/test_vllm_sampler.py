@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ppo_cli.engine import vllm_sampler
-from ppo_cli.engine.adapter_files import LoRA
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.vllm_sampler import VLLMSampler
 from ppo_cli.errors import MissingPart, ModelError, UserError

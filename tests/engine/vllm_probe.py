@@ -203,7 +203,7 @@ def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 def probe_client() -> dict[str, Any]:
     """How two samplers of two GPUs each are led through an exchange; no GPU takes part."""
-    from ppo_cli.engine.weight_send import SamplerClient, Sender, TensorSource
+    from ppo_cli.engine.weight_transfer.trainer import SamplerClient, Sender, TensorSource
 
     calls: list[tuple[str, list[tuple[Any, ...]]]] = []
 
@@ -229,7 +229,7 @@ def probe_client() -> dict[str, Any]:
 
 def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     """A learner's merged weights go to a sampler through a group of their own."""
-    from ppo_cli.engine.weight_send import SamplerClient, TensorSource, connect_by_gloo
+    from ppo_cli.engine.weight_transfer.trainer import SamplerClient, TensorSource, connect_by_gloo
 
     prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
     learner = Learner(config, tokenizer, total_steps=1)

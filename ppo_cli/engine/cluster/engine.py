@@ -13,7 +13,6 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.derived import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.annotations import merge_annotations
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.dealing import deal_prompts
@@ -24,6 +23,7 @@ from ppo_cli.engine.cluster.publishing import Publisher
 from ppo_cli.engine.cluster.starts import start_learner, start_sampler
 from ppo_cli.engine.cluster.waits import Call
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, WorkerLost

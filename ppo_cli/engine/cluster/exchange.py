@@ -53,25 +53,25 @@ class Exchange:
     def _connect(self, rank: int) -> Any:
         set_environment()
         # Here and not above: only with this choice is vLLM needed, which other runs may lack.
-        from ppo_cli.engine import weight_send
+        from ppo_cli.engine.weight_transfer import trainer
 
         plan = self._plan
         shapes = [(n, t.dtype, tuple(t.shape)) for n, t in self._tensors(_shape_of)]
-        source = weight_send.TensorSource(
+        source = trainer.TensorSource(
             shapes, lambda: self._tensors(self._gather_cast, self._gather)
         )
-        client = weight_send.SamplerClient(
+        client = trainer.SamplerClient(
             self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
         )
         if plan.transfer == "ipc":
-            return weight_send.connect_by_ipc(source, client, rank=rank)
+            return trainer.connect_by_ipc(source, client, rank=rank)
         if plan.transfer == "nccl":
             port = _free_port(plan.address) if rank == 0 else 0
-            return weight_send.connect_by_nccl(
+            return trainer.connect_by_nccl(
                 source, client, rank=rank, address=plan.address, port=port
             )
         wait_s = plan.timeout_s + AFTER_DRIVER_S
-        return weight_send.connect_by_gloo(
+        return trainer.connect_by_gloo(
             source, client, rank=rank, address=plan.address, timeout_s=wait_s
         )
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.engine.annotations import Annotations
 from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, shed_prompt, unpack
+from ppo_cli.engine.responses import Annotations
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.records import Prompt, Rollout
 

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from ppo_cli.engine.gloo_group import GLOO, GlooGroup, open_store
+from ppo_cli.engine.weight_transfer.gloo_group import GLOO, GlooGroup, open_store
 
 # Tensors travel in chunks about as large; vLLM's own 1 GiB, twice, is much beside a learner.
 CHUNK_BYTES = 256 * 2**20

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from ppo_cli.engine.gloo_group import GLOO, GlooGroup, join_store
+from ppo_cli.engine.weight_transfer.gloo_group import GLOO, GlooGroup, join_store
 
 MEMORY = "ppo_memory"
 

@@ -1,0 +1,1 @@
+"""vLLM's weight transfer: the trainer's side and the worker's side."""
