@@ -212,7 +212,7 @@ class Engines:
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
                 profiles=self.logs.absolute().parent / "profile",
             )  # fmt: skip
-        from ppo_cli.engine.cluster.apart import ApartEngine
+        from ppo_cli.engine.cluster.remote import ApartEngine
 
         return ApartEngine(
             self.config,

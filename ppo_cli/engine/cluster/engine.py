@@ -1,4 +1,7 @@
-"""The seven verbs over N learner ranks and M samplers, each in a process of its own."""
+"""The seven verbs over N learner ranks and M samplers, each in a process of its own.
+
+Prompts are spread over samplers by a fixed rule, balanced by length.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,102 @@ from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.cluster import Cluster
-from ppo_cli.engine.cluster.dealing import deal_prompts
-from ppo_cli.engine.cluster.failures import Member, late
+from ppo_cli.engine.cluster.futures import Call, Member, late
 from ppo_cli.engine.cluster.hosting import Proxy
-from ppo_cli.engine.cluster.plans import ExchangePlan, Halved, LearnerPlan
-from ppo_cli.engine.cluster.publishing import Publisher
-from ppo_cli.engine.cluster.starts import start_learner, start_sampler
-from ppo_cli.engine.cluster.waits import Call
-from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, unpack
+from ppo_cli.engine.cluster.serialise import pack, rejoin_prompt, unpack
+from ppo_cli.engine.cluster.weight_exchange import ExchangePlan, Halved, LearnerPlan
+from ppo_cli.engine.cluster.workers import start_learner, start_sampler
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
+
+
+def deal_prompts(
+    prompts: Sequence[Prompt], samplers: int, max_tokens: int
+) -> list[tuple[Prompt, ...]]:
+    """Deal prompts, the longest first, each to the sampler with the least to do.
+
+    Nobody knows yet how long responses become, so each counts as `max_tokens`. Within a
+    sampler the order stays; what is sampled does not depend on who does it.
+    """
+    work = [0] * samplers
+    hands: list[list[int]] = [[] for _ in range(samplers)]
+    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].token_ids), i))
+    for i in order:
+        least = min(range(samplers), key=lambda s: (work[s], s))
+        hands[least].append(i)
+        work[least] += len(prompts[i].token_ids) + max_tokens
+    return [tuple(prompts[i] for i in sorted(hand)) for hand in hands]
+
+
+# The first rank waits for the samplers, and can say whose fault it is, so it gives up first.
+AFTER_RANK_S = 5.0
+
+
+class Publisher:
+    """Keeps the samplers' weights equal to the learner's; `sleepers` sleep while it trains."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        learners: Sequence[Member],
+        samplers: Sequence[Member],
+        *,
+        sleepers: Sequence[Member],
+    ) -> None:
+        self._cluster = cluster
+        self._learners = learners
+        self._samplers = samplers
+        self._sleepers = sleepers
+        self._awake = True
+        self._connected = False
+
+    def connect(self, plan: ExchangePlan) -> None:
+        """Have learner and samplers meet; from now on weights go from process to process."""
+        self._all_learners("connect", plan)
+        self._connected = True
+
+    def wake(self) -> None:
+        """Make sure that samplers can sample: what slept gets its weights anew."""
+        if not self._awake:
+            self.send()
+
+    def sleep(self) -> None:
+        """Leave the devices to the learner, where they are shared."""
+        if self._sleepers and self._awake:
+            self._all(self._sleepers, "sleep")
+            self._awake = False
+
+    def send(self) -> None:
+        """Bring the present weights to all samplers."""
+        if self._connected:
+            self._rouse()
+            self._all_learners("send_weights")
+            return
+        calls = [self._cluster.ask(learner, "weights") for learner in self._learners]
+        self._cluster.waits.collect(calls)
+        self._rouse()
+        # The reference travels: samplers read what the first rank laid down.
+        self._all(self._samplers, "load_weights", calls[0].ref)
+
+    def _rouse(self) -> None:
+        if not self._awake:
+            # On shared devices samplers cannot have what the learner's allocator only keeps.
+            self._all_learners("spare_memory")
+            self._all(self._sleepers, "wake_up")
+            self._awake = True
+
+    def _all_learners(self, name: str, *args: object) -> None:
+        waits = self._cluster.waits
+        calls = [self._cluster.ask(one, name, "call", *args) for one in self._learners]
+        waits.collect(calls, waits.timeout_s + AFTER_RANK_S)
+
+    def _all(self, samplers: Sequence[Member], name: str, *args: object) -> None:
+        waits = self._cluster.waits
+        waits.collect([self._cluster.ask(s, name, "call", *args) for s in samplers])
+
 
 POLL_S = 0.2
 LOOPBACK = "127.0.0.1"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ppo_cli.engine.cluster.failures import Member
-from ppo_cli.engine.cluster.waits import Call, Waits
+from ppo_cli.engine.cluster.futures import Call, Member, Waits
 from ppo_cli.errors import WorkerLost
 
 

@@ -24,12 +24,12 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.engine.base import Sampling, Sums
-from ppo_cli.engine.cluster.client import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster.futures import WorkerFault
 from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
-from ppo_cli.engine.cluster.wire import pack, shed_prompt, unpack
+from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
+from ppo_cli.engine.cluster.serialise import pack, shed_prompt, unpack
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.engine.cluster import client as clients
-from ppo_cli.engine.cluster.apart import ApartEngine
-from ppo_cli.engine.cluster.client import DROP, GONE, Answer, Client, limit_silence
-from ppo_cli.engine.cluster.failures import WorkerFault
+from ppo_cli.engine.cluster import remote as clients
+from ppo_cli.engine.cluster.futures import WorkerFault
 from ppo_cli.engine.cluster.logs import read_tail
-from ppo_cli.engine.cluster.own_ray import import_paths
+from ppo_cli.engine.cluster.ray_session import import_paths
+from ppo_cli.engine.cluster.remote import DROP, GONE, Answer, ApartEngine, Client, limit_silence
 from ppo_cli.engine.cluster.service import portable
 from ppo_cli.errors import ConfigError, WorkerLost
 

@@ -207,7 +207,7 @@ def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_rememb
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def start_short(number: int, *given: Any) -> Any:
-        from ppo_cli.engine.cluster.roles import SamplerRole
+        from ppo_cli.engine.cluster.workers import SamplerRole
 
         role = SamplerRole(number, *given)
         model: Any = role._sampler._model  # type: ignore[attr-defined]

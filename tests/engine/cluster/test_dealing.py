@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.engine.cluster.dealing import deal_prompts
+from ppo_cli.engine.cluster.engine import deal_prompts
 from ppo_cli.records import Prompt
 
 

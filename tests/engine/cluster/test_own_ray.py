@@ -16,7 +16,7 @@ import pytest
 from ppo_cli.config.known_models import hub_cache
 from ppo_cli.engine.cluster import _prepare_ray
 from ppo_cli.engine.cluster.head import end_session
-from ppo_cli.engine.cluster.own_ray import OwnRay
+from ppo_cli.engine.cluster.ray_session import OwnRay
 from ppo_cli.errors import Interrupted
 
 pytestmark = pytest.mark.ray

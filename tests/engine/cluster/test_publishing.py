@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.engine.cluster.publishing import Publisher
+from ppo_cli.engine.cluster.engine import Publisher
 
 ROUSED = ["learner spare_memory", "sampler wake_up"]
 

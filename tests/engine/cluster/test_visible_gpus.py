@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.engine.cluster.worker import visible_gpus
+from ppo_cli.engine.cluster.worker_process import visible_gpus
 from ppo_cli.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.engine.cluster.wire import pack, rejoin_prompt, shed_prompt, unpack
+from ppo_cli.engine.cluster.serialise import pack, rejoin_prompt, shed_prompt, unpack
 from ppo_cli.engine.responses import Annotations
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.records import Prompt, Rollout

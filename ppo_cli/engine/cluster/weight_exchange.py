@@ -2,27 +2,60 @@
 
 Every rank helps to gather tensors, the first one sends them and leads the samplers, which it
 calls by itself. What happens to a sampler meanwhile ends the exchange at once, even where the
-sending never would: a send by NCCL does not notice that the other side is gone.
-"""
+sending never would: a send by NCCL does not notice that the other side is gone."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_cli.engine.cluster.plans import ExchangePlan
-from ppo_cli.engine.cluster.waits import GRACE_S, Call, Waits
+from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.engine.cluster.futures import GRACE_S, Call, Member, Waits
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.sharding import whole_tensor
 from ppo_cli.engine.vllm_sampler import set_environment
 from ppo_cli.errors import ConfigError, PpoError
+
+
+@dataclass(frozen=True)
+class LearnerPlan:
+    """All that a rank must know before it meets the others."""
+
+    config: Config
+    tokenizer: bytes  # pickled
+    total_steps: int
+    size: int
+    one_node: bool
+    profiles: Path  # where profiles of steps go
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A sampler, by number, ran out of memory: how many responses it samples at once now."""
+
+    sampler: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How weights travel, to whom, and from which address of the first rank."""
+
+    transfer: Transfer
+    samplers: tuple[Member, ...]
+    workers_each: int
+    address: str
+    timeout_s: float
+
 
 # The driver gives up first: its sentence is the better one.
 AFTER_DRIVER_S = 60.0

@@ -1,6 +1,6 @@
 """What runs inside the workers of an engine: one rank of the learner, or a sampler.
 
-Thin shells: they unpack what comes, pack what goes, and meet the other ranks.
+Models are imported in the worker, not at the driver.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import torch
 
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.cluster.exchange import Exchange
-from ppo_cli.engine.cluster.plans import ExchangePlan, Halved, LearnerPlan
-from ppo_cli.engine.cluster.wire import PackedRecord, pack, shed_prompt, unpack
+from ppo_cli.engine.cluster.serialise import PackedRecord, pack, shed_prompt, unpack
+from ppo_cli.engine.cluster.weight_exchange import Exchange, ExchangePlan, Halved, LearnerPlan
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.leftovers import own_folder
@@ -208,3 +207,17 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(found) == wanted:
                 return name
     return None
+
+
+def start_learner(rank: int, plan: LearnerPlan) -> LearnerRole:
+    """Become one rank of the learner."""
+
+    return LearnerRole(rank, plan)
+
+
+def start_sampler(
+    number: int, config: Config, tokenizer: bytes, transfer: Transfer, profiles: Path
+) -> SamplerRole:
+    """Become a sampler."""
+
+    return SamplerRole(number, config, tokenizer, transfer, profiles)

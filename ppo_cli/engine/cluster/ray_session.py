@@ -1,11 +1,16 @@
-"""The Ray that a run works with: one of its own on this machine, or a cluster that it joins."""
+"""The Ray session of a run: its own on this machine, or a cluster that it joins."""
 
 from __future__ import annotations
 
+import json
 import os
+import select
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,10 +21,126 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from ppo_cli.engine.cluster.own_ray import OwnRay
-from ppo_cli.engine.leftovers import sweep
-from ppo_cli.errors import WorkerLost
+from ppo_cli.engine.cluster.head import LOST, end_session
+from ppo_cli.engine.cluster.logs import read_tail
+from ppo_cli.engine.leftovers import claim, sweep, sweep_claimed
+from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.redact import redact
+
+# Ray puts unix sockets 77 bytes below it, and their paths end at 107.
+LONGEST_ROOT = 30
+SMALL_MACHINE = 64 * 2**30
+ENDS_S = 10.0
+STOPPED = "Stopped while starting ({})."
+# Nobody else can reach what listens, and Ray looks for it at 127.0.0.1.
+HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+class OwnRay:
+    """Ray's head in a session of its own; joining it is another matter."""
+
+    def __init__(self, *, gpus: int, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._log = logs / "ray.log"
+        self._closed = False
+        self._started = False
+        root = _short_root()
+        sweep_claimed(Path(root))  # of a run that was killed together with its Ray
+        self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=root))
+        try:
+            self._head = self._begin(gpus)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def _begin(self, gpus: int) -> subprocess.Popen[bytes]:
+        claim(self.folder)
+        wish = {
+            "folder": str(self.folder),
+            "num_cpus": os.cpu_count() or 1,  # as many workers as that start at the same time
+            "num_gpus": gpus,
+            "object_store_memory": _object_store_bytes(),
+        }
+        # Its own session: Ctrl-C is for us alone. Its workers end soon after their cluster.
+        settings = HERE_ONLY | {
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
+            "RAY_prestart_worker_first_driver": "0",  # ours have environments of their own
+        }
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                start_new_session=True, env=os.environ | settings | import_paths(),
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """The head's process id, which is that of its session too."""
+        return self._head.pid
+
+    def await_address(self, timeout_s: float, stop_requested: Callable[[], str | None]) -> str:
+        """Wait until it can be joined, and say where."""
+        assert self._head.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if stop := stop_requested():
+                raise Interrupted(STOPPED.format(stop))
+            if select.select([self._head.stdout], [], [], 0.2)[0]:
+                line = self._head.stdout.readline()
+                if line.startswith(b"{"):
+                    self._started = True
+                    return str(json.loads(line)["address"])
+                if not line:
+                    break
+        took = "it ended" if self._head.poll() is not None else f"no answer in {timeout_s:g} s"
+        raise WorkerLost(f"Ray did not start on this machine: {took}. {read_tail(self._log)}")
+
+    def trouble(self) -> str | None:
+        """Say how it ended, or None while it runs."""
+        code = self._head.poll()
+        if code is None:
+            return None
+        part = next((name for name, number in LOST.items() if number == code), None)
+        if part is None:
+            return f"Ray on this machine ended (code {code}). {read_tail(self._log)}"
+        return f"Ray on this machine lost its {part}, and with it all workers."
+
+    def close(self) -> None:
+        """End it and all that belongs to it. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        head = self._head
+        assert head.stdin is not None and head.stdout is not None
+        head.stdin.close()
+        try:
+            # While it starts it does not look whether its owner has gone.
+            head.wait(ENDS_S if self._started else 0)
+        except subprocess.TimeoutExpired:
+            head.kill()
+            head.wait()
+        head.stdout.close()
+        end_session(head.pid)  # what a killed head left behind
+        sweep()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def import_paths() -> dict[str, str]:
+    """The variable by which another program imports what this process does."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _short_root() -> str:
+    """The temporary folder of this machine, or /tmp when its path is too long for sockets."""
+    root = tempfile.gettempdir()
+    return root if len(os.fsencode(root)) <= LONGEST_ROOT else "/tmp"
+
+
+def _object_store_bytes() -> int | None:
+    """Room for a batch and a set of weights on a small machine; Ray's own choice on others."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(0.1 * memory) if memory < SMALL_MACHINE else None
+
 
 KNOCK_EVERY_S, KNOCKS = 5.0, 3
 
