@@ -21,7 +21,7 @@ from ppo_cli.config.known_models import (
     tensor_names,
 )
 from ppo_cli.errors import ModelError, RewardError, UserError
-from tests.rewards.local_model import twins
+from tests.rewards.local import twins
 
 STARLING = "its tensors v_head.weight and transformer.* are Starling's"
 FOUND: list[tuple[Callable[..., Path], dict[str, Any], str, str]] = [

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 GROUND = {"errors", "moments", "records", "redact", "signals"}
-FLOOR_2 = {
-    "checkpoints", "config", "data_sets", "health", "prompts", "run_folder", "run_log", "sinks",
-    "step_metrics", "summary", "tracker",
-}  # fmt: skip
-# The loop and the pieces that it is cut into.
-LOOP = {"loop", "penalties", "placing", "restarts", "run_state", "shaping"}
+FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
+LOOP = {"loop", "train"}
 MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
@@ -28,44 +24,27 @@ MAY: dict[str, set[str]] = {
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},
     # What the commands need of rewards and data, without an engine and without torch.
     "trust": GROUND | FLOOR_2 | {"rewards"},
-    "engines": GROUND | FLOOR_2 | LOOP | {"engine", "rewards"},
-    "assemble": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "engines", "rewards"},
     # Brings the nodes together before there is anything to compute: no Ray, no torch.
     "launch": GROUND | {"config"},
-    "exporting": GROUND | FLOOR_2 | {"engine"},
-    # Trains a reward model: beside assemble, with the formats that will score by it.
+    # Trains a reward model: beside run, with the formats that will score by it.
     "fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
+    "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards"},
     # Commands reach the upper rooms through these, and only inside a function.
-    "cli": GROUND | FLOOR_2 | {"assemble", "exporting", "fitting", "launch", "trust"},
+    "cli": GROUND | FLOOR_2 | {"run", "fitting", "launch", "trust"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 # What a command imports only inside a function: heavy, or not for every command.
-UPPER = ("assemble", "exporting", "fitting", "launch", "trust")
+UPPER = ("run", "fitting", "launch", "trust")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at whatever depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "torch": (
-        *LOOP,
-        "algo",
-        "engine",
-        "assemble",
-        "exporting",
-        "fitting",
-        "rewards.local_model",
-    ),
+    "torch": (*LOOP, "algo", "engine", "run", "fitting", "rewards.local"),
     "torch.distributed": ("engine",),
-    "transformers": (
-        "engine",
-        "assemble",
-        "fitting",
-        "prompts",
-        "data_sets",
-        "rewards.local_model",
-    ),
+    "transformers": ("engine", "run", "fitting", "data_sets", "rewards.local"),
     "peft": ("engine.lora",),
     "ray": ("engine.cluster",),
-    "vllm": ("engine.vllm_sampler", "engine.weight_send", "engine.weight_sync"),
+    "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
@@ -73,7 +52,7 @@ HEAVY = {
     "torch", "transformers", "datasets", "pyarrow", "pandas", "math_verify", "sympy", "ray",
     "vllm", "peft", "tensorboard", "wandb", *SDKS,
 }  # fmt: skip
-HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local_model", *LOOP}
+HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", *LOOP}
 
 
 class Import(NamedTuple):
@@ -177,7 +156,7 @@ def test_no_ring_of_imports(root: Path, package_files: list[Path]) -> None:
         }
         for module, path in known.items()
     }
-    assert "loop" in below["assemble"]
+    assert "loop" in below["run.assemble"]
     assert rings(below) == {}
 
 

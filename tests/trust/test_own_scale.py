@@ -16,7 +16,7 @@ from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.trust.attacks import INJECTIONS, Trial, injected, outcome
 from ppo_cli.trust.audit import audit
 from ppo_cli.trust.items import Ruler, bundled, load_items, ruler_for
-from tests.rewards.local_model.twins import skywork_qwen3_twin
+from tests.rewards.local.twins import skywork_qwen3_twin
 from tests.trust.scripted import Scripted, write_rows
 
 Told = dict[str, Any]

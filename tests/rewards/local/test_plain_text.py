@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.rewards.local.formats import MARKS, ControlToken, PlainText
-from tests.rewards.local_model.twin_tokenizers import Odd
+from tests.rewards.local.twin_tokenizers import Odd
 
 FRAGMENTS = (
     "<|", "|>", "<|eot_id|>", "eot_id", "<|im_end|>", "<s>", "</s>", "<s", ">", "[SEP]",

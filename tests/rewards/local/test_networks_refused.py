@@ -13,7 +13,7 @@ import torch
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, UserError
 from ppo_cli.rewards.local.load import load_reward_model
-from tests.rewards.local_model import twins
+from tests.rewards.local import twins
 
 HIDDEN = twins.HIDDEN
 

@@ -20,7 +20,7 @@ from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.local.base import LoadedModel, Scores
 from ppo_cli.rewards.local.reward import LocalModelReward
-from tests.rewards.local_model.twins import armorm_twin, deberta_twin, starling_twin
+from tests.rewards.local.twins import armorm_twin, deberta_twin, starling_twin
 
 Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]

@@ -24,8 +24,8 @@ from ppo_cli.rewards.composite import BuiltPart, CompositeReward
 from ppo_cli.rewards.hosting import Factory, Host, InProcess, in_process
 from ppo_cli.rewards.local.base import LoadedModel, Scores
 from ppo_cli.rewards.local.reward import LocalModelReward
-from tests.rewards.local_model.spawned import Spawned
-from tests.rewards.local_model.twins import armorm_twin
+from tests.rewards.local.spawned import Spawned
+from tests.rewards.local.twins import armorm_twin
 
 Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]

@@ -11,7 +11,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.local.base import LoadedModel, TooLong
 from ppo_cli.rewards.local.formats import CountingFormat, format_for
-from tests.rewards.local_model.twin_tokenizers import Odd
+from tests.rewards.local.twin_tokenizers import Odd
 
 Make = Callable[..., LoadedModel]
 FormatOf = Callable[..., CountingFormat]

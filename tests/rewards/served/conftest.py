@@ -45,8 +45,8 @@ def make(server: RewardServer) -> Iterator[Callable[..., ServedModelReward]]:
         return made[-1]
 
     yield build
-    for reward in made:
-        reward.close()
+    for each in made:
+        each.close()
 
 
 @pytest.fixture

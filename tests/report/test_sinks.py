@@ -43,7 +43,8 @@ def test_tensorboard_shows_no_point_twice_after_a_resume(tmp_path: Path) -> None
 def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
-        "import sys; from pathlib import Path; from ppo_cli.report.tracker import SilentScreen, Tracker\n"
+        "import sys; from pathlib import Path\n"
+        "from ppo_cli.report.tracker import SilentScreen, Tracker\n"
         f"t = Tracker(Path({str(tmp_path)!r}), SilentScreen(), ['tensorboard'], total_steps=1, "
         "config={})\nt.step(1, {'x': 1.0}); t.close()\n"
         "assert not {'torch', 'tensorflow', 'wandb'} & set(sys.modules)"

@@ -15,7 +15,7 @@ from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import RewardServer, score_of_text
-from tests.rewards.served_model.conftest import SECRET
+from tests.rewards.served.conftest import SECRET
 
 Make = Callable[..., ServedModelReward]
 MakeRollout = Callable[..., Rollout]

@@ -17,8 +17,8 @@ from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.rewards.local.checkpoint import pack_left
 from ppo_cli.rewards.local.heads import OBJECTIVES, find_last
 from ppo_cli.rewards.local.load import load_reward_model
-from tests.rewards.local_model import twins
-from tests.rewards.local_model.straight import armorm
+from tests.rewards.local import twins
+from tests.rewards.local.straight import armorm
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4."}]
 
