@@ -22,7 +22,7 @@ from ppo_cli.engine.models import decode_text, stop_token_ids
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
-from ppo_cli.engine.threads import Waiting, set_threads
+from ppo_cli.engine.threads import set_threads
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -41,7 +41,6 @@ class LocalEngine:
         self._config = config
         self._tokenizer = tokenizer
         set_threads(config.trainer.threads)
-        self._waiting = Waiting()
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         self._sampler = self._build_sampler()
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
@@ -77,7 +76,6 @@ class LocalEngine:
 
     def close(self) -> None:
         """Stop watching the CPUs; nothing else outlives the process here."""
-        self._waiting.close()
 
     def _build_sampler(self) -> HFSampler:
         compute = Compute.choose(self._config.model.dtype)

@@ -1,4 +1,4 @@
-"""Threads that wait: asleep beside other work, spinning alone, and never fewer of them."""
+"""Threads: their number within the CPU quota, and how long one spins for the others."""
 
 from __future__ import annotations
 
@@ -10,38 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.engine.threads import cpu_quota, crowded
+from ppo_cli.engine.threads import cpu_quota
 
-linux_only = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="torch brings libgomp on Linux only"
-)
-# On two CPUs at most: prints what it finds as JSON, once it sleeps or its watch is off. The last
-# number is its CPU seconds for products with pauses between them, in which a thread may spin.
-TWO_CPUS = "import os\nos.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
-PROBE = f"""{TWO_CPUS}
+# CPU seconds of products with pauses between them, in which a waiting thread may spin.
+PROBE = """
+import os
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+from ppo_cli.cli.app import main
+main(["presets"])
 import json, time, torch
-from ppo_cli.engine.threads import Waiting
 torch.set_num_threads(2)
-waiting, end = Waiting(), time.monotonic() + 60
 sums = torch.randn(256, 256)
-while waiting.watches and not waiting.asleep and time.monotonic() < end:
-    sums @ sums
-time.sleep(0.2)
+sums @ sums
 before = time.process_time()
 for _ in range(150):
     sums @ sums
     time.sleep(0.003)
-seconds = time.process_time() - before
-print(json.dumps([waiting.watches, waiting.asleep, torch.get_num_threads(), seconds]))
-waiting.close()
+print(json.dumps([os.environ.get("GOMP_SPINCOUNT"), time.process_time() - before]))
 """
-BUSY = f"{TWO_CPUS}\nimport time\nend = time.monotonic() + 100\nwhile time.monotonic() < end: pass"
-
-
-def test_crowded_is_slow_to_change_its_mind() -> None:
-    assert not crowded(2, 0.2, 2, False) and crowded(2, 0.3, 2, False)
-    assert crowded(2, 0.2, 2, True) and not crowded(2, 0.1, 2, True)
-    assert not crowded(8, 7.0, 16, False) and crowded(8, 9.0, 16, False)
 
 
 @pytest.mark.parametrize(
@@ -86,28 +72,23 @@ def test_the_cpu_quota_is_the_smallest(
     assert cpu_quota(tmp_path) == quota
 
 
-def probe(root: Path, **variables: str) -> tuple[bool, bool, int, float]:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | variables
+def probe(**variables: str) -> tuple[str | None, float]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120, cwd=root,
-        env=environment, check=True,
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).parents[2], env=kept | variables, check=True,
     )  # fmt: skip
-    watches, asleep, threads, seconds = json.loads(done.stdout)
-    return watches, asleep, threads, seconds
+    rounds, seconds = json.loads(done.stdout.splitlines()[-1])
+    return rounds, seconds
 
 
-@linux_only
-@pytest.mark.slow
-def test_waiting_threads_sleep_beside_other_work() -> None:
-    root = Path(__file__).parents[2]
-    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2)]
-    try:
-        watches, asleep, threads, seconds = probe(root)
-        assert watches and asleep and threads == 2
-        spun = probe(root, GOMP_SPINCOUNT="300000")
-        assert spun[:3] == (False, False, 2)  # who chose how to wait is left alone
-        assert seconds < 0.6 * spun[3]
-    finally:
-        for process in others:
-            process.kill()
-            process.wait()
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has libgomp on Linux only")
+def test_a_waiting_thread_sleeps_soon_unless_the_user_says_otherwise() -> None:
+    rounds, seconds = probe()
+    chosen, spun = probe(GOMP_SPINCOUNT="300000")
+    assert (rounds, chosen) == ("10000", "300000")
+    assert probe(OMP_WAIT_POLICY="PASSIVE")[0] is None
+    if len(os.sched_getaffinity(0)) > 1:
+        assert seconds < 0.8 * spun

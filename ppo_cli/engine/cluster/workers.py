@@ -29,7 +29,6 @@ from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
 from ppo_cli.engine.samplers import build_sampler
-from ppo_cli.engine.threads import Waiting
 from ppo_cli.records import Prompt, Rollout
 
 SIOCGIFADDR = 0x8915
@@ -75,7 +74,6 @@ class LearnerRole:
             timeout_s=trainer.worker_timeout + AFTER_DRIVER_S,
         )
         tokenizer = pickle.loads(self._plan.tokenizer)
-        self._waiting = Waiting()
         self._learner = Learner(
             self._plan.config, tokenizer, ranks, total_steps=self._plan.total_steps,
             profiles=self._plan.profiles,
@@ -147,7 +145,6 @@ class SamplerRole:
     ) -> None:
         self._number = number
         self._halved: list[Halved] = []
-        self._waiting = Waiting()
         self._profiler = Profiler(config, profiles, f"sampler_{number}")
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
         self._sampler.room.tell = self._note_halving
