@@ -221,7 +221,7 @@ class Code(Section):
 
 
 class Composite(Section):
-    """A mixture: each part scaled, weighed and summed (see MixPart in config/mixing.py)."""
+    """A mixture: each part scaled, weighed and summed (see MixPart in config/mixture.py)."""
 
     enable: bool | None = setting(None, "Mix rewards; unset: when parts are given.")
     weights: dict[str, Any] = Field(

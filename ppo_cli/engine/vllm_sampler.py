@@ -2,7 +2,7 @@
 
 Each response has its own seed, so that it is the same in whatever batch it is drawn. Log-probs
 are those under the sampling temperature and before top-k and top-p: vLLM gives them raw, and
-its workers divide the logits first (`weight_sync.WorkerExtension`).
+its workers divide the logits first (`weight_transfer.worker.WorkerExtension`).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class VLLMSampler:
         self.finish_weight_update(weights.version)
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Meet a trainer that sends weights from process to process (`weight_send.Sender`)."""
+        """Meet a trainer that sends weights between processes (`trainer.Sender`)."""
         self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:

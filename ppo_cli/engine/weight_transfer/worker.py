@@ -1,4 +1,4 @@
-"""How new weights reach a running vLLM: what its workers do with them (`weight_send` sends).
+"""How new weights reach a running vLLM: what its workers do with them (`trainer` sends).
 
 Two back ends of vLLM's own weight-transfer interface, beside those that it brings along (NCCL,
 CUDA IPC): `MemoryTransfer` takes checkpoint tensors from this process or from a safetensors file

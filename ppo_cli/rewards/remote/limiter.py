@@ -2,7 +2,7 @@
 
 Three brakes: a window of calls in flight that opens and closes with what the judge says, a pace
 learned from its refusals, and the caps on requests and tokens a minute that the user set.
-Pure bookkeeping on a clock; who waits, and for how long, is for `admission`.
+Pure bookkeeping on a clock; who waits, and for how long, is for `judge.breaker`.
 """
 
 from __future__ import annotations
