@@ -342,7 +342,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with the documents' data, 8 visible GPUs, and no variable of a setting."""
     if not FOLDER.is_dir():
         pytest.skip("the documents' code blocks are not at hand")
-    rows = pa.table({"prompt": ["What is 1 + 1?"] * 2048, "ground_truth": ["2"] * 2048})
+    row = {"prompt": "What is 1 + 1?", "ground_truth": "2", "data_source": "openai/gsm8k"}
+    rows = pa.Table.from_pylist([row] * 2048)
     for folder in ("data/gsm8k", "data/hh_rlhf", "data/gsm8k_processed"):
         (tmp_path / folder).mkdir(parents=True)
         for split in ("train", "test"):
