@@ -21,7 +21,7 @@ from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
-from ppo_cli.loop import Job, load
+from ppo_cli.loop import load
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.metrics import refuse_unscored, resume_line, summarise
@@ -33,7 +33,7 @@ from ppo_cli.run.engines import Engines, run_with_restarts, start_engine
 from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
 from ppo_cli.run_folder.folder import RunFolder, differences, read_metrics
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.train.state import RunState, read_state
+from ppo_cli.train.state import Job, RunState, read_state
 
 # Settings that decide what is learned; with other values `--resume auto` starts a new run.
 LEARNED_FROM = (

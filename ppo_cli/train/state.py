@@ -1,22 +1,27 @@
-"""What a run must remember between steps, and its exact return from a checkpoint."""
+"""What a run works with, what it must remember between steps, and its return from a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
+from ppo_cli.engine.base import Engine
 from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.moments import Moments
-from ppo_cli.records import Scored
+from ppo_cli.records import Prompt, Score, Scored
 from ppo_cli.report.metrics import StepSums
+from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward
+from ppo_cli.run_folder.checkpoints import CheckpointStore
 
 STATE_FILE = "run.json"
 # Of all that a checkpoint's `state/` holds: raise it when any of it is written in another form.
@@ -25,9 +30,34 @@ UNNUMBERED = 1  # what wrote no number yet
 MOST_UNSCORED = 3  # steps in a row without any score, after which going on has no point
 
 
+TRAIN, BASELINE, VALIDATION, SHUFFLE = range(4)  # random streams, one for each use
+
+
 def stream_seed(*key: int) -> int:
     """One seed for each use of randomness: nothing to save, nothing to fall out of step."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that the loop works with, built by `assemble`."""
+
+    config: Config
+    engine: Engine
+    reward: Reward
+    prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    order: PromptOrder
+    tracker: Tracker
+    store: CheckpointStore
+    pad_token_id: int
+    total_steps: int
+    decode: Callable[[Sequence[int]], str]
+    diagnose: Callable[[Sequence[Scored]], str | None]
+    stop_requested: Callable[[], str | None]
+    resume_command: str
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    in_flight: list[Future[Score]] = field(default_factory=list)  # of the round under way
 
 
 @dataclass

@@ -20,12 +20,11 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.loop import Job
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.report.tracker import SilentScreen, Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder.checkpoints import CheckpointStore
-from ppo_cli.train.state import RunState
+from ppo_cli.train.state import Job, RunState
 
 KL = 0.25  # log policy - log reference of every token
 PROMPT, SAMPLE, LENGTH = 0, 1, 4  # where a response says who it is, and its tokens

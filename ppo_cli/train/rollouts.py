@@ -1,0 +1,127 @@
+"""Rollouts of a step: sampled, handed to the reward as each finishes, and gathered with scores.
+
+Also the greedy baselines of ReMax, and what is said when a reward raises or is always zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+from ppo_cli.algo.advantages import needs_baseline
+from ppo_cli.algo.batch import AnnotatedBatch
+from ppo_cli.config.derived import sampler_seed
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import Sampling
+from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.records import Prompt, Rollout, Score, Scored
+from ppo_cli.rewards.base import RoundKind
+from ppo_cli.train.state import BASELINE, TRAIN, Job, RunState, stream_seed
+
+
+def train_sampling(config: Config, step: int) -> Sampling:
+    """How the rollouts of a training step are sampled."""
+    r = config.rollout
+    return Sampling(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        n=r.n,
+        max_tokens=config.data.max_response_length,
+        seed=stream_seed(sampler_seed(config), TRAIN, step),
+    )
+
+
+def roll_out(
+    job: Job, prompts: Sequence[Prompt], sampling: Sampling, phase: str, kind: RoundKind
+) -> tuple[list[Rollout], list[Future[Score]]]:
+    """Sample responses, each submitted to the reward as it finishes; in prompt order."""
+    place = {prompt.uid: i for i, prompt in enumerate(prompts)}
+    pairs: list[tuple[Rollout, Future[Score]]] = []
+    job.in_flight[:] = [future for future in job.in_flight if not future.done()]
+    with job.tracker.phase(phase, len(prompts) * sampling.n) as advance:
+        for rollout in job.engine.generate(prompts, sampling):
+            pairs.append((rollout, job.reward.submit(rollout)))
+            job.in_flight.append(pairs[-1][1])
+            advance(1)
+    job.reward.settle(kind)
+    pairs.sort(key=lambda pair: (place[pair[0].prompt.uid], pair[0].sample))
+    return [rollout for rollout, _ in pairs], [future for _, future in pairs]
+
+
+def gather(
+    job: Job, rollouts: Sequence[Rollout], futures: Sequence[Future[Score]], phase: str
+) -> list[Scored]:
+    """Wait for the scores that are still missing."""
+    scored: list[Scored] = []
+    with job.tracker.phase(phase, len(futures)) as advance:
+        for rollout, future in zip(rollouts, futures, strict=True):
+            scored.append(Scored(rollout, _wait(job, future)))
+            advance(1)
+    return scored
+
+
+def _wait(job: Job, future: Future[Score]) -> Score:
+    """Wait for one score; while a reward stands still, say why, and let the user stop."""
+    told = None
+    while not future.done():
+        wait([future], timeout=0.5)
+        still = None if future.done() else job.reward.waiting_for()
+        if still is not None and job.stop_requested():
+            raise Interrupted(f"Stopped while waiting ({job.stop_requested()}). {still}")
+        if still is not None and told is None:
+            job.tracker.screen.health(still)
+            told = still
+    return future.result()
+
+
+def submit_baselines(
+    job: Job, state: RunState, prompts: Sequence[Prompt]
+) -> tuple[list[Rollout], list[Future[Score]]] | None:
+    """ReMax (Li et al. 2023) subtracts the reward of the greedy response to each prompt."""
+    if not needs_baseline(job.config.algorithm.adv_estimator):
+        return None
+    greedy = Sampling(
+        temperature=0.0,
+        max_tokens=job.config.data.max_response_length,
+        seed=stream_seed(job.config.trainer.seed, BASELINE, state.step),
+    )
+    return roll_out(job, prompts, greedy, "baseline rollout", "baseline")
+
+
+def baselines_of_rows(
+    annotated: AnnotatedBatch, greedy: Sequence[Scored] | None
+) -> list[float | None] | None:
+    """The greedy score of each row's prompt."""
+    if greedy is None:
+        return None
+    return [greedy[group].score.value for group in annotated.group_B.tolist()]
+
+
+def refuse_raising(job: Job, scored: Sequence[Scored]) -> None:
+    """Raise RewardError when a reward has raised an error for every response so far."""
+    names = ("reward_mean", "val/reward_mean")
+    before = any(line.get(name) is not None for line in job.tracker.history for name in names)
+    if before or not all(s.score.failure.startswith("raised ") for s in scored):
+        return
+    raise RewardError(f"{job.diagnose(scored)} Then start again: {job.resume_command}")
+
+
+def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> None:
+    """Say why, once, when the first steps have brought no reward at all."""
+    judged = [s for s in scored if s.score.judged]
+    if not judged:
+        text = job.diagnose(scored) if state.unscored_steps == 1 else None
+        if text:
+            job.tracker.screen.health(text)
+        return
+    if any(s.score.value for s in judged):
+        state.zero_steps = 0
+        return
+    state.zero_steps += 1
+    # A task that was rewarded before is not too hard: health tells what became of the policy.
+    before = any(line.get("reward_mean") for line in job.tracker.history)
+    if state.zero_steps in (2, 20) and not before:
+        text = job.diagnose(judged)
+        if text:
+            job.tracker.screen.health(text)
