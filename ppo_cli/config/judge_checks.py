@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from ppo_cli.config.clash import Clash
-from ppo_cli.config.known_models import DEFAULT_MODELS, EXAMPLES, KEY_VARIABLES, retirement
+from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.mixture import Judge, judges_of
 from ppo_cli.config.reward_schema import ApiReward, Monitor
 from ppo_cli.config.schema import Config
@@ -79,7 +79,7 @@ def _each(config: Config) -> str:
 def _by_default(judge: Judge, config: Config) -> str:
     """Name the judge of a part that names none itself."""
     api = judge.settings
-    if judge.part is None or config.reward.api.model or api.model != DEFAULT_MODELS.get(api.type):
+    if judge.part is None or config.reward.api.model or api.model != JUDGES[api.type].default:
         return ""
     return f"{judge.name.capitalize()} is {api.model} ({api.type}); --rm_model names another."
 
@@ -110,7 +110,7 @@ def _model(judge: Judge) -> Iterator[Clash]:
         yield Clash(
             keys if judge.part is None else (*keys, "reward.api.type", *MIXTURE),
             f"{judge.name} has no model: name one of {api.type}'s with --rm_model, such as "
-            f"--rm_model {EXAMPLES[api.type]} ({judge.key}.model).",
+            f"--rm_model {JUDGES[api.type].example} ({judge.key}.model).",
         )
 
 
@@ -133,11 +133,12 @@ def _scale(judge: Judge) -> Iterator[Clash]:
 
 
 def _decision(judge: Judge) -> Iterator[Clash]:
-    if judge.settings.mode == "decision" and judge.settings.type == "claude":
+    kind = judge.settings.type
+    if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
         yield Clash(
             _keys(judge, "mode", "type"),
-            "claude has no decision endpoint; use --rm_mode text, or the decision model of "
-            "openai, gemini or dashscope.",
+            f"{kind} has no decision endpoint; use --rm_mode text, or the decision model of "
+            f"{' or '.join(name for name, api in JUDGES.items() if api.decides)}.",
         )
 
 
@@ -152,7 +153,7 @@ def _ends(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]
         )
     name = judge.key_env
     if name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):
-        usual = KEY_VARIABLES[judge.type][0]
+        usual = JUDGES[judge.type].keys[0]
         yield Clash(
             (f"{key}key_env", f"reward.api.{group}key_env"),
             f"{key}key_env takes the name of a variable, such as {usual}, not the key itself.",
@@ -176,13 +177,13 @@ def _missing_key(
         if environ.get(judge.key_env, "").strip():
             return ""
         return f"There is no key for {who}: set {judge.key_env}, as key_env says."
-    usual = KEY_VARIABLES[judge.type]
-    own_server = judge.base_url or environ.get("OPENAI_BASE_URL", "").strip()
-    keyless = judge.type == "openai" and bool(own_server)
-    if keyless or any(environ.get(name, "").strip() for name in usual):
+    known = JUDGES[judge.type]
+    moved = any(environ.get(name, "").strip() for name in known.url_variables)
+    keyless = known.keyless and (judge.base_url or moved)
+    if keyless or any(environ.get(name, "").strip() for name in known.keys):
         return ""
     return (
-        f"There is no key for {who} ({judge.type}): set {' or '.join(usual)}, or name another "
+        f"There is no key for {who} ({judge.type}): set {' or '.join(known.keys)}, or name another "
         f"variable with {mend}."
     )
 
@@ -198,9 +199,9 @@ def _retiring(judge: ApiReward | Monitor, today: datetime.date) -> str:
     if day <= today:
         return (
             f"{judge.type} has shut {judge.model} down on {when}; if it does not answer, name "
-            f"another model, such as {EXAMPLES[judge.type]}."
+            f"another model, such as {JUDGES[judge.type].example}."
         )
     return (
         f"{judge.type} shuts {judge.model} down on {when}; a run that goes on after that day "
-        f"needs another model, such as {EXAMPLES[judge.type]}."
+        f"needs another model, such as {JUDGES[judge.type].example}."
     )

@@ -14,7 +14,7 @@ import pickletools
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -175,52 +175,84 @@ def _damaged(file: Path, error: Exception) -> ModelError:
     return ModelError(f"{file} is damaged or cut off ({why}): fetch or save it again.")
 
 
-# Where a key is looked for, in this order.
-KEY_VARIABLES: dict[str, tuple[str, ...]] = {
-    "dashscope": ("DASHSCOPE_API_KEY",),
-    "openai": ("OPENAI_API_KEY",),
-    "gemini": ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
-    "claude": ("ANTHROPIC_API_KEY", "CLAUDE_API_KEY"),
-}
-EXAMPLES = {
-    "dashscope": "qwen-plus",
-    "openai": "gpt-6-luna",
-    "gemini": "gemini-3.5-flash-lite",
-    "claude": "claude-haiku-5-5",
-}
-# Only a name that stays while the weights behind it change can be a default.
-DEFAULT_MODELS = {"dashscope": "qwen-plus"}
-# Names (and what follows them after a dash) by the day of their shutdown, as the providers
-# announced it until November 2026; no day: it stays, although a shorter name of its line goes.
-SHUTDOWNS: dict[str, dict[str, str]] = {
-    "dashscope": {"2026-07-13": "qwen-max qwen-turbo"},
-    "openai": {
-        "2025-07-28": "o1-preview",
-        "2025-10-27": "o1-mini",
-        "2026-02-17": "chatgpt-4o-latest",
-        "2026-07-23": "gpt-5-chat-latest gpt-5.1-chat-latest gpt-5.1-codex",
-        "2026-08-10": "gpt-5.2-chat-latest gpt-5.3-chat-latest",
-        "2026-10-23": "gpt-3.5-turbo gpt-4 gpt-4-turbo gpt-4.1-nano gpt-4o-2024-05-13 o1 o3-mini "
-        "o4-mini",
-        "2026-12-11": "gpt-5 o3",
-        "2027-01-14": "gpt-4.1 gpt-4o",
-        "2027-04-01": "gpt-5.1 gpt-5.4-nano",
-    },
-    "gemini": {
-        "2025-09-24": "gemini-1.5",
-        "2026-12-01": "gemini-2.5-flash gemini-2.5-pro",
-        "": "gemini-2.5-flash-lite",
-    },
-    "claude": {
-        "2024-11-06": "claude-1.3 claude-instant-1.1 claude-instant-1.2",
-        "2025-07-21": "claude-2.0 claude-2.1 claude-3-sonnet",
-        "2026-01-05": "claude-3-opus",
-        "2026-02-19": "claude-3-5-haiku claude-3-7-sonnet",
-        "2026-04-20": "claude-3-haiku",
-        "2026-06-15": "claude-opus-4-0 claude-opus-4-20250514 claude-sonnet-4-0 "
-        "claude-sonnet-4-20250514",
-        "2026-11-30": "claude-sonnet-4-5",
-    },
+@dataclass(frozen=True)
+class JudgeApi:
+    """A provider of judges, as far as settings and prices go; its calls are the class `Judge` in
+    `rewards/judge/providers/NAME.py`.
+    """
+
+    keys: tuple[str, ...]  # variables in which a key is looked for, in this order
+    url: str
+    url_variables: tuple[str, ...]  # by which its SDK lets the address be changed
+    example: str  # a model to name in messages
+    decides: str | None  # a model of its decision endpoint; None where there is no such endpoint
+    default: str | None = None  # only a name that stays while the weights behind it change
+    keyless: bool = False  # whether servers of one's own speak its protocol, often without a key
+    # Names (and what follows them after a dash) by the day of their shutdown, as announced until
+    # November 2026; no day: it stays, although a shorter name of its line goes.
+    shutdowns: Mapping[str, str] = field(default_factory=dict)
+
+
+# A new provider is a row here and its file; prices of its models go into prices.yaml.
+JUDGES: dict[str, JudgeApi] = {
+    "dashscope": JudgeApi(
+        keys=("DASHSCOPE_API_KEY",),
+        url="https://dashscope.aliyuncs.com/api/v1",
+        url_variables=("DASHSCOPE_BASE_URL", "DASHSCOPE_HTTP_BASE_URL"),
+        example="qwen-plus",
+        decides="decision-model-preview",
+        default="qwen-plus",
+        shutdowns={"2026-07-13": "qwen-max qwen-turbo"},
+    ),
+    "openai": JudgeApi(
+        keys=("OPENAI_API_KEY",),
+        url="https://api.openai.com/v1",
+        url_variables=("OPENAI_BASE_URL",),
+        example="gpt-6-luna",
+        decides="gpt-6-luna",
+        keyless=True,
+        shutdowns={
+            "2025-07-28": "o1-preview",
+            "2025-10-27": "o1-mini",
+            "2026-02-17": "chatgpt-4o-latest",
+            "2026-07-23": "gpt-5-chat-latest gpt-5.1-chat-latest gpt-5.1-codex",
+            "2026-08-10": "gpt-5.2-chat-latest gpt-5.3-chat-latest",
+            "2026-10-23": "gpt-3.5-turbo gpt-4 gpt-4-turbo gpt-4.1-nano gpt-4o-2024-05-13 o1 "
+            "o3-mini o4-mini",
+            "2026-12-11": "gpt-5 o3",
+            "2027-01-14": "gpt-4.1 gpt-4o",
+            "2027-04-01": "gpt-5.1 gpt-5.4-nano",
+        },
+    ),
+    "gemini": JudgeApi(
+        keys=("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+        url="https://generativelanguage.googleapis.com",
+        url_variables=("GOOGLE_GEMINI_BASE_URL",),
+        example="gemini-3.5-flash-lite",
+        decides="gemini-decision-1",
+        shutdowns={
+            "2025-09-24": "gemini-1.5",
+            "2026-12-01": "gemini-2.5-flash gemini-2.5-pro",
+            "": "gemini-2.5-flash-lite",
+        },
+    ),
+    "claude": JudgeApi(
+        keys=("ANTHROPIC_API_KEY", "CLAUDE_API_KEY"),
+        url="https://api.anthropic.com",
+        url_variables=("ANTHROPIC_BASE_URL",),
+        example="claude-haiku-5-5",
+        decides=None,
+        shutdowns={
+            "2024-11-06": "claude-1.3 claude-instant-1.1 claude-instant-1.2",
+            "2025-07-21": "claude-2.0 claude-2.1 claude-3-sonnet",
+            "2026-01-05": "claude-3-opus",
+            "2026-02-19": "claude-3-5-haiku claude-3-7-sonnet",
+            "2026-04-20": "claude-3-haiku",
+            "2026-06-15": "claude-opus-4-0 claude-opus-4-20250514 claude-sonnet-4-0 "
+            "claude-sonnet-4-20250514",
+            "2026-11-30": "claude-sonnet-4-5",
+        },
+    ),
 }
 
 
@@ -228,7 +260,7 @@ def retirement(provider: str, model: str) -> datetime.date | None:
     """Return the day on which a provider shuts a model down; None when none is known."""
     days = {
         name: day
-        for day, names in SHUTDOWNS.get(provider, {}).items()
+        for day, names in JUDGES[provider].shutdowns.items()
         for name in names.split()
         if model == name or model.startswith(f"{name}-")
     }

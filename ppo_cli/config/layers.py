@@ -15,7 +15,7 @@ import yaml
 from ppo_cli.config.bundled import EMBEDDED, preset_path
 from ppo_cli.config.devices import gpu_count
 from ppo_cli.config.keys import find, table
-from ppo_cli.config.known_models import KEY_VARIABLES
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.reward_schema import Reward
 from ppo_cli.config.values import Quoted, given_text, is_unset, listed, parse_yaml, repeated_keys
@@ -324,7 +324,7 @@ def _no_secrets(entry: Entry, given: list[Entry]) -> str:
     """Say where a key belongs; its value is shown nowhere."""
     said = {_plain(e.name.rsplit(".", 1)[-1]): str(e.raw) for e in given}
     kind = next((said[k] for k in ("type", "api_type", "rm_api_type") if k in said), "")
-    usual = KEY_VARIABLES.get(kind) or tuple(names[0] for names in KEY_VARIABLES.values())
+    usual = JUDGES[kind].keys if kind in JUDGES else tuple(api.keys[0] for api in JUDGES.values())
     variable = _VARIABLE.fullmatch(str(entry.raw))
     other = variable[1] if variable else "NAME"
     return (

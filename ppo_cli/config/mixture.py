@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from ppo_cli.config.clash import Clash
 from ppo_cli.config.fields import Section, setting
 from ppo_cli.config.keys import Key, keys_of, range_words
-from ppo_cli.config.known_models import DEFAULT_MODELS
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.config.values import read_value
 from ppo_cli.errors import ConfigError, did_you_mean
@@ -483,8 +483,8 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
     values, _ = read_settings(ApiReward, part.judge)
     other = values.get("type", reward.api.type) != reward.api.type
     api = laid_over(reward.api, values | {"enable": True}, OF_PROVIDER if other else ())
-    if not (api.model or "").strip() and api.type in DEFAULT_MODELS:
-        return api.model_copy(update={"model": DEFAULT_MODELS[api.type]})
+    if not (api.model or "").strip() and JUDGES[api.type].default:
+        return api.model_copy(update={"model": JUDGES[api.type].default})
     return api
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ppo_cli.config.checks import cross_checks
 from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
-from ppo_cli.config.known_models import DEFAULT_MODELS
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
 from ppo_cli.config.rows import fitting_batches, lowered_batches, train_rows
 from ppo_cli.config.schema import Config
@@ -177,9 +177,10 @@ def _name_judge(draft: _Draft) -> None:
     """Give the default provider's judge a model where none is named."""
     kind = _value(draft, "reward.api.type")
     unnamed = _value(draft, "reward.api.enable") and not _value(draft, "reward.api.model")
-    if not unnamed or kind not in DEFAULT_MODELS or "reward.api.model" in draft.broken:
+    model = JUDGES[kind].default
+    if not unnamed or model is None or "reward.api.model" in draft.broken:
         return
-    entry = Entry("reward.api.model", DEFAULT_MODELS[kind], f"default of {kind}")
+    entry = Entry("reward.api.model", model, f"default of {kind}")
     draft.entries[entry.name] = entry
     _read(draft, entry, entry.raw)
     draft.notes.append(f"The judge is {entry.raw} ({kind}); --rm_model names another.")

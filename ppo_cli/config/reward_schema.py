@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from ppo_cli.config.fields import Section, section, setting
+from ppo_cli.config.known_models import JUDGES
 
+if TYPE_CHECKING:
+    JudgeType = str
+else:
+    JudgeType = Literal[tuple(JUDGES)]
 Adapter = Literal[
     "seqcls", "armorm", "starling", "pair", "value_head",
     "vllm", "openrlhf", "rerank",
@@ -17,7 +22,7 @@ Adapter = Literal[
 class Monitor(Section):
     """A second judge that is only compared with the first; it rewards nothing."""
 
-    type: Literal["dashscope", "openai", "gemini", "claude"] = setting(
+    type: JudgeType = setting(
         "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type"
     )
     model: str | None = setting(
@@ -37,7 +42,7 @@ class ApiReward(Section):
     """An LLM judge behind a provider's API."""
 
     enable: bool = setting(False, "Let an LLM judge score responses.", flag="--use_api_reward")
-    type: Literal["dashscope", "openai", "gemini", "claude"] = setting(
+    type: JudgeType = setting(
         "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE"
     )
     model: str | None = setting(

@@ -24,8 +24,8 @@ from ppo_cli.rewards.judge.prompt import (
     preset_path,
     readable,
 )
-from ppo_cli.rewards.judge.providers.build import PROVIDERS
-from ppo_cli.rewards.judge.providers.endpoint import NO_KEY, Endpoint, Key
+from ppo_cli.rewards.judge.providers import Endpoint, Key, provider_class
+from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
 from ppo_cli.rewards.judge.providers.negotiation import Negotiation
 from ppo_cli.rewards.judge.sanitise import content_free
 
@@ -75,8 +75,9 @@ def wire_form(
     """
     given = Endpoint.of(api)
     # Without a model the rest can be shown all the same.
-    endpoint = replace(given, model=api.model or UNNAMED).located(environ)
-    provider = PROVIDERS[api.type](endpoint, Key(NO_KEY, ""))
+    kind = provider_class(api.type)
+    endpoint = kind.locate(replace(given, model=api.model or UNNAMED), environ)
+    provider = kind(endpoint, Key(NO_KEY, ""))
     form = Negotiation("", provider.options()).form()
     asked = (
         provider.decide(Recorder(), question, api.timeout)

@@ -14,7 +14,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.keys import table
-from ppo_cli.config.known_models import KEY_VARIABLES
+from ppo_cli.config.known_models import JUDGES
 
 TRAIN = "train --preset embedded --config tiny.yaml"
 TINY = """\
@@ -45,7 +45,7 @@ def set_desk(folder: Path, files: Mapping[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "wandb", None)
     variables = [key.env for key in table().values() if key.env]
-    for name in chain(variables, *KEY_VARIABLES.values(), ["OPENAI_BASE_URL"]):
+    for name in chain(variables, *(api.keys for api in JUDGES.values()), ["OPENAI_BASE_URL"]):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return folder

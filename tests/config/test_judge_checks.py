@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.config.judge_checks import judge_remarks, missing_keys, scale_ends
 from ppo_cli.config.keys import table
-from ppo_cli.config.known_models import EXAMPLES, KEY_VARIABLES, retirement
+from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
@@ -204,5 +204,5 @@ def test_remarks_reach_the_screen() -> None:
 
 def test_the_tables_know_every_provider_and_no_example_is_retired() -> None:
     providers = set(table()["reward.api.type"].choices)
-    assert providers == set(KEY_VARIABLES) == set(EXAMPLES)
-    assert [retirement(*item) for item in EXAMPLES.items()] == [None] * len(EXAMPLES)
+    assert providers == set(JUDGES)
+    assert [name for name, api in JUDGES.items() if retirement(name, api.example)] == []

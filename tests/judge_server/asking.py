@@ -39,7 +39,7 @@ def judge_at(server: JudgeServer, wire: str, **more: Any) -> SdkProvider:
     """A provider that asks the loopback server over one wire."""
     environ = more.pop("environ", KEYS)
     model = more.pop("model", "judge-model")
-    endpoint = Endpoint(WIRES[wire], model, server.url(wire), **more)  # type: ignore[arg-type]
+    endpoint = Endpoint(WIRES[wire], model, server.url(wire), **more)
     return build_provider(endpoint, environ=environ)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
-from ppo_cli.config.known_models import KEY_VARIABLES
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError, RewardError
@@ -25,7 +25,7 @@ PROMPT = "reward.api.scoring_prompt=Q: {prompt} A: {response} 1-10"
 @pytest.fixture(autouse=True)
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in sum(KEY_VARIABLES.values(), ()):
+    for name in (key for api in JUDGES.values() for key in api.keys):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import read_settings_text
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.values import load_yaml
@@ -32,7 +33,6 @@ from ppo_cli.errors import Interrupted, RewardError, UsedUp, did_you_mean
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
 
 BUNDLED = Path(__file__).with_name("prices.yaml")
-PROVIDERS = ("openai", "claude", "gemini", "dashscope")
 _FIELDS = ("input", "output", "cached_input")
 _VERSION = re.compile(r"-(?:20\d\d-?\d\d-?\d\d|latest)$")
 
@@ -114,7 +114,7 @@ def load_prices(file: Path) -> dict[str, dict[str, Price]]:
     listed = content.get("prices")
     if not isinstance(listed, Mapping):
         raise RewardError(f"The price file {file} has no `prices:` with a section per provider.")
-    _check_keys(file, listed, PROVIDERS, "prices")
+    _check_keys(file, listed, tuple(JUDGES), "prices")
     source = "the bundled list" if file == BUNDLED else str(file)
     if content.get("checked") is not None:
         source += f" of {content['checked']}"

@@ -22,7 +22,7 @@ import pytest
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
 from ppo_cli.rewards.judge.prompt import Material, load_template
-from ppo_cli.rewards.judge.providers.build import build_provider
+from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.verdict import read_verdict
 
 needs_no_gpu = pytest.mark.skipif(

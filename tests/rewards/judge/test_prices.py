@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.ledger import (
     BUNDLED,
-    PROVIDERS,
     Price,
     find_price,
     is_local,
@@ -39,7 +39,7 @@ def test_more_cached_than_read_is_not_a_discount() -> None:
 
 def test_the_bundled_list_is_well_formed_and_dated() -> None:
     table = load_prices(BUNDLED)
-    assert set(table) == set(PROVIDERS)
+    assert set(table) == set(JUDGES)
     prices = [price for models in table.values() for price in models.values()]
     assert len(prices) > 40
     for price in prices:

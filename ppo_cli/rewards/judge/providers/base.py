@@ -13,12 +13,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
-from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key
+from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key, clean_url
 from ppo_cli.rewards.judge.providers.failures import (
     LONGEST,
     Context,
@@ -37,7 +38,11 @@ class SdkProvider(ABC):
     """One judge behind one official SDK."""
 
     name: str
-    package: str
+    package: ClassVar[str]
+    module: ClassVar[str]  # of the package
+    decisions: ClassVar[str] = ""  # the module with its decision endpoint
+    pasted: ClassVar[str]  # the end of a path that people paste along; the SDK adds it itself
+    path: ClassVar[str] = ""  # of an address that comes without one
 
     def __init__(self, endpoint: Endpoint, key: Key) -> None:
         self.endpoint = endpoint
@@ -53,7 +58,29 @@ class SdkProvider(ABC):
         self._negotiation = Negotiation(self._context.label, options)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(model={self.model!r}, base_url={self.base_url!r})"
+        return f"Judge(name={self.name!r}, model={self.model!r}, base_url={self.base_url!r})"
+
+    @classmethod
+    def home(cls, environ: Mapping[str, str]) -> str:
+        """The provider's own address."""
+        return JUDGES[cls.name].url
+
+    @classmethod
+    def locate(cls, endpoint: Endpoint, environ: Mapping[str, str]) -> Endpoint:
+        """The same endpoint with a base_url that is set and in the form that the SDK takes."""
+        places = {f"{endpoint.flags}_base_url": endpoint.base_url}
+        for variable in () if endpoint.base_url else JUDGES[cls.name].url_variables:
+            places[variable] = environ.get(variable, "").strip()
+        for source, given in places.items():
+            if given:
+                return replace(endpoint, base_url=clean_url(given, cls.pasted, cls.path, source))
+        return replace(endpoint, base_url=cls.home(environ))
+
+    def sampling(self) -> float | None:
+        """Temperature to ask for: 0, or 0.7 with several votes; None: the model's own."""
+        if self.endpoint.temperature is not None:
+            return self.endpoint.temperature
+        return 0.0 if self.endpoint.votes == 1 else 0.7
 
     @abstractmethod
     def options(self) -> Sequence[Option]:
@@ -77,7 +104,7 @@ class SdkProvider(ABC):
 
     def settings(self) -> Mapping[str, Any]:
         """Configured parameters that may change an answer; part of the identity."""
-        return {"temperature": self.endpoint.sampling()}
+        return {"temperature": self.sampling()}
 
     @property
     def identity(self) -> str:

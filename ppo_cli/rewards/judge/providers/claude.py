@@ -27,11 +27,17 @@ TOKENS = TokenFields(
 )
 
 
-class ClaudeJudge(SdkProvider):
+class Judge(SdkProvider):
     """Messages; there is no decision endpoint."""
 
     name = "claude"
     package = "anthropic"
+    module = "anthropic"
+    pasted = r"(/v1)?(/messages)?$"
+
+    def sampling(self) -> float | None:
+        """Only what was asked for: current models take none."""
+        return self.endpoint.temperature
 
     def options(self) -> Sequence[Option]:
         """Temperature only when it was asked for: current models take none."""
@@ -42,7 +48,7 @@ class ClaudeJudge(SdkProvider):
                 ("output_format", "schema", "response_format", *FORMAT_WORDS),
             ),
         ]  # fmt: skip
-        if self.endpoint.sampling() is not None:
+        if self.sampling() is not None:
             options.append(Option("temperature"))
         return options
 
@@ -65,7 +71,7 @@ class ClaudeJudge(SdkProvider):
             schema = verdict_schema(question.scale)
             chosen["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         if "temperature" in form:  # the SDK has no such argument any more; gateways may
-            chosen["extra_body"] = {"temperature": self.endpoint.sampling()}
+            chosen["extra_body"] = {"temperature": self.sampling()}
         reply = await client.messages.create(
             model=self.model,
             max_tokens=question.max_tokens,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
-from ppo_cli.config.known_models import EXAMPLES, KEY_VARIABLES
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.reward_schema import ApiReward, JudgeType
 from ppo_cli.errors import RewardError
 
 # What a server without keys is sent: the SDK insists on something.
@@ -35,7 +35,7 @@ def api_key(
     Blank variables count as missing, blanks around a key are dropped. With `optional` (an
     OpenAI-compatible server of one's own) a missing key becomes a placeholder.
     """
-    variables = (key_env,) if key_env else KEY_VARIABLES[kind]
+    variables = (key_env,) if key_env else JUDGES[kind].keys
     for variable in variables:
         value = environ.get(variable, "").strip()
         if value:
@@ -64,39 +64,11 @@ def check_key(value: str, variable: str) -> str:
     return value
 
 
-DEFAULT_BASES = {
-    "dashscope": "https://dashscope.aliyuncs.com/api/v1",
-    "openai": "https://api.openai.com/v1",
-    "gemini": "https://generativelanguage.googleapis.com",
-    "claude": "https://api.anthropic.com",
-}
-# Variables by which each SDK lets its endpoint be changed.
-BASE_VARIABLES = {
-    "dashscope": ("DASHSCOPE_BASE_URL", "DASHSCOPE_HTTP_BASE_URL"),
-    "openai": ("OPENAI_BASE_URL",),
-    "gemini": ("GOOGLE_GEMINI_BASE_URL",),
-    "claude": ("ANTHROPIC_BASE_URL",),
-}
-# Names to show when none was given; EXAMPLES go for a type that is not among them.
-EXAMPLE_DECISION_MODELS = {
-    "dashscope": "decision-model-preview",
-    "openai": "gpt-6-luna",
-    "gemini": "gemini-decision-1",
-}
-# The end of a path that people paste along; the SDKs add it themselves.
-_PASTED = {
-    "openai": r"/(chat/completions|completions|responses|decisions|models)$",
-    "claude": r"(/v1)?(/messages)?$",
-    "gemini": r"/(models(/[^/]*)?|decisions)$",
-    "dashscope": r"/(services/aigc/(text|multimodal)-generation/generation|systemone)$",
-}
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """Everything that makes one provider; `flags` is how its flags begin."""
 
-    type: Literal["dashscope", "openai", "gemini", "claude"]
+    type: JudgeType
     model: str | None
     base_url: str | None = None
     key_env: str | None = None
@@ -125,60 +97,27 @@ class Endpoint:
             base_url, key_env = api.base_url, key_env or api.key_env
         return cls(told.type, told.model, base_url, key_env, flags="--rm_monitor")
 
-    def sampling(self) -> float | None:
-        """Temperature to ask for: 0, or 0.7 with several votes; Claude takes none by default."""
-        if self.temperature is not None:
-            return self.temperature
-        if self.type == "claude":
-            return None
-        return 0.0 if self.votes == 1 else 0.7
-
     def named_model(self) -> str:
         """The model's name, or a RewardError that says how to give one."""
         if self.model and self.model.strip():
             return self.model.strip()
-        decides = self.mode == "decision"
-        example = (EXAMPLES | EXAMPLE_DECISION_MODELS if decides else EXAMPLES)[self.type]
+        known = JUDGES[self.type]
+        example = (known.decides if self.mode == "decision" else None) or known.example
         raise RewardError(
             f"Name the judge's model at {self.type} with {self.flags}_model, "
             f"for example {self.flags}_model {example} (the names that your account may use "
             "stand on the provider's page)."
         )
 
-    def located(self, environ: Mapping[str, str]) -> Endpoint:
-        """The same endpoint with a base_url that is set and in the form that the SDK takes."""
-        given, source = self.base_url, f"{self.flags}_base_url"
-        for variable in BASE_VARIABLES[self.type] if not given else ():
-            if environ.get(variable, "").strip():
-                given, source = environ[variable], variable
-                break
-        if not given:
-            return replace(self, base_url=_default_base(self.type, environ))
-        return replace(self, base_url=clean_url(self.type, given, source))
 
+def clean_url(url: str, pasted: str, path: str, source: str = "--rm_base_url") -> str:
+    """Return a base URL as the SDK takes it, from what people type or paste.
 
-def _default_base(kind: str, environ: Mapping[str, str]) -> str:
-    """The provider's own address; DashScope has one for each workspace and region."""
-    workspace = environ.get("DASHSCOPE_WORKSPACE", "").strip()
-    region = environ.get("DASHSCOPE_REGION", "").strip() or "cn-beijing"
-    if kind != "dashscope" or not (workspace or region != "cn-beijing"):
-        return DEFAULT_BASES[kind]
-    if not workspace:
-        host = "cn-hongkong.dashscope" if region == "cn-hongkong" else "dashscope-intl"
-        return f"https://{host}.aliyuncs.com/api/v1"
-    return f"https://{workspace}.{region}.maas.aliyuncs.com/api/v1"
-
-
-def clean_url(kind: str, url: str, source: str = "--rm_base_url") -> str:
-    """Return a base URL as the SDK takes it, from what people type or paste."""
+    `pasted` finds what is too much at the end, `path` is the path of an address without one.
+    """
     parts = _checked(url.strip(), source)
-    path = re.sub(r"/+", "/", parts.path).rstrip("/")
-    path = re.sub(_PASTED[kind], "", path)
-    if kind == "dashscope" and "/compatible-mode" in path:
-        path = re.sub(_PASTED["openai"], "", path)
-    if not path:
-        path = {"openai": "/v1", "dashscope": "/api/v1"}.get(kind, "")
-    return f"{parts.scheme.lower()}://{parts.netloc}{path}"
+    given = re.sub(pasted, "", re.sub(r"/+", "/", parts.path).rstrip("/"))
+    return f"{parts.scheme.lower()}://{parts.netloc}{given or path}"
 
 
 def _checked(url: str, source: str) -> SplitResult:

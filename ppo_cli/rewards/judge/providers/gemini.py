@@ -42,11 +42,14 @@ DECISION_TOKENS = TokenFields(
 )
 
 
-class GeminiJudge(SdkProvider):
+class Judge(SdkProvider):
     """Generated content, and the decision endpoint."""
 
     name = "gemini"
     package = "google-genai"
+    module = "google.genai"
+    decisions = "google.genai.decisions"
+    pasted = r"/(models(/[^/]*)?|decisions)$"
     _session: Any = None
 
     def options(self) -> Sequence[Option]:
@@ -134,7 +137,7 @@ class GeminiJudge(SdkProvider):
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}
         if "temperature" in form:
-            config["temperature"] = self.endpoint.sampling()
+            config["temperature"] = self.sampling()
         if "max_output_tokens" in form:
             config["max_output_tokens"] = question.max_tokens
         return config

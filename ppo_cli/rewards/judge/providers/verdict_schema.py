@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ppo_cli.errors import MissingPart
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
 
 QUESTION = "verdict"
@@ -40,13 +39,6 @@ def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) 
         raise JudgeError(Failure.UNPARSED, "unparsed", told, usage=usage)
     levels = zip(scale.levels(), known, strict=True)
     return Reply("", usage, probabilities={level: share / total for level, share in levels})
-
-
-def lacking(package: str) -> MissingPart:
-    """The installed SDK is older than the decision endpoint."""
-    return MissingPart(
-        f"--rm_mode decision needs a newer {package}: pip install --upgrade {package}"
-    )
 
 
 # What errors call the form of an answer, beside the parameter's own name.

@@ -8,8 +8,8 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart, RewardError
-from ppo_cli.rewards.judge.providers import Endpoint, build, build_provider
-from ppo_cli.rewards.judge.providers.endpoint import clean_url
+from ppo_cli.rewards.judge import providers
+from ppo_cli.rewards.judge.providers import Endpoint, build_provider, provider_class
 from tests.judge_server.asking import KEYS, SECRET
 
 
@@ -22,18 +22,18 @@ def test_a_missing_model_is_asked_for_with_an_example() -> None:
 
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "installed", lambda module: False)
+    monkeypatch.setattr(providers, "installed", lambda module: False)
     with pytest.raises(MissingPart, match="pip install google-genai"):
         build_provider(Endpoint("gemini", "m"), environ=KEYS)
-    monkeypatch.setattr(build, "installed", lambda module: "decision" not in module)
+    monkeypatch.setattr(providers, "installed", lambda module: "decision" not in module)
     with pytest.raises(MissingPart, match="pip install --upgrade openai"):
         build_provider(Endpoint("openai", "m", mode="decision"), environ=KEYS)
 
 
 def test_installed_looks_without_importing() -> None:
-    assert build.installed("openai")
-    assert not build.installed("no_such_sdk")
-    assert not build.installed("no_such_sdk.deeper")
+    assert providers.installed("openai")
+    assert not providers.installed("no_such_sdk")
+    assert not providers.installed("no_such_sdk.deeper")
 
 
 def test_identity_holds_what_matters_and_no_key() -> None:
@@ -112,8 +112,8 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     ],
 )
 def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
-    assert clean_url(kind, typed) == taken
-    assert clean_url(kind, taken) == taken
+    for url in (typed, taken):
+        assert provider_class(kind).locate(Endpoint(kind, "m", url), {}).base_url == taken
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,6 @@ def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
 )
 def test_addresses_that_cannot_be(typed: str, told: str) -> None:
     with pytest.raises(RewardError, match=told) as caught:
-        clean_url("openai", typed)
+        build_provider(Endpoint("openai", "m", typed), environ=KEYS)
     assert "hunter2" not in str(caught.value)
     assert "--rm_base_url" in str(caught.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.config.known_models import KEY_VARIABLES
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.providers import Endpoint, api_key, build_provider
 from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
@@ -12,7 +12,7 @@ from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
 
 @pytest.mark.parametrize(
     ("kind", "variable"),
-    [(kind, variable) for kind, names in KEY_VARIABLES.items() for variable in names],
+    [(kind, variable) for kind, api in JUDGES.items() for variable in api.keys],
 )
 def test_every_variable_is_read(kind: str, variable: str) -> None:
     found = api_key(kind, {variable: "secret-key"})
@@ -22,18 +22,18 @@ def test_every_variable_is_read(kind: str, variable: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gemini", "claude"])
 def test_the_first_variable_wins_and_a_blank_one_is_missing(kind: str) -> None:
-    first, second = KEY_VARIABLES[kind]
+    first, second = JUDGES[kind].keys
     assert api_key(kind, {second: "b", first: "a"}).value == "a"
     assert api_key(kind, {second: "b", first: " \n"}).value == "b"
 
 
-@pytest.mark.parametrize("kind", KEY_VARIABLES)
+@pytest.mark.parametrize("kind", JUDGES)
 def test_a_missing_key_is_asked_for_by_name(kind: str) -> None:
     with pytest.raises(RewardError) as caught:
         api_key(kind, {})
-    for variable in KEY_VARIABLES[kind]:
+    for variable in JUDGES[kind].keys:
         assert variable in str(caught.value)
-    assert f"export {KEY_VARIABLES[kind][0]}=" in str(caught.value)
+    assert f"export {JUDGES[kind].keys[0]}=" in str(caught.value)
 
 
 def test_another_variable_takes_the_place_of_the_usual_ones() -> None:

@@ -17,9 +17,9 @@ from ppo_cli.rewards.judge.providers import (
     Endpoint,
     build_provider,
     claude,
-    dashscope_judge,
+    dashscope,
     gemini,
-    openai_judge,
+    openai,
 )
 from ppo_cli.rewards.judge.providers.base import SdkProvider, read_usage
 from tests.judge_server import Call, JudgeServer
@@ -215,13 +215,13 @@ def test_tokens_that_are_not_told_are_not_zero(
 
 
 def test_half_a_count_is_a_count() -> None:
-    assert read_usage({"prompt_tokens": 5}, openai_judge.TOKENS) == Usage(5, 0)
-    assert read_usage({"prompt_tokens": 0, "completion_tokens": 0}, openai_judge.TOKENS) == Usage()
-    assert read_usage({"prompt_tokens": None, "total_tokens": 7}, openai_judge.TOKENS) is None
+    assert read_usage({"prompt_tokens": 5}, openai.TOKENS) == Usage(5, 0)
+    assert read_usage({"prompt_tokens": 0, "completion_tokens": 0}, openai.TOKENS) == Usage()
+    assert read_usage({"prompt_tokens": None, "total_tokens": 7}, openai.TOKENS) is None
     assert read_usage({"output_tokens": 5}, claude.TOKENS) == Usage(0, 5)
     assert read_usage({}, claude.TOKENS) is None
     assert read_usage({"candidates_token_count": None}, gemini.TOKENS) is None
-    assert read_usage({"input_tokens": float("nan")}, dashscope_judge.TOKENS) is None
+    assert read_usage({"input_tokens": float("nan")}, dashscope.TOKENS) is None
 
 
 def test_parts_of_a_count_are_added() -> None:
@@ -310,7 +310,7 @@ def test_claude_has_no_decision_endpoint() -> None:
     ],
 )
 def test_a_pasted_endpoint_works(server: JudgeServer, wire: str, tail: str) -> None:
-    endpoint = Endpoint(WIRES[wire], "judge-model", server.url(wire) + tail)  # type: ignore[arg-type]
+    endpoint = Endpoint(WIRES[wire], "judge-model", server.url(wire) + tail)
     assert isinstance(ask_once(build_provider(endpoint, environ=KEYS)), Reply)
     assert server.calls[0].path.endswith(tail)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
@@ -18,7 +18,7 @@ from ppo_cli.rewards.judge.providers.base import (
     refused,
 )
 from ppo_cli.rewards.judge.providers.negotiation import Form, Option
-from ppo_cli.rewards.judge.providers.openai_judge import chat_messages
+from ppo_cli.rewards.judge.providers.openai import chat_messages
 from ppo_cli.rewards.judge.providers.verdict_schema import (
     FORMAT_WORDS,
     QUESTION,
@@ -30,11 +30,30 @@ from ppo_cli.rewards.judge.providers.verdict_schema import (
 TOKENS = TokenFields(("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens")
 
 
-class DashScopeJudge(SdkProvider):
+class Judge(SdkProvider):
     """Chat completions, and the decision endpoint."""
 
     name = "dashscope"
     package = "dashscope"
+    module = "dashscope"
+    decisions = "dashscope.v2.resources.decision"
+    pasted = (
+        r"/(services/aigc/(text|multimodal)-generation/generation|systemone|(chat/)?completions"
+        r"|responses|decisions|models)$"
+    )
+    path = "/api/v1"
+
+    @classmethod
+    def home(cls, environ: Mapping[str, str]) -> str:
+        """There is one address for each workspace and region."""
+        workspace = environ.get("DASHSCOPE_WORKSPACE", "").strip()
+        region = environ.get("DASHSCOPE_REGION", "").strip() or "cn-beijing"
+        if workspace:
+            return f"https://{workspace}.{region}.maas.aliyuncs.com/api/v1"
+        if region == "cn-beijing":
+            return super().home(environ)
+        host = "cn-hongkong.dashscope" if region == "cn-hongkong" else "dashscope-intl"
+        return f"https://{host}.aliyuncs.com/api/v1"
 
     def options(self) -> Sequence[Option]:
         """Qwen thinks by default in many models: a judge's answer is to be short."""
@@ -76,7 +95,7 @@ class DashScopeJudge(SdkProvider):
         if "response_format" in form and question.output == "json":
             chosen["response_format"] = response_format(question.scale, form["response_format"])
         if "temperature" in form:
-            chosen["temperature"] = self.endpoint.sampling()
+            chosen["temperature"] = self.sampling()
         if "max_tokens" in form:
             chosen["max_tokens"] = question.max_tokens
         reply = await client.chat.completions.create(

@@ -35,11 +35,15 @@ DECISION_TOKENS = TokenFields(
 )
 
 
-class OpenAIJudge(SdkProvider):
+class Judge(SdkProvider):
     """Chat completions, and the decision endpoint."""
 
     name = "openai"
     package = "openai"
+    module = "openai"
+    decisions = "openai.resources.decisions"
+    pasted = r"/(chat/completions|completions|responses|decisions|models)$"
+    path = "/v1"
 
     def options(self) -> Sequence[Option]:
         """Thinking is switched off for Qwen models only, which say how."""
@@ -63,7 +67,7 @@ class OpenAIJudge(SdkProvider):
         if "qwen" in self.model.lower() and not own:
             way = "enable_thinking" if "aliyuncs" in host else "chat_template_kwargs"
             options.insert(0, Option("thinking", (way,), ("enable_thinking",)))
-        if self.endpoint.sampling() is None:
+        if self.sampling() is None:
             options = [option for option in options if option.name != "temperature"]
         return options
 
@@ -92,7 +96,7 @@ class OpenAIJudge(SdkProvider):
         if "seed" in form:
             chosen["seed"] = question.vote
         if "temperature" in form:
-            chosen["temperature"] = self.endpoint.sampling()
+            chosen["temperature"] = self.sampling()
         if "max_tokens" in form:
             chosen[form["max_tokens"]] = question.max_tokens
         # As an extra it goes out as it is: the SDK's walk over the schema is a fifth of a call.
