@@ -5,12 +5,13 @@ A new set is one function (source -> rows of each split) and one line in RECIPES
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ppo_cli.atomic import replacing
 from ppo_cli.data_sets import gsm8k, hh_rlhf, humaneval, math
 from ppo_cli.data_sets.problems import Built
 from ppo_cli.errors import DataError, MissingPart, did_you_mean, ppo
@@ -93,19 +94,13 @@ def prepare(
 
 
 def write_all(files: Mapping[Path, list[dict[str, Any]]]) -> None:
-    """Write every file under a temporary name, then give them their names."""
+    """Write every file under a hidden name, then give them their names."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
-    written: dict[Path, Path] = {}
-    try:
+    with ExitStack() as all_written:
         for path, rows in files.items():
-            written[path] = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            parquet.write_table(pyarrow.Table.from_pylist(rows), written[path])
-        for path, temporary in written.items():
-            os.replace(temporary, path)
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)
+            fresh = all_written.enter_context(replacing(path))
+            parquet.write_table(pyarrow.Table.from_pylist(rows), fresh)

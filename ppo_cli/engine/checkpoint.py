@@ -8,7 +8,6 @@ its own. Any number of ranks reads them: the first from the disk, the others fro
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections import defaultdict
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
+from ppo_cli.atomic import replacing
 from ppo_cli.engine.optimizer import MOMENTS, Optimizer
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.sharding import fill_from_rank0, full_tensor
@@ -43,22 +43,15 @@ def file_name(stem: str, number: int, of: int) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file as Hugging Face does, and bring it to the disk."""
-    unfinished = _hidden(path)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, unfinished, metadata={"format": "pt"})
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    with replacing(path) as fresh:
+        save_file(whole, fresh, metadata={"format": "pt"})
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file and bring it to the disk."""
-    unfinished = _hidden(path)
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    with replacing(path) as fresh:
+        fresh.write_bytes(content)
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -130,11 +123,6 @@ def _find_files(directory: Path, stem: str) -> list[Path]:
         if not path.exists():
             raise ModelError(f"{_told(path)} is missing.")
     return paths
-
-
-def _hidden(path: Path) -> Path:
-    """The name to write under until the file is whole."""
-    return path.with_name(f".unfinished-{path.name}")
 
 
 def _told(path: Path) -> str:

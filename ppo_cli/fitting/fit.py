@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
@@ -37,7 +37,6 @@ from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.signals import StopOnSignal
 
 RECORD_FILE = "fit.json"
-UNFINISHED = ".unfinished-"
 
 
 class ModelFolder:
@@ -46,8 +45,6 @@ class ModelFolder:
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
         self.path = out.expanduser()
         self._place = self.path.resolve()
-        self._fresh = self._place.with_name(f"{UNFINISHED}{self._place.name}")
-        self._old = self._place.with_name(f"{UNFINISHED}old-{self._place.name}")
         self._check(overwrite)
 
     def _check(self, overwrite: bool) -> None:
@@ -72,42 +69,25 @@ class ModelFolder:
         """Put model, tokenizer and record in the place of whatever the folder held."""
         try:
             self._place.parent.mkdir(parents=True, exist_ok=True)
-            for leftover in (self._fresh, self._old):
-                shutil.rmtree(leftover, ignore_errors=True)
-            self._fresh.mkdir()
-            model.save_pretrained(self._fresh)
-            tokenizer.save_pretrained(self._fresh)
-            self._write_record(self._fresh, record)
-            _sync_tree(self._fresh)
-            if self._place.exists():
-                os.replace(self._place, self._old)
-            os.replace(self._fresh, self._place)
-            shutil.rmtree(self._old, ignore_errors=True)
+            with replacing(self._place) as fresh:
+                fresh.mkdir()
+                model.save_pretrained(fresh)
+                tokenizer.save_pretrained(fresh)
+                _write_record(fresh, record)
         except OSError as error:
             raise UserError(
                 f"The model could not be written to {self.path}: {error.strerror or error}. Free "
                 "some space, or choose another --out."
             ) from error
-        finally:
-            shutil.rmtree(self._fresh, ignore_errors=True)
 
     def finish(self, record: Mapping[str, Any]) -> None:
         """Replace the record of the model that lies there."""
-        self._write_record(self._place, record)
+        _write_record(self._place, record)
 
-    def _write_record(self, folder: Path, record: Mapping[str, Any]) -> None:
-        fresh = folder / f"{UNFINISHED}{RECORD_FILE}"
+
+def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    with replacing(folder / RECORD_FILE) as fresh:
         fresh.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-        os.replace(fresh, folder / RECORD_FILE)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 MOST_HELD_OUT = 2000

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
+from ppo_cli.atomic import replacing
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import MissingPart, UserError
 from ppo_cli.records import Scored
@@ -139,7 +140,8 @@ class WandbSink:
         name_file = self._run_dir / "wandb" / "run_id"
         name_file.parent.mkdir(parents=True, exist_ok=True)
         if not (resumed and name_file.exists()):
-            name_file.write_text(uuid.uuid4().hex[:12])
+            with replacing(name_file) as fresh:
+                fresh.write_text(uuid.uuid4().hex[:12])
         try:
             self._run = self._wandb.init(
                 dir=str(self._run_dir), id=name_file.read_text(), resume="allow", **self._settings

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import Written, write_model
 from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 
-UNFINISHED = ".unfinished-"
 CRITIC_HEAD = "ForTokenClassification"
 MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -147,25 +146,15 @@ def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
     """Give a hidden folder to fill; on leaving, it takes the place of `out`."""
     place = out.resolve()
     _check_place(out, place, source, force=force)
-    fresh = place.with_name(f"{UNFINISHED}{place.name}")
-    old = place.with_name(f"{UNFINISHED}old-{place.name}")
     try:
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        yield fresh
-        _sync_tree(fresh)
-        if place.exists():
-            os.replace(place, old)
-        os.replace(fresh, place)
-        shutil.rmtree(old, ignore_errors=True)
+        with replacing(place) as fresh:
+            fresh.mkdir(parents=True)
+            yield fresh
     except OSError as error:
         raise UserError(
             f"The model could not be written to {out}: {error.strerror or error}. Free some "
             "space, or choose another --out."
         ) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
@@ -186,12 +175,3 @@ def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
     parent = next(folder for folder in place.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"--out {out}: the folder {parent} cannot be written.")
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfinished
 from ppo_cli.errors import ModelError, UserError
 
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
 RUST_FAILED = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
-UNFINISHED = ".unfinished-"
 
 
 class CheckpointStore:
@@ -52,19 +51,22 @@ class CheckpointStore:
         """
         self.settle()
         self._sweep()
-        unfinished = self.directory / f"{UNFINISHED}step_{step:06d}"
-        with self._whole_or_nothing(step, unfinished):
-            unfinished.mkdir(parents=True)
-            filled = fill(unfinished)
+        final = self._folder(step)
+        with self._whole_or_nothing(step):
+            unfinished(final).mkdir(parents=True)
+            filled = fill(unfinished(final))
         in_flight: Future[None] = Future()
         self._in_flight = in_flight
 
         def finish(filled: Future[None]) -> None:
             try:
-                with self._whole_or_nothing(step, unfinished):
+                with self._whole_or_nothing(step):
                     filled.result()
-                    _sync_tree(unfinished)
-                    self._install(unfinished, f"step_{step:06d}", best)
+                    install(unfinished(final), final)
+                    self._point("latest", final.name)
+                    if best:
+                        self._point("best", final.name)
+                    self._prune()
             except BaseException as error:  # told by whoever settles
                 in_flight.set_exception(error)
             else:
@@ -96,12 +98,13 @@ class CheckpointStore:
                 self._in_flight = None if in_flight.done() else in_flight
 
     @contextmanager
-    def _whole_or_nothing(self, step: int, unfinished: Path) -> Iterator[None]:
+    def _whole_or_nothing(self, step: int) -> Iterator[None]:
         """Remove what is half-written when writing fails, and say so when it was the disk."""
         try:
             yield
         except BaseException as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):
+                remove(unfinished(self._folder(step)))
             told = _disk_failure(error)
             if told is None:
                 raise
@@ -111,31 +114,19 @@ class CheckpointStore:
                 "run the same command again: it goes on from the last checkpoint."
             ) from error
 
-    def _install(self, unfinished: Path, name: str, best: bool) -> None:
-        final = self.directory / name
-        doomed = self._set_aside(final) if final.exists() else None
-        os.replace(unfinished, final)
-        self._point("latest", name)
-        if best:
-            self._point("best", name)
-        _sync(self.directory)
-        if doomed is not None:
-            shutil.rmtree(doomed)
-        self._prune()
-
     def _prune(self) -> None:
         """Delete all but the newest `keep` checkpoints and the best one."""
         spared = {self._target("latest"), self._target("best")}
         for step in self.steps()[: -self._keep]:
-            folder = self.directory / f"step_{step:06d}"
+            folder = self._folder(step)
             if folder.name not in spared:
-                self._discard(folder)
+                discard(folder)
 
     def drop_past(self, step: int) -> None:
         """Delete checkpoints after `step`: the run goes on from there on another branch."""
         for later in self.steps():
             if later > step:
-                self._discard(self.directory / f"step_{later:06d}")
+                discard(self._folder(later))
         for link in ("latest", "best"):
             path = self.directory / link
             if path.is_symlink() and not path.exists():
@@ -152,41 +143,29 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, if there is one."""
-        steps = self.steps()
-        return self.directory / f"step_{steps[-1]:06d}" if steps else None
+        step = self.newest_step()
+        return None if step is None else self._folder(step)
 
     def newest_step(self) -> int | None:
         """The step of the newest whole checkpoint, if there is one."""
         steps = self.steps()
         return steps[-1] if steps else None
 
+    def _folder(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
     def _target(self, link: str) -> str | None:
         path = self.directory / link
         return os.readlink(path) if path.is_symlink() else None
 
     def _point(self, link: str, name: str) -> None:
-        fresh = self.directory / f"{UNFINISHED}{link}"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(name)
-        os.replace(fresh, self.directory / link)
-
-    def _discard(self, folder: Path) -> None:
-        shutil.rmtree(self._set_aside(folder))
-
-    def _set_aside(self, folder: Path) -> Path:
-        """Rename what is to be deleted: half-deleted, it must not look like a checkpoint."""
-        doomed = self.directory / f"{UNFINISHED}old-{folder.name}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(folder, doomed)
-        return doomed
+        with replacing(self.directory / link) as fresh:
+            fresh.symlink_to(name)
 
     def _sweep(self) -> None:
         """Remove what killed runs left half-written or half-deleted."""
         for path in self.directory.glob(f"{UNFINISHED}*"):
-            if path.is_symlink() or path.is_file():
-                path.unlink()
-            else:
-                shutil.rmtree(path)
+            remove(path)
 
 
 def find_resume(store: CheckpointStore, mode: str) -> Path | None:
@@ -216,18 +195,3 @@ def _disk_failure(error: BaseException) -> str | None:
         return error.strerror or str(error)
     found = RUST_FAILED.search(str(error))
     return found.group(1) if found else None
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from ppo_cli.atomic import UNFINISHED, replacing
 from ppo_cli.errors import UserError
 from ppo_cli.redact import redact
 
@@ -40,7 +41,7 @@ def drop_rollouts_past(run_dir: Path, step: int) -> None:
     """Delete rollout files of later steps, and what a killed run left half-written."""
     for path in (run_dir / ROLLOUTS).glob("*"):
         found = _ROLLOUT_NAME.match(path.name)
-        if path.name.startswith(".unfinished-") or (found and int(found.group(1)) > step):
+        if path.name.startswith(UNFINISHED) or (found and int(found.group(1)) > step):
             path.unlink()
 
 
@@ -76,14 +77,10 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of lines under another name, then give it its own."""
+    """Write a file of lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".unfinished-{path.name}")
-    with fresh.open("wb") as file:
+    with replacing(path) as fresh, fresh.open("wb") as file:
         file.writelines(_encode(line) for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
 
 
 def plain(value: Any) -> Any:
@@ -186,10 +183,9 @@ class RunFolder:
         return None
 
     def write_config(self, text: str) -> None:
-        """Write `config.yaml` whole or not at all."""
-        fresh = self.path / ".config.yaml.unfinished"
-        fresh.write_text(text)
-        os.replace(fresh, self.path / "config.yaml")
+        """Write `config.yaml` atomically."""
+        with replacing(self.path / "config.yaml") as fresh:
+            fresh.write_text(text)
 
     def set_aside(self, *, all_of_it: bool = True) -> Path | None:
         """Move what an earlier run left to `earlier_1`, `earlier_2` …; return where it is now.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ppo_cli.atomic import replacing
 from ppo_cli.data_sets.files import Record, Records, file_suffix, name_type
 from ppo_cli.data_sets.messages import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
@@ -175,19 +176,13 @@ def check_out(out: Path, source: str) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as JSONL under another name, then give the file its own."""
-    fresh = path.with_name(f".unfinished-{path.name}")
+    """Write rows as JSONL, atomically."""
+    lines = (json.dumps(as_plain(row), ensure_ascii=False, default=str) + "\n" for row in rows)
     try:
-        with fresh.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            for row in rows:
-                file.write(json.dumps(as_plain(row), ensure_ascii=False, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
+        with replacing(path) as fresh, fresh.open("wb") as file:
+            file.writelines(line.encode("utf-8", "backslashreplace") for line in lines)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 GOOD_WORDS = ("true", "1", "good", "yes", "chosen", "correct", "right", "safe", "accepted")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-GROUND = {"errors", "moments", "records", "redact", "signals"}
+GROUND = {"atomic", "errors", "moments", "records", "redact", "signals"}
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
 LOOP = {"loop", "train"}
 MAY: dict[str, set[str]] = {

@@ -1,0 +1,73 @@
+"""Atomic writes: a file, folder or link is whole under its name, or it is as it was before.
+
+What is written lies beside its target under a hidden name until it is complete and synced to the
+disk. A process that is killed leaves the hidden name, which the next write removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+UNFINISHED = ".unfinished-"
+
+
+def unfinished(path: Path) -> Path:
+    """Return the hidden name under which `path` is written."""
+    return path.with_name(f"{UNFINISHED}{path.name}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the hidden name to write; on leaving it becomes `path`, on an error it is removed."""
+    fresh = unfinished(path)
+    remove(fresh)
+    try:
+        yield fresh
+        install(fresh, path)
+    finally:
+        with suppress(OSError):
+            remove(fresh)
+
+
+def install(fresh: Path, path: Path) -> None:
+    """Sync what lies at `fresh` and give it the name `path`; a folder there is deleted after."""
+    if not fresh.is_symlink():
+        for part in (fresh, *fresh.rglob("*")):
+            _sync(part)
+    old = _set_aside(path) if path.is_dir() and not path.is_symlink() else None
+    os.replace(fresh, path)
+    _sync(path.parent)
+    if old is not None:
+        remove(old)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder that must not be seen half-deleted: it gets a hidden name first."""
+    remove(_set_aside(folder))
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    old = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    remove(old)
+    os.replace(folder, old)
+    return old
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,66 @@
+"""Atomic writes: whole under the name or as before; leftovers of a killed process go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.atomic import discard, replacing
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("old")
+    (tmp_path / ".unfinished-a.json").write_text("of a killed process")
+    with replacing(file) as fresh:
+        assert not fresh.exists()
+        fresh.write_text("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new"
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "gone").write_text("x")
+    (tmp_path / ".unfinished-old-model" / "deep").mkdir(parents=True)
+    with replacing(folder) as fresh:
+        (fresh / "sub").mkdir(parents=True)
+        (fresh / "sub" / "kept").write_text("x")
+    assert names(tmp_path) == ["model"]
+    assert names(folder) == ["sub"]
+
+
+def test_a_link_to_a_folder_is_replaced_and_the_folder_stays(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "me").write_text(name)
+        with replacing(tmp_path / "latest") as fresh:
+            fresh.symlink_to(name)
+    assert (tmp_path / "latest" / "me").read_text() == "two"
+    assert names(tmp_path) == ["latest", "one", "two"]
+
+
+@pytest.mark.parametrize("stop", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_what_was_there(tmp_path: Path, stop: type[BaseException]) -> None:
+    file = tmp_path / "a"
+    file.write_text("old")
+    with pytest.raises(stop), replacing(file) as fresh:
+        fresh.write_text("half")
+        raise stop
+    assert file.read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_folder_is_deleted_with_what_a_killed_deletion_left(tmp_path: Path) -> None:
+    for name in ("model", ".unfinished-old-model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    discard(tmp_path / "model")
+    assert names(tmp_path) == []
