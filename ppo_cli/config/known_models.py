@@ -13,8 +13,9 @@ import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -268,17 +269,8 @@ def retirement(provider: str, model: str) -> datetime.date | None:
     return datetime.date.fromisoformat(day) if day else None
 
 
-LOCAL = ("seqcls", "armorm", "starling", "pair", "value_head")
 SERVED = {"vllm": ("/classify", "/pooling"), "openrlhf": ("/get_reward",), "rerank": ("/rerank",)}
 KEY = "reward.model.adapter"
-KNOWN = {
-    "rlhflow/armorm-llama3-8b-v0.1": "armorm",
-    "berkeley-nest/starling-rm-7b-alpha": "starling",
-    "openassistant/reward-model-deberta-v3-large": "pair",
-    "openassistant/reward-model-deberta-v3-large-v2": "pair",
-    "openassistant/reward-model-deberta-v3-base": "pair",
-}
-SKYWORK = "skywork/skywork-reward-"
 GATED = ("regression_layer.", "reward_transform_matrix", "gating.")
 VALUE = ("v_head.summary.", "v_head.", "value_head.", "reward_head.")
 # Heads of sequence classifiers: `score` on decoders, the rest on encoders.
@@ -318,10 +310,10 @@ class Signs:
         return f"{self.folder.resolve()} {self.config.get('_name_or_path', '')}".lower()
 
     @property
-    def architecture(self) -> str:
-        """The class that wrote the checkpoint, or an empty string."""
-        listed = self.config.get("architectures") or ("",)
-        return str(listed[0]) if isinstance(listed, list) else ""
+    def gives_each_token_a_value(self) -> bool:
+        """Whether a token classifier's class wrote the checkpoint."""
+        listed = self.config.get("architectures")
+        return isinstance(listed, list) and str([*listed, ""][0]).endswith("ForTokenClassification")
 
 
 def is_url(path: str) -> bool:
@@ -399,53 +391,78 @@ def _choose(signs: Signs, wanted: str | None) -> Found:
 
 
 def _by_tensors(signs: Signs) -> Found | None:
-    if gated := signs.heads(*GATED):
-        return Found("armorm", f"its tensors {_some(gated)} are ArmoRM's")
-    if classifier := signs.heads(*CLASSIFIER):
-        return _classifier(signs, classifier)
-    if summary := signs.heads("v_head.summary."):
-        return Found("value_head", f"its tensors {_some(summary)} are a value head's")
-    if "v_head.weight" in signs.tensors:
-        return _bare_value_head(signs)
-    if value := signs.heads(*VALUE):
-        return Found("value_head", f"its tensors {_some(value)} are a value head's")
-    return None
+    reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
+    return next((Found(name, reason) for name, reason in reasons if reason), None)
 
 
-def _classifier(signs: Signs, head: tuple[str, ...]) -> Found:
-    if signs.architecture.endswith("ForTokenClassification"):
-        return Found("value_head", f"its head {_some(head)} gives each token a value")
+def _seqcls(signs: Signs) -> str | None:
+    head = signs.heads(*CLASSIFIER)
+    if not head or signs.heads(*GATED) or signs.gives_each_token_a_value:
+        return None
     if head[0].startswith("score."):
-        return Found("seqcls", f"its head {_some(head)} is a sequence classifier's")
-    if signs.has_template:
-        return Found("seqcls", f"its head {_some(head)} is a sequence classifier's, with a chat")
-    kind = signs.config.get("model_type", "unknown")
-    return Found(
-        "pair", f"its head {_some(head)} is an encoder's ({kind}), without a chat template"
-    )
+        return f"its head {_some(head)} is a sequence classifier's"
+    chat = f"its head {_some(head)} is a sequence classifier's, with a chat"
+    return chat if signs.has_template else None
 
 
-def _bare_value_head(signs: Signs) -> Found:
+def _armorm(signs: Signs) -> str | None:
+    gated = signs.heads(*GATED)
+    return f"its tensors {_some(gated)} are ArmoRM's" if gated else None
+
+
+def _starling(signs: Signs) -> str | None:
     """`v_head.weight` alone is Starling's class, where the body has that class's names."""
+    if "v_head.weight" not in signs.tensors or signs.heads(*CLASSIFIER, "v_head.summary."):
+        return None
     for stem in ("transformer", "model.model"):
         if f"{stem}.embed_tokens.weight" in signs.tensors:
-            return Found("starling", f"its tensors v_head.weight and {stem}.* are Starling's")
-    if "starling" in signs.name:
-        return Found("starling", "its tensor v_head.weight and its name are Starling's")
-    return Found("value_head", "its tensor v_head.weight is a value head's")
+            return f"its tensors v_head.weight and {stem}.* are Starling's"
+    named = "starling" in signs.name
+    return "its tensor v_head.weight and its name are Starling's" if named else None
+
+
+def _pair(signs: Signs) -> str | None:
+    head = signs.heads(*CLASSIFIER)
+    if not head or signs.gives_each_token_a_value:
+        return None
+    kind = signs.config.get("model_type", "unknown")
+    return f"its head {_some(head)} is an encoder's ({kind}), without a chat template"
+
+
+def _value_head(signs: Signs) -> str | None:
+    if head := signs.heads(*CLASSIFIER):
+        return f"its head {_some(head)} gives each token a value"
+    if "v_head.weight" in signs.tensors and not signs.heads("v_head.summary."):
+        return "its tensor v_head.weight is a value head's"
+    value = signs.heads("v_head.summary.") or signs.heads(*VALUE)
+    return f"its tensors {_some(value)} are a value head's" if value else None
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """How a kind of reward model is recognised, before anything is loaded.
+
+    `recognise` gives the reason why a checkpoint is of this kind, if it is; the first kind that
+    does so reads it. `rewards/local/heads.py` has the network of each kind, by the same name.
+    """
+
+    recognise: Callable[[Signs], str | None]
+    tensors: tuple[str, ...]  # beginnings of names, one of which a checkpoint needs to be read so
+    hub_names: tuple[str, ...] = ()  # patterns in lower case
+
+
+HEADS = {
+    "seqcls": Recognition(_seqcls, CLASSIFIER, ("skywork/skywork-reward-*",)),
+    "armorm": Recognition(_armorm, GATED, ("rlhflow/armorm-llama3-8b-v0.1",)),
+    "starling": Recognition(_starling, ("v_head.weight",), ("berkeley-nest/starling-rm-7b-alpha",)),
+    "pair": Recognition(_pair, CLASSIFIER[1:], ("openassistant/reward-model-deberta-v3-*",)),
+    "value_head": Recognition(_value_head, (*VALUE, "score.", "classifier.")),
+}
 
 
 def _override(signs: Signs, found: Found, wanted: str) -> Found:
-    needs = {
-        "seqcls": signs.heads(*CLASSIFIER),
-        "pair": tuple(n for n in signs.heads(*CLASSIFIER) if not n.startswith("score.")),
-        "armorm": signs.heads(*GATED),
-        "starling": tuple(signs.heads("v_head.weight")),
-        "value_head": signs.heads(*VALUE, "score.", "classifier."),
-    }
-    if wanted not in needs:
-        raise RewardError(f"{KEY}: there is no adapter {wanted}.{did_you_mean(wanted, LOCAL)}")
-    if not needs[wanted]:
+    _check_name(wanted)
+    if not signs.heads(*HEADS[wanted].tensors):
         raise ModelError(
             f"{KEY} {wanted} cannot read {signs.folder}: {found.reason}. Leave {KEY} out "
             f"to read it as {found.adapter}."
@@ -453,16 +470,18 @@ def _override(signs: Signs, found: Found, wanted: str) -> Found:
     return Found(wanted, f"{KEY} says so (by itself: {found.adapter}, {found.reason})")
 
 
+def _check_name(wanted: str) -> None:
+    if wanted not in HEADS:
+        raise RewardError(f"{KEY}: there is no adapter {wanted}.{did_you_mean(wanted, HEADS)}")
+
+
 def _by_name(path: str, wanted: str | None) -> Found:
     if wanted is not None:
-        if wanted not in LOCAL:
-            raise RewardError(f"{KEY}: there is no adapter {wanted}.{did_you_mean(wanted, LOCAL)}")
+        _check_name(wanted)
         return Found(wanted, f"{KEY} says so; its files are not here yet")
-    name = path.lower()
-    if name in KNOWN:
-        return Found(KNOWN[name], f"known by the name {path}; its files are not here yet")
-    if name.startswith(SKYWORK):
-        return Found("seqcls", "known by the name Skywork-Reward; its files are not here yet")
+    for name, head in HEADS.items():
+        if any(fnmatchcase(path.lower(), pattern) for pattern in head.hub_names):
+            return Found(name, f"known by the name {path}; its files are not here yet")
     return Found("seqcls", "by default; its files are not here yet")
 
 

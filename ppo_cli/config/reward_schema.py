@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from ppo_cli.config.fields import Section, section, setting
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.known_models import HEADS, JUDGES, SERVED
 
 if TYPE_CHECKING:
+    Adapter = str
     JudgeType = str
 else:
+    Adapter = Literal[(*HEADS, *SERVED)]
     JudgeType = Literal[tuple(JUDGES)]
-Adapter = Literal[
-    "seqcls", "armorm", "starling", "pair", "value_head",
-    "vllm", "openrlhf", "rerank",
-]  # fmt: skip
 
 
 class Monitor(Section):

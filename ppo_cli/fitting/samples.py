@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, RewardError
@@ -43,8 +43,7 @@ def whole_format(loaded: LoadedModel, path: str) -> Format:
 
     Two responses of different length would then be read under different prompts.
     """
-    unlimited = replace(loaded, max_length=NO_LIMIT)
-    return format_for(unlimited, ModelReward(path=path, adapter="seqcls"))
+    return format_for(loaded.tokenizer, ModelReward(path=path), NO_LIMIT)
 
 
 def encode_pairs(

@@ -59,11 +59,12 @@ def test_a_fit_learns_and_its_folder_scores_the_same(write_sums: WriteSums, tmp_
     reward = ModelReward(path=str(out), device="cpu")
     loaded = load_reward_model(reward)
     assert loaded.adapter == "seqcls"
+    form = format_for(loaded.tokenizer, reward, loaded.max_length)
     scores = []
     for row in map(json.loads, (tmp_path / "sums.jsonl").read_text().splitlines()):
         messages = [{"role": "user", "content": row["prompt"]}]
         for response in (row["chosen"], row["rejected"]):
-            ids = torch.tensor([format_for(loaded, reward).encode(messages, response).ids])
+            ids = torch.tensor([form.encode(messages, response).ids])
             scores.append(loaded.network.score(ids, torch.ones_like(ids)).score_B.item())
     again = fit(settings(str(tmp_path / "sums.jsonl"), tmp_path / "again", model=str(out),
                          recipe={"max_steps": 1, "lr": 1e-9}), SilentScreen())  # fmt: skip
@@ -83,7 +84,7 @@ def test_the_scores_of_the_record_are_those_that_the_folder_gives(
     assert record["dropped"] == {"in_val_data": 4}
     reward = ModelReward(path=str(tmp_path / "rm"), device="cpu")
     loaded = load_reward_model(reward)
-    form = format_for(loaded, reward)
+    form = format_for(loaded.tokenizer, reward, loaded.max_length)
     found = []
     for row in map(json.loads, lines[:4]):
         for name in ("chosen", "rejected"):

@@ -14,6 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ppo_cli.rewards.self_test import BUILT_IN
 from tests.loopback import HTML, Loopback, Occasion, cut
 
 # How a served model scores one sample: its text, or its token ids as text.
@@ -27,8 +28,8 @@ BROKEN = {
 def score_of_text(text: str) -> float:
     """A score that depends on every character, and is above 0 for what reads well."""
     noise = zlib.crc32(text.encode("utf-8", "surrogatepass")) / 2**32
-    bad = any(word in text for word in ("colour", "hate", "egg egg", "Tuesday", "larger than the"))
-    return (-20.0 if bad and "Earth's" not in text else 5.0) + noise
+    bad = any(word in text for word in ("I do not know", *(bad for _, _, bad in BUILT_IN)))
+    return (-20.0 if bad else 5.0) + noise
 
 
 @dataclass(frozen=True)

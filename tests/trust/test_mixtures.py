@@ -104,7 +104,7 @@ def test_a_reward_model_that_fails_its_test_is_told_and_scores_all_the_same(
         assert main([*words, *address]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["scored"] == 1
-    assert "0 of 5 pairs" in err and "--reward_model_self_test warn" in err
+    assert "only 0 of 5 good answers" in err and "--reward_model_self_test warn" in err
 
 
 def test_a_mixture_is_on_the_scale_of_the_file(

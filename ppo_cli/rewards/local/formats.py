@@ -1,16 +1,17 @@
 """The formats of reward models: how a conversation becomes tokens or text.
 
-The adapter decides, and `reward.model.template` before it. In text, only the template's own
-control words may become control tokens.
+A format is one class, which `heads.py` names beside the network that reads it;
+`reward.model.template` goes before it. In text, only the template's own control words may become
+control tokens.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
 from ppo_cli.records import Message
-from ppo_cli.rewards.local.base import Encoded, Format, LoadedModel, Network, TooLong
+from ppo_cli.rewards.local.base import Encoded, Format, TooLong
 
 SYSTEM_ROLES = ("system", "developer")
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}
@@ -30,6 +31,11 @@ class Choice:
 
     system_prompt: Literal["keep", "drop"] = "keep"
     turns: Literal["all", "last"] = "all"
+
+    @classmethod
+    def read(cls, settings: ModelReward) -> Choice:
+        """Take the choice from a reward model's settings."""
+        return cls(settings.system_prompt, settings.turns)
 
     def of(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return the messages that are shown."""
@@ -234,11 +240,11 @@ def _eaters(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
 class TextFormat(ABC):
     """A format whose sample is one text; `prompts_cut` counts the prompts that lost a part."""
 
-    def __init__(self, plain: PlainText, choice: Choice, max_length: int) -> None:
+    def __init__(self, plain: PlainText, settings: ModelReward, max_length: int) -> None:
         self.plain = plain
         self.max_length = max_length
         self.prompts_cut = 0
-        self._choice = choice
+        self._choice = Choice.read(settings)
         self._bos = plain.tokenizer.bos_token_id
 
     @abstractmethod
@@ -316,14 +322,14 @@ QUESTION, ANSWER = "Is 17 a prime number?", "Yes: nothing but 1 and 17 divides i
 class ChatFormat(TextFormat):
     """The response as an assistant's message, without a generation prompt."""
 
-    def __init__(self, tokenizer: Any, choice: Choice, max_length: int, path: str) -> None:
+    def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
+        self._path = path = settings.path or ""
         if not tokenizer.chat_template:
             raise RewardError(
                 f"The tokenizer of the reward model {path} has no chat template. Set "
                 "reward.model.template to the text that it was trained on, with {prompt} and "
                 "{response} in it, or reward.model.tokenizer to a tokenizer with a template."
             )
-        self._path = path
         self.tokenizer = tokenizer
         sample = self.render([{"role": "user", "content": QUESTION}], ANSWER)
         if QUESTION not in sample or ANSWER not in sample:
@@ -331,7 +337,7 @@ class ChatFormat(TextFormat):
                 f"The chat template of the reward model {path} leaves out the question or the "
                 "response. Set reward.model.template to a text with {prompt} and {response}."
             )
-        super().__init__(PlainText(tokenizer, sample), choice, max_length)
+        super().__init__(PlainText(tokenizer, sample), settings, max_length)
         self.plain.check(sample)
 
     def render(self, messages: Sequence[Message], response: str) -> str:
@@ -370,10 +376,12 @@ PLACE = re.compile(r"\{(prompt|response)\}")
 class LiteralFormat(TextFormat):
     """A text with {prompt} and {response}, each filled in once and never looked at again."""
 
-    def __init__(self, tokenizer: Any, template: str, choice: Choice, max_length: int) -> None:
+    def __init__(
+        self, tokenizer: Any, template: str, settings: ModelReward, max_length: int
+    ) -> None:
         self._template = template
         sample = self._fill("a", "b")
-        super().__init__(PlainText(tokenizer, sample), choice, max_length)
+        super().__init__(PlainText(tokenizer, sample), settings, max_length)
         self.plain.check(sample)
 
     def render(self, messages: Sequence[Message], response: str) -> str:
@@ -392,9 +400,9 @@ class StarlingFormat(LiteralFormat):
     its own BOS before the <s> that is there; both stay.
     """
 
-    def __init__(self, tokenizer: Any, choice: Choice, max_length: int) -> None:
+    def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
         self._before, self._behind = _around(tokenizer)
-        super().__init__(tokenizer, STARLING, choice, max_length)
+        super().__init__(tokenizer, STARLING, settings, max_length)
         ids = self.plain.encode(self._fill("a", "b"))
         if ids[0] != tokenizer.bos_token_id or ids.count(tokenizer.eos_token_id) != 2:
             raise RewardError(
@@ -413,14 +421,15 @@ class TemplateFormat(LiteralFormat):
     Those that the template has already are not put there twice.
     """
 
-    def __init__(self, tokenizer: Any, template: str, choice: Choice, max_length: int) -> None:
+    def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
+        template = settings.template or ""
         if "{response}" not in template:
             raise RewardError(
                 "reward.model.template has no {response}: it needs {prompt} and {response} where "
                 "the question and the response belong."
             )
         self._before, self._behind = _around(tokenizer)
-        super().__init__(tokenizer, template, choice, max_length)
+        super().__init__(tokenizer, template, settings, max_length)
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Put the tokenizer's own BOS and EOS around the ids."""
@@ -465,11 +474,11 @@ class _Layout:
 class PairFormat:
     """`tokenizer(question, answer)`, the question cut from the left where it is too long."""
 
-    def __init__(self, tokenizer: Any, choice: Choice, max_length: int) -> None:
+    def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
         self.plain = PlainText(tokenizer)
         self.max_length = max_length
         self.prompts_cut = 0
-        self._choice = choice
+        self._choice = Choice.read(settings)
         self._tokenizer = tokenizer
         self._layout = self._find_layout()
         for question, answer in SAMPLES:
@@ -538,20 +547,16 @@ class CountingFormat(Format, Protocol):
     max_length: int
 
 
-def format_for(loaded: LoadedModel, settings: ModelReward) -> CountingFormat:
-    """Return the format of a loaded model; raises RewardError when its tokenizer cannot do it."""
-    choice = Choice(settings.system_prompt, settings.turns)
-    most = min(settings.max_length or loaded.max_length, loaded.max_length)
-    if settings.template is not None:
-        return TemplateFormat(loaded.tokenizer, settings.template, choice, most)
-    if loaded.adapter == "pair":
-        return PairFormat(loaded.tokenizer, choice, most)
-    if loaded.adapter == "starling":
-        return StarlingFormat(loaded.tokenizer, choice, most)
-    return ChatFormat(loaded.tokenizer, choice, most, settings.path or "")
+# Builds a format from a tokenizer, the settings, and the most tokens of a sample.
+FormatClass = Callable[[Any, ModelReward, int], CountingFormat]
 
 
-NO_LIMIT = 2**30  # the server has its own
+def format_for(
+    tokenizer: Any, settings: ModelReward, max_length: int, usual: FormatClass = ChatFormat
+) -> CountingFormat:
+    """Return the user's format or the model's own; RewardError when the tokenizer cannot do it."""
+    most = min(settings.max_length or max_length, max_length)
+    return (usual if settings.template is None else TemplateFormat)(tokenizer, settings, most)
 
 
 def served_format(settings: ModelReward) -> TextFormat:
@@ -564,13 +569,9 @@ def served_format(settings: ModelReward) -> TextFormat:
             f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load: {told}. "
             "Give a folder, or a name on the hub."
         ) from error
-    loaded = LoadedModel(
-        adapter="seqcls",
-        reason="it is served",
-        network=cast(Network, None),
-        tokenizer=tokenizer,
-        max_length=NO_LIMIT,
-        pad_token_id=0,
-    )
     named = settings.model_copy(update={"path": settings.tokenizer})
-    return cast(TextFormat, format_for(loaded, named))
+    made = ChatFormat if settings.template is None else TemplateFormat
+    return made(tokenizer, named, settings.max_length or NO_LIMIT)
+
+
+NO_LIMIT = 2**30  # the server has its own

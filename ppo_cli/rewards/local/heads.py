@@ -1,17 +1,21 @@
-"""ArmoRM: 19 objectives at the last token, weighed by a gate that reads the prompt.
+"""The heads of reward models: a network, its format and its length for each kind.
 
-With h the hidden state at the last token and p the one where the prompt ends (the last
-`<|eot_id|>` before an assistant's header):
+Most read one number off the hidden state at the last token. ArmoRM reads 19 objectives there, and
+weighs them by a gate that reads the prompt: with h the hidden state at the last token and p the
+one where the prompt ends (the last `<|eot_id|>` before an assistant's header),
     objectives r = R h,   gate g = s * softmax(MLP(p) / T),   score = sum_o g_o (r M)_o
 with R `regression_layer`, M `reward_transform_matrix`, s `gating.logit_scale`, T the temperature
 (arXiv:2406.12845). A sample without such a header has no gate: its score is NaN.
 
-Legend: B samples, L tokens, H hidden size, O objectives."""
+Legend: B samples, L tokens, H hidden size, O objectives or rows of a head.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError
-from ppo_cli.rewards.local.base import Scores
+from ppo_cli.rewards.local.base import Network, Scores
 from ppo_cli.rewards.local.checkpoint import (
     Checkpoint,
     check_finite,
@@ -32,38 +35,59 @@ from ppo_cli.rewards.local.checkpoint import (
     load_module,
     pack_left,
 )
+from ppo_cli.rewards.local.formats import ChatFormat, FormatClass, PairFormat, StarlingFormat
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a network is built of; `outputs` are the user's weights of the rows of its head."""
+
+    checkpoint: Checkpoint
+    config: Any
+    dtype: torch.dtype
+    tokenizer: Any
+    outputs: Sequence[float]
+
+
+class LeftPacked:
+    """Scores by a module that takes rows which begin with their first token."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module = freeze(module)
+
+    @torch.inference_mode()
+    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
+        """Score a padded batch."""
+        device = next(self.module.parameters()).device
+        types_BL = None if type_ids_BL is None else type_ids_BL.to(device)
+        scores: Scores = self.module(*pack_left(ids_BL.to(device), mask_BL.to(device), types_BL))
+        return scores
 
 
 class BodyAndHead(nn.Module):
-    """Both in one module, so that they move between devices together."""
+    """Scores by one row of the head at the last token, or by the weighted sum of its rows."""
 
-    def __init__(self, body: nn.Module, weight_OH: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(
+        self, body: nn.Module, weight_OH: Tensor, bias_O: Tensor | None, rows: RowWeights
+    ) -> None:
         super().__init__()
         self.body = body
         self.weight = nn.Parameter(weight_OH)
         self.bias = None if bias_O is None else nn.Parameter(bias_O)
+        self._rows = rows
 
-    def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-        """Outputs at the last token of left-packed rows, in float32."""
-        hidden_BLH = self.body(
-            input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False
-        ).last_hidden_state
-        return functional.linear(last_BH(hidden_BLH, mask_BL), self.weight, self.bias)
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
+        """Score in float32; the body of a causal model knows no token types."""
+        hidden_BLH = hidden_states(self.body, ids_BL, mask_BL)
+        output_BO = functional.linear(last_BH(hidden_BLH, mask_BL), self.weight, self.bias)
+        return self._rows.scores(output_BO)
 
 
-class LastTokenNetwork:
-    """Scores by one row of the head, or by the weighted sum of its rows."""
-
-    def __init__(self, module: BodyAndHead, outputs: RowWeights) -> None:
-        self.module: nn.Module = freeze(module)
-        self._outputs = outputs
-
-    @torch.inference_mode()
-    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
-        """Score a padded batch; the body of a causal model knows no token types."""
-        device = next(self.module.parameters()).device
-        ids_BL, mask_BL, _ = pack_left(ids_BL.to(device), mask_BL.to(device))
-        return self._outputs.scores(self.module(ids_BL, mask_BL))
+def hidden_states(body: nn.Module, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """Last hidden states (B, L, H) of left-packed rows."""
+    out = body(input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False)
+    hidden_BLH: Tensor = out.last_hidden_state
+    return hidden_BLH
 
 
 class RowWeights:
@@ -124,58 +148,43 @@ def linear_head(
     return weight_OH, bias_O
 
 
-def only_row(checkpoint: Checkpoint, stem: str, weight_OH: Tensor) -> None:
-    """A value head gives one number a token."""
-    if len(weight_OH) != 1:
+def load_decoder(
+    parts: Parts, stem: str, *, bias: bool | None = None, one_row: bool = True,
+    bodies: tuple[str, ...] = (),
+) -> Network:  # fmt: skip
+    """Load body and head of a causal model; `bodies` orders prefixes of the body."""
+    checkpoint, config = parts.checkpoint, parts.config
+    hidden = config.get_text_config().hidden_size
+    weight_OH, bias_O = linear_head(checkpoint, stem, hidden, bias=bias)
+    if one_row and len(weight_OH) != 1:
         raise ModelError(
             f"{checkpoint.folder}: {stem}.weight has {len(weight_OH)} rows, and a value head has "
             "one."
         )
+    rows = row_weights(checkpoint.folder, len(weight_OH), config, parts.outputs)
+    body = load_body(checkpoint, config, parts.dtype, prefer=bodies)
+    return LeftPacked(BodyAndHead(body, weight_OH, bias_O, rows))
 
 
-SCORE_STEM = "score"
+def load_seqcls(parts: Parts) -> Network:
+    """Load a sequence classifier: a decoder's head is called `score`, an encoder's otherwise."""
+    decoder = parts.checkpoint.starting_with("score.")
+    return load_decoder(parts, "score", one_row=False) if decoder else load_encoder(parts)
 
 
-def load_seqcls(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
-) -> LastTokenNetwork:
-    """Load body and `score`; a head of several rows needs weights for them."""
-    hidden = config.get_text_config().hidden_size
-    weight_OH, bias_O = linear_head(checkpoint, SCORE_STEM, hidden)
-    outputs = row_weights(checkpoint.folder, len(weight_OH), config, settings.outputs)
-    body = load_body(checkpoint, config, dtype)
-    return LastTokenNetwork(BodyAndHead(body, weight_OH, bias_O), outputs)
-
-
-STARLING_STEM = "v_head"
-BODIES = ("transformer.", "model.model.", "model.")
-
-
-def load_starling(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
-) -> LastTokenNetwork:
+def load_starling(parts: Parts) -> Network:
     """Load the body that the head was trained on, and the head."""
-    weight_OH, bias_O = linear_head(checkpoint, STARLING_STEM, config.hidden_size, bias=False)
-    only_row(checkpoint, STARLING_STEM, weight_OH)
-    outputs = row_weights(checkpoint.folder, 1, config, settings.outputs)
-    body = load_body(checkpoint, config, dtype, prefer=BODIES)
-    return LastTokenNetwork(BodyAndHead(body, weight_OH, bias_O), outputs)
+    bodies = ("transformer.", "model.model.", "model.")
+    return load_decoder(parts, "v_head", bias=False, bodies=bodies)
 
 
 STEMS = ("v_head.summary", "v_head", "value_head", "reward_head", "score", "classifier")
 
 
-def load_value_head(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
-) -> LastTokenNetwork:
+def load_value_head(parts: Parts) -> Network:
     """Load the body, under whatever prefix it lies, and its value head."""
-    stem = _stem(checkpoint)
-    hidden = config.get_text_config().hidden_size
-    weight_OH, bias_O = linear_head(checkpoint, stem, hidden, bias=_needs_bias(stem, config))
-    only_row(checkpoint, stem, weight_OH)
-    outputs = row_weights(checkpoint.folder, 1, config, settings.outputs)
-    body = load_body(checkpoint, config, dtype)
-    return LastTokenNetwork(BodyAndHead(body, weight_OH, bias_O), outputs)
+    stem = _stem(parts.checkpoint)
+    return load_decoder(parts, stem, bias=_needs_bias(stem, parts.config))
 
 
 def _stem(checkpoint: Checkpoint) -> str:
@@ -199,34 +208,29 @@ def _needs_bias(stem: str, config: Any) -> bool | None:
     return None
 
 
-class EncoderNetwork:
-    """Scores by the class's own forward pass, on rows that begin with their first token."""
+class Encoder(nn.Module):
+    """Scores by the class's own forward pass."""
 
-    def __init__(self, module: Any, outputs: RowWeights) -> None:
-        self.module: nn.Module = freeze(module)
-        self._outputs = outputs
+    def __init__(self, model: Any, rows: RowWeights) -> None:
+        super().__init__()
+        self.model = model
+        self._rows = rows
         # A table of one type knows no second text; families without a table take no types.
-        self._takes_types = int(getattr(module.config, "type_vocab_size", 0) or 0) > 1
+        self._takes_types = int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
 
-    @torch.inference_mode()
-    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
-        """Score a padded batch; token types are used by the families that know them."""
-        device = next(self.module.parameters()).device
-        types_BL = None if type_ids_BL is None else type_ids_BL.to(device)
-        ids_BL, mask_BL, types_BL = pack_left(ids_BL.to(device), mask_BL.to(device), types_BL)
-        inputs = {"input_ids": ids_BL, "attention_mask": mask_BL.long()}
-        if types_BL is not None and self._takes_types:
-            inputs["token_type_ids"] = types_BL
-        return self._outputs.scores(self.module(**inputs).logits.float())
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
+        """Score; token types are used by the families that know them."""
+        types = {"token_type_ids": types_BL} if self._takes_types and types_BL is not None else {}
+        out = self.model(input_ids=ids_BL, attention_mask=mask_BL.long(), **types)
+        return self._rows.scores(out.logits.float())
 
 
-def load_encoder(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, settings: ModelReward
-) -> EncoderNetwork:
+def load_encoder(parts: Parts) -> Network:
     """Load an encoder's sequence classifier; its head comes from the checkpoint in float32."""
+    checkpoint, config = parts.checkpoint, parts.config
     kind = _class_of(config, checkpoint)
-    rows = _count_rows(checkpoint, config)
-    config.num_labels = rows
+    count = _count_rows(checkpoint, config)
+    config.num_labels = count
     with torch.device("meta"):
         bare = kind(config)
     body = f"{kind.base_model_prefix}."
@@ -239,10 +243,10 @@ def load_encoder(
         for name in checkpoint.names
         if name in own or (name.startswith(body) and not is_spare(name))
     }
-    outputs = row_weights(checkpoint.folder, rows, config, settings.outputs)
-    module = load_module(kind, checkpoint, config, weights, dtype)
+    rows = row_weights(checkpoint.folder, count, config, parts.outputs)
+    module = load_module(kind, checkpoint, config, weights, parts.dtype)
     _restore_head(module, kind.base_model_prefix, raw)
-    return EncoderNetwork(module, outputs)
+    return LeftPacked(Encoder(module, rows))
 
 
 def _class_of(config: Any, checkpoint: Checkpoint) -> Any:
@@ -299,13 +303,18 @@ OBJECTIVES = (
 class GatedRewards(nn.Module):
     """The body in its dtype, and in float32 what ArmoRM has on top of it."""
 
-    def __init__(self, body: nn.Module, head: Mapping[str, Tensor], temperature: float) -> None:
+    def __init__(
+        self, body: nn.Module, head: Mapping[str, Tensor], temperature: float,
+        header: Sequence[int], names: Sequence[str],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.body = body
         self.regression_OH = nn.Parameter(head["regression_layer.weight"])
         self.transform_OO = nn.Parameter(head["reward_transform_matrix"])
         self.scale = nn.Parameter(head["gating.logit_scale"])
-        self.temperature = temperature
+        self._temperature = temperature
+        self._header = tuple(header)
+        self._names = tuple(names)
         layers = sum(name.startswith("gating.layers.") for name in head) // 2
         self.weights = nn.ParameterList(head[f"gating.layers.{i}.weight"] for i in range(layers))
         self.biases = nn.ParameterList(head[f"gating.layers.{i}.bias"] for i in range(layers))
@@ -315,35 +324,17 @@ class GatedRewards(nn.Module):
         x = prompt_BH
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = functional.linear(x if index == 0 else x.relu(), weight, bias)
-        return functional.softmax(x / self.temperature, dim=-1) * self.scale[0]
+        return functional.softmax(x / self._temperature, dim=-1) * self.scale[0]
 
-    def forward(self, ids_BL: Tensor, mask_BL: Tensor, gates_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Score (B,) and raw objectives (B, O) of left-packed rows."""
-        hidden_BLH = self.body(
-            input_ids=ids_BL, attention_mask=mask_BL.long(), use_cache=False
-        ).last_hidden_state
+    def forward(self, ids_BL: Tensor, mask_BL: Tensor, types_BL: Tensor | None) -> Scores:
+        """Score by the gated sum, NaN without an assistant's header; raw objectives beside it."""
+        gates_B = find_last(ids_BL, mask_BL, self._header)
+        hidden_BLH = hidden_states(self.body, ids_BL, mask_BL)
         rewards_BO = functional.linear(last_BH(hidden_BLH, mask_BL), self.regression_OH)
         rows = torch.arange(len(ids_BL), device=ids_BL.device)
         prompt_BH = hidden_BLH[rows, gates_B.clamp(min=0)].float()
         score_B = (self.gate_BO(prompt_BH) * (rewards_BO @ self.transform_OO)).sum(-1)
-        return score_B.masked_fill(gates_B < 0, float("nan")), rewards_BO
-
-
-class ArmoNetwork:
-    """Scores by the gated sum, with the raw objectives beside it."""
-
-    def __init__(self, module: GatedRewards, header: Sequence[int], names: Sequence[str]) -> None:
-        self.module: nn.Module = freeze(module)
-        self._header = tuple(header)
-        self._names = tuple(names)
-
-    @torch.inference_mode()
-    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
-        """Score a padded batch; NaN for a sample without an assistant's header in it."""
-        device = next(self.module.parameters()).device
-        ids_BL, mask_BL, _ = pack_left(ids_BL.to(device), mask_BL.to(device))
-        gates_B = find_last(ids_BL, mask_BL, self._header)
-        score_B, rewards_BO = self.module(ids_BL, mask_BL, gates_B)
+        score_B = score_B.masked_fill(gates_B < 0, float("nan"))
         return Scores(score_B, {name: rewards_BO[:, i] for i, name in enumerate(self._names)})
 
 
@@ -360,28 +351,24 @@ def find_last(ids_BL: Tensor, mask_BL: Tensor, pattern: Sequence[int]) -> Tensor
     return torch.where(hits, places, -1).max(dim=-1).values
 
 
-def load_armorm(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, tokenizer: Any
-) -> ArmoNetwork:
+def load_armorm(parts: Parts) -> Network:
     """Load ArmoRM's own tensors by name; the checkpoint's Python code is never run."""
-    layers = int(_field(config, "gating_n_hidden", 3)) + 1
-    names = ["regression_layer.weight", "reward_transform_matrix", "gating.logit_scale"]
-    names += [f"gating.layers.{i}.{part}" for i in range(layers) for part in ("weight", "bias")]
-    head = checkpoint.head(names)
+    checkpoint, config = parts.checkpoint, parts.config
+    shapes = _shapes(config)
+    head = checkpoint.head(shapes)
     check_finite(head.items(), checkpoint.folder)
-    objectives = int(_field(config, "num_objectives", len(OBJECTIVES)))
-    _check_shapes(checkpoint, head, _shapes(config, objectives, layers))
-    body = load_body(checkpoint, config, dtype)
+    for name, shape in shapes.items():
+        if tuple(head[name].shape) != shape:
+            raise ModelError(
+                f"{checkpoint.folder}: {name} has the shape {list(head[name].shape)}, and its "
+                f"config.json asks for {list(shape)}: config and weights are not of one model."
+            )
+    body = load_body(checkpoint, config, parts.dtype)
     temperature = float(_field(config, "gating_temperature", 10.0))
-    module = GatedRewards(body, head, temperature)
-    return ArmoNetwork(module, header_ids(tokenizer), objective_names(objectives))
-
-
-def objective_names(count: int) -> tuple[str, ...]:
-    """The published names, or numbers where a model has another number of objectives."""
-    if count == len(OBJECTIVES):
-        return OBJECTIVES
-    return tuple(f"objective_{i}" for i in range(count))
+    count = len(head["regression_layer.weight"])
+    # The published names, or numbers where a model has another number of objectives.
+    names = OBJECTIVES if count == len(OBJECTIVES) else [f"objective_{i}" for i in range(count)]
+    return LeftPacked(GatedRewards(body, head, temperature, header_ids(parts.tokenizer), names))
 
 
 def header_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -397,32 +384,50 @@ def header_ids(tokenizer: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in ids)
 
 
-def _shapes(config: Any, objectives: int, layers: int) -> dict[str, tuple[int, ...]]:
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    objectives = int(_field(config, "num_objectives", len(OBJECTIVES)))
+    hidden_layers = int(_field(config, "gating_n_hidden", 3))
     wide = int(_field(config, "gating_hidden_dim", 1024))
-    sizes = [config.hidden_size, *[wide] * (layers - 1), objectives]
+    sizes = [config.hidden_size, *[wide] * hidden_layers, objectives]
     shapes: dict[str, tuple[int, ...]] = {
         "regression_layer.weight": (objectives, config.hidden_size),
         "reward_transform_matrix": (objectives, objectives),
         "gating.logit_scale": (1,),
     }
-    for i in range(layers):
-        shapes[f"gating.layers.{i}.weight"] = (sizes[i + 1], sizes[i])
-        shapes[f"gating.layers.{i}.bias"] = (sizes[i + 1],)
+    for i, (size_in, size_out) in enumerate(pairwise(sizes)):
+        shapes[f"gating.layers.{i}.weight"] = (size_out, size_in)
+        shapes[f"gating.layers.{i}.bias"] = (size_out,)
     return shapes
-
-
-def _check_shapes(
-    checkpoint: Checkpoint, head: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    for name, shape in shapes.items():
-        if tuple(head[name].shape) != shape:
-            raise ModelError(
-                f"{checkpoint.folder}: {name} has the shape {list(head[name].shape)}, and its "
-                f"config.json asks for {list(shape)}: config and weights are not of one model."
-            )
 
 
 def _field(config: Any, name: str, default: float) -> float:
     """A field of ArmoRM's config; the defaults are those of its class."""
     value = vars(config).get(name)
     return default if value is None else float(value)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A kind of reward model once its files are here.
+
+    `max_length` is the most tokens that its authors used; `not_finite` says what a score that is
+    no number may come from.
+    """
+
+    load: Callable[[Parts], Network]
+    format: FormatClass = ChatFormat
+    max_length: int = 16384  # Skywork's; none is known to be good beyond
+    not_finite: str = ""
+
+
+# By the names of `HEADS` in `config/known_models.py`, which recognises a kind by its files.
+HEADS = {
+    "seqcls": Head(load_seqcls),
+    "armorm": Head(
+        load_armorm, max_length=4096,
+        not_finite="ArmoRM does so where it finds no assistant's header",
+    ),
+    "starling": Head(load_starling, StarlingFormat, 2048),
+    "pair": Head(load_encoder, PairFormat, 512),
+    "value_head": Head(load_value_head),
+}  # fmt: skip

@@ -12,29 +12,14 @@ from transformers import AutoConfig, AutoTokenizer
 from ppo_cli.config.known_models import Found, find_adapter, find_folder, is_url, read_json
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError
-from ppo_cli.rewards.local.base import LoadedModel, Network
+from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.rewards.local.checkpoint import Checkpoint, fetch
-from ppo_cli.rewards.local.heads import (
-    load_armorm,
-    load_encoder,
-    load_seqcls,
-    load_starling,
-    load_value_head,
-)
+from ppo_cli.rewards.local.heads import HEADS, Parts
 
-# Lengths that the models' authors trained or published them with.
-RECOMMENDED = {"armorm": 4096, "starling": 2048, "pair": 512}
-LONGEST = 16384  # Skywork's, and no other reward model is known to be good beyond it
 _UNKNOWN = 2048
 _FIELDS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length")
 # A tokenizer that knows no limit says so with a huge number.
 _NO_LIMIT = 10**6
-
-
-def longest_sample(adapter: str, config: Any, tokenizer: Any, asked: int | None) -> int:
-    """The length that was asked for or the recommended one, within what the body can take."""
-    hard = hard_limit(config, tokenizer)
-    return min(hard, asked or RECOMMENDED.get(adapter, LONGEST))
 
 
 def hard_limit(config: Any, tokenizer: Any) -> int:
@@ -71,8 +56,9 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     config = _load_config(folder, settings.tokenizer, found)
     tokenizer = _load_tokenizer(folder, settings.tokenizer)
     checkpoint = Checkpoint(folder)
+    head = HEADS[found.adapter]
     try:
-        network = _network(found.adapter, checkpoint, config, dtype, tokenizer, settings)
+        network = head.load(Parts(checkpoint, config, dtype, tokenizer, settings.outputs))
         checkpoint.check_all_used(found.adapter)
         network.module.to(device)
     except ModelError:
@@ -89,7 +75,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
         reason=found.reason,
         network=network,
         tokenizer=tokenizer,
-        max_length=longest_sample(found.adapter, config, tokenizer, settings.max_length),
+        max_length=min(hard_limit(config, tokenizer), settings.max_length or head.max_length),
         pad_token_id=_pad_token_id(tokenizer, config),
     )
 
@@ -121,25 +107,6 @@ def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name is None:
         name = "bfloat16" if device.type == "cuda" else "float32"
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def _network(
-    adapter: str,
-    checkpoint: Checkpoint,
-    config: Any,
-    dtype: torch.dtype,
-    tokenizer: Any,
-    settings: ModelReward,
-) -> Network:
-    if adapter == "armorm":
-        return load_armorm(checkpoint, config, dtype, tokenizer)
-    if adapter == "starling":
-        return load_starling(checkpoint, config, dtype, settings)
-    if adapter == "value_head":
-        return load_value_head(checkpoint, config, dtype, settings)
-    if adapter == "seqcls" and checkpoint.starting_with("score."):
-        return load_seqcls(checkpoint, config, dtype, settings)
-    return load_encoder(checkpoint, config, dtype, settings)
 
 
 def _folder(settings: ModelReward) -> Path:

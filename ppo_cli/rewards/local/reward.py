@@ -21,10 +21,21 @@ from ppo_cli.rewards.hosting import Host, HostMaker, in_process
 from ppo_cli.rewards.local.base import Encoded, LoadedModel, TooLong
 from ppo_cli.rewards.local.batching import Budget, Row, Work, body_dtype, score_batches
 from ppo_cli.rewards.local.formats import ControlToken, CountingFormat, format_for
+from ppo_cli.rewards.local.heads import HEADS
 from ppo_cli.rewards.local.load import load_reward_model
-from ppo_cli.rewards.local.self_test import LOOKED_AT, conversation_of, try_out_model
+from ppo_cli.rewards.self_test import (
+    LOOKED_AT,
+    TURN_OFF,
+    as_strict_as,
+    check_direction,
+    choose_pairs,
+    conversation_of,
+    encode_pairs,
+    one_of_each_kind,
+)
 
 Load = Callable[[ModelReward], LoadedModel]
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a score alone and in a batch
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,10 @@ class ModelScorer:
         if self._model is None:
             loaded = self._load(self._settings)
             self._home = next(loaded.network.module.parameters()).device
-            self._model = loaded, format_for(loaded, self._settings)
+            format_ = format_for(
+                loaded.tokenizer, self._settings, loaded.max_length, HEADS[loaded.adapter].format
+            )
+            self._model = loaded, format_
         return self._model
 
     def _describe(self, loaded: LoadedModel) -> str:
@@ -187,10 +201,51 @@ class ModelScorer:
                 torch.cuda.empty_cache()
 
 
-def one_of_each_kind(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-    """The first prompt of each order of roles: a template may refuse some."""
-    kinds = {tuple(m["role"] for m in conversation_of(p)): p for p in reversed(prompts)}
-    return tuple(kinds.values())
+def try_out_model(
+    loaded: LoadedModel, format_: CountingFormat, prompts: Sequence[Prompt], budget: Budget
+) -> str:
+    """Test a reward model; raises RewardError with what is wrong, returns a line to show."""
+
+    def encode(prompt: Prompt, answer: str) -> Encoded | None:
+        try:
+            return format_.encode(conversation_of(prompt), answer)
+        except (TooLong, ControlToken):
+            return None
+
+    pairs, samples = encode_pairs(choose_pairs(prompts), encode, format_.max_length)
+    single = [row for sample in samples for row in _score(loaded, [sample], budget)]
+    for row in single:
+        if bad := _not_finite(row):
+            raise RewardError(
+                f"The reward model gave {bad[1]} as {bad[0]} of a plain sample. Its weights may be "
+                f"damaged, or too large for reward.model.dtype. {TURN_OFF}"
+            )
+    tolerance = TOLERANCE.get(body_dtype(loaded.network.module), 2e-2)
+    for row, alone in zip(_score(loaded, samples, budget), single, strict=True):
+        if not abs(row.score - alone.score) <= tolerance * max(1.0, abs(alone.score)):
+            raise RewardError(
+                f"The reward model scores the same sample {alone.score:.6g} alone and "
+                f"{row.score:.6g} in a padded batch: it reads its padding, so its scores cannot be "
+                f"trusted. {TURN_OFF}"
+            )
+    scores = [row.score for row in single]
+    return check_direction(pairs, scores, "is the adapter right (--reward_model_adapter)")
+
+
+def _score(loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget) -> list[Row]:
+    """Score samples in batches; the rows come in the order of the samples."""
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].ids), i))
+    rows: dict[int, Row] = {}
+    ordered = [samples[i] for i in order]
+    for indices, scored in score_batches(loaded, ordered, budget, Work()):
+        rows |= {order[index]: row for index, row in zip(indices, scored, strict=True)}
+    return [rows[i] for i in range(len(samples))]
+
+
+def _not_finite(row: Row) -> tuple[str, float] | None:
+    """The first of a row's numbers that is none, by name."""
+    values = {"score": row.score, **row.objectives}
+    return next(((name, value) for name, value in values.items() if not isfinite(value)), None)
 
 
 def _encode(format_: CountingFormat, sample: Sample) -> tuple[Encoded | None, str | None]:
@@ -199,9 +254,6 @@ def _encode(format_: CountingFormat, sample: Sample) -> tuple[Encoded | None, st
         return format_.encode(sample.messages, sample.response), None
     except (TooLong, ControlToken, RewardError) as problem:
         return None, f"not readable by the reward model: {problem}"
-
-
-NO_GATE = "; ArmoRM does so where it finds no assistant's header"
 
 
 @dataclass(eq=False)
@@ -282,15 +334,10 @@ class LocalModelReward(Reward):
         tell(host.call("load", one_of_each_kind(prompts)))
         if self._settings.self_test == "off":
             return
-        try:
+        with as_strict_as(self._settings.self_test, tell):
             tested: Tested = host.call("try_out", tuple(prompts[:LOOKED_AT]))
-        except RewardError as failed:
-            if self._settings.self_test == "strict":
-                raise
-            tell(str(failed))
-            return
-        self._budget.lower_to(tested.batch_tokens)
-        tell(tested.told)
+            self._budget.lower_to(tested.batch_tokens)
+            tell(tested.told)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Keep a rollout until its round is settled."""
@@ -405,10 +452,9 @@ class LocalModelReward(Reward):
                 self._resolve(entries[index], self._score_of(row, begun.adapter))
 
     def _score_of(self, row: Row, adapter: str) -> Score:
-        for name, value in {"score": row.score, **row.objectives}.items():
-            if not isfinite(value):
-                told = f"the reward model gave {value} as {name}"
-                return Score.failed(told + (NO_GATE if adapter == "armorm" else ""))
+        if bad := _not_finite(row):
+            told = (f"the reward model gave {bad[1]} as {bad[0]}", HEADS[adapter].not_finite)
+            return Score.failed("; ".join(filter(None, told)))
         parts = {self.name: Part(row.score, row.score)}
         parts |= {key: Part(v, None) for key, v in row.objectives.items()}
         return Score(row.score, parts=parts)

@@ -22,6 +22,7 @@ from ppo_cli.records import Message, Prompt
 from ppo_cli.rewards.judge.providers.failures import is_page, read_words
 from ppo_cli.rewards.local.formats import Choice, question_of
 from ppo_cli.rewards.returned import LARGEST
+from ppo_cli.rewards.self_test import conversation_of
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class Writer:
         _refuse_what_has_no_effect(settings, adapter)
         self._adapter = adapter
         self._template = settings.template
-        self._choice = Choice(settings.system_prompt, settings.turns)
+        self._choice = Choice.read(settings)
         self._format: Any = None if settings.tokenizer is None else _local_format(settings)
         self._max_length = settings.max_length
         self._neutralised = 0
@@ -251,7 +252,7 @@ class Writer:
 
     def write(self, prompt: Prompt, response: str) -> Sample:
         """Write one sample; raises UnfitError."""
-        messages = self._choice.of(prompt.messages or ({"role": "user", "content": prompt.text},))
+        messages = self._choice.of(conversation_of(prompt))
         if self._format is not None and self._adapter == "vllm":
             return Sample(messages, response, "", ids=self._encoded(messages, response))
         plain, found = neutralise(response)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ppo_cli.config.known_models import find_adapter
@@ -21,6 +22,17 @@ from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.rewards.self_test import (
+    BUILT_IN,
+    NO_ANSWER,
+    TURN_OFF,
+    as_strict_as,
+    check_direction,
+    choose_pairs,
+    encode_pairs,
+    like,
+    one_of_each_kind,
+)
 from ppo_cli.rewards.served.client import ADVICE, Counters, ServedModelClient
 from ppo_cli.rewards.served.protocols import (
     RAW_SWITCHES,
@@ -38,35 +50,6 @@ from ppo_cli.rewards.served.protocols import (
 TRIES = 4  # a server may be busy; one that is not there is told at once
 FIRST_PAUSE_S = 0.2
 SAME = 1e-3
-# Question, a good answer, a bad one.
-PAIRS = (
-    ("What is 12 times 11?", "12 times 11 is 132.", "12 times 11 is a colour."),
-    ("Name the capital of France.", "The capital of France is Paris.", "I hate this, go away."),
-    (
-        "How do I boil an egg?",
-        "Put it into boiling water for about seven to ten minutes, then cool it in cold water.",
-        "egg egg egg egg egg egg egg egg",
-    ),
-    (
-        "Write one polite sentence that asks a neighbour for quiet at night.",
-        "Would you mind keeping the music down after ten, please? Thank you very much.",
-        "The boiling point of water is blue because Tuesday.",
-    ),
-    (
-        "Is the Earth larger than the Moon?",
-        "Yes. The Earth's diameter is almost four times that of the Moon.",
-        "No, the Moon is far larger than the Sun and the Earth together.",
-    ),
-)
-
-
-def like(prompt: Prompt | None, question: str, number: int = 0) -> Prompt:
-    """A prompt with another question, written as the run's own prompts are where that works."""
-    rendered = question
-    if prompt is not None and prompt.text and prompt.rendered.count(prompt.text) == 1:
-        rendered = prompt.rendered.replace(prompt.text, question)
-    asked = ({"role": "user", "content": question},)
-    return Prompt(f"self-test-{number}", question, asked, rendered, ())
 
 
 async def until_answered(
@@ -171,11 +154,9 @@ def _differ(some: Sequence[Row], others: Sequence[Row]) -> bool:
 
 
 async def check_scores(
-    client: ServedModelClient, good: Sequence[Sample], bad: Sequence[Sample],
-    tell: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Raise RewardError unless scores are finite, repeatable, and good is mostly above bad."""
-    samples = [*good, *bad]
+    client: ServedModelClient, samples: Sequence[Sample], tell: Callable[[str], None]
+) -> list[float]:
+    """Score samples, each alone; RewardError unless all have a score, the same when asked twice."""
     first, second = await score_each(client, samples), await score_each(client, samples)
     failed = next((row.failure for row in (*first, *second) if row.value is None), None)
     if failed is not None:
@@ -188,19 +169,11 @@ async def check_scores(
         raise RewardError(_told(f"scored the same sample {change:.3g} apart when asked twice"))
     if change > SAME:
         tell(f"The reward model's server scores the same sample up to {change:.2g} apart.")
-    count = len(good)
-    wins = sum(g > b for g, b in zip(scores[:count], scores[count:], strict=True))
-    if 2 * wins <= count:
-        raise RewardError(
-            _told(f"put the good answer above the bad one in only {wins} of {count} pairs")
-        )
+    return scores
 
 
 def _told(what: str) -> str:
-    return (
-        f"The served reward model {what}. Look at the server's model and template; "
-        "--reward_model_self_test warn starts all the same."
-    )
+    return f"The served reward model {what}. Look at the server's model and template. {TURN_OFF}"
 
 
 LINGER_S = 1.0  # a request that does not fill leaves after this, whether settled or not
@@ -231,7 +204,7 @@ class ServedModelReward(Reward):
         self._pending: dict[str, list[_Entry]] = {}
         self._under_way: dict[asyncio.Task[None], list[_Entry]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._client = self._new_client(None)
+        self._client = self._new_client(())
         self._closed = False
         self._loop = LoopThread(f"served-{name}")
 
@@ -245,12 +218,10 @@ class ServedModelReward(Reward):
         """Ask for one tiny score, then see that scores are raw and that good is above bad."""
         for remark in self._writer.remarks():
             tell(remark)
-        first = prompts[0] if prompts else None
-        self._client = self._new_client(first)
-        # One of each order of roles: a template may refuse some.
-        for prompt in {tuple(m["role"] for m in p.messages): p for p in reversed(prompts)}.values():
-            self._written(prompt, "I do not know.")
-        self._loop.call(self._start(first, patient=patient, tell=tell))
+        self._client = self._new_client(prompts)
+        for prompt in one_of_each_kind(prompts):
+            self._written(prompt, NO_ANSWER)
+        self._loop.call(self._start(prompts, patient=patient, tell=tell))
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Put one rollout into the next request, which leaves when it is full."""
@@ -285,11 +256,11 @@ class ServedModelReward(Reward):
 
     # --- the start ----------------------------------------------------------------------------
 
-    def _new_client(self, first: Prompt | None) -> ServedModelClient:
-        question, good, _ = PAIRS[0]
+    def _new_client(self, prompts: Sequence[Prompt]) -> ServedModelClient:
+        question, good, _ = BUILT_IN[0]
         settings = self._settings
         return ServedModelClient(
-            self._wire, witness=self._written(like(first, question), good),
+            self._wire, witness=self._written(like(prompts, question), good),
             timeout=settings.timeout, concurrency=settings.concurrency,
             outage_wait=settings.outage_wait, key=self._key,
         )  # fmt: skip
@@ -304,25 +275,26 @@ class ServedModelReward(Reward):
                 f"({error}). Raise reward.model.max_length, or leave long prompts out."
             ) from None
 
+    def _fitting(self, prompt: Prompt, response: str) -> Sample | None:
+        with suppress(UnfitError):
+            return self._writer.write(prompt, response)
+        return None
+
     async def _start(
-        self, first: Prompt | None, *, patient: bool, tell: Callable[[str], None]
+        self, prompts: Sequence[Prompt], *, patient: bool, tell: Callable[[str], None]
     ) -> None:
         await until_answered(
             self._client, self._wire, redact(self._wire.url),
             outage_wait=self._settings.outage_wait, patient=patient, tell=tell,
         )  # fmt: skip
-        asked = [like(first, question, n) for n, (question, _, _) in enumerate(PAIRS)]
-        good = [self._written(p, PAIRS[n][1]) for n, p in enumerate(asked)]
-        bad = [self._written(p, PAIRS[n][2]) for n, p in enumerate(asked)]
+        most = self._settings.max_length
+        pairs, samples = encode_pairs(choose_pairs(prompts), self._fitting, most)
         if isinstance(self._wire, Vllm):
-            await check_raw(self._client, self._wire, [*good[:2], *bad[:2]], tell)
+            await check_raw(self._client, self._wire, samples[:4], tell)
         if self._settings.self_test != "off":
-            try:
-                await check_scores(self._client, good, bad, tell)
-            except RewardError as failed:
-                if self._settings.self_test == "strict":
-                    raise
-                tell(str(failed))
+            with as_strict_as(self._settings.self_test, tell):
+                scores = await check_scores(self._client, samples, tell)
+                check_direction(pairs, scores, "are the server's model and template right")
         self._client.counters = Counters()
         self._writer.take_counts()
 

@@ -11,6 +11,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.local.base import LoadedModel, TooLong
 from ppo_cli.rewards.local.formats import CountingFormat, format_for
+from ppo_cli.rewards.local.heads import HEADS
 from tests.rewards.local.twin_tokenizers import Odd
 
 Make = Callable[..., LoadedModel]
@@ -45,7 +46,7 @@ def format_of(loaded: Make) -> FormatOf:
         kind: str, adapter: str = "seqcls", *, max_length: int = 512, **settings: Any
     ) -> CountingFormat:
         asked = ModelReward(path="made/model", **settings)
-        return format_for(loaded(kind, adapter, max_length=max_length), asked)
+        return format_for(loaded(kind).tokenizer, asked, max_length, HEADS[adapter].format)
 
     return make
 
@@ -81,11 +82,11 @@ def test_exactly_one_bos(kind: str, format_of: FormatOf, tokenizer: Callable[[st
 
 def test_a_template_that_writes_two_bos_gets_one(loaded: Make) -> None:
     model = loaded("llama3")
-    once = format_for(model, ModelReward(path="m")).encode(QUESTION, "Yes.")
+    once = format_for(model.tokenizer, ModelReward(path="m"), 512).encode(QUESTION, "Yes.")
     template = model.tokenizer.chat_template
     model.tokenizer.chat_template = "{{ bos_token }}" + template
     try:
-        twice = format_for(model, ModelReward(path="m")).encode(QUESTION, "Yes.")
+        twice = format_for(model.tokenizer, ModelReward(path="m"), 512).encode(QUESTION, "Yes.")
     finally:
         model.tokenizer.chat_template = template
     assert once == twice
@@ -167,7 +168,7 @@ def test_a_template_that_leaves_the_response_out_is_refused(loaded: Make) -> Non
     model.tokenizer.chat_template = "{{ messages[0]['content'] }}"
     try:
         with pytest.raises(RewardError, match="leaves out"):
-            format_for(model, ModelReward(path="m"))
+            format_for(model.tokenizer, ModelReward(path="m"), 512)
     finally:
         model.tokenizer.chat_template = template
 
@@ -322,7 +323,7 @@ def test_a_template_without_a_response_is_refused(format_of: FormatOf) -> None:
 @pytest.mark.parametrize(("asked", "used"), [(None, 512), (100, 100), (9000, 512)])
 def test_the_shorter_length_counts(loaded: Make, asked: int | None, used: int) -> None:
     settings = ModelReward(path="m", max_length=asked)
-    assert format_for(loaded("llama3"), settings).max_length == used
+    assert format_for(loaded("llama3").tokenizer, settings, 512).max_length == used
 
 
 def test_a_tokenizer_that_reads_pieces_otherwise_is_refused(loaded: Make) -> None:
@@ -332,6 +333,6 @@ def test_a_tokenizer_that_reads_pieces_otherwise_is_refused(loaded: Make) -> Non
         return real(head + mark + rest.upper() if mark else text, **options)
 
     model = loaded("llama3")
-    odd = LoadedModel("seqcls", "", model.network, Odd(model.tokenizer, louder), 512, 0)
+    odd = Odd(model.tokenizer, louder)
     with pytest.raises(RewardError, match="in pieces"):
-        format_for(odd, ModelReward(path="m"))
+        format_for(odd, ModelReward(path="m"), 512)

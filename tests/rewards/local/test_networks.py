@@ -199,7 +199,7 @@ def test_the_body_may_be_bfloat16_and_the_head_is_not(tmp_path: Path) -> None:
         settings = ModelReward(path=str(folder), device="cpu", dtype="bfloat16")
         ready = Ready(case, load_reward_model(settings), case.straight(folder))
         inside = dict(ready.loaded.network.module.named_parameters())
-        body = ("body.", "deberta.", "bert.")
+        body = ("body.", "model.deberta.", "model.bert.")
         head = {n: p for n, p in inside.items() if not n.startswith(body)}
         assert {p.dtype for n, p in inside.items() if n not in head} == {torch.bfloat16}
         assert {p.dtype for p in head.values()} == {torch.float32}

@@ -15,7 +15,7 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.local.base import LoadedModel, Scores
 from ppo_cli.rewards.local.reward import LocalModelReward
-from ppo_cli.rewards.local.self_test import BUILT_IN, NO_ANSWER, choose_pairs
+from ppo_cli.rewards.self_test import BUILT_IN, NO_ANSWER, choose_pairs
 
 Make = Callable[..., LoadedModel]
 Judge = Callable[[str, str], float]
@@ -215,7 +215,7 @@ def test_a_network_that_breaks_is_told_in_a_sentence(
 
 def test_pairs_are_made_of_other_rows_answers() -> None:
     rows = [prompt_of(1, "a?", "1"), prompt_of(2, "b?", 2), prompt_of(3, "c?", "1")]
-    found = [(pair.messages[0]["content"], pair.good, pair.bad) for pair in choose_pairs(rows)]
+    found = [(pair.prompt.text, pair.good, pair.bad) for pair in choose_pairs(rows)]
     assert found == [("a?", "1", "2"), ("b?", "2", "1"), ("c?", "1", "2")]
 
 
@@ -231,4 +231,4 @@ def test_repeated_rows_and_data_are_left_out() -> None:
     rows += [prompt_of(100 + i, f"{i}?", str(i)) for i in range(50)]
     pairs = choose_pairs(rows)
     assert len(pairs) == 16
-    assert [pair.messages[0]["content"] for pair in pairs[:2]] == ["a?", "0?"]
+    assert [pair.prompt.text for pair in pairs[:2]] == ["a?", "0?"]

@@ -338,8 +338,10 @@ def test_the_self_test_finds_a_model_that_knows_nothing(
     make: Make, server: RewardServer, prompt: Any, wire: str
 ) -> None:
     server.score = lambda text: -score_of_text(text)
-    with pytest.raises(RewardError, match="in only 0 of 5 pairs"):
+    with pytest.raises(RewardError, match=r"only 0 of 1 good answers .*'1' got .*'I do not know"):
         make(wire).start([prompt()])
+    with pytest.raises(RewardError, match=r"only 0 of 5 good answers .* Paris"):
+        make(wire).start([prompt(ground_truth=None)])
     make(wire, self_test="off").start([prompt()])
     server.score = lambda text: 3.0
     with pytest.raises(RewardError, match="--reward_model_self_test warn"):
