@@ -12,7 +12,7 @@ import os
 import time
 
 from ppo_cli.config.reward_schema import Code
-from ppo_cli.data_sets.humaneval import build_humaneval, list_sources
+from ppo_cli.data_sets.prepare import build_humaneval, humaneval_files
 from ppo_cli.data_sets.rows import read_source
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.choosing import find_fault
@@ -36,7 +36,7 @@ def main() -> None:
 def list_calls(source: str) -> list[Call]:
     """Return each task with its canonical solution."""
     rows = build_humaneval(source)["test"]
-    records = [record for one in list_sources(source) for _, record in read_source(one).records]
+    records = [record for one in humaneval_files(source) for _, record in read_source(one).records]
     return [
         Call(
             row["data_source"],

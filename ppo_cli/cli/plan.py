@@ -29,8 +29,9 @@ from ppo_cli.config.requirements import (
 )
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_schema import Composite, ModelReward
-from ppo_cli.config.rows import count_rows, too_few_rows, train_rows
+from ppo_cli.config.rows import too_few_rows, train_rows
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
 from ppo_cli.errors import ConfigError, UserError, ppo
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
@@ -76,7 +77,6 @@ def refused_rows(config: Config) -> list[str]:
     """
     if config.trainer.node_rank:
         return []
-    from ppo_cli.data_sets.files import is_hub_name
     from ppo_cli.data_sets.rows import load_sets, prompt_of
     from ppo_cli.trust.sources import row_checks
 
@@ -143,7 +143,6 @@ def unread_rows(config: Config) -> list[str]:
 
 def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what a run does first with each file and package that is named."""
-    from ppo_cli.data_sets.files import check_readable, is_hub_name
     from ppo_cli.report.tracker import check_loggers
 
     for name in chain.from_iterable(files for files, _ in _splits(config)):

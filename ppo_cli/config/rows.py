@@ -1,15 +1,13 @@
-"""Count the rows of local prompt files, cheaply: no torch, no tokenizer."""
+"""The rows of a run's prompt files against its batch sizes."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.files import count_rows
 
 
 def train_rows(config: Config) -> int | None:
@@ -53,48 +51,3 @@ def _rows(names: Sequence[str], split: Literal["train", "val"], most: int) -> in
         return None
     total = sum(count for count in counts if count is not None)
     return total if most < 0 else min(total, most)
-
-
-def count_rows(path: str) -> int | None:
-    """Return the number of rows in a local file; None when it is no file that can be counted."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return None
-    try:
-        return _count(file)
-    except (OSError, EOFError, ValueError):
-        return None
-
-
-def _count(file: Path) -> int | None:
-    kinds = [suffix.lower() for suffix in file.suffixes]
-    kind = kinds[-2] if kinds[-1:] == [".gz"] and len(kinds) > 1 else "".join(kinds[-1:])
-    if kind == ".parquet":
-        return _parquet(file)
-    with _opened(file) as content:
-        if kind in (".jsonl", ".ndjson"):
-            return sum(1 for line in content if line.strip())
-        return _json(content) if kind == ".json" else None
-
-
-def _opened(file: Path) -> IO[bytes] | gzip.GzipFile:
-    if file.suffix.lower() == ".gz":
-        return gzip.open(file, "rb")
-    return file.open("rb")
-
-
-def _json(content: IO[bytes] | gzip.GzipFile) -> int | None:
-    rows = json.load(content)
-    if isinstance(rows, dict):
-        rows = rows.get("data")
-    return len(rows) if isinstance(rows, list) else None
-
-
-def _parquet(file: Path) -> int:
-    from pyarrow.lib import ArrowException
-    from pyarrow.parquet import read_metadata
-
-    try:
-        return int(read_metadata(file).num_rows)
-    except ArrowException as error:
-        raise ValueError(str(error)) from None

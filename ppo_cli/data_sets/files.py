@@ -1,5 +1,7 @@
 """Reads JSON, JSONL (also gzipped), parquet and hub sets to records with their row numbers.
 
+A new file format is one line in FORMATS.
+
 A row that does not parse becomes a problem with its place, so that all are reported at once; a
 file that cannot be read at all is a DataError. A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`,
 each with `:SPLIT` if wanted.
@@ -11,11 +13,11 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ppo_cli.data_sets.problems import Place, RowProblem
 from ppo_cli.errors import DataError, MissingPart, did_you_mean
@@ -44,8 +46,8 @@ def is_hub_name(source: str) -> bool:
     """Tell whether a source that is no file on this disk can be the name of a hub set."""
     if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
         return False
-    known = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".arrow")
-    return not file_suffix(Path(source)).endswith(known) and bool(HUB_NAME.fullmatch(source))
+    of_files = (*SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".arrow")
+    return not file_suffix(Path(source)).endswith(of_files) and bool(HUB_NAME.fullmatch(source))
 
 
 def parse_hub_name(source: str) -> HubName:
@@ -88,11 +90,11 @@ def tell_hub_failure(source: str, hub: HubName, error: Exception) -> str:
     )
 
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 SHOWN_FILES = 5
 SPLITS = ("train", "test")
 NO_DATA_FILE = "it holds no JSON, JSONL or parquet file"
 Record = Mapping[str, Any]
+Found = tuple[list[tuple[Place, Record]], list[RowProblem]]
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,7 @@ def read_file(source: str, at_most: int | None = None) -> Records:
     path = Path(source).expanduser()
     check_readable(path)
     suffix = file_suffix(path)
-    problems: list[RowProblem] = []
-    if suffix == ".parquet":
-        found, problems = read_parquet(path, at_most)
-    else:
-        found, problems = read_text(path, suffix, at_most)
+    found, problems = BY_SUFFIX[suffix].read(path, at_most)
     if not found and not problems:
         raise DataError(f"{path} holds no rows. Give a file with at least one prompt.")
     name = path.name
@@ -187,9 +185,7 @@ def nearest_file(path: Path) -> str:
     return f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
 
 
-def read_parquet(
-    path: Path, at_most: int | None = None
-) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+def read_parquet(path: Path, at_most: int | None = None) -> Found:
     """Read the rows of a parquet file as plain Python values."""
     try:
         from pyarrow.parquet import ParquetFile
@@ -236,26 +232,55 @@ def _row_by_row(path: Path, table: Any) -> tuple[list[Record | None], list[RowPr
     return rows, problems
 
 
-def read_text(
-    path: Path, suffix: str, at_most: int | None = None
-) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
-    """Read a JSON or JSONL file, whichever of the two it really is."""
-    lines = suffix.startswith((".jsonl", ".ndjson"))
-    data = read_bytes(path, at_most if lines else None)
-    if lines and at_most is not None and data.lstrip().startswith(b"["):
-        data = read_bytes(path)
+def _count_parquet(path: Path) -> int:
+    from pyarrow.lib import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return int(read_metadata(path).num_rows)
+    except ArrowException as error:
+        raise ValueError(str(error)) from None
+
+
+def read_json(path: Path, at_most: int | None = None) -> Found:
+    """Read a JSON document of rows, or JSONL that has the wrong suffix."""
+    found, problems = read_document(path, _not_empty(path, read_bytes(path)))
+    return found[:at_most], problems
+
+
+def _count_json(path: Path) -> int | None:
+    with _opened(path) as file:
+        rows = json.load(file)
+    if isinstance(rows, dict):
+        rows = rows.get("data")
+    return len(rows) if isinstance(rows, list) else None
+
+
+def read_jsonl(path: Path, at_most: int | None = None) -> Found:
+    """Read JSONL, or a JSON list that has the wrong suffix."""
+    data = _not_empty(path, read_bytes(path, at_most))
+    return read_json(path, at_most) if data.lstrip().startswith(b"[") else read_lines(path, data)
+
+
+def _count_jsonl(path: Path) -> int:
+    with _opened(path) as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _not_empty(path: Path, data: bytes) -> bytes:
     if not data.strip():
         raise DataError(f"{path} is empty. Give a file with at least one prompt.")
-    if lines and not data.lstrip().startswith(b"["):
-        return read_lines(path, data)
-    found, problems = read_document(path, data)
-    return found[:at_most], problems
+    return data
+
+
+def _opened(path: Path) -> IO[bytes] | gzip.GzipFile:
+    return gzip.open(path) if file_suffix(path).endswith(".gz") else path.open("rb")
 
 
 def read_bytes(path: Path, lines: int | None = None) -> bytes:
     """Return the bytes of a file or of its first lines, unzipped, without a byte order mark."""
     try:
-        with gzip.open(path) if file_suffix(path).endswith(".gz") else path.open("rb") as file:
+        with _opened(path) as file:
             data = file.read() if lines is None else b"".join(islice(file, lines))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: broken gzip data ({first_line(error)}). Copy it anew.") from error
@@ -266,7 +291,7 @@ def read_bytes(path: Path, lines: int | None = None) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
-def read_lines(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+def read_lines(path: Path, data: bytes) -> Found:
     """Parse one JSON object a line; blank lines count as lines but hold no row."""
     found: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
@@ -282,7 +307,7 @@ def read_lines(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], lis
     return found, problems
 
 
-def read_document(path: Path, data: bytes) -> tuple[list[tuple[Place, Record]], list[RowProblem]]:
+def read_document(path: Path, data: bytes) -> Found:
     """Parse a JSON list of rows, or an object whose `data` is one; JSONL by mistake is read too."""
     try:
         document, twice = parse_json(data)
@@ -386,3 +411,43 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type when it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of local files: its suffixes, and how rows are read and counted.
+
+    `read` takes the most rows that are wanted; `count` returns None for what is not rows.
+    """
+
+    suffixes: tuple[str, ...]
+    read: Callable[[Path, int | None], Found]
+    count: Callable[[Path], int | None]
+    gzipped: bool = False
+
+    @property
+    def all_suffixes(self) -> tuple[str, ...]:
+        """The suffixes, those of gzipped files included."""
+        gzipped = tuple(f"{suffix}.gz" for suffix in self.suffixes) if self.gzipped else ()
+        return self.suffixes + gzipped
+
+
+FORMATS = (
+    Format((".json",), read_json, _count_json, gzipped=True),
+    Format((".jsonl", ".ndjson"), read_jsonl, _count_jsonl, gzipped=True),
+    Format((".parquet",), read_parquet, _count_parquet),
+)
+BY_SUFFIX = {suffix: found for found in FORMATS for suffix in found.all_suffixes}
+SUFFIXES = tuple(sorted(BY_SUFFIX, key=lambda suffix: suffix.endswith(".gz")))
+
+
+def count_rows(path: str) -> int | None:
+    """Return the number of rows in a local file; None when it is no file that can be counted."""
+    file = Path(path).expanduser()
+    found = BY_SUFFIX.get(file_suffix(file))
+    if found is None or not file.is_file():
+        return None
+    try:
+        return found.count(file)
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None

@@ -5,16 +5,267 @@ A new set is one function (source -> rows of each split) and one line in RECIPES
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ppo_cli.atomic import replacing
-from ppo_cli.data_sets import gsm8k, hh_rlhf, humaneval, math
-from ppo_cli.data_sets.problems import Built
+from ppo_cli.data_sets.files import (
+    SPLITS,
+    SUFFIXES,
+    Record,
+    Records,
+    file_suffix,
+    read_bytes,
+    split_sources,
+)
+from ppo_cli.data_sets.messages import is_transcript, split_transcript
+from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
+from ppo_cli.data_sets.rows import read_records, read_source
 from ppo_cli.errors import DataError, MissingPart, did_you_mean, ppo
+from ppo_cli.records import Message
+
+GSM8K = "openai/gsm8k"
+GSM8K_INSTRUCTION = (
+    "Reason step by step. Finish with a last line that holds only the result, "
+    "written as `#### answer`."
+)
+MATH = "DigitalLearningGmbH/MATH-lighteval"
+MATH_INSTRUCTION = r"Reason step by step, and put the final answer in \boxed{}."
+BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+HUMANEVAL = "openai/openai_humaneval"
+HUMANEVAL_SPLIT = "test"
+HUMANEVAL_INSTRUCTION = (
+    "Complete the following Python function. Answer with the whole function, with the imports "
+    "that it needs, in one ```python block."
+)
+HH_RLHF = "Anthropic/hh-rlhf"
+SIDES = ("chosen", "rejected")
+# The published HH-RLHF files hold a few dialogues that end with the human, or differ early.
+MAX_ODD = 0.01
+
+
+@dataclass(frozen=True)
+class Built:
+    """The rows of each split of a set, and the rows that had to be left out."""
+
+    splits: Mapping[str, list[dict[str, Any]]]
+    left_out: tuple[RowProblem, ...] = ()
+
+
+def _build(
+    sources: Mapping[str, list[str]],
+    read_row: Callable[[Place, Record], dict[str, Any]],
+    read: Callable[[str], Records] = read_source,
+) -> Built:
+    """Read every file of every split; the bad rows of all of them are one error."""
+    splits: dict[str, list[dict[str, Any]]] = {}
+    problems: list[RowProblem] = []
+    for split, files in sources.items():
+        rows: list[dict[str, Any]] = []
+        for file in files:
+            found, bad = read_records(read(file), read_row)
+            rows += found
+            problems += bad
+        for index, row in enumerate(rows):
+            row["extra_info"] = {"split": split, "index": index, **row["extra_info"]}
+        splits[split] = rows
+    raise_problems(problems)
+    return Built(splits)
+
+
+def _require_text(record: Record, columns: tuple[str, ...], name: str) -> None:
+    for column in columns:
+        value = record.get(column)
+        if not isinstance(value, str) or not value.strip():
+            raise RowError(column, f"is missing or no text; {name} rows have it")
+
+
+def build_gsm8k(source: str) -> Built:
+    """GSM8K: grade-school word problems whose answers end with `#### NUMBER`."""
+    return _build({split: _gsm8k_files(source, split) for split in SPLITS}, _gsm8k_row)
+
+
+def _gsm8k_files(source: str, split: str) -> list[str]:
+    """Return the files of a split in a folder (shards in order), or its name on the hub."""
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        raise DataError(f"{folder} is a file; --source takes the folder of both splits.")
+    if not folder.is_dir():
+        name = f"{GSM8K}/main" if source == GSM8K else source
+        return [f"{name}:{split}"]
+    for place in (folder, folder / "main"):
+        exact = [place / f"{split}{suffix}" for suffix in SUFFIXES]
+        files = [path for path in exact if path.is_file()][:1]
+        shards = sorted(p for p in place.glob(f"{split}-*") if file_suffix(p) in SUFFIXES)
+        if files or shards:
+            return [str(path) for path in files or shards]
+    raise DataError(
+        f"{folder} holds no '{split}' split; expected {split}.jsonl or {split}.parquet."
+    )
+
+
+def _gsm8k_row(place: Place, record: Record) -> dict[str, Any]:
+    _require_text(record, ("question", "answer"), "GSM8K")
+    question, answer = record["question"], record["answer"]
+    if not final_answer(answer):
+        raise RowError("answer", "has no final '#### NUMBER'")
+    return {
+        "data_source": GSM8K,
+        "prompt": [{"role": "user", "content": f"{question}\n\n{GSM8K_INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": final_answer(answer)},
+        "extra_info": {"question": question, "answer": answer},
+    }
+
+
+def final_answer(answer: str) -> str:
+    """Return what follows the last `####`, without thousands commas."""
+    _, mark, last = answer.rpartition("####")
+    return last.strip().replace(",", "") if mark else ""
+
+
+def build_math(source: str) -> Built:
+    """MATH (Hendrycks et al. 2021): competition problems whose solutions box the answer."""
+    return _build(split_sources(source), _math_row, _read_problems)
+
+
+def _read_problems(file: str) -> Records:
+    """Read a file of rows, or one of the original set: a single problem."""
+    path = Path(file)
+    if path.suffix == ".json":
+        with suppress(ValueError):
+            record = json.loads(read_bytes(path))
+            if isinstance(record, dict) and "problem" in record:
+                return Records(file, path.stem, ((Place(file, 1), record),))
+    return read_source(file)
+
+
+def _math_row(place: Place, record: Record) -> dict[str, Any]:
+    _require_text(record, ("problem", "solution"), "MATH")
+    problem, solution = record["problem"], record["solution"]
+    answer = boxed_answer(solution)
+    if not answer:
+        raise RowError("solution", r"has no final answer in \boxed{…}")
+    kind = {name: str(record.get(name) or "") for name in ("level", "type")}
+    return {
+        "data_source": MATH,
+        "prompt": [{"role": "user", "content": f"{problem}\n\n{MATH_INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"problem": problem, "solution": solution, **kind},
+    }
+
+
+def boxed_answer(solution: str) -> str:
+    r"""Return what the last box holds: `\boxed{\frac{1}{2}}`, or `\boxed 2`; empty without one."""
+    boxes = list(BOX.finditer(solution))
+    if not boxes:
+        return ""
+    rest = solution[boxes[-1].end() :]
+    if not rest.startswith("{"):
+        return re.split(r"[\s$]", rest, maxsplit=1)[0].rstrip(".,")
+    depth = 0
+    # A brace after a backslash is text, not a group.
+    for match in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0 and match.group() == "}":
+            return rest[1 : match.start()].strip()
+    return ""
+
+
+def build_humaneval(source: str) -> Built:
+    """HumanEval: functions to complete, each with tests that a sandbox runs."""
+    return _build({HUMANEVAL_SPLIT: humaneval_files(source)}, humaneval_row)
+
+
+def humaneval_files(source: str) -> list[str]:
+    """Return the file itself, the one set of a folder (shards in order), or a name on the hub."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [str(path)]
+    if not path.is_dir():
+        return [f"{source}:{HUMANEVAL_SPLIT}"]
+    for place in (path, path / "openai_humaneval"):
+        for pattern in ("HumanEval*", "humaneval*", f"{HUMANEVAL_SPLIT}*"):
+            found = sorted(one for one in place.glob(pattern) if file_suffix(one) in SUFFIXES)
+            if found:
+                return [str(one) for one in found]
+    raise DataError(
+        f"{path} holds no HumanEval file; expected HumanEval.jsonl.gz, or test-*.parquet."
+    )
+
+
+def humaneval_row(place: Place, record: Record) -> dict[str, Any]:
+    """Return one row in verl's layout; the rule `code` reads its ground truth."""
+    _require_text(record, ("task_id", "prompt", "entry_point", "test"), "HumanEval")
+    if "def check(" not in record["test"]:
+        raise RowError("test", "has no function check(candidate)")
+    tests = {name: record[name] for name in ("test", "entry_point", "prompt")}
+    question = f"{HUMANEVAL_INSTRUCTION}\n\n```python\n{record['prompt'].rstrip()}\n```"
+    return {
+        "data_source": "openai_humaneval",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "code",
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(tests)},
+        "extra_info": {"task_id": record["task_id"]},
+    }
+
+
+def build_hh_rlhf(source: str) -> Built:
+    """HH-RLHF: dialogues with a chosen and a rejected last reply, to pairs and to prompts.
+
+    The pairs, as published, are for `ppo reward fit`; the prompts, each once, for `ppo train`.
+    """
+    splits: dict[str, list[dict[str, Any]]] = {}
+    odd: list[RowProblem] = []
+    for split, files in split_sources(source).items():
+        found: list[tuple[Record, tuple[Message, ...]]] = []
+        problems: list[RowProblem] = []
+        for file in files:
+            good, bad = read_records(read_source(file), _hh_pair)
+            found += good
+            problems += bad
+        if len(problems) > MAX_ODD * (len(found) + len(problems)):
+            raise_problems(problems)
+        odd += problems
+        prompts = {str(prompt): prompt for _, prompt in found}.values()
+        splits[split] = [_hh_row(prompt, split, index) for index, prompt in enumerate(prompts)]
+        splits[f"pairs_{split}"] = [{side: record[side] for side in SIDES} for record, _ in found]
+    return Built(splits, tuple(odd))
+
+
+def _hh_pair(place: Place, record: Record) -> tuple[Record, tuple[Message, ...]]:
+    """Return two dialogues that differ in the last reply, and the messages before it."""
+    chosen, rejected = (_hh_dialogue(record.get(column), column) for column in SIDES)
+    if chosen[:-1] != rejected[:-1]:
+        raise RowError("rejected", "is another dialogue than `chosen`, not another last reply")
+    return record, chosen[:-1]
+
+
+def _hh_dialogue(value: Any, column: str) -> tuple[Message, ...]:
+    """Split a transcript that ends with a reply to something."""
+    if not isinstance(value, str) or not is_transcript(value):
+        raise RowError(column, 'is no transcript "\\n\\nHuman: …\\n\\nAssistant: …"')
+    messages = split_transcript(value)
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise RowError(column, "does not end with a reply of the assistant")
+    return messages
+
+
+def _hh_row(prompt: tuple[Message, ...], split: str, index: int) -> dict[str, Any]:
+    """Return a prompt in verl's layout; a reward model or a judge scores the replies."""
+    return {
+        "data_source": HH_RLHF,
+        "prompt": [dict(message) for message in prompt],
+        "ability": "alignment",
+        "reward_model": {"style": "model", "ground_truth": ""},
+        "extra_info": {"split": split, "index": index},
+    }
 
 
 @dataclass(frozen=True)
@@ -27,20 +278,16 @@ class Recipe:
 
 
 RECIPES = {
-    "gsm8k": Recipe(
-        "8.8k grade-school word problems; train and test.", gsm8k.HUB, gsm8k.build_gsm8k
-    ),
+    "gsm8k": Recipe("8.8k grade-school word problems; train and test.", GSM8K, build_gsm8k),
     "humaneval": Recipe(
-        "164 Python functions to complete, with their tests.",
-        humaneval.HUB,
-        humaneval.build_humaneval,
+        "164 Python functions to complete, with their tests.", HUMANEVAL, build_humaneval
     ),
     "hh_rlhf": Recipe(
         "Dialogues about help and harm with two last replies: pairs, and prompts.",
-        hh_rlhf.HUB,
-        hh_rlhf.build_hh_rlhf,
+        HH_RLHF,
+        build_hh_rlhf,
     ),
-    "math": Recipe("12.5k competition problems; train and test.", math.HUB, math.build_math),
+    "math": Recipe("12.5k competition problems; train and test.", MATH, build_math),
 }
 
 
@@ -55,7 +302,7 @@ class Prepared:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of a set; an unknown name is told with the known ones."""
+    """Return the recipe of a set; an unknown name raises with the known ones."""
     if name in RECIPES:
         return RECIPES[name]
     known = ", ".join(RECIPES)
@@ -88,8 +335,8 @@ def prepare(
     files = [Prepared(split, path, len(splits[split])) for split, path in targets.items()]
     if built.left_out:
         count = len({problem.place for problem in built.left_out})
-        told = f"{count} rows left out, such as {built.left_out[0]}."
-        files[-1] = replace(files[-1], note=told)
+        note = f"{count} rows left out, such as {built.left_out[0]}."
+        files[-1] = replace(files[-1], note=note)
     return files
 
 

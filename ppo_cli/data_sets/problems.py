@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ppo_cli.errors import DataError, ppo
 
@@ -37,14 +36,6 @@ class RowProblem:
         """Return `FILE line 7, column prompt: …`."""
         column = f", column {self.column}" if self.column else ""
         return f"{self.place}{column}: {self.message}"
-
-
-@dataclass(frozen=True)
-class Built:
-    """The rows that a well-known set is prepared to, by split, and what had to be left out."""
-
-    splits: Mapping[str, list[dict[str, Any]]]
-    left_out: tuple[RowProblem, ...] = ()
 
 
 class RowError(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config.plan import Plan, arithmetic, make_plan
-from ppo_cli.config.rows import count_rows
+from ppo_cli.data_sets.files import count_rows
 from tests.config.settling import settle
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.data_sets.humaneval import INSTRUCTION
-from ppo_cli.data_sets.prepare import prepare
+from ppo_cli.data_sets.prepare import HUMANEVAL_INSTRUCTION, prepare
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
 
@@ -49,7 +48,7 @@ def test_writes_verl_rows(where: str, source: Path, tmp_path: Path) -> None:
     assert second.extra_info == {"split": "test", "index": 1, "task_id": "HumanEval/1"}
     question = first.prompt[0]["content"]
     assert isinstance(question, str)
-    assert question.startswith(INSTRUCTION)
+    assert question.startswith(HUMANEVAL_INSTRUCTION)
     assert question.endswith('```python\ndef twice(n):\n    """Return twice n."""\n```')
     assert "return 2" not in question
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.data_sets.math import INSTRUCTION, boxed_answer
-from ppo_cli.data_sets.prepare import prepare
+from ppo_cli.data_sets.prepare import MATH_INSTRUCTION, boxed_answer, prepare
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
 from ppo_cli.fitting.preferences import load_pairs
@@ -136,7 +135,7 @@ def test_problems_of_every_layout_become_rows_that_the_rule_scores(
     (found,) = rows_of(tmp_path / "out" / "test.parquet")
     assert found == {
         "data_source": "DigitalLearningGmbH/MATH-lighteval",
-        "prompt": [{"role": "user", "content": f"What is half of $3$?\n\n{INSTRUCTION}"}],
+        "prompt": [{"role": "user", "content": f"What is half of $3$?\n\n{MATH_INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": r"\frac{3}{2}"},
         "extra_info": {

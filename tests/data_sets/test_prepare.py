@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.data_sets.gsm8k import INSTRUCTION, final_answer
-from ppo_cli.data_sets.prepare import prepare
+from ppo_cli.data_sets.prepare import GSM8K_INSTRUCTION, final_answer, prepare
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
 
@@ -42,7 +41,7 @@ def test_writes_verl_rows(source: Path, tmp_path: Path) -> None:
     assert names(out) == ["test.parquet", "train.parquet"]
     assert parquet.read_table(out / "test.parquet").to_pylist()[1] == {
         "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"test 2?\n\n{INSTRUCTION}"}],
+        "prompt": [{"role": "user", "content": f"test 2?\n\n{GSM8K_INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "2000"},
         "extra_info": {

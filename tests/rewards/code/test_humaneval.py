@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.data_sets.humaneval import build_row
+from ppo_cli.data_sets.prepare import humaneval_row
+from ppo_cli.data_sets.problems import Place
 from ppo_cli.rewards.returned import Returned
 
 RunCode = Callable[..., Returned]
@@ -42,7 +43,9 @@ SAMPLE = [
 
 
 def judge_all(rows: list[dict[str, Any]], answers: list[str], run_code: RunCode) -> list[Returned]:
-    truths = [build_row(row, 0)["reward_model"]["ground_truth"] for row in rows]
+    truths = [
+        humaneval_row(Place("HumanEval", 1), row)["reward_model"]["ground_truth"] for row in rows
+    ]
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(run_code, answers, truths))
 
