@@ -18,8 +18,7 @@ from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.judge_checks import missing_keys
 from ppo_cli.config.mixture import Judge, judges_of, rules_of
-from ppo_cli.config.model_checks import check_folder
-from ppo_cli.config.model_folder import broken_models
+from ppo_cli.config.model_checks import broken_models, check_folder
 from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.requirements import (
     missing_gpus,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ppo_cli.config.clash import Clash
 from ppo_cli.config.derived import (
     GROUPED,
     clip_high,
     clip_low,
     critic_mini_batch,
+    gpu_count,
     uses_critic,
 )
 from ppo_cli.config.device_checks import cluster_clashes
-from ppo_cli.config.devices import gpu_count
 from ppo_cli.config.judge_checks import judge_clashes
+from ppo_cli.config.keys import Clash
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.mixture_checks import mixture_clashes
 from ppo_cli.config.model_checks import head_clashes, model_clashes

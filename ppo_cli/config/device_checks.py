@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ppo_cli.config.clash import Clash
 from ppo_cli.config.derived import (
+    Roles,
     critic_mini_batch,
     data_ranks,
     engine_name,
     gpus_per_node,
     has_package,
     learner_ranks,
+    numbered,
     publishes_adapter,
+    read_placement,
     sampler_name,
     shared_samplers,
     train_devices,
     uses_critic,
 )
-from ppo_cli.config.devices import Roles, numbered, read_placement
-from ppo_cli.config.keys import value_of
+from ppo_cli.config.keys import Clash, value_of
 from ppo_cli.config.placement import hosts_reward
 from ppo_cli.config.schema import Config
 

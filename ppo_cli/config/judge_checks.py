@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from ppo_cli.config.clash import Clash
+from ppo_cli.config.keys import Clash
 from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.mixture import Judge, judges_of
 from ppo_cli.config.reward_schema import ApiReward, Monitor

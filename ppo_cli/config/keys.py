@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ppo_cli.config.fields import Section
@@ -48,6 +49,14 @@ class Key:
         """The words that are allowed, for a setting that takes one of a few."""
         item = get_args(self.kind)[0] if self.is_list else self.kind
         return tuple(str(a) for a in get_args(item)) if get_origin(item) is Literal else ()
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Settings that do not fit together, and what to do about it."""
+
+    keys: tuple[str, ...]
+    text: str
 
 
 @cache
@@ -106,6 +115,38 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         node = getattr(node, part)
     return node
+
+
+def place(tree: dict[str, Any], name: str, value: Any) -> str:
+    """Put a value into a tree of groups; return the name of a plain value in its way, if any."""
+    *path, leaf = name.split(".")
+    for depth, part in enumerate(path):
+        if tree.get(part) is None:
+            tree[part] = {}
+        if not isinstance(tree[part], dict):
+            return ".".join(path[: depth + 1])
+        tree = tree[part]
+    tree[leaf] = dict(value) if isinstance(value, dict) else value
+    return ""
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted name as the tree of groups that pydantic takes."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        place(tree, name, value)
+    return tree
+
+
+def refusals(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
+    """Return what pydantic refuses of values, by the dotted name of the setting."""
+    found = {}
+    for one in error.errors():
+        dotted = [".".join(map(str, one["loc"][:cut])) for cut in range(len(one["loc"]), 0, -1)]
+        for name in [name for name in dotted if name in keys][:1]:
+            words = range_words(keys[name]) or one["msg"]
+            found[name] = f"must be {words}, but is {one['input']}"
+    return found
 
 
 def range_words(key: Key) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ppo_cli.config.bundled import EMBEDDED, preset_path
-from ppo_cli.config.devices import gpu_count
+from ppo_cli.config.derived import gpu_count
 from ppo_cli.config.keys import find, table
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.mixture import judges_of, models_of

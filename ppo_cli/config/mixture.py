@@ -12,13 +12,12 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from ppo_cli.config.clash import Clash
 from ppo_cli.config.fields import Section, setting
-from ppo_cli.config.keys import Key, keys_of, range_words
+from ppo_cli.config.keys import Clash, Key, keys_of, nested, place, refusals
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward
 from ppo_cli.config.values import read_value
@@ -117,13 +116,18 @@ def read_settings(
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, raw in _flat(given, keys):
-        key = keys.get(name)
         try:
-            if key is None:
+            if name not in keys:
                 raise ValueError(_unknown(name, keys))
-            values[name] = _in_range(kind, key, read_value(key, raw))
+            values[name] = read_value(keys[name], raw)
         except ValueError as error:
             problems.append((name, str(error)))
+    try:
+        kind.model_validate(nested(values))
+    except ValidationError as error:
+        wrong = {name: said for name, said in refusals(error, keys).items() if name in values}
+        problems += wrong.items()
+        values = {name: value for name, value in values.items() if name not in wrong}
     return values, problems
 
 
@@ -131,7 +135,7 @@ def laid_over(base: S, values: Mapping[str, Any], fresh: Collection[str] = ()) -
     """Return a section with these values over it; what `fresh` names is not inherited."""
     tree = {k: v for k, v in base.model_dump().items() if k not in fresh}
     for name, value in values.items():
-        _put(tree, name, value)
+        place(tree, name, value)
     return type(base).model_validate(tree)
 
 
@@ -154,41 +158,12 @@ def _unknown(name: str, keys: Mapping[str, Key]) -> str:
     return f"there is no such setting.{near}{known}"
 
 
-def _in_range(kind: type[Section], key: Key, value: Any) -> Any:
-    """Return the value where its setting takes it; ValueError says what is wrong."""
-    tree: dict[str, Any] = {}
-    _put(tree, key.name, value)
-    try:
-        kind.model_validate(tree)
-    except ValidationError as error:
-        wrong = [e for e in error.errors() if _within(e["loc"], key.name)]
-        if wrong:
-            words = range_words(key) or wrong[0]["msg"]
-            raise ValueError(f"must be {words}, but is {wrong[0]['input']}") from None
-    return value
-
-
-def _within(place: tuple[int | str, ...], name: str) -> bool:
-    """Tell whether an error's place is a setting, or an item of it."""
-    return f"{'.'.join(map(str, place))}.".startswith(f"{name}.")
-
-
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    *groups, leaf = name.split(".")
-    for group in groups:
-        tree = tree.setdefault(group, {})
-    tree[leaf] = value
-
-
 FLAG = "reward.parts"
 WEIGHTS = "reward.composite.weights"
 PARTS = "reward.composite.parts"
 KINDS = ("judge", "model", "rule")
 # Which kind of part a setting belongs to.
-SOURCES = {
-    "rule": "rule",
-    "function": "rule",
-    "function_kwargs": "rule",
+SOURCES = dict.fromkeys(("rule", "function", "function_kwargs"), "rule") | {
     "model": "model",
     "judge": "judge",
 }
@@ -202,7 +177,6 @@ SCORES = {
 EITHER = ("rm_score", "model_score")
 _NEAR = {"function": "rule", "api": "judge", "llm": "judge", "rm": "model"}
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_HOW = "write KIND:WEIGHT or KIND:NAME:WEIGHT, such as judge:0.5 or rule:format:0.2"
 
 
 @dataclass(frozen=True)
@@ -216,10 +190,7 @@ class Mixture:
 
 def read_mixture(reward: Reward) -> Mixture:
     """Read the mixture that a reward's settings describe; an empty one where there is none."""
-    if reward.composite.enable is False:
-        return Mixture()
-    reader = _Reader(reward)
-    return reader.read()
+    return Mixture() if reward.composite.enable is False else _Reader(reward).read()
 
 
 def has_mixture(reward: Reward) -> bool:
@@ -262,32 +233,37 @@ class _Reader:
     def _flag(self, text: str) -> None:
         """Read `judge:0.5` or `rule:format:0.2`."""
         kind, *rest = (word.strip() for word in text.split(":"))
+        weight = _number(rest[-1]) if 1 <= len(rest) <= 2 else None
+        name = rest[0] if len(rest) == 2 else kind
+        said = ""
         if kind not in KINDS:
             near = did_you_mean(_NEAR.get(kind, kind), KINDS)
-            self._wrong(FLAG, f"--reward {text}: '{kind}' is not one of {', '.join(KINDS)}.{near}")
-            return
-        if not 1 <= len(rest) <= 2:
-            self._wrong(FLAG, f"--reward {text}: {_HOW}.")
-            return
-        weight = _number(rest[-1])
-        if weight is None:
+            said = f"'{kind}' is not one of {', '.join(KINDS)}.{near}"
+        elif not 1 <= len(rest) <= 2:
+            said = "write KIND:WEIGHT or KIND:NAME:WEIGHT, such as judge:0.5 or rule:format:0.2."
+        elif weight is None:
             mend = f"; or is it the name? Then write {kind}:{rest[0]}:1" if len(rest) == 1 else ""
-            self._wrong(FLAG, f"--reward {text}: the weight '{rest[-1]}' is no number{mend}.")
-            return
-        name = rest[0] if len(rest) == 2 else kind
-        if name in self._parts:
-            self._twice(text, kind, name)
-        elif self._is_name(name, FLAG, f"--reward {text}"):
-            part = self._parts[name] = _Part(name, kind)
-            part.weights.append((weight, f"{weight:g} in --reward", FLAG))
-            part.told.append(FLAG)
+            said = f"the weight '{rest[-1]}' is no number{mend}."
+        elif name in self._parts and name == kind:
+            said = (
+                f"there is a {kind} already; with several of one kind give each a name, such as "
+                f"--reward {kind}:NAME:WEIGHT."
+            )
+        elif name in self._parts:
+            said = f"another part is called {name}; rename one."
+        if said:
+            self._wrong(FLAG, f"--reward {text}: {said}")
+        elif weight is not None and self._is_name(name, FLAG, f"--reward {text}"):
+            self._weigh(self._part(name, FLAG, kind), weight, "--reward", FLAG)
 
-    def _twice(self, text: str, kind: str, name: str) -> None:
-        if name == kind:
-            said = f"there is a {kind} already; with several of one kind give each a name, such as"
-            self._wrong(FLAG, f"--reward {text}: {said} --reward {kind}:NAME:WEIGHT.")
-        else:
-            self._wrong(FLAG, f"--reward {text}: another part is called {name}; rename one.")
+    def _part(self, name: str, key: str, kind: str | None = None) -> _Part:
+        """Return a part, which may be new, and note where it is told of."""
+        part = self._parts.setdefault(name, _Part(name, kind))
+        part.told.append(key)
+        return part
+
+    def _weigh(self, part: _Part, weight: float, where: str, key: str) -> None:
+        part.weights.append((weight, f"{weight:g} in {where}", key))
 
     def _is_name(self, name: str, key: str, where: str) -> bool:
         rule = "a small letter first, then small letters, digits, _ or -"
@@ -308,19 +284,12 @@ class _Reader:
             return
         if not self._is_name(name, key, PARTS):
             return
-        part = self._parts.setdefault(name, _Part(name))
-        part.told.append(key)
-        settings = _spelt_out(dict(given or {}))
+        part = self._part(name, key)
         known = set(MixPart.model_fields) - {"name"}
-        values, problems = read_settings(MixPart, settings, known)
-        for word, said in problems:
-            self._wrong(f"{key}.{word}", f"{key}.{word}: {_ended(said)}")
-        self._take(part, values, key)
-
-    def _take(self, part: _Part, values: dict[str, Any], key: str) -> None:
+        values = self._read(MixPart, _spelt_out(dict(given or {})), key, known)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
         if weight is not None:
-            part.weights.append((weight, f"{weight:g} in {key}.weight", f"{key}.weight"))
+            self._weigh(part, weight, f"{key}.weight", f"{key}.weight")
         part.settings = values
         sources = sorted({SOURCES[word] for word in values if word in SOURCES})
         if part.kind is not None and kind not in (None, part.kind):
@@ -337,6 +306,15 @@ class _Reader:
         else:
             self._of_kind(part, key)
 
+    def _read(
+        self, section: type[Section], given: Mapping[str, Any], key: str, known: Collection[str]
+    ) -> dict[str, Any]:
+        values, problems = read_settings(section, given, known)
+        for word, said in problems:
+            end = "" if said[-1:] in ".?" else "."
+            self._wrong(f"{key}.{word}", f"{key}.{word}: {said}{end}")
+        return values
+
     def _of_kind(self, part: _Part, key: str) -> None:
         """Refuse settings of another kind, and two ways to score for one part."""
         for word, kind in SOURCES.items():
@@ -346,11 +324,8 @@ class _Reader:
         if part.settings.get("rule") and part.settings.get("function"):
             self._wrong(f"{key}.rule", f"{key} has a rule and a function; keep one.")
         for word, section in (("judge", ApiReward), ("model", ModelReward)):
-            known = [name for name in _keys(section) if name != "enable"]
-            _, problems = read_settings(section, part.settings.get(word) or {}, known)
-            for name, said in problems:
-                where = f"{key}.{word}.{name}"
-                self._wrong(where, f"{where}: {_ended(said)}")
+            known = [name for name in keys_of(section) if name != "enable"]
+            self._read(section, part.settings.get(word) or {}, f"{key}.{word}", known)
 
     def _weight(self, word: str, raw: Any) -> None:
         """Take one entry of composite.weights: the name of a part, or of a kind's score."""
@@ -359,51 +334,40 @@ class _Reader:
         if weight is None:
             self._wrong(key, f"{key}: '{raw}' is not a number; write a weight such as 0.5.")
             return
-        name = self._meant(word, key)
-        if name is None:
-            return
-        part = self._parts.setdefault(name, _Part(name, name if name in KINDS else None))
-        part.weights.append((weight, f"{weight:g} in {key}", key))
-        part.told.append(key)
+        if name := self._meant(word, key):
+            part = self._part(name, key, name if name in KINDS else None)
+            self._weigh(part, weight, key, key)
 
-    def _meant(self, word: str, key: str) -> str | None:
-        """Return the part that a word in composite.weights stands for."""
+    def _meant(self, word: str, key: str) -> str:
+        """Return the part that a word in composite.weights stands for; empty for none."""
         if word in self._parts or word in KINDS:
             return word
-        kind = SCORES.get(word) or (self._either(word, key) if word in EITHER else "")
-        if kind is None:
-            return None
+        kind = self._either() if word in EITHER else SCORES.get(word)
+        there = [part.name for part in self._parts.values() if part.kind == kind]
+        if kind and len(there) <= 1:
+            return there[0] if there else kind
         if kind:
-            return self._one_of(kind, word, key)
-        known = [*self._parts, *KINDS, *SCORES, *EITHER]
-        self._wrong(
-            key,
-            f"{key}: there is no part '{word}'.{did_you_mean(word, known)} Set it up below "
-            f"{PARTS}.{word}, or with --reward KIND:{word}:WEIGHT.",
-        )
-        return None
+            said = f"{word} may be {' or '.join(there)}; use the part's own name."
+        elif word in EITHER:
+            said = (
+                "neither a reward model nor a judge is named; add --reward_model PATH, or "
+                "--use_api_reward for a judge."
+            )
+        else:
+            known = [*self._parts, *KINDS, *SCORES, *EITHER]
+            said = (
+                f"there is no part '{word}'.{did_you_mean(word, known)} Set it up below "
+                f"{PARTS}.{word}, or with --reward KIND:{word}:WEIGHT."
+            )
+        self._wrong(key, f"{key}: {said}")
+        return ""
 
-    def _either(self, word: str, key: str) -> str | None:
+    def _either(self) -> str | None:
         """Return what `rm_score` is: the reward model where there is one, else the judge."""
         there = {part.kind for part in self._parts.values()}
         if self._reward.model.path is not None or "model" in there:
             return "model"
-        if self._reward.api.enable or "judge" in there:
-            return "judge"
-        self._wrong(
-            key,
-            f"{key}: neither a reward model nor a judge is named; add --reward_model PATH, or "
-            "--use_api_reward for a judge.",
-        )
-        return None
-
-    def _one_of(self, kind: str, word: str, key: str) -> str | None:
-        """Return the only part of a kind; a new one where there is none."""
-        there = [part.name for part in self._parts.values() if part.kind == kind]
-        if len(there) <= 1:
-            return there[0] if there else kind
-        self._wrong(key, f"{key}: {word} may be {' or '.join(there)}; use the part's own name.")
-        return None
+        return "judge" if self._reward.api.enable or "judge" in there else None
 
     def _made(self, part: _Part) -> MixPart | None:
         """Return the finished part; None where it cannot be told what it is."""
@@ -423,16 +387,13 @@ class _Reader:
         if part.kind is None:
             return None
         settings = dict(part.settings)
-        if part.kind == "rule" and part.name != "rule" and not _own_source(settings):
+        own_source = settings.get("rule") or settings.get("function")
+        if part.kind == "rule" and part.name != "rule" and not own_source:
             settings["rule"] = part.name
         weight = part.weights[-1][0] if part.weights else 1.0
         return MixPart.model_validate(
             settings | {"name": part.name, "kind": part.kind, "weight": weight}
         )
-
-
-def _own_source(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("rule") or settings.get("function"))
 
 
 def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
@@ -443,18 +404,10 @@ def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _keys(section: type[ApiReward] | type[ModelReward]) -> list[str]:
-    return list(keys_of(section))
-
-
 def _number(raw: Any) -> float | None:
     """Read a finite number; None where it is none."""
     values, _ = read_settings(MixPart, {"weight": raw}, ("weight",))
     return values.get("weight")
-
-
-def _ended(text: str) -> str:
-    return text if text[-1:] in ".?" else f"{text}."
 
 
 OF_PROVIDER = ("model", "base_url", "key_env", "price_input", "price_output")
@@ -523,33 +476,25 @@ def _scaled(part: MixPart) -> str:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A judge that scores; `key` is where its settings stand, `part` its part of a mixture."""
+class Source(Generic[S]):
+    """What scores; `key` is where its settings stand, `part` its part of a mixture."""
 
     part: str | None
     key: str
-    settings: ApiReward
+    settings: S
     only_if: str | None = None
 
     @property
     def name(self) -> str:
-        """The judge as sentences call it."""
-        return "the judge" if self.part in (None, "judge") else f"the judge '{self.part}'"
+        """The judge or reward model as sentences call it."""
+        judge = isinstance(self.settings, ApiReward)
+        what = "the judge" if judge else "the reward model"
+        own = self.part not in (None, "judge" if judge else "model")
+        return f"{what} '{self.part}'" if own else what
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """A reward model that scores."""
-
-    part: str | None
-    key: str
-    settings: ModelReward
-
-    @property
-    def name(self) -> str:
-        """The reward model as sentences call it."""
-        own = self.part not in (None, "model")
-        return f"the reward model '{self.part}'" if own else "the reward model"
+Judge = Source[ApiReward]
+Scorer = Source[ModelReward]
 
 
 def judges_of(reward: Reward) -> tuple[Judge, ...]:
@@ -559,7 +504,7 @@ def judges_of(reward: Reward) -> tuple[Judge, ...]:
     return tuple(
         Judge(
             part.name,
-            f"reward.composite.parts.{part.name}.judge" if part.judge else "reward.api",
+            f"{PARTS}.{part.name}.judge" if part.judge else "reward.api",
             judge_settings(reward, part),
             part.only_if,
         )
@@ -575,7 +520,7 @@ def models_of(reward: Reward) -> tuple[Scorer, ...]:
     return tuple(
         Scorer(
             part.name,
-            f"reward.composite.parts.{part.name}.model" if part.model else "reward.model",
+            f"{PARTS}.{part.name}.model" if part.model else "reward.model",
             model_settings(reward, part),
         )
         for part in read_mixture(reward).parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo_cli.config.clash import Clash
+from ppo_cli.config.keys import Clash
 from ppo_cli.config.mixture import (
     PARTS,
     Condition,

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ppo_cli.config.derived import (
+    Roles,
     data_ranks,
     engine_name,
     gpus_per_node,
     learner_ranks,
+    numbered,
+    read_placement,
     sampler_name,
     train_devices,
     weight_transfer,
 )
-from ppo_cli.config.devices import Roles, numbered, read_placement
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
 from ppo_cli.config.schema import Config

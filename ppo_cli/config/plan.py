@@ -21,7 +21,7 @@ from ppo_cli.config.mixture import (
     mixture_of,
     models_of,
 )
-from ppo_cli.config.model_folder import template_remark
+from ppo_cli.config.model_checks import template_remark
 from ppo_cli.config.placement import DevicePlan, device_plan
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved

@@ -14,14 +14,23 @@ import yaml
 from pydantic import ValidationError
 
 from ppo_cli.config.checks import cross_checks
-from ppo_cli.config.keys import find, range_words, sections, suggest, table, value_of
+from ppo_cli.config.keys import (
+    find,
+    nested,
+    place,
+    range_words,
+    refusals,
+    sections,
+    suggest,
+    table,
+    value_of,
+)
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
 from ppo_cli.config.rows import fitting_batches, lowered_batches, train_rows
 from ppo_cli.config.schema import Config
-from ppo_cli.config.translation import Demand, Late
 from ppo_cli.config.values import read_free, read_value
-from ppo_cli.config.verl import Translator
+from ppo_cli.config.verl import Demand, Late, Translator
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import mask_secrets, redact
 
@@ -109,20 +118,16 @@ class _Draft:
     entries: dict[str, Entry]
     problems: list[str]
     notes: list[str]
-    demands: list[Demand] = field(default_factory=list)
+    demands: list[Demand]
     values: dict[str, Any] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
 
 def _merge(found: Gathered, environ: Mapping[str, str]) -> _Draft:
-    draft = _Draft({}, list(found.problems), list(found.notes))
-    translator = Translator(environ)
+    translator = Translator(environ, found.problems, found.notes)
+    draft = _Draft({}, found.problems, found.notes, translator.demands)
     for layer in found.layers:
-        told = translator.translate(layer)
-        draft.problems += told.problems
-        draft.notes += told.notes
-        draft.demands += told.demands
-        for entry in told.entries:
+        for entry in translator.translate(layer):
             _lay(draft, entry)
     return draft
 
@@ -168,7 +173,7 @@ def _below_values(draft: _Draft) -> None:
     """Refuse free-form keys below a plain value that another setting gave: it is no group."""
     tree: dict[str, Any] = {}
     for name, value in list(draft.values.items()):
-        if owner := _place(tree, name, value):
+        if owner := place(tree, name, value):
             said = f"{owner} is one value already, and no group; set it as a group."
             _break(draft, name, f"{draft.entries[name].origin}: {name}: {said}")
 
@@ -221,42 +226,11 @@ def _break(draft: _Draft, name: str, problem: str) -> None:
 
 def _validated(draft: _Draft) -> Config:
     try:
-        return Config.model_validate(_nested(draft.values))
+        return Config.model_validate(nested(draft.values))
     except ValidationError as error:
-        for name, problem in {_located(e["loc"]): e for e in error.errors()}.items():
-            entry = draft.entries[name]
-            words = range_words(table()[name]) or problem["msg"]
-            said = f"{entry.origin}: {name} must be {words}, but is {problem['input']}."
-            _break(draft, name, said)
-    return Config.model_validate(_nested(draft.values))
-
-
-def _located(loc: tuple[int | str, ...]) -> str:
-    for cut in range(len(loc), 0, -1):
-        name = ".".join(str(part) for part in loc[:cut])
-        if name in table():
-            return name
-    raise KeyError(loc)
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        _place(tree, name, value)
-    return tree
-
-
-def _place(tree: dict[str, Any], name: str, value: Any) -> str:
-    """Put a value into a tree of groups; return the name of a plain value in its way, if any."""
-    *path, leaf = name.split(".")
-    for depth, part in enumerate(path):
-        if tree.get(part) is None:
-            tree[part] = {}
-        if not isinstance(tree[part], dict):
-            return ".".join(path[: depth + 1])
-        tree = tree[part]
-    tree[leaf] = dict(value) if isinstance(value, dict) else value
-    return ""
+        for name, said in refusals(error, table()).items():
+            _break(draft, name, f"{draft.entries[name].origin}: {name} {said}.")
+    return Config.model_validate(nested(draft.values))
 
 
 def _origins(entries: Mapping[str, Entry]) -> dict[str, str]:

@@ -1,88 +1,111 @@
 """Translates other names for settings: verl's, old and new, and the older YAML style.
 
 Every known name is taken over, tied to the setting that stands for it, taken with a remark, or
-refused with the reason. Nothing is dropped in silence.
+refused with the reason. Nothing is dropped in silence. The names are in verl.toml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.derived import usual_gpus
-from ppo_cli.config.devices import gpu_count, read_placement
+from ppo_cli.config.derived import gpu_count, read_placement, usual_gpus
 from ppo_cli.config.keys import find, table
 from ppo_cli.config.layers import Entry, Reset
-from ppo_cli.config.translation import Late, Told, Translation
 from ppo_cli.config.values import NO, YES, is_unset, listed
-from ppo_cli.config.verl_table import BUDGET, GDPO, MEGATRON, REFUSED, RENAMED, SAME, TIED, TOLD
 
-# In that style one number served actor and critic; here each has its own.
-_OF_THE_UPDATE: Final[dict[str, tuple[str, ...]]] = {
-    "learning_rate": ("actor.optim.lr",),
-    "batch_size": ("data.train_batch_size",),
-    "mini_batch_size": ("actor.ppo_mini_batch_size",),
-    "epochs": ("actor.ppo_epochs", "critic.ppo_epochs"),
-    "clip_range": ("actor.clip_ratio",),
-    "value_loss_coef": ("critic.value_loss_coef",),
-    "entropy_coef": ("actor.entropy_coeff",),
-    "max_grad_norm": ("actor.grad_clip", "critic.grad_clip"),
-}
-OLDER_RENAMED: Final[dict[str, tuple[str, ...]]] = {
-    **{
-        f"{group}.{name}": own
-        for group in ("algorithm", "ppo")
-        for name, own in _OF_THE_UPDATE.items()
-    },
-    "ppo.normalize_advantages": ("algorithm.whiten_advantages",),
-    "ppo.advantage_estimator": ("algorithm.adv_estimator",),
-    "ppo.gae_lambda": ("algorithm.lam",),
-    "ppo.kl_target": ("algorithm.kl_ctrl.target_kl",),
-    "ppo.kl_coef": ("algorithm.kl_ctrl.kl_coef",),
-    "ppo.clip_grad_value": ("actor.clip_grad_value", "critic.clip_grad_value"),
-    "training.gradient_checkpointing": ("model.enable_gradient_checkpointing",),
-    "training.offload_optimizer": (
-        "actor.fsdp_config.optimizer_offload",
-        "critic.fsdp_config.optimizer_offload",
-    ),
-    "training.eval_steps": ("trainer.test_freq",),
-    "trainer.eval_steps": ("trainer.test_freq",),
-    "eval_steps": ("trainer.test_freq",),
-    "distributed.tensor_parallel_size": ("trainer.tensor_parallel_size",),
-    "distributed.pipeline_parallel_size": ("trainer.pipeline_parallel_size",),
-    "composite_reward.*": ("reward.composite.*",),
-}
-OLDER_SAME: Final[dict[str, tuple[tuple[str, ...], str]]] = {
-    "algorithm.name": (
-        ("ppo",),
-        "this program trains with PPO; choose another estimator with algorithm.adv_estimator",
-    ),
-}
-REMARKS: Final[dict[str, str]] = {
-    "algorithm.learning_rate": "it sets the actor's; the critic has --critic_lr",
-    "ppo.learning_rate": "it sets the actor's; the critic has --critic_lr",
-    "distributed.tensor_parallel_size": "it splits what is trained; the sampler has --rollout_tp",
-}
-
-
-Turn = Callable[[Translation, Entry], None]
+Lookup = Callable[[str], Any]
+WRAPPER = "actor_rollout_ref."
+ON: Final = ("true", "1")
+OFF: Final = ("false", "null", "none", "0")
+BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
 
-def yes(entry: Entry) -> bool | None:
-    """Read a switch; None when it is neither on nor off."""
+@dataclass(frozen=True)
+class ForeignNames:
+    """What verl.toml says of names that are not ours; see the remarks there."""
+
+    renamed: dict[str, tuple[str, ...]]
+    remarks: dict[str, str]
+    tied: dict[str, str]
+    same: dict[str, tuple[tuple[str, ...], str]]
+    told: dict[str, str]
+    refused: dict[str, str]
+
+
+@cache
+def foreign_names() -> ForeignNames:
+    """Read verl.toml: a PART stands for three models, `on` and `off` for all their spellings."""
+    read = tomllib.loads(Path(__file__).with_name("verl.toml").read_text(encoding="utf-8"))
+    words = {"on": ON, "off": OFF}
+
+    def spelt(said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        for name, text in said.items():
+            parts = ("actor", "critic", "ref") if name.startswith("PART.") else ("PART",)
+            yield from ((name.replace("PART", part, 1), text) for part in parts)
+
+    return ForeignNames(
+        {name: tuple(own) for name, own in read["renamed"].items()},
+        read["remarks"],
+        read["tied"],
+        {
+            name: (tuple(w for word in heading.split() for w in words.get(word, (word,))), text)
+            for heading, said in read["same"].items()
+            for name, text in spelt(said)
+        },
+        dict(spelt(read["told"])),
+        dict(spelt(read["refused"])),
+    )
+
+
+@dataclass(frozen=True)
+class Late:
+    """A raw value that depends on other settings; computed once these are known.
+
+    One that `yields` gives way to a plain value for the same setting.
+    """
+
+    compute: Callable[[Lookup], Any]
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Something that must hold of the whole configuration, because a setting said so."""
+
+    origin: str
+    holds: Callable[[Lookup], bool]
+    otherwise: str
+
+
+def _smaller(one: Late, other: Late) -> Late:
+    """Of two limits on one thing the tighter one holds; an unset one is no limit."""
+
+    def tighter(value: Lookup) -> Any:
+        known = [late.compute(value) for late in (one, other)]
+        return min((limit for limit in known if limit is not None), default=None)
+
+    return Late(tighter)
+
+
+Turn = Callable[["Translator", Entry], None]
+
+
+def _switch(told: Translator, entry: Entry) -> bool | None:
+    """Read a switch; None, and a problem, when it is neither on nor off."""
     text = str(entry.raw).strip().lower()
-    return True if text in YES else False if text in NO else None
-
-
-def _switch(told: Translation, entry: Entry) -> bool | None:
-    on = yes(entry)
-    if on is None:
+    if text not in YES | NO:
         told.problem(entry, f"{entry.name}: '{entry.raw}' is neither true nor false.")
-    return on
+        return None
+    return text in YES
 
 
-def _dynamic(part: str, told: Translation, entry: Entry) -> None:
+def _dynamic(part: str, told: Translator, entry: Entry) -> None:
     """Token budgets are what a micro-batch is cut by, unless its size is set."""
     size = f"{part}.ppo_micro_batch_size_per_gpu"
     on = _switch(told, entry)
@@ -96,10 +119,10 @@ def _dynamic(part: str, told: Translation, entry: Entry) -> None:
         )
 
 
-def _global_micro(part: str, told: Translation, entry: Entry) -> None:
+def _global_micro(part: str, told: Translator, entry: Entry) -> None:
     """Share the deprecated size over all ranks, as verl did."""
 
-    def per_gpu(value: Callable[[str], Any]) -> int:
+    def per_gpu(value: Lookup) -> int:
         ranks = _ranks(value, told.environ)
         total = _count(entry)
         if total % ranks:
@@ -110,13 +133,13 @@ def _global_micro(part: str, told: Translation, entry: Entry) -> None:
         return total // ranks
 
     if not is_unset(entry.raw):
-        told.put_late(entry, f"{part}.ppo_micro_batch_size_per_gpu", per_gpu)
+        told.put(entry, f"{part}.ppo_micro_batch_size_per_gpu", Late(per_gpu))
 
 
-def _log_prob_rows(shared: bool, told: Translation, entry: Entry) -> None:
+def _log_prob_rows(shared: bool, told: Translator, entry: Entry) -> None:
     """A count of sequences becomes the token budget that as many of the longest need."""
 
-    def budget(value: Callable[[str], Any]) -> int:
+    def budget(value: Lookup) -> int:
         rows = _count(entry)
         rows = max(1, rows // _ranks(value, told.environ)) if shared else rows
         return rows * int(value("data.max_prompt_length") + value("data.max_response_length"))
@@ -127,7 +150,7 @@ def _log_prob_rows(shared: bool, told: Translation, entry: Entry) -> None:
             f"it sets {BUDGET} here, to the tokens of {entry.raw} of the longest sequences"
             f"{' over all ranks' if shared else ''}; of several such sizes the smallest holds",
         )
-        told.put_late(entry, BUDGET, budget)
+        told.put(entry, BUDGET, Late(budget))
 
 
 def _count(entry: Entry) -> int:
@@ -140,7 +163,7 @@ def _count(entry: Entry) -> int:
     return number
 
 
-def _ranks(value: Callable[[str], Any], environ: Mapping[str, str]) -> int:
+def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
     """Count the ranks that share rows, from settings that are not a whole configuration yet."""
     gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
     if value("trainer.placement") is not None:
@@ -158,18 +181,18 @@ def _ranks(value: Callable[[str], Any], environ: Mapping[str, str]) -> int:
     return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
 
-def _adaptive(told: Translation, entry: Entry) -> None:
+def _adaptive(told: Translator, entry: Entry) -> None:
     on = _switch(told, entry)
     if on is not None:
         told.put(entry, "algorithm.kl_ctrl.type", "adaptive" if on else "fixed")
 
 
-def _old_dynamic(told: Translation, entry: Entry) -> None:
+def _old_dynamic(told: Translator, entry: Entry) -> None:
     for part in ("actor", "critic"):
         _dynamic(part, told, entry)
 
 
-def _data_parallel(told: Translation, entry: Entry) -> None:
+def _data_parallel(told: Translator, entry: Entry) -> None:
     """The ranks that share the rows; times those that split each layer, all that train.
 
     They are GPUs where some are visible or asked for, else worker processes.
@@ -181,16 +204,16 @@ def _data_parallel(told: Translation, entry: Entry) -> None:
         told.problem(entry, str(error))
         return
 
-    def ranks(value: Callable[[str], Any]) -> int:
+    def ranks(value: Lookup) -> int:
         return size * int(value("trainer.tensor_parallel_size"))
 
-    def devices(value: Callable[[str], Any]) -> int | None:
+    def devices(value: Lookup) -> int | None:
         nodes = int(value("trainer.nnodes")) if on_gpus else 1
         asked = not on_gpus and value("trainer.n_gpus_per_node")
         placed = value("trainer.placement") is not None
         return None if asked or placed or ranks(value) == 1 else max(1, ranks(value) // nodes)
 
-    def fits(value: Callable[[str], Any]) -> bool:
+    def fits(value: Lookup) -> bool:
         gpus, workers = value("trainer.n_gpus_per_node"), value("trainer.num_workers")
         there = gpus * value("trainer.nnodes") if gpus else workers or 1
         placed = value("trainer.placement") is not None or value("trainer.async_steps")
@@ -206,7 +229,7 @@ def _data_parallel(told: Translation, entry: Entry) -> None:
     )
 
 
-def _greedy_validation(told: Translation, entry: Entry) -> None:
+def _greedy_validation(told: Translator, entry: Entry) -> None:
     on = _switch(told, entry)
     if on is False:
         told.put(entry, "rollout.val_kwargs.temperature", "0")
@@ -218,7 +241,7 @@ def _greedy_validation(told: Translation, entry: Entry) -> None:
         )
 
 
-def _logger(told: Translation, entry: Entry) -> None:
+def _logger(told: Translator, entry: Entry) -> None:
     """Drop `file`: metrics.jsonl is always written."""
     try:
         words = listed(entry.raw)
@@ -228,24 +251,24 @@ def _logger(told: Translation, entry: Entry) -> None:
     told.put(entry, entry.name, [word for word in words if word != "file"])
 
 
-def _resume_mode(told: Translation, entry: Entry) -> None:
+def _resume_mode(told: Translator, entry: Entry) -> None:
     word = str(entry.raw).strip()
     if word == "disable":
         told.put(entry, entry.name, "never")
     elif word == "resume_path":
         told.resume_by_path = True
 
-        def path(value: Callable[[str], Any]) -> str:
+        def path(value: Lookup) -> str:
             if told.resume_path is None:
                 raise ValueError("name the checkpoint as well: --resume PATH.")
             return told.resume_path
 
-        told.put_late(entry, entry.name, path)
+        told.put(entry, entry.name, Late(path))
     else:
         told.put(entry, entry.name, entry.raw)
 
 
-def _resume_from(told: Translation, entry: Entry) -> None:
+def _resume_from(told: Translator, entry: Entry) -> None:
     if is_unset(entry.raw):
         return
     told.resume_path = str(entry.raw)
@@ -257,7 +280,7 @@ def _resume_from(told: Translation, entry: Entry) -> None:
     )
 
 
-def _reward_model_on(told: Translation, entry: Entry) -> None:
+def _reward_model_on(told: Translator, entry: Entry) -> None:
     on = _switch(told, entry)
     if on:
         told.demand(
@@ -273,7 +296,7 @@ def _reward_model_on(told: Translation, entry: Entry) -> None:
         )
 
 
-def _critic_on(told: Translation, entry: Entry) -> None:
+def _critic_on(told: Translator, entry: Entry) -> None:
     """A critic is trained exactly when the estimator is gae."""
     if is_unset(entry.raw):
         return
@@ -286,12 +309,13 @@ def _critic_on(told: Translation, entry: Entry) -> None:
     )
 
 
-def _reward_manager(told: Translation, entry: Entry) -> None:
+def _reward_manager(told: Translator, entry: Entry) -> None:
     name = str(entry.raw).strip()
     if name == "dapo":
         told.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
     elif name == "gdpo":
-        told.problem(entry, f"the reward manager 'gdpo' is not offered: {GDPO}.")
+        gdpo = foreign_names().refused["algorithm.gdpo_reward_keys"]
+        told.problem(entry, f"the reward manager 'gdpo' is not offered: {gdpo}.")
     elif name not in ("naive", "None", "null"):
         told.problem(
             entry,
@@ -300,7 +324,7 @@ def _reward_manager(told: Translation, entry: Entry) -> None:
         )
 
 
-def _overlong_on(told: Translation, entry: Entry) -> None:
+def _overlong_on(told: Translator, entry: Entry) -> None:
     on = _switch(told, entry)
     told.overlong_on = on is True
     if on:
@@ -312,34 +336,28 @@ def _overlong_on(told: Translation, entry: Entry) -> None:
         )
 
 
-def _overlong_buffer(told: Translation, entry: Entry) -> None:
+def _overlong_buffer(told: Translator, entry: Entry) -> None:
     """The length of the buffer counts once the penalty is switched on, wherever that is said."""
-    told.put_late(
-        entry,
-        "reward.shaping.overlong_buffer",
-        lambda value: _count(entry) if told.overlong_on else None,
-    )
+    late = Late(lambda value: _count(entry) if told.overlong_on else None)
+    told.put(entry, "reward.shaping.overlong_buffer", late)
 
 
-def _overlong_penalty(told: Translation, entry: Entry) -> None:
+def _overlong_penalty(told: Translator, entry: Entry) -> None:
     usual = table()["reward.shaping.overlong_penalty"].default
-    told.put_late(
-        entry,
-        "reward.shaping.overlong_penalty",
-        lambda value: entry.raw if told.overlong_on else usual,
-    )
+    late = Late(lambda value: entry.raw if told.overlong_on else usual)
+    told.put(entry, "reward.shaping.overlong_penalty", late)
 
 
-def _function_file(told: Translation, entry: Entry) -> None:
+def _function_file(told: Translator, entry: Entry) -> None:
     if not is_unset(entry.raw):
         told.function_file = entry
 
 
-def _function_name(told: Translation, entry: Entry) -> None:
+def _function_name(told: Translator, entry: Entry) -> None:
     told.function_name = entry
 
 
-def _saved(told: Translation, entry: Entry) -> None:
+def _saved(told: Translator, entry: Entry) -> None:
     raw = entry.raw.strip("[]() ").split(",") if isinstance(entry.raw, str) else entry.raw or []
     words = {str(word).strip(" '\"") for word in raw}
     if not {"model", "optimizer", "extra"} <= words <= {"model", "optimizer", "extra", "hf_model"}:
@@ -350,7 +368,7 @@ def _saved(told: Translation, entry: Entry) -> None:
         )
 
 
-def _device(told: Translation, entry: Entry) -> None:
+def _device(told: Translator, entry: Entry) -> None:
     here = "cuda" if gpu_count(told.environ) else "cpu"
     if str(entry.raw).strip() != here:
         told.problem(
@@ -361,11 +379,11 @@ def _device(told: Translation, entry: Entry) -> None:
         )
 
 
-def _precision(told: Translation, entry: Entry) -> None:
+def _precision(told: Translator, entry: Entry) -> None:
     told.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
 
 
-def _window(told: Translation, entry: Entry) -> None:
+def _window(told: Translator, entry: Entry) -> None:
     if "_" in str(entry.raw):
         told.problem(
             entry,
@@ -374,10 +392,6 @@ def _window(told: Translation, entry: Entry) -> None:
         )
     else:
         told.put(entry, entry.name, entry.raw)
-
-
-def _part(turn: Callable[..., None], part: Any) -> Turn:
-    return lambda told, entry: turn(part, told, entry)
 
 
 def _overlong(prefix: str) -> dict[str, Turn]:
@@ -390,16 +404,16 @@ def _overlong(prefix: str) -> dict[str, Turn]:
 
 
 TURNED: Final[dict[str, Turn]] = {
-    "actor.use_dynamic_bsz": _part(_dynamic, "actor"),
-    "critic.use_dynamic_bsz": _part(_dynamic, "critic"),
-    "actor.ppo_micro_batch_size": _part(_global_micro, "actor"),
-    "critic.ppo_micro_batch_size": _part(_global_micro, "critic"),
-    "rollout.log_prob_micro_batch_size_per_gpu": _part(_log_prob_rows, False),
-    "ref.log_prob_micro_batch_size_per_gpu": _part(_log_prob_rows, False),
-    "critic.forward_micro_batch_size_per_gpu": _part(_log_prob_rows, False),
-    "rollout.log_prob_micro_batch_size": _part(_log_prob_rows, True),
-    "ref.log_prob_micro_batch_size": _part(_log_prob_rows, True),
-    "critic.forward_micro_batch_size": _part(_log_prob_rows, True),
+    "actor.use_dynamic_bsz": partial(_dynamic, "actor"),
+    "critic.use_dynamic_bsz": partial(_dynamic, "critic"),
+    "actor.ppo_micro_batch_size": partial(_global_micro, "actor"),
+    "critic.ppo_micro_batch_size": partial(_global_micro, "critic"),
+    "rollout.log_prob_micro_batch_size_per_gpu": partial(_log_prob_rows, False),
+    "ref.log_prob_micro_batch_size_per_gpu": partial(_log_prob_rows, False),
+    "critic.forward_micro_batch_size_per_gpu": partial(_log_prob_rows, False),
+    "rollout.log_prob_micro_batch_size": partial(_log_prob_rows, True),
+    "ref.log_prob_micro_batch_size": partial(_log_prob_rows, True),
+    "critic.forward_micro_batch_size": partial(_log_prob_rows, True),
     "ppo.adaptive_kl": _adaptive,
     "training.use_dynamic_batchsize": _old_dynamic,
     "distributed.data_parallel_size": _data_parallel,
@@ -432,23 +446,60 @@ TURNED: Final[dict[str, Turn]] = {
 }
 
 
-WRAPPER = "actor_rollout_ref."
-_RENAMED = RENAMED | OLDER_RENAMED
-_SAME = SAME | OLDER_SAME
+class Translator:
+    """Turns one layer after the other into our names; remembers what spans several."""
 
+    def __init__(self, environ: Mapping[str, str], problems: list[str], notes: list[str]) -> None:
+        self.environ = environ
+        self.problems, self.notes = problems, notes
+        self.demands: list[Demand] = []
+        self.resume_path: str | None = None
+        self.resume_by_path = False
+        self.overlong_on = False
+        self.function_file: Entry | None = None
+        self.function_name: Entry | None = None
+        self.given = ""
+        self._by: dict[str, tuple[str, Entry]] = {}
 
-class Translator(Translation):
-    """Turns one layer after the other into our names."""
+    def put(self, entry: Entry, name: str, raw: Any) -> None:
+        """Set one of our settings; two names for it in one layer must agree."""
+        new = Entry(name, raw, entry.origin)
+        given, old = self._by.pop(name, (self.given, new))
+        if given != self.given:
+            if isinstance(raw, Late) and isinstance(old.raw, Late):
+                new = Entry(name, _smaller(old.raw, raw), entry.origin)
+            elif isinstance(old.raw, Late) and old.raw.yields:
+                pass
+            elif isinstance(raw, Late) and raw.yields:
+                new = old
+            elif str(old.raw) != str(raw):
+                self.problem(
+                    entry, f"{self.given} and {given} both set {name}, differently; keep one."
+                )
+        self._by[name] = (self.given, new)
 
-    def translate(self, layer: Sequence[Entry]) -> Told:
-        """Return the layer in our own names."""
-        self.open_layer()
+    def problem(self, entry: Entry, text: str) -> None:
+        """Report what is wrong with an entry."""
+        self.problems.append(f"{entry.origin}: {text}")
+
+    def note(self, entry: Entry, text: str) -> None:
+        """Remark on an entry that was taken."""
+        self.notes.append(f"{entry.origin}: {entry.name}: {text}.")
+
+    def demand(self, entry: Entry, holds: Callable[[Lookup], bool], otherwise: str) -> None:
+        """Ask for something that can be seen only when all settings are known."""
+        self.demands.append(Demand(entry.origin, holds, otherwise))
+
+    def translate(self, layer: Sequence[Entry]) -> list[Entry]:
+        """Return the layer in our own names; what has to be said about it is added to the lists."""
+        self._by = {}
+        self.function_file = self.function_name = None
         for entry in layer:
             self.given = entry.name
             name = entry.name.removeprefix(WRAPPER)
             self._one(Entry(name, entry.raw, entry.origin))
         self._function()
-        return self.close_layer()
+        return [entry for _, entry in self._by.values()]
 
     def _one(self, entry: Entry) -> None:
         name = entry.name
@@ -460,20 +511,24 @@ class Translator(Translation):
             TURNED[name](self, entry)
         elif find(name) is not None:
             self.put(entry, name, entry.raw)
-        elif renamed := _renamed(name):
+        else:
+            self._foreign(entry, name, foreign_names())
+
+    def _foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
+        if renamed := _renamed(name):
             for own in renamed:
                 self._to_own(entry, own)
-            if name in REMARKS:
-                self.note(entry, REMARKS[name])
-        elif name in TIED:
-            self._tie(entry, TIED[name])
-        elif name in _SAME:
-            self._same(entry, *_SAME[name])
+            if name in names.remarks:
+                self.note(entry, names.remarks[name])
+        elif name in names.tied:
+            self._tie(entry, names.tied[name])
+        elif name in names.same:
+            self._same(entry, *names.same[name])
         elif ".megatron" in name:
-            self.problem(entry, f"{name} cannot be set here: {MEGATRON}.")
-        elif said := _below(TOLD, name):
+            self.problem(entry, f"{name} cannot be set here: {names.refused['megatron.*']}.")
+        elif said := _below(names.told, name):
             self.note(entry, said)
-        elif said := _below(REFUSED, name):
+        elif said := _below(names.refused, name):
             self.problem(entry, f"{name} cannot be set here: {said}.")
         else:
             self.put(entry, name, entry.raw)
@@ -518,9 +573,10 @@ class Translator(Translation):
 
 
 def _renamed(name: str) -> tuple[str, ...]:
-    if name in _RENAMED:
-        return _RENAMED[name]
-    for old, new in _RENAMED.items():
+    renamed = foreign_names().renamed
+    if name in renamed:
+        return renamed[name]
+    for old, new in renamed.items():
         if old.endswith(".*") and name.startswith(old[:-1]):
             return tuple(own[:-1] + name[len(old) - 1 :] for own in new)
     return ()

@@ -28,8 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from ppo_cli.config.model_checks import absent_folder, check_folder
-from ppo_cli.config.model_folder import SAVED, folder_problem
+from ppo_cli.config.model_checks import SAVED, absent_folder, check_folder, folder_problem
 from ppo_cli.engine.packed_rows import PackedRows, Packing
 from ppo_cli.errors import ModelError
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 import ppo_cli
-from ppo_cli.config.devices import gpu_count
+from ppo_cli.config.derived import gpu_count
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.schema import Config
 from ppo_cli.launch.addresses import words

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config import bundled
-from ppo_cli.config.devices import gpu_count
+from ppo_cli.config.derived import gpu_count
 from ppo_cli.config.plan import make_plan
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import devices
+from ppo_cli.config import derived
 from ppo_cli.config.keys import table
 from ppo_cli.report import tracker
 
@@ -352,7 +352,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config" / "ppo_config.yaml").write_text(read("000_00"), encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(devices, "_devices_present", lambda root: GPUS)
+    monkeypatch.setattr(derived, "_devices_present", lambda root: GPUS)
     monkeypatch.setattr(tracker, "find_spec", lambda name: name)  # every logger is installed
     for name in ("CUDA_VISIBLE_DEVICES", *(key.env for key in table().values() if key.env)):
         monkeypatch.delenv(name, raising=False)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.config.devices import Roles, numbered, read_placement
+from ppo_cli.config.derived import Roles, numbered, read_placement
 
 
 @pytest.mark.parametrize(

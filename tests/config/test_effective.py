@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config import derived as eff
+from ppo_cli.config.requirements import idle_settings
 from ppo_cli.config.schema import Config
-from ppo_cli.config.unused import idle_settings
 from tests.config.settling import problems, settle
 
 RAY = "trainer.engine=ray"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config import verl
 from ppo_cli.config.derived import data_ranks
 from ppo_cli.config.keys import find, table, value_of
 from ppo_cli.config.requirements import missing_parts
-from ppo_cli.config.verl import TURNED
-from ppo_cli.config.verl_table import REFUSED, RENAMED, SAME, TIED, TOLD
+from ppo_cli.config.verl import TURNED, foreign_names
 from tests.config.settling import problems, settle
+
+NAMES = foreign_names()
 
 
 def refusal(*overrides: str) -> str:
@@ -218,7 +218,7 @@ def test_the_older_styles_mesh_is_the_trainers(
     visible: int, more: tuple[str, ...], gpus: int | None, workers: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ppo_cli.config.devices._devices_present", lambda root: visible)
+    monkeypatch.setattr("ppo_cli.config.derived._devices_present", lambda root: visible)
     found = settle(*MESH, *more, env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(visible)))})
     trainer = found.config.trainer
     assert (trainer.n_gpus_per_node, trainer.num_workers) == (gpus, workers)
@@ -316,12 +316,12 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
 
 def test_no_name_of_the_tables_is_passed_over_or_unknown() -> None:
     """Whatever is tied, done anyway or not offered refuses an odd value, and gives a reason."""
-    names = [*TIED, *SAME, *verl.OLDER_SAME, *REFUSED]
+    names = [*NAMES.tied, *NAMES.same, *NAMES.refused]
     said = {name: refusal(f"{name.replace('*', 'some_key')}=7777") for name in names}
     assert [name for name, text in said.items() if "there is no setting" in text] == []
     notes = {
         name: settle(f"{name.replace('*', 'some_key')}=True", "data.train_files=x.jsonl").notes
-        for name in TOLD
+        for name in NAMES.told
     }
     assert [name for name, told in notes.items() if len(told) != 1] == []
 
@@ -423,20 +423,20 @@ def test_a_whole_file_in_the_older_style(tmp_path: Path) -> None:
 
 
 def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
-    tables = [set(RENAMED), set(TIED), set(SAME), set(TOLD), set(REFUSED), set(TURNED)]
-    tables += [set(verl.OLDER_RENAMED), set(verl.OLDER_SAME)]
-    names = [name for names in tables for name in names]
+    told = (NAMES.renamed, NAMES.tied, NAMES.same, NAMES.told, NAMES.refused, TURNED)
+    names = [name for names in told for name in names]
     assert len(names) == len(set(names))
     plain = [n for n in names if n not in TURNED and not n.endswith(".*")]
     assert [n for n in plain if find(n) is not None] == []
-    targets = [own for new in (RENAMED | verl.OLDER_RENAMED).values() for own in new]
+    targets = [own for new in NAMES.renamed.values() for own in new]
     assert [
-        t for t in [*targets, *TIED.values()] if not t.endswith(".*") and t not in table()
+        t for t in [*targets, *NAMES.tied.values()] if not t.endswith(".*") and t not in table()
     ] == []
 
 
 def test_remarks_end_without_a_full_stop() -> None:
-    for said in [*TOLD.values(), *REFUSED.values(), *(why for _, why in SAME.values())]:
+    reasons = (why for _, why in NAMES.same.values())
+    for said in [*NAMES.told.values(), *NAMES.refused.values(), *reasons]:
         assert not said.endswith((".", " ")), said
 
 
