@@ -1,0 +1,84 @@
+"""A file that one neighbour alone imports joins that neighbour, unless it stands for itself.
+
+A file stands for itself when another process runs it, when it is one of several variants behind a
+declaration, or when it is an idea of its own that would push its importer over the cap on lines.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.house.test_floors import dotted_name
+
+MOST = 25
+STANDS = {
+    "config.checks": "the rules between settings; resolve merges the layers",
+    "config.verl": "the translation of foreign names; resolve merges the layers",
+    "data_sets.gsm8k": "one recipe of several",
+    "data_sets.hh_rlhf": "one recipe of several",
+    "data_sets.humaneval": "one recipe of several",
+    "data_sets.math": "one recipe of several",
+    "engine.cluster.head": "a program of its own",
+    "launch.keeper": "a program of its own",
+    "rewards.code.probe": "a program of its own, inside the sandbox",
+    "rewards.code.remote": "runs inside the sandbox",
+    "rewards.code.sandlock_launcher": "a program of its own",
+    "rewards.judge.providers.openai": "one provider of several",
+}
+# Files that are still to be folded into their importer, or to be given a reason above.
+TO_FOLD = {
+    "cli.plan", "cli.reward_fit", "engine.actor", "engine.checkpoint", "engine.critic",
+    "engine.tensor_parallel", "engine.threads", "engine.cluster.cluster", "engine.cluster.engine",
+    "engine.cluster.workers", "fitting.training", "launch.member", "run.engines",
+    "rewards.code.choosing", "rewards.composite", "rewards.mixing", "rewards.judge.breaker",
+    "rewards.judge.monitor", "rewards.judge.scale_words", "rewards.local.heads",
+    "rewards.local.self_test", "rewards.served.client", "trust.attacks", "trust.statistics",
+}  # fmt: skip
+
+
+def own_imports(source: str) -> set[str]:
+    """Modules and names of the package that a source imports, functions included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("ppo_cli.") for name in found if name.startswith("ppo_cli.")}
+
+
+def single_importers(sources: Mapping[str, str]) -> dict[str, str]:
+    """Module -> the one that imports it, where that is the only one and lies beside it."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module, source in sources.items():
+        for name in own_imports(source) & sources.keys() - {module}:
+            importers[name].add(module)
+    return {
+        module: min(by)
+        for module, by in sorted(importers.items())
+        if len(by) == 1 and min(by).rpartition(".")[0] == module.rpartition(".")[0]
+    }
+
+
+def test_a_file_with_one_importer_beside_it_joins_it(root: Path, package_files: list[Path]) -> None:
+    sources = {dotted_name(p): (root / p).read_text(encoding="utf-8") for p in package_files}
+    single = single_importers(sources)
+    known = {*STANDS, *TO_FOLD}
+    said = [
+        f"{module} is imported by {by} alone: fold it into that, or say in STANDS why it stands"
+        for module, by in single.items()
+        if module not in known
+    ]
+    said += [f"{module}: take it off the list" for module in sorted(known - single.keys())]
+    assert not said, "\n".join(said)
+    assert len(STANDS) <= MOST
+
+
+def test_single_importers_are_seen() -> None:
+    both = "from ppo_cli.a import c\ndef f():\n    from ppo_cli.a.b import x"
+    assert single_importers({"a.b": "", "a.c": "", "a.d": both}) == {"a.b": "a.d", "a.c": "a.d"}
+    assert single_importers({"a.b": "", "e.d": "import ppo_cli.a.b"}) == {}
+    assert single_importers({"a.b": "", "a.c": both, "a.d": both})["a.c"] == "a.d"
