@@ -27,7 +27,6 @@ from ppo_cli.records import Prompt
 TOLERANCE = 1e-4
 ROOT = Path(__file__).parents[2]
 real = [
-    pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(

@@ -15,7 +15,6 @@ from tests.launch.namespaces import Pair, Started, open_pair
 
 pytest.importorskip("ray")
 pytestmark = [
-    pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="Ray's nodes are tried on Linux"),
     # Whole runs on two nodes are in tests/loop; these look closer, for those who change launch/.

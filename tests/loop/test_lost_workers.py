@@ -1,6 +1,6 @@
 """Workers that are killed in the middle of a run: it starts again by itself and ends the same.
 
-`PPO_KILLS=20` runs so many kills instead of the few of every day.
+`PPO_KILLS=20` adds so many kills at random moments; `scripts/check --all` sets 3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EIGHT = (
     "--max_steps", "8", "--save_freq", "2", "--test_freq", "4", "--max_response_length", "8",
     "data.val_max_samples=16", "--engine", "ray", "--num_workers", "2",
 )  # fmt: skip
-KINDS = ("learner-0", "learner-1", "sampler-0", "raylet", "gcs_server")
+KINDS = ("gcs_server", "sampler-0", "learner-1", "raylet", "learner-0")
 Begin = Callable[..., "subprocess.Popen[str] | Orphan"]
 KILLS = int(os.environ.get("PPO_KILLS", "0"))
 

@@ -13,7 +13,6 @@ from tests.launch.namespaces import Pair, Started, open_pair
 from tests.loop.runs import ROOT, metrics
 
 pytestmark = [
-    pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="Ray's nodes are tried on Linux"),

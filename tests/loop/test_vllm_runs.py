@@ -11,7 +11,6 @@ import pytest
 from tests.loop.runs import train
 
 pytestmark = [
-    pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
 ]

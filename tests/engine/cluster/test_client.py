@@ -23,9 +23,6 @@ from ppo_cli.engine.cluster.remote import DROP, GONE, Answer, ApartEngine, Clien
 from ppo_cli.engine.cluster.service import portable
 from ppo_cli.errors import ConfigError, WorkerLost
 
-pytestmark = pytest.mark.ray
-
-
 ROOT = Path(__file__).resolve().parents[3]
 VERBS = (sys.executable, "-m", "tests.engine.cluster.verbs")
 

@@ -26,8 +26,6 @@ from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt
 
 pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),

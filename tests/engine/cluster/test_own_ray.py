@@ -19,7 +19,6 @@ from ppo_cli.engine.cluster.head import end_session
 from ppo_cli.engine.cluster.ray_session import OwnRay
 from ppo_cli.errors import Interrupted
 
-pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[3]
 SESSION = "session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
 SOCKET_BYTES = 107

@@ -20,7 +20,7 @@ from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.errors import Interrupted, WorkerLost
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
 TWO_NODES = Placement(2, 0, (0, 1), ((2,),), ())

@@ -23,7 +23,6 @@ from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.worker_process import _failure
 from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
 
-pytestmark = pytest.mark.ray
 ONE_NODE = Placement(1, 0, (0, 1), ((2,),), ())
 
 

@@ -196,7 +196,6 @@ def ask(api: ApiReward, material: Material) -> Reply:
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
 def test_a_real_server_gives_a_verdict_on_the_scale(judge: ApiReward) -> None:
     reply = ask(judge, Material("What is 2 + 3?", "5", "5", {}))
     value, reason = read_verdict(reply, load_template(judge).scale)
@@ -207,7 +206,6 @@ def test_a_real_server_gives_a_verdict_on_the_scale(judge: ApiReward) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
 def test_a_name_that_is_not_served_is_hopeless(judge: ApiReward) -> None:
     with pytest.raises(JudgeError) as caught:
         ask(judge.model_copy(update={"model": "other"}), Material("2+3?", "5", "5", {}))
@@ -216,7 +214,6 @@ def test_a_name_that_is_not_served_is_hopeless(judge: ApiReward) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
 def test_ppo_runs_with_a_real_judge_as_its_only_reward(
     root: Path, judge: ApiReward, tmp_path: Path
 ) -> None:
