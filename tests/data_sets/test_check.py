@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from ppo_cli.data_sets.check import Report, check, percentiles
 from ppo_cli.data_sets.render import Renderer
@@ -50,6 +52,15 @@ def test_bad_rows_of_every_stage_are_counted(tokenizer: Any, tmp_path: Path) -> 
     assert {(p.place.number, p.column) for p in report.bad_rows} == {
         (1, ""), (2, "prompt"), (4, "prompt")
     }  # fmt: skip
+
+
+def test_a_row_with_two_problems_is_one_bad_row(tokenizer: Any, tmp_path: Path) -> None:
+    broken = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"prompt": broken, "ground_truth": broken}), path)
+    report = check([str(path)], Renderer(tokenizer), max_prompt_length=100)
+    assert [p.column for p in report.bad_rows] == ["prompt", "ground_truth"]
+    assert (report.rows, report.usable, report.bad) == (2, 1, 1)
 
 
 def test_only_bad_rows_give_a_report_too(tokenizer: Any, tmp_path: Path) -> None:

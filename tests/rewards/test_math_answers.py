@@ -85,6 +85,7 @@ RIGHT = [
     (r"it costs $5 and then $18", "18"),
     (r"\boxed{7}", 7),
     (r"\boxed{7}", ["6", "7"]),
+    (r"\boxed{7}", ["6", r"\sqrt{49}"]),
     (r"\boxed{7}", r"So we get \boxed{7}."),
 ]
 WRONG = [

@@ -104,6 +104,12 @@ WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
      "    def test_a(self): self.assertEqual(f(1), 2)", (0, 1), "99 != 2 at `TestCases.test_a`"),
     ("changes_what_it_is_compared_with", "def f(x):\n    x.clear()\n    return []",
      ["x = [2, 1]\nassert f(x) == sorted(x)"], (0, 1), "AssertionError"),
+    ("lies_about_what_it_changed",
+     "import sys\nframe = sys._getframe()\n"
+     "while not hasattr(frame.f_locals.get('self'), 'do_call'): frame = frame.f_back\n"
+     "type(frame.f_locals['self']).do_call = lambda self, *call: ([], {0: []})\n"
+     "def f(x): return x",
+     ["x = [2, 1]\nassert f(x) == sorted(x)"], (0, 1), "AssertionError"),
     ("not_there", "def g(n): return n", ["assert f(1) == 1"], (0, 1), "'f' is not defined"),
     ("program", "print(input())", {"inputs": ["1", "2"], "outputs": ["1", "3"]}, (1, 2),
      "another output than expected at `'input 2'`"),

@@ -15,9 +15,9 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Verdict
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger
+from ppo_cli.rewards.judge.ledger import Ledger, Reservation
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
@@ -154,6 +154,22 @@ def test_a_cut_answer_gets_more_room(server: JudgeServer) -> None:
     rooms = [c.body.get("max_completion_tokens", c.body.get("max_tokens")) for c in server.calls]
     assert rooms == [64, 128, 256]
     assert verdict.calls == 3
+
+
+def test_an_answer_with_more_room_is_reserved_with_that_room(server: JudgeServer) -> None:
+    """The budget holds for the question that is sent, not for the one that was asked first."""
+    server.fail("truncated", times=2)
+    reserved: list[Usage] = []
+
+    class Noting(Ledger):
+        async def reserve(self, *args: Any, **kwargs: Any) -> Reservation:
+            reserved.append(kwargs["worst"]())
+            return await super().reserve(*args, **kwargs)
+
+    ledger = Noting(None, budget_usd=None, budget_tokens=5000)
+    run(server, lambda client: client.ask(ask_for("long")), ledger=ledger)
+    assert [worst.output for worst in reserved] == [64, 128, 256]
+    assert reserved[0].input < reserved[1].input  # the reminder
 
 
 def test_a_refusal_is_final_and_kept(server: JudgeServer, tmp_path: Path) -> None:

@@ -172,6 +172,17 @@ def test_a_fatal_hiccup_costs_nothing() -> None:
     assert not breaker.open and not breaker.lapsed()
 
 
+def test_each_fatal_answer_gets_all_its_checks() -> None:
+    breaker, clock = make()
+    for _ in range(2):
+        breaker.failure(DENIED, window=64, probe=False)
+        for _ in range(2):
+            clock.now = breaker.next_probe
+            breaker.failure(DENIED, window=64, probe=True)
+        assert not breaker.lapsed() and not breaker.gave_up
+        assert breaker.success()
+
+
 def test_a_fatal_answer_that_turns_into_an_outage_is_waited_for() -> None:
     breaker, clock = make()
     breaker.failure(DENIED, window=1, probe=False)

@@ -82,6 +82,14 @@ def test_out_of_memory_halves_the_batch_and_goes_on(error: type[Exception]) -> N
     assert (work.batches, work.tokens, work.padded) == (4, 52, 52)
 
 
+def test_a_later_batch_that_does_not_fit_is_halved_in_its_place() -> None:
+    network, budget = Small(10), Budget(12)
+    found = list(score_batches(loaded_with(network), samples_of(10, 4, 4, 4), budget, Work()))
+    assert [i for indices, _ in found for i in indices] == [0, 1, 2, 3]
+    assert [row.score for _, rows in found for row in rows] == [55.0, 10.0, 10.0, 10.0]
+    assert network.shapes == [(1, 10), (1, 4), (1, 4), (1, 4)]
+
+
 def test_a_single_sample_that_does_not_fit_stops_with_what_to_lower() -> None:
     with pytest.raises(RewardError, match=r"single sample of 30 tokens.*max_length"):
         list(score_batches(loaded_with(Small(20)), samples_of(30, 2), Budget(64), Work()))
