@@ -94,10 +94,18 @@ def flag_keys() -> dict[str, Key]:
     return {key.flag.removeprefix("--"): key for key in table().values() if key.flag}
 
 
-def takes_settings(
-    run: Callable[[Given], None], extras: Sequence[inspect.Parameter]
-) -> Callable[..., None]:
-    """Wrap a command so that it takes every flag of the schema, and `extras` of its own."""
+def add_command(
+    app: typer.Typer,
+    run: Callable[[Given], None],
+    example: str,
+    extras: Sequence[inspect.Parameter],
+    shown: tuple[str, ...] = ("",),
+) -> None:
+    """Register a command with flags of its own, `extras`, and every flag of the schema.
+
+    The help lists the settings whose keys start with one of `shown`. The other flags are accepted
+    but hidden, so that the line of a training run can be reused.
+    """
     keys = flag_keys()
     own = {p.name for p in extras}
 
@@ -121,15 +129,43 @@ def takes_settings(
     command.__doc__ = run.__doc__
     command.__name__ = run.__name__
     flags = [_parameter(name, key) for name, key in keys.items()]
-    signature = inspect.Signature([*_layers(), *extras, *flags])
+    for parameter in flags:
+        parameter.default.hidden = not keys[parameter.name].name.startswith(shown)
+    # The file comes before the overrides, which take every word that is left.
+    files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    others = [p for p in extras if p not in files]
+    signature = inspect.Signature([*files, *_layers(), *others, *flags])
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    return command
+    app.command(run.__name__, cls=SettingsCommand, epilog=example)(command)
 
 
 def switch(name: str, said: str) -> inspect.Parameter:
     """Make an on-off flag of a command's own."""
     return _keyword(name, bool, typer.Option(False, f"--{name}", help=said))
+
+
+def own_flag(
+    name: str, kind: type, default: Any, said: str, metavar: str, *, least: int | None = None
+) -> inspect.Parameter:
+    """Make a flag of a command's own; without a default it may be left out."""
+    option = typer.Option(
+        default, f"--{name}", help=said, metavar=metavar, show_default=default is not None,
+        min=least,
+    )  # fmt: skip
+    return _keyword(name, kind if default is not None else kind | None, option)
+
+
+def own_file(said: str, *, required: bool = False) -> inspect.Parameter:
+    """Make the argument FILE of a command's own."""
+    return inspect.Parameter(
+        "file",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=typer.Argument(
+            ... if required else None, metavar="FILE", help=said, show_default=False
+        ),
+        annotation=str if required else str | None,
+    )
 
 
 class SettingsCommand(TyperCommand):

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
+from ppo_cli.cli.flags import Given, add_command, switch
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.judge_checks import missing_keys
 from ppo_cli.config.mixture import Judge, judges_of, rules_of
@@ -252,12 +252,12 @@ def _shown(value: object) -> str:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(cls=SettingsCommand, epilog=EPILOG)(
-    takes_settings(
-        plan,
-        [
-            switch("all", "Also the settings at their default."),
-            switch("json", "Machine-readable, to stdout."),
-        ],
-    )
+add_command(
+    app,
+    plan,
+    EPILOG,
+    [
+        switch("all", "Also the settings at their default."),
+        switch("json", "Machine-readable, to stdout."),
+    ],
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from typing import Any
 
 import typer
 
-from ppo_cli.cli.flags import Given, SettingsCommand, flag_keys, switch, takes_settings
+from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
 from ppo_cli.cli.screen import fit
 from ppo_cli.config.bundled import prompt_files
 
@@ -132,47 +131,15 @@ def _shortened(value: Any, texts: dict[str, str]) -> Any:
     return texts.get(value, value) if isinstance(value, str) and value else value
 
 
-def _extra(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _register() -> None:
-    """Give `render` its own flags, then every flag of the schema; foreign ones stay hidden."""
-    command = takes_settings(
-        render,
-        [
-            _extra(
-                "file",
-                str,
-                typer.Argument(..., metavar="FILE", help="Data rows, or `embedded`."),
-            ),
-            _extra("row", int, typer.Option(1, "--row", min=1, help="Line or row of the file.")),
-            _extra(
-                "response",
-                str | None,
-                typer.Option(
-                    None, "--response", metavar="TEXT", help="Response, if the row has no column."
-                ),
-            ),
-            switch("json", "Machine-readable, to stdout."),
-        ],
-    )
-    keys = flag_keys()
-    signature = inspect.signature(command)
-    for name, parameter in signature.parameters.items():
-        if name in keys and not keys[name].name.startswith(SHOWN_FLAGS):
-            parameter.default.hidden = True  # accepted, so that a training line can be reused
-    # The file comes before the overrides, which take every word that is left.
-    given = signature.parameters
-    first = given["file"].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rest = [parameter for name, parameter in given.items() if name != "file"]
-    command.__signature__ = signature.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
-    app.command(
-        "render",
-        cls=SettingsCommand,
-        epilog="Example: ppo prompts render rows.jsonl --row 3 --response 'x = 4' "
-        "--rm_prompt_preset math",
-    )(command)
-
-
-_register()
+add_command(
+    app,
+    render,
+    "Example: ppo prompts render rows.jsonl --row 3 --response 'x = 4' --rm_prompt_preset math",
+    [
+        own_file("Data rows, or `embedded`.", required=True),
+        own_flag("row", int, 1, "Line or row of the file.", "INTEGER", least=1),
+        own_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
+        switch("json", "Machine-readable, to stdout."),
+    ],
+    SHOWN_FLAGS,
+)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
-from ppo_cli.cli.flags import Given, SettingsCommand, flag_keys, switch, takes_settings
+from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
 from ppo_cli.cli.reward_fit import EXAMPLE as FIT_EXAMPLE
 from ppo_cli.cli.reward_fit import fit as run_fit
-from ppo_cli.cli.screen import PlainScreen, TerminalScreen, clean, duration, fit, number
+from ppo_cli.cli.screen import clean, duration, fit, make_screen, number
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
@@ -238,7 +237,6 @@ reward_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-SHOWN_GROUP = "reward."
 
 
 def score(given: Given) -> None:
@@ -341,9 +339,7 @@ def _settings(given: Given) -> tuple[Config, Screen]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
     if "labels" in given.extras and not given.extras["labels"]:
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
-    screen: Screen = PlainScreen(sys.stderr)
-    if sys.stderr.isatty():
-        screen = TerminalScreen(Console(file=sys.stderr, highlight=False))
+    screen = make_screen(sys.stderr)
     for note in resolved.notes:
         if note not in (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS):  # no model is trained here
             screen.note(note)
@@ -364,64 +360,36 @@ def _say(text: str) -> None:
     print(clean(text), file=sys.stderr)
 
 
-def _own(name: str, kind: type, default: Any, said: str, metavar: str) -> inspect.Parameter:
-    option = typer.Option(
-        default, f"--{name}", help=said, metavar=metavar, show_default=default is not None
-    )
-    annotation: Any = kind if default is not None else kind | None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
-    )
-
-
-def _file() -> inspect.Parameter:
-    said = "Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set."
-    return inspect.Parameter(
-        "file",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=typer.Argument(None, metavar="FILE", help=said, show_default=False),
-        annotation=str | None,
-    )
-
-
 def _add(run: Callable[[Given], None], example: str, *extras: inspect.Parameter) -> None:
-    """Register a command: its own flags, then those of the schema that concern a reward."""
-    command = takes_settings(run, [*extras, switch("json", "Print JSON.")])
-    keys = flag_keys()
-    signature = inspect.signature(command)
-    for name, parameter in signature.parameters.items():
-        if name in keys and not keys[name].name.startswith(SHOWN_GROUP):
-            parameter.default.hidden = True  # accepted, so that a training line can be reused
-    # The file comes before the overrides, which take every word that is left.
-    first = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    found = [p.replace(kind=first) for name, p in signature.parameters.items() if name == "file"]
-    ordered = [*found, *(p for name, p in signature.parameters.items() if name != "file")]
-    command.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
-    reward_app.command(run.__name__, cls=SettingsCommand, epilog=example)(command)
+    """Register a command whose help lists the settings of the reward."""
+    add_command(reward_app, run, example, [*extras, switch("json", "Print JSON.")], ("reward.",))
 
 
-_RESPONSE_KEY = _own("response_key", str, "response", "Column that holds the responses.", "COLUMN")
+_FILE = own_file("Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set.")
+_RESPONSE_KEY = own_flag(
+    "response_key", str, "response", "Column that holds the responses.", "COLUMN"
+)
 _add(
     score,
     "Example: ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
-    _file(),
-    _own("out", str, None, "Where the scores go; unset, FILE.scored.jsonl beside it.", "OUT"),
+    _FILE,
+    own_flag("out", str, None, "Where the scores go; unset, FILE.scored.jsonl beside it.", "OUT"),
     _RESPONSE_KEY,
 )
 _add(
     calibrate,
     "Example: ppo reward calibrate answers.jsonl --labels good --use_api_reward",
-    _file(),
-    _own("labels", str, None, "Column that holds the labels.", "COLUMN"),
-    _own("positive", str, None, "Which of two labels is the good one.", "VALUE"),
-    _own("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
+    _FILE,
+    own_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
+    own_flag("positive", str, None, "Which of two labels is the good one.", "VALUE"),
+    own_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
     _RESPONSE_KEY,
 )
 _add(
     audit,
     "Example: ppo reward audit --use_api_reward --rm_prompt_preset math",
-    _own("data", str, None, "Rows to attack with, in place of the bundled ones.", "FILE"),
-    _own("rows", int, 6, "Most rows to attack with.", "N"),
-    _own("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
+    own_flag("data", str, None, "Rows to attack with, in place of the bundled ones.", "FILE"),
+    own_flag("rows", int, 6, "Most rows to attack with.", "N"),
+    own_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
 )
 reward_app.command("fit", epilog=FIT_EXAMPLE)(run_fit)

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ppo_cli.cli.crash import Crash
-from ppo_cli.cli.screen import PlainScreen, TerminalScreen, clean
+from ppo_cli.cli.screen import clean, make_screen
 from ppo_cli.cli.screen import fit as fit_words
 from ppo_cli.errors import ConfigError, PpoError, ppo
-from ppo_cli.report.tracker import Screen
 
 EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 
@@ -143,7 +141,7 @@ def fit(
         max_length=max_length, template=template, skip_bad_rows=skip_bad_rows,
         overwrite=overwrite,
     )  # fmt: skip
-    screen = _screen()
+    screen = make_screen(sys.stderr)  # stdout is for the result
     try:
         record = run_fit(settings, screen)
     except (PpoError, OSError):
@@ -180,13 +178,6 @@ def _refuse(
         problems.append(f"--dtype {dtype}: give float32 or bfloat16.")
     if problems:
         raise ConfigError(problems)
-
-
-def _screen() -> Screen:
-    """A screen on stderr: stdout is for the result."""
-    if sys.stderr.isatty():
-        return TerminalScreen(Console(file=sys.stderr, highlight=False))
-    return PlainScreen(sys.stderr)
 
 
 def told_end(record: dict[str, Any]) -> str:

@@ -197,20 +197,19 @@ class Unread(Interrupted):
     """Nobody is there any more to read what is printed."""
 
 
-def make_screen(*, quiet: bool = False) -> Screen:
-    """Build the screen that fits where stdout goes; `quiet` leaves warnings and the end."""
-    on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    if quiet or not on_terminal:
-        return PlainScreen(sys.stdout, quiet=quiet)
-    return TerminalScreen(Console(file=sys.stdout, highlight=False))
+def make_screen(file: TextIO | None = None) -> Screen:
+    """Build the screen that fits a file, stdout by default: bars on a terminal, else lines."""
+    file = file or sys.stdout
+    if file.isatty() and os.environ.get("TERM") != "dumb":
+        return TerminalScreen(Console(file=file, highlight=False))
+    return PlainScreen(file)
 
 
 class PlainScreen:
     """Plain lines without control codes, for files, pipes and logs."""
 
-    def __init__(self, file: TextIO, *, quiet: bool = False) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._quiet = quiet
 
     def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
         """Show nothing: bars belong on a terminal."""
@@ -218,13 +217,11 @@ class PlainScreen:
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step."""
-        if not self._quiet:
-            self._print(step_line(step, total_steps, metrics))
+        self._print(step_line(step, total_steps, metrics))
 
     def note(self, text: str) -> None:
         """Print a remark."""
-        if not self._quiet:
-            self._print(text)
+        self._print(text)
 
     def health(self, text: str) -> None:
         """Print a warning."""
@@ -336,6 +333,3 @@ class TerminalScreen:
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(clean(text), style=style), soft_wrap=True)
-
-
-__all__ = ["PlainScreen", "TerminalScreen", "Unread", "make_screen"]

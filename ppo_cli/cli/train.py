@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ppo_cli.cli.crash import Crash
-from ppo_cli.cli.flags import Given, SettingsCommand, switch, takes_settings
+from ppo_cli.cli.flags import Given, add_command, switch
 from ppo_cli.cli.plan import print_plan, refusals, refused_rows
 from ppo_cli.config.derived import engine_name
 from ppo_cli.config.judge_checks import missing_keys
@@ -88,6 +88,4 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(cls=SettingsCommand, epilog=EPILOG)(
-    takes_settings(train, [switch("dry_run", "Print the plan and stop.")])
-)
+add_command(app, train, EPILOG, [switch("dry_run", "Print the plan and stop.")])

@@ -24,8 +24,16 @@ from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.trust import attacks as tr
 from ppo_cli.trust.attacks import FOR_THE_GATE, LEAKS
 from ppo_cli.trust.items import Item, Key, Ruler, plain_prompt, ruler_for, why_none
-from ppo_cli.trust.repeats import Repeats, ask_again, repeat_all
-from ppo_cli.trust.score import Watch, cut, judged, score_all, started
+from ppo_cli.trust.score import (
+    Repeats,
+    Watch,
+    ask_again,
+    cut,
+    judged,
+    repeat_all,
+    score_all,
+    started,
+)
 from ppo_cli.trust.sources import (
     describe,
     has_own_scale,

@@ -21,9 +21,8 @@ from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust import statistics as st
-from ppo_cli.trust.repeats import Repeats, ask_again
 from ppo_cli.trust.rows import Labelled
-from ppo_cli.trust.score import Scoring, Watch, cause_of, judged, score_all
+from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, cause_of, judged, score_all
 from ppo_cli.trust.sources import kind_of, unsteady, verdicts_each
 from ppo_cli.trust.summary import (
     Column,

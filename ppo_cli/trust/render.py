@@ -104,20 +104,6 @@ def prompt_text(name: str) -> str:
     return preset_path(name).read_text(encoding="utf-8")
 
 
-def render_row(
-    api: ApiReward,
-    source_file: str,
-    row_number: int,
-    *,
-    response: str | None = None,
-    prompt_key: str = "prompt",
-    source_key: str = "data_source",
-) -> Question:
-    """Return the request that a judge would get for one row of a file."""
-    keys = {"prompt_key": prompt_key, "source_key": source_key}
-    return show_row(api, source_file, row_number, response=response, **keys).question
-
-
 def show_row(
     api: ApiReward,
     source_file: str,

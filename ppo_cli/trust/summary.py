@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,8 @@ from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.trust.rows import Answered
-from ppo_cli.trust.score import NOT_ASKED, Scoring, cause_of, cut, judged
+from ppo_cli.trust.score import NOT_ASKED, Scoring, cause_of, counted, cut, judged
 from ppo_cli.trust.sources import kind_of
-
-if TYPE_CHECKING:
-    from ppo_cli.trust.score import Scoring
-
-
-COUNTED = ("calls", "cost_usd", "tokens_in", "tokens_out")
 
 
 def spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
@@ -47,27 +41,6 @@ def is_kept(score: Score) -> bool:
     """Whether a score took no new verdict, all of its judges' being in the cache."""
     kept = kept_verdicts(score)
     return bool(kept) and all(kept)
-
-
-def counted(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The sums over all judges; without a cost where that of one is not known."""
-    judges = by_judge(metrics).values()
-    names = [name for name in COUNTED if any(name in one for one in judges)]
-    found = {name: sum(one.get(name, 0.0) for one in judges) for name in names}
-    # Tokens that cost nothing have no known price: better no figure than a wrong one.
-    if any(one.get("tokens_in") and not one.get("cost_usd") for one in judges):
-        found.pop("cost_usd", None)
-    return found
-
-
-def by_judge(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Calls, tokens and cost of each judge; `judge`, and `judge_NAME` for a second one."""
-    found: dict[str, dict[str, float]] = {}
-    for key, value in metrics.items():
-        stage, _, name = key.partition("/")
-        if name in COUNTED and (stage == "judge" or stage.startswith("judge_")):
-            found.setdefault(stage, {})[name] = value
-    return found
 
 
 def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:

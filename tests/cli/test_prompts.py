@@ -15,7 +15,7 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.keys import table
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import DataError
-from ppo_cli.trust.render import render_row
+from ppo_cli.trust.render import show_row
 
 ROWS = [
     {"prompt": "2 + 2 = ?", "ground_truth": "4", "response": "It is 4."},
@@ -238,10 +238,10 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
 
 
 def test_rows_are_named_as_everywhere_else(rows: str) -> None:
-    question = render_row(ApiReward(), rows, 1)
+    question = show_row(ApiReward(), rows, 1).question
     assert "\n2 + 2 = ?\n" in question.user
     with pytest.raises(DataError, match="no row 0"):
-        render_row(ApiReward(), rows, 0)
+        show_row(ApiReward(), rows, 0)
 
 
 def test_render_imports_no_torch(rows: str, root_of_source: Path) -> None:

@@ -23,7 +23,6 @@ from ppo_cli.cli.screen import (
     Unread,
     clean,
     duration,
-    make_screen,
     number,
     sparkline,
     step_line,
@@ -146,18 +145,6 @@ def test_an_output_that_knows_only_ascii_gets_ascii() -> None:
 def test_importing_the_screen_brings_no_torch() -> None:
     script = "import sys, ppo_cli.cli.screen, ppo_cli.cli.show; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
-
-
-def test_quiet_leaves_warnings_and_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = make_screen(quiet=True)
-    with screen.phase("rollout", 3) as advance:
-        advance(3)
-    screen.step(1, 2, METRICS)
-    screen.note("note")
-    screen.health("careful")
-    assert capsys.readouterr().out == "warning: careful\n"
-    screen.summary(summary())
-    assert "0.125 → 0.875" in capsys.readouterr().out
 
 
 def test_each_screen_has_all_methods() -> None:
