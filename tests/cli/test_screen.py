@@ -88,7 +88,7 @@ def run_on_terminal(**env: str) -> str:
             break
         seen += more
     os.close(ours)
-    assert process.wait(timeout=10) == 0, seen.decode()
+    assert process.wait(timeout=300) == 0, seen.decode()
     return seen.decode()
 
 

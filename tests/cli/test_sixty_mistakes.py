@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-import ppo_cli
 from ppo_cli.cli.app import main
 from ppo_cli.train.state import FORMAT
 from tests.cli.mistakes import (
@@ -24,8 +21,8 @@ from tests.cli.mistakes import (
     contents,
     set_desk,
 )
+from tests.forked import PPO, run_forked
 
-ROOT = Path(ppo_cli.__file__).parents[1]
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 
 
@@ -331,21 +328,6 @@ def test_a_checkpoint_of_another_version_is_refused_and_still_exported(
     assert main([*TRAIN.split(), "--model", "saved", "--output_dir", "new"]) == 0
 
 
-def run_ppo(*args: str, largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `ppo` in a process of its own, in which files cannot grow past a size."""
-    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest_file},) * 2);"
-    program = f"import resource, sys; {limit if largest_file else ''}"
-    program += "from ppo_cli.cli.app import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", program, *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize(
     ("largest_file", "thing", "left"),
     [
@@ -361,7 +343,8 @@ def run_ppo(*args: str, largest_file: int | None = None) -> subprocess.Completed
 def test_a_disk_that_takes_no_more(
     largest_file: int, thing: str, left: list[str] | None, desk: Path
 ) -> None:
-    done = run_ppo(*TRAIN.split(), largest_file=largest_file)
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({largest_file},) * 2)"
+    done = run_forked(TRAIN.split(), os.environ, timeout=240, program=f"{limit}\n{PPO}")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error: ") == 1
     assert re.search(thing, done.stderr)
@@ -369,15 +352,6 @@ def test_a_disk_that_takes_no_more(
     found = sorted(contents(desk / "outputs"))
     assert left is None or found == left
     assert not any("step_000001/" in name or "unfinished" in name for name in found)
-
-
-def test_a_process_of_its_own_ends_with_2() -> None:
-    done = run_ppo("train", "--batch_sise", "3")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: there is no flag --batch_sise. Did you mean '--batch_size'? "
-        "See `ppo train --help`.\n"
-    )
 
 
 def test_there_are_enough() -> None:

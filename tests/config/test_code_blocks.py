@@ -27,6 +27,7 @@ from ppo_cli.report import tracker
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "asked_for"
 GPUS = 8
+LARGEST_BATCH = 1024  # every plan reads so many rows
 SMALL, INSTRUCT = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
 DEBERTA = "OpenAssistant/reward-model-deberta-v3-large"
 ARMO = "RLHFlow/ArmoRM-Llama3-8B-v0.1"
@@ -343,10 +344,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if not FOLDER.is_dir():
         pytest.skip("the documents' code blocks are not at hand")
     row = {"prompt": "What is 1 + 1?", "ground_truth": "2", "data_source": "openai/gsm8k"}
-    rows = pa.Table.from_pylist([row] * 2048)
     for folder in ("data/gsm8k", "data/hh_rlhf", "data/gsm8k_processed"):
         (tmp_path / folder).mkdir(parents=True)
-        for split in ("train", "test"):
+        for split, count in (("train", LARGEST_BATCH), ("test", 1)):
+            rows = pa.Table.from_pylist([row] * count)
             pq.write_table(rows, tmp_path / folder / f"{split}.parquet")
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "ppo_config.yaml").write_text(read("000_00"), encoding="utf-8")

@@ -204,7 +204,7 @@ class Run:
 
     def save(self, folder: Path) -> Path:
         folder.mkdir()
-        assert self.engine.save(folder).result(timeout=10) is None
+        assert self.engine.save(folder).result(timeout=300) is None
         state = {"step": self.step, "order": self.order.state_dict()}
         (folder / "run.json").write_text(json.dumps(state))
         return folder

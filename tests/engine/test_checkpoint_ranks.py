@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,28 +16,10 @@ from ppo_cli.engine.checkpoint import restore, saved_model
 from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import ALONE
+from tests.forked import run_ranks
 
-ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 PARTS = ("actor", "critic")
-
-
-def run_ranks(size: int, folder: Path, what: str) -> None:
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(size), str(folder), what],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        said = [worker.communicate(timeout=180)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0] * size, "\n".join(said)
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
@@ -69,7 +48,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = LlamaConfig(vocab_size=63, pad_token_id=0, **sizes, **heads)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    run_ranks(2, folder, "write")
+    run_ranks(WORKER, 2, str(folder), "write")
     return folder
 
 
@@ -105,7 +84,7 @@ def test_tensor_parallel_ranks_read_it(desk: Path) -> None:
 
 
 def test_three_ranks_read_it_and_two_of_them_write(desk: Path) -> None:
-    run_ranks(3, desk, "read")
+    run_ranks(WORKER, 3, str(desk), "read")
     assert_equal(read_all(desk / "copied"), truth(desk))
     assert json.loads((desk / "copied/state/engine.json").read_text()) == {}
     assert len(list((desk / "copied/actor").glob("*.safetensors"))) == 2

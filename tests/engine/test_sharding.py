@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from transformers import (
 )
 
 from ppo_cli.config.bundled import model_folder
+from tests.forked import run_ranks
 
 # 63 tokens and 46 / 2 columns do not go into equal pieces.
 TINY = {
@@ -32,6 +31,7 @@ TINY = {
 SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1} | {
     "eos_token_id": 2
 }
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("spread_worker.py")
 
 
@@ -59,34 +59,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def run_ranks(size: int, folder: Path, models: dict[str, str]) -> list[dict[str, Any]]:
-    """What each rank found; a rank that dies takes the others down with it."""
+def train_spread(size: int, folder: Path, models: dict[str, str]) -> list[dict[str, Any]]:
+    """What each rank found."""
     (folder / "models.json").write_text(json.dumps(models))
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(size), str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        said = [worker.communicate(timeout=240)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0] * size, "\n".join(said)
+    run_ranks(WORKER, size, str(folder))
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
 def two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, tmp_path_factory.mktemp("two"), models)
+    return train_spread(2, tmp_path_factory.mktemp("two"), models)
 
 
 @pytest.fixture(scope="module")
 def four(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(4, tmp_path_factory.mktemp("four"), models)
+    return train_spread(4, tmp_path_factory.mktemp("four"), models)
 
 
 def of_case(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
@@ -108,7 +95,6 @@ def check_alike(ranks: list[dict[str, Any]], case: str) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -124,7 +110,6 @@ def test_two_ranks_train_as_one(two: list[dict[str, Any]], case: str) -> None:
     check_alike(two, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tied_case-1-2", "tied_case-2-1"])
 def test_tied_weights_stay_tied_and_every_rank_holds_its_share(
     two: list[dict[str, Any]], case: str
@@ -136,7 +121,6 @@ def test_tied_weights_stay_tied_and_every_rank_holds_its_share(
     assert of_case(two, case)[1]["stop"] == 281
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tied_case-1-2", "tied_case-2-1"])
 def test_whole_weights_and_moments_go_back_into_pieces(
     two: list[dict[str, Any]], case: str
@@ -147,14 +131,12 @@ def test_whole_weights_and_moments_go_back_into_pieces(
         assert "no whole tensor of shape (282, 128)" in back["refused"]
 
 
-@pytest.mark.slow
 def test_frozen_and_trained_weights_mix_in_a_layer(two: list[dict[str, Any]]) -> None:
     found = check_alike(two, "frozen_case-1-2")
     assert found["trained"] == 9  # down projections with biases, two norms a layer, the last one
     assert found["pieces"]  # unsharded weights are let go after a pass without gradients
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["lora_case-1-2", "lora_case-2-1"])
 def test_adapters_train_alike_and_the_reference_is_asked_inside(
     two: list[dict[str, Any]], case: str
@@ -165,13 +147,11 @@ def test_adapters_train_alike_and_the_reference_is_asked_inside(
     assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
 
 
-@pytest.mark.slow
 def test_a_reference_of_its_own_is_asked_inside(two: list[dict[str, Any]]) -> None:
     spread, alone = of_case(two, "nested_case-1-2")[0]["kls"]
     assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
 
 
-@pytest.mark.slow
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(two: list[dict[str, Any]]) -> None:
     found = of_case(two, "bfloat16_case-1-2")[0]
     assert found["dtypes"] == ["torch.float32"]
@@ -179,7 +159,6 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(two: list[dict[str, A
         assert 0 < model["loss"] < 2e-3 and model["norm"] < 1e-2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["spoilt_case-1-2", "spoilt_case-2-1"])
 def test_a_gradient_broken_on_one_rank_stops_the_step_on_all(
     two: list[dict[str, Any]], case: str
@@ -188,7 +167,6 @@ def test_a_gradient_broken_on_one_rank_stops_the_step_on_all(
         assert found == {"moved": 0.0, "moments": 0}
 
 
-@pytest.mark.slow
 def test_a_model_that_does_not_load_is_told_on_all_ranks(two: list[dict[str, Any]]) -> None:
     first, second = of_case(two, "refused_case-1-2")
     assert first == second
@@ -196,13 +174,11 @@ def test_a_model_that_does_not_load_is_told_on_all_ranks(two: list[dict[str, Any
     assert "ModelError" in first["absent"] and "no model folder" in first["absent"]
 
 
-@pytest.mark.slow
 def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any]]) -> None:
     for found in of_case(two, "broken_off_case-1-2"):
         assert found["failed"] == 2 and found["gap"] < 1e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["packed_case-1-2", "idle_case-1-2", "packed_case-2-1"])
 def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
     two: list[dict[str, Any]], case: str
@@ -212,7 +188,6 @@ def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
     assert found["weights"] < 3e-6, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["memory_case-1-2", "memory_case-1-1"])
 def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
     two: list[dict[str, Any]], case: str
@@ -224,7 +199,6 @@ def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
         assert max(first[where].values()) < 2e-5 and first[where]["weights"] < 2e-6, first
 
 
-@pytest.mark.slow
 def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
     two: list[dict[str, Any]], four: list[dict[str, Any]]
 ) -> None:
@@ -234,7 +208,6 @@ def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
         assert merged[0] > merged[1] > plain[1]  # what is merged travels in float32
 
 
-@pytest.mark.slow
 def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
     for case in ("untied_case-2-2", "heads_case-2-2", "offload_case-2-2", "untied_case-2-1"):
         check_alike(four, case)

@@ -28,7 +28,6 @@ TOLERANCE = 1e-4
 ROOT = Path(__file__).parents[2]
 real = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
         reason="vLLM is not installed (scripts/setup vllm)",

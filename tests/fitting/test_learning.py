@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forked import run_forked
 
 
 def ppo(*args: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ppo_cli", *args]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = run_forked(args, os.environ, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -114,7 +114,7 @@ class Meeting:
         return guest
 
     def until(self, true: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not true():
             assert time.monotonic() < deadline
             time.sleep(0.01)

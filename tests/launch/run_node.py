@@ -35,7 +35,7 @@ def count_alive(nodes: Nodes) -> int:
 
     ray.init(address=nodes.address, logging_level="ERROR", log_to_driver=False)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while True:
             alive = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
             if len(alive) == 2 or time.monotonic() > deadline:

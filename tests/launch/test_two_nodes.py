@@ -54,7 +54,7 @@ def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
 
     begun = time.monotonic()
     node.kill(signal.SIGKILL)
-    lost = head.wait_for("lost: ", 20)
+    lost = head.wait_for("lost: ", 120)
     assert "node 1" in lost
     assert pair.addresses[1] in lost
     assert time.monotonic() - begun < 9
@@ -65,19 +65,19 @@ def test_nodes_join_are_lost_come_back_and_end_together(pair: Pair) -> None:
     head.wait_for("whole again", START_S, seen)
 
     twin = start(pair, 1)
-    assert twin.wait(60) == 2
+    assert twin.wait(300) == 2
     assert "NODE_RANK 1 is taken by" in twin.output()
 
     seen = len(head.output())
     os.kill(find(pair, 1, "/raylet"), signal.SIGKILL)
-    assert "Ray stopped" in head.wait_for("lost: ", 20, seen)
+    assert "Ray stopped" in head.wait_for("lost: ", 120, seen)
     (pair.folder / "count").touch()
     head.wait_for("whole again", START_S, seen)
-    assert head.wait_for("alive: ", 60, seen) == "alive: 2"
+    assert head.wait_for("alive: ", 300, seen) == "alive: 2"
 
     back.kill(signal.SIGTERM)
-    assert "node 1" in head.wait_for("stop: ", 20)
-    assert (back.wait(60), head.wait(60)) == (3, 3)
+    assert "node 1" in head.wait_for("stop: ", 120)
+    assert (back.wait(300), head.wait(300)) == (3, 3)
     assert "ended with exit code 3; so does this one" in back.output()
     for rank in (0, 1):
         pair.wait_until_empty(rank, 15)
@@ -89,7 +89,7 @@ def test_node_0_killed_takes_all_along() -> None:
         head, node = start(pair, 0), start(pair, 1)
         head.wait_for("whole: ", START_S)
         head.kill(signal.SIGKILL)
-        assert node.wait(60) == 3
+        assert node.wait(300) == 3
         assert "node 0 (127.0.0.2) is gone" in node.output()
         for rank in (0, 1):
             pair.wait_until_empty(rank, 15)
@@ -97,7 +97,7 @@ def test_node_0_killed_takes_all_along() -> None:
 
 def test_other_settings_end_both_nodes(pair: Pair) -> None:
     head, node = start(pair, 0), start(pair, 1, "actor.optim.lr=3e-5")
-    assert (head.wait(START_S), node.wait(60)) == (2, 2)
+    assert (head.wait(START_S), node.wait(300)) == (2, 2)
     for one in (head, node):
         assert "was started with other settings: actor.optim.lr." in one.output()
     for rank in (0, 1):

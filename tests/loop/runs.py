@@ -18,6 +18,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.forked import PPO, Forked, run_forked
+
 ROOT = Path(__file__).resolve().parents[2]
 # Small enough to be quick, rich enough to hold everything that a resume must bring back.
 SMALL = (
@@ -60,34 +62,28 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def train(out: Path, *args: str, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(out, *args), env=environment(), capture_output=True, text=True, timeout=280
-    )
+def train(
+    out: Path, *args: str, exit_code: int = 0, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """`ppo train` to its end; `fresh` as a user starts it, with a hash seed of its own."""
+    words = command(out, *args)
+    if fresh:
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=800)
+    else:
+        done = run_forked(words[3:], environment(), timeout=800)
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done
 
 
-def start(out: Path, *args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(out, *args),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(out: Path, *args: str) -> Forked:
+    return Forked(PPO, command(out, *args)[3:], environment())
 
 
-def start_slow(out: Path, *args: str, hold: float, **more: str) -> subprocess.Popen[str]:
+def start_slow(out: Path, *args: str, hold: float, **more: str) -> Forked:
     """Start a run on a disk that takes `hold` seconds for the checkpoint of step 4."""
     out.parent.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOW_DISK, "train", *args, "--output_dir", str(out)],
-        env=environment() | {"DESK": str(out.parent), "HOLD": str(hold)} | more,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    desk = {"DESK": str(out.parent), "HOLD": str(hold)}
+    return Forked(SLOW_DISK, command(out, *args)[3:], environment() | desk | more)
 
 
 def hidden(out: Path) -> list[str]:
@@ -95,7 +91,7 @@ def hidden(out: Path) -> list[str]:
     return sorted(name for name in os.listdir(out / "checkpoints") if name.startswith("."))
 
 
-def wait_for(path: Path, process: Any, seconds: float = 120) -> None:
+def wait_for(path: Path, process: Any, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, process.communicate()[0]

@@ -16,7 +16,7 @@ from tests.loop.runs import SMALL, hidden, start_slow, wait_for
 def test_a_disk_that_is_full_is_told_while_training_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "full" / "run"
     process = start_slow(out, *SMALL, "--max_steps", "6", hold=0.5, FULL="1")
-    told = process.communicate(timeout=200)[0]
+    told = process.communicate(timeout=800)[0]
     assert process.returncode == 2
     assert "checkpoint of step 4 could not be written" in told and told.count("error: ") == 1
     assert "Traceback" not in told
@@ -30,7 +30,7 @@ def test_stopped_while_writing_all_is_saved_when_it_says_so(tmp_path: Path) -> N
     process = start_slow(out, *SMALL, hold=1.0)
     wait_for(tmp_path / "stopped" / "held", process)
     process.send_signal(signal.SIGTERM)
-    told = process.communicate(timeout=200)[0]
+    told = process.communicate(timeout=800)[0]
     assert process.returncode == 3, told
     saved = re.search(r"Everything up to step (\d) of 8 is saved", told)
     assert saved, told

@@ -14,7 +14,7 @@ from torch import Tensor
 from ppo_cli.config.bundled import model_folder
 from tests.loop.runs import metrics, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 # Twelve steps of two mini-batches: 24 optimizer steps of actor and critic. Where a gradient is
 # nothing but rounding (key biases cancel in the softmax), Adam still makes steps of the size of
@@ -100,19 +100,14 @@ def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
     assert_same_numbers(metrics(alone), metrics(pair))
 
 
-def test_two_ranks_that_share_each_layer(alone: Path, tmp_path: Path) -> None:
+def test_two_ranks_that_share_each_layer_with_everything_in_host_memory(
+    alone: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    train(out, *TWELVE, *TWO, "--tensor_parallel_size", "2")
+    train(out, *TWELVE, *TWO, *OFFLOADED, "--tensor_parallel_size", "2")
     assert_same_weights(alone, out)
     assert_same_rewards(alone, out)
     assert_same_numbers(metrics(alone), metrics(out))
-
-
-def test_two_ranks_with_everything_in_host_memory(alone: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train(out, *TWELVE, *TWO, *OFFLOADED)
-    assert_same_weights(alone, out)
-    assert_same_rewards(alone, out)
 
 
 def test_two_ranks_with_an_adapter(tmp_path: Path) -> None:

@@ -34,16 +34,14 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(out, *SMALL)
+    train(out, *SMALL, fresh=True)
     return out
 
 
-@pytest.mark.slow
 def test_every_metric_is_documented(uninterrupted: Path) -> None:
     assert undocumented(uninterrupted) == set()
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train_killed_halfway(out, *SMALL)
@@ -70,7 +68,6 @@ def test_killed_while_saving_it_goes_on_from_the_save_before(
     assert_same_run(uninterrupted, out)
 
 
-@pytest.mark.slow
 def test_a_signal_finishes_the_step_and_tells_how_to_go_on(
     uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -78,14 +75,13 @@ def test_a_signal_finishes_the_step_and_tells_how_to_go_on(
     process = start(out, *SMALL)
     wait_for(out / "rollouts" / "step_000001.jsonl", process)
     process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=60)
+    told, _ = process.communicate(timeout=800)
     assert process.returncode == 3, told
     assert "SIGTERM" in told and f"--output_dir {out}" in told and "Traceback" not in told
     train(out, *SMALL)
     assert_same_run(uninterrupted, out)
 
 
-@pytest.mark.slow
 def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
     before = metrics(uninterrupted)
     told = train(uninterrupted, *SMALL)
@@ -93,7 +89,6 @@ def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
     assert metrics(uninterrupted) == before
 
 
-@pytest.mark.slow
 def test_promises_of_the_first_step(uninterrupted: Path) -> None:
     """Ratio 1 and KL 0 before anything has moved; sampler and trainer agree."""
     first = metrics(uninterrupted)[1]
@@ -101,7 +96,6 @@ def test_promises_of_the_first_step(uninterrupted: Path) -> None:
     assert first["rollout/logprob_diff_max"] < 1e-4
 
 
-@pytest.mark.slow
 def test_a_run_on_sums_scores_them_right_and_takes_the_rows_that_it_should(
     uninterrupted: Path,
 ) -> None:
@@ -126,7 +120,6 @@ def test_a_run_on_sums_scores_them_right_and_takes_the_rows_that_it_should(
     )
 
 
-@pytest.mark.slow
 def test_saved_actor_loads_and_generates(uninterrupted: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -176,7 +169,7 @@ def test_gsm8k_rows_go_through_the_whole_loop(tmp_path: Path) -> None:
     prepare = [sys.executable, "-m", "ppo_cli", "data", "prepare", "gsm8k"]
     subprocess.run(
         [*prepare, "--source", str(GSM8K), "--out", str(tmp_path)],
-        env=environment(), check=True, capture_output=True, timeout=120,
+        env=environment(), check=True, capture_output=True, timeout=800,
     )  # fmt: skip
     out = tmp_path / "run"
     train(

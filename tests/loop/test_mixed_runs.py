@@ -19,7 +19,7 @@ from tests.loop.runs import (
 )
 from tests.reward_server import RewardServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 # A function that rewards steps: each right digit where it stands, and the length at the end.
 STEPS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

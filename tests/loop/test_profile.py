@@ -44,7 +44,6 @@ def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_process_of_a_cluster_writes_its_own(tmp_path: Path) -> None:
     shown = train(tmp_path, *SHORT, "--engine", "ray", "--num_workers", "2").stdout
     found = {path.name: path for path in (tmp_path / "profile").iterdir()}

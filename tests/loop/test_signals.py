@@ -40,7 +40,7 @@ Path(sys.argv[1], "ended").write_text(str(stop.reason()))
 
 
 def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while not path.exists():
         assert process.poll() is None and time.monotonic() < until, f"{path.name} did not come"
         time.sleep(0.02)

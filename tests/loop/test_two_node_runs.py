@@ -14,7 +14,6 @@ from tests.loop.runs import ROOT, metrics
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="Ray's nodes are tried on Linux"),
 ]
 RUN = (
@@ -22,7 +21,7 @@ RUN = (
     "--max_steps", "8", "--save_freq", "2", "--test_freq", "4", "--max_response_length", "8",
     "data.val_max_samples=16", "--num_workers", "2",
 )  # fmt: skip
-LONG_S = 240.0
+LONG_S = 600.0
 
 
 @pytest.fixture
@@ -44,17 +43,17 @@ def test_a_node_is_killed_comes_back_and_both_end_well(pair: Pair, tmp_path: Pat
     head, node = (start(pair, rank, out, "--max_steps", "32") for rank in (0, 1))
     head.wait_for(" 3/32 ", LONG_S)
     node.kill()
-    lost = head.wait_for("node 1", 60, after=len(head.output()))
+    lost = head.wait_for("node 1", 300, after=len(head.output()))
     assert pair.names[1] == "" or "host-b" in lost
-    pair.wait_until_empty(1, 30)
+    pair.wait_until_empty(1, 120)
     again = start(pair, 1, out, "--max_steps", "32")
     assert head.wait(LONG_S) == 0, head.output()
-    assert again.wait(60) == 0, again.output()
+    assert again.wait(300) == 0, again.output()
     told = head.output()
     assert "Starting again (1 of 3) from step" in told and "Traceback" not in told
     assert [line["step"] for line in metrics(out)] == [*range(33)]
     for rank in (0, 1):
-        pair.wait_until_empty(rank, 30)
+        pair.wait_until_empty(rank, 120)
 
 
 @pytest.mark.skipif(not os.environ.get("PPO_KILLS"), reason="set PPO_KILLS to run this")
@@ -70,4 +69,4 @@ def test_a_node_that_stays_away_ends_the_run_resumably(pair: Pair, tmp_path: Pat
     assert "node 1" in told and "Go on with:" in told and "Traceback" not in told
     assert (out / "checkpoints" / "latest" / "state" / "run.json").is_file()
     assert not list((out / "checkpoints").glob(".unfinished*"))
-    pair.wait_until_empty(0, 30)
+    pair.wait_until_empty(0, 120)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.cli.app import main
+from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
 
 KEY = "sk-only-for-tests-1234"
@@ -44,17 +43,13 @@ def score_until_ctrl_c(
 ) -> list[dict[str, Any]]:
     """Score a file, press Ctrl-C after some calls, and return the rows that it left."""
     server.state.latency = 0.1
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ppo_cli", "reward", "score", file, *flags]
-    process = subprocess.Popen(
-        [*command, "--rm_concurrency", "1"], env=env, cwd=Path(file).parent, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    waited = time.monotonic() + 30
+    words = ["reward", "score", file, *flags, "--rm_concurrency", "1"]
+    process = Forked(PPO, words, os.environ, folder=Path(file).parent, merged=False)
+    waited = time.monotonic() + 300
     while server.count < calls and time.monotonic() < waited:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 3, err
     assert "Stopped by Ctrl-C." in err
     assert "Traceback" not in err

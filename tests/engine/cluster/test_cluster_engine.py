@@ -25,7 +25,7 @@ from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import DataError, ModelError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 PLACEMENT = Placement(1, 0, (0, 1), ((2,),), ())
 SAMPLING = Sampling(n=2, max_tokens=24, seed=5)
 Verbs = LocalEngine | ClusterEngine

@@ -27,7 +27,6 @@ from ppo_cli.records import Prompt
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
 ]
 PLACEMENT = Placement(1, 0, (0, 1), ((2,), (3,)), ())

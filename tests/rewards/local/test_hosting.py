@@ -199,7 +199,7 @@ def test_what_goes_wrong_there_comes_out_here_as_itself() -> None:
     future = reward.submit(rollouts_of(1)[0])
     reward.settle()
     with pytest.raises(ModelError, match="no such model"):
-        future.result(timeout=10)
+        future.result(timeout=300)
     reward.close()
 
 
@@ -214,7 +214,7 @@ def test_a_network_that_breaks_there_is_named_here(reward_of: RewardOf) -> None:
     future = reward.submit(rollouts_of(1)[0])
     reward.settle()
     with pytest.raises(RewardError, match=r"made/model broke while scoring: IndexError: index 7"):
-        future.result(timeout=10)
+        future.result(timeout=300)
 
 
 @pytest.mark.parametrize("method", ["begin", "next_batch"])
@@ -230,7 +230,7 @@ def test_a_lost_host_stops_its_round_and_the_next_round_has_a_new_one(
     reward.settle()
     for future in futures:
         with pytest.raises(WorkerLost, match=f"died in {method}"):
-            future.result(timeout=10)
+            future.result(timeout=300)
     assert score_all(reward, rollouts) == expected
     assert len(Frail.made) == 2
     assert not Frail.made[0].alive
@@ -258,7 +258,7 @@ def test_no_host_where_there_is_no_cluster(reward_of: RewardOf) -> None:
     future = reward.submit(rollouts_of(1)[0])
     reward.settle()
     with pytest.raises(WorkerLost, match="no place for model"):
-        future.result(timeout=10)
+        future.result(timeout=300)
 
 
 def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None:
@@ -340,7 +340,7 @@ def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: Rew
     def values(reward: CompositeReward) -> list[float | None]:
         futures = [reward.submit(rollout) for rollout in rollouts_of(10)]
         reward.settle()
-        return [future.result(timeout=30).value for future in futures]
+        return [future.result(timeout=300).value for future in futures]
 
     calm, stopped = mixture(), mixture()
     expected = [values(calm) for _ in range(2)]

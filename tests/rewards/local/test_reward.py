@@ -43,7 +43,7 @@ def rollouts_of(count: int) -> list[Rollout]:
 def score_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> dict[Any, Score]:
     futures = {rollout.key: reward.submit(rollout) for rollout in rollouts}
     reward.settle()
-    return {key: future.result(timeout=30) for key, future in futures.items()}
+    return {key: future.result(timeout=300) for key, future in futures.items()}
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_nothing_is_scored_before_the_round_is_settled(reward_of: RewardOf) -> N
     with pytest.raises(TimeoutError):
         future.result(timeout=0.05)
     reward.settle("validation")
-    assert future.result(timeout=30).value is not None
+    assert future.result(timeout=300).value is not None
 
 
 def test_rounds_as_the_loop_has_them(reward_of: RewardOf) -> None:
@@ -128,9 +128,9 @@ def test_rounds_as_the_loop_has_them(reward_of: RewardOf) -> None:
         futures = [reward.submit(rollout) for rollout in rollouts]
         baselines = [reward.submit(rollout) for rollout in rollouts[::2]]
         reward.settle()
-        seen.append([future.result(timeout=30).value for future in futures])
+        seen.append([future.result(timeout=300).value for future in futures])
         reward.settle("baseline")  # nothing is left
-        assert [b.result(timeout=30).value for b in baselines] == pytest.approx(
+        assert [b.result(timeout=300).value for b in baselines] == pytest.approx(
             seen[-1][::2], abs=1e-5
         )
         metrics = reward.measure()
@@ -207,7 +207,7 @@ def test_a_broken_network_stops_the_run(reward_of: RewardOf, loaded: Make) -> No
     reward.settle()
     for future in futures:
         with pytest.raises(RewardError, match=r"made/model broke.*IndexError: index 7 is out") as e:
-            future.result(timeout=30)
+            future.result(timeout=300)
         assert isinstance(e.value.__cause__, IndexError)
 
 
@@ -309,7 +309,7 @@ def test_closed_in_the_middle_of_a_round_drops_the_rest(reward_of: RewardOf, loa
     reward = reward_of(loaded(network=Answering(answer)), batch_tokens=16)
     futures = [reward.submit(rollout_of(i, "Yes.")) for i in range(20)]
     reward.settle()
-    assert at_the_third.wait(timeout=30)
+    assert at_the_third.wait(timeout=300)
     reward.close()
     assert len(seen) == 3
     assert [future.cancelled() for future in futures] == [False] * 3 + [True] * 17
