@@ -10,35 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.tokens import masked_sum, masked_whiten, require_same_shape
 
-ESTIMATORS = (
-    "gae",
-    "grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "rloo_vectorized",
-    "remax",
-    "opo",
-)
-_GROUPED = ("grpo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo")
 _STD_EPS = 1e-6
-
-
-def needs_critic(estimator: str) -> bool:
-    """Tell whether the estimator reads values."""
-    return estimator == "gae"
-
-
-def needs_group(estimator: str) -> bool:
-    """Tell whether the estimator compares the responses to one prompt."""
-    return estimator in _GROUPED
-
-
-def needs_baseline(estimator: str) -> bool:
-    """Tell whether the estimator wants the score of a greedy response to each prompt."""
-    return estimator == "remax"
 
 
 def place_scores(scores_B: Tensor, response_len_B: Tensor, mask_BT: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import typer
 
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
-from ppo_cli.config.rows import lowered_batches
+from ppo_cli.config.derived import lowered_batches
 from ppo_cli.config.schema import Data
 from ppo_cli.data_sets.check import Finding, Report
 from ppo_cli.data_sets.check import check as run_check

@@ -16,6 +16,7 @@ import typer
 
 from ppo_cli.cli.flags import Given, add_command, switch
 from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.derived import too_few_rows, train_rows
 from ppo_cli.config.judge_checks import missing_keys
 from ppo_cli.config.mixture import Judge, judges_of, rules_of
 from ppo_cli.config.model_checks import broken_models, check_folder
@@ -28,7 +29,6 @@ from ppo_cli.config.requirements import (
 )
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_schema import Composite, ModelReward
-from ppo_cli.config.rows import too_few_rows, train_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
 from ppo_cli.errors import ConfigError, UserError, ppo

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.fields import Section, section, setting
 
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 AggregationMode = Literal[
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-]
-Estimator = Literal[
-    "gae",
-    "grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "rloo_vectorized",
-    "remax",
-    "opo",
 ]
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
@@ -207,7 +202,7 @@ class RolloutCorrection(Section):
 class Algorithm(Section):
     """From scores to advantages."""
 
-    adv_estimator: Estimator = setting(
+    adv_estimator: EstimatorName = setting(
         "gae", "Advantage estimator; only gae trains a critic.", flag="--adv_estimator",
         env="ADV_ESTIMATOR",
     )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.derived import (
-    GROUPED,
     clip_high,
     clip_low,
     critic_mini_batch,
@@ -68,7 +68,7 @@ def _divisor(batch: int, size: int) -> int:
 
 def _estimator(config: Config) -> Iterator[Clash]:
     name = config.algorithm.adv_estimator
-    if name in GROUPED and config.rollout.n < 2:
+    if ESTIMATORS[name].grouped and config.rollout.n < 2:
         yield Clash(
             ("algorithm.adv_estimator", "rollout.n"),
             f"the estimator {name} compares several responses to a prompt, but rollout.n is "

@@ -1,4 +1,4 @@
-"""What a setting comes to when others stand in for it, and which devices there are.
+"""What a setting comes to when others stand in for it, which devices and how many rows there are.
 
 `--placement` is written so:
 
@@ -14,13 +14,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Actor
+from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.data_sets.files import count_rows
 from ppo_cli.errors import did_you_mean
 
 
@@ -112,9 +115,6 @@ def _numbers(text: str) -> range:
     return range(first, last + 1)
 
 
-GROUPED = frozenset({"grpo", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"})
-
-
 def clip_low(actor: Actor) -> float:
     """Return the lower clip range: clip_ratio unless clip_ratio_low is set."""
     return actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
@@ -137,8 +137,8 @@ def critic_path(config: Config) -> str:
 
 
 def uses_critic(config: Config) -> bool:
-    """Tell whether a critic is trained; only gae needs one."""
-    return config.algorithm.adv_estimator == "gae"
+    """Tell whether a critic is trained: only for an estimator that reads values."""
+    return ESTIMATORS[config.algorithm.adv_estimator].critic
 
 
 def uses_reference(config: Config) -> bool:
@@ -278,3 +278,46 @@ def learner_ranks(config: Config, gpus: int | None = None) -> int:
 def data_ranks(config: Config, gpus: int | None = None) -> int:
     """Return how many ranks share the rows of a mini-batch."""
     return max(1, learner_ranks(config, gpus) // config.trainer.tensor_parallel_size)
+
+
+def train_rows(config: Config) -> int | None:
+    """Count the rows that a run trains on; None when a file cannot be counted."""
+    return _count_rows(config.data.train_files, "train", config.data.train_max_samples)
+
+
+def val_rows(config: Config) -> int | None:
+    """Count the rows that a run validates on; None when a file cannot be counted."""
+    return _count_rows(config.data.val_files, "val", config.data.val_max_samples)
+
+
+def fitting_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
+    """Return batch and mini-batch for few rows, with as many mini-batches a step if possible."""
+    parts = max(1, batch // mini)
+    smaller = max(1, rows // parts)
+    return (min(rows, smaller * parts), smaller) if rows >= parts else (rows, 1)
+
+
+def too_few_rows(rows: int, batch: int, mini: int) -> str:
+    """Say that the rows cannot fill a batch, with the whole line that fits them."""
+    batch_fits, mini_fits = fitting_batches(rows, batch, mini)
+    return (
+        f"{rows} prompts cannot fill a batch of {batch}. Use --batch_size {batch_fits} "
+        f"--mini_batch_size {mini_fits}, or give more prompts."
+    )
+
+
+def lowered_batches(rows: int, batch: int, mini: int) -> str:
+    """Say how batch sizes that nobody chose are fitted to the rows."""
+    batch_fits, mini_fits = fitting_batches(rows, batch, mini)
+    return (
+        f"There are {rows} training rows: --batch_size is lowered to {batch_fits} and "
+        f"--mini_batch_size to {mini_fits}."
+    )
+
+
+def _count_rows(names: Sequence[str], split: Literal["train", "val"], most: int) -> int | None:
+    counts = [count_rows(name) for name in prompt_files(names, split)]
+    if not counts or None in counts:
+        return None
+    total = sum(count for count in counts if count is not None)
+    return total if most < 0 else min(total, most)

@@ -12,7 +12,8 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -27,21 +28,49 @@ from ppo_cli.redact import mask_secrets
 Kind = Literal["judge", "model", "rule"]
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """A way of scaling: `own` settings (`needed`: it cannot do without), and whether it compares
+    the responses to a prompt (`grouped`).
+
+    `bound` is where scaled values are cut unless the part says so: else the first hit of a rare
+    rule is all there is.
+    """
+
+    help: str
+    own: tuple[str, ...] = ()
+    needed: bool = False
+    grouped: bool = False
+    bound: float | None = None
+
+
+# A new way is a row here, and its arithmetic in rewards/mixing.py.
+SCALINGS = {
+    "none": Scaling("raw"),
+    "affine": Scaling("(raw - mean) / std", own=("mean", "std"), needed=True),
+    "sigmoid": Scaling("of the affine value", own=("mean", "std")),
+    "zscore": Scaling("with mean and spread of the run so far", bound=5.0),
+    "group": Scaling("with those of the prompt's responses", grouped=True),
+}
+if TYPE_CHECKING:
+    ScalingName = str
+else:
+    ScalingName = Literal[tuple(SCALINGS)]
+
+
 class MixPart(Section):
     """A part of a mixture; what it does not set of its source is the run's own setting.
 
     Its contribution is weight x clip(scale(raw)). `rule`, `function` and `function_kwargs` are
     for a part of kind rule, `model` (settings below reward.model) and `judge` (below
-    reward.api) for the other two.
+    reward.api) for the other two: values by dotted key, read already.
     """
 
     name: str
     kind: Kind
     weight: float = setting(1.0, "How much the part counts.")
-    scaling: Literal["none", "affine", "sigmoid", "zscore", "group"] = setting(
-        "zscore",
-        "none: raw; affine: (raw - mean) / std; sigmoid: of the affine value; zscore: with mean "
-        "and spread of the run so far; group: with those of the prompt's responses.",
+    scaling: ScalingName = setting(
+        "zscore", "; ".join(f"{name}: {way.help}" for name, way in SCALINGS.items()) + "."
     )
     mean: float | None = setting(None, "Mean for affine, centre for sigmoid.")
     std: float | None = setting(None, "Spread for affine, width for sigmoid.", gt=0.0)
@@ -63,8 +92,8 @@ class MixPart(Section):
 
     @property
     def bound(self) -> float | None:
-        """Where scaled values are cut: else the first hit of a rare rule is all there is."""
-        return 5.0 if self.clip is None and self.scaling == "zscore" else self.clip
+        """Where scaled values are cut."""
+        return SCALINGS[self.scaling].bound if self.clip is None else self.clip
 
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -188,8 +217,9 @@ class Mixture:
     told: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+@lru_cache(maxsize=8)
 def read_mixture(reward: Reward) -> Mixture:
-    """Read the mixture that a reward's settings describe; an empty one where there is none."""
+    """Read the mixture of a reward, once for each reward; an empty one where there is none."""
     return Mixture() if reward.composite.enable is False else _Reader(reward).read()
 
 
@@ -324,8 +354,9 @@ class _Reader:
         if part.settings.get("rule") and part.settings.get("function"):
             self._wrong(f"{key}.rule", f"{key} has a rule and a function; keep one.")
         for word, section in (("judge", ApiReward), ("model", ModelReward)):
-            known = [name for name in keys_of(section) if name != "enable"]
-            self._read(section, part.settings.get(word) or {}, f"{key}.{word}", known)
+            if given := part.settings.get(word):
+                known = [name for name in keys_of(section) if name != "enable"]
+                part.settings[word] = self._read(section, given, f"{key}.{word}", known)
 
     def _weight(self, word: str, raw: Any) -> None:
         """Take one entry of composite.weights: the name of a part, or of a kind's score."""
@@ -433,9 +464,8 @@ def mixture_of(reward: Reward) -> tuple[MixPart, ...]:
 
 def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
     """Return the settings of a part's judge: reward.api with the part's own over it."""
-    values, _ = read_settings(ApiReward, part.judge)
-    other = values.get("type", reward.api.type) != reward.api.type
-    api = laid_over(reward.api, values | {"enable": True}, OF_PROVIDER if other else ())
+    other = part.judge.get("type", reward.api.type) != reward.api.type
+    api = laid_over(reward.api, part.judge | {"enable": True}, OF_PROVIDER if other else ())
     if not (api.model or "").strip() and JUDGES[api.type].default:
         return api.model_copy(update={"model": JUDGES[api.type].default})
     return api
@@ -443,9 +473,8 @@ def judge_settings(reward: Reward, part: MixPart) -> ApiReward:
 
 def model_settings(reward: Reward, part: MixPart) -> ModelReward:
     """Return the settings of a part's reward model: reward.model with the part's own over it."""
-    values, _ = read_settings(ModelReward, part.model)
-    other = values.get("path", reward.model.path) != reward.model.path
-    return laid_over(reward.model, values, OF_CHECKPOINT if other else ())
+    other = part.model.get("path", reward.model.path) != reward.model.path
+    return laid_over(reward.model, part.model, OF_CHECKPOINT if other else ())
 
 
 def rule_settings(reward: Reward, part: MixPart) -> Reward:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ppo_cli.config.keys import Clash
 from ppo_cli.config.mixture import (
     PARTS,
+    SCALINGS,
     Condition,
     MixPart,
     Mixture,
@@ -60,26 +61,27 @@ def mixture_remarks(reward: Reward) -> list[str]:
 
 
 def _scaling(part: MixPart, found: Mixture, n: int) -> Iterator[Clash]:
-    key = f"{PARTS}.{part.name}"
+    key, way = f"{PARTS}.{part.name}", SCALINGS[part.scaling]
     given = [word for word in ("mean", "std") if getattr(part, word) is not None]
-    if part.scaling == "affine" and len(given) < 2:
+    if way.needed and len(given) < len(way.own):
         yield Clash(
             (f"{key}.scaling",),
-            f"part {part.name} is scaled by affine, which needs mean and std ({key}.mean, .std): "
-            f"`{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
+            f"part {part.name} is scaled by {part.scaling}, which needs mean and std ({key}.mean, "
+            f".std): `{ppo('reward score')}` and `{ppo('reward calibrate')}` print them, and "
             f"`{ppo('reward fit')}` writes them to fit.json.",
         )
-    if given and part.scaling not in ("affine", "sigmoid"):
+    if given and not way.own:
+        takers = " and ".join(name for name, other in SCALINGS.items() if other.own)
         yield Clash(
             tuple(f"{key}.{word}" for word in given),
-            f"{key}: {' and '.join(given)} are for scaling affine and sigmoid, not for "
-            f"{part.scaling}, which needs none; set {key}.scaling=affine, or leave them out.",
+            f"{key}: {' and '.join(given)} are for scaling {takers}, not for {part.scaling}, which "
+            f"needs none; set {key}.scaling=affine, or leave them out.",
         )
-    if part.scaling == "group" and n < 2:
+    if way.grouped and n < 2:
         yield Clash(
             (f"{key}.scaling", "rollout.n"),
-            f"part {part.name} is scaled by group, which compares several responses to a prompt, "
-            f"but rollout.n is {n}. Use --rollout_n 4, or scaling zscore.",
+            f"part {part.name} is scaled by {part.scaling}, which compares several responses to a "
+            f"prompt, but rollout.n is {n}. Use --rollout_n 4, or scaling zscore.",
         )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Trained
-from ppo_cli.config.derived import critic_mini_batch, data_ranks, uses_critic
+from ppo_cli.config.derived import critic_mini_batch, data_ranks, train_rows, uses_critic, val_rows
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.known_models import find_adapter
 from ppo_cli.config.mixture import (
@@ -26,7 +27,6 @@ from ppo_cli.config.placement import DevicePlan, device_plan
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_schema import Reward
-from ppo_cli.config.rows import train_rows, val_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.redact import mask_secrets, redact
@@ -212,7 +212,7 @@ def _steps(config: Config, rows: int | None) -> int | None:
 
 def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
     a_step = config.data.train_batch_size * config.rollout.n
-    if config.algorithm.adv_estimator == "remax":
+    if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
     rounds = _validations(config, steps) if config.data.val_files else 0
     rows = val_rows(config)

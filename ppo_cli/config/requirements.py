@@ -201,14 +201,6 @@ def _every_model(served: bool) -> Callable[[Config], bool]:
     return when
 
 
-def _own_prompt(api: ApiReward) -> bool:
-    return api.prompt_file is not None or api.scoring_prompt is not None
-
-
-def _own_prices(api: ApiReward) -> bool:
-    return api.price_input is not None and api.price_output is not None
-
-
 def _all_paths_own(config: Config) -> bool:
     """Tell whether a mixture never uses the run's reward model."""
     reward = config.reward
@@ -227,10 +219,6 @@ def _no_code(config: Config) -> bool:
     """Tell whether surely no rule runs code; a rule chosen by data_source may."""
     rules = rules_of(config.reward)
     return all(r.function is not None or r.rule not in (None, "code") for r in rules)
-
-
-def _mixture_off(config: Config) -> bool:
-    return config.reward.composite.enable is False
 
 
 _JUDGE = Idle(
@@ -270,7 +258,7 @@ _AT_SERVER = Idle(
     "only a served reward model (--reward_model http://HOST) uses it; leave it out",
 )
 _MIXTURE = Idle(
-    _mixture_off,
+    lambda c: c.reward.composite.enable is False,
     "the mixture is off (reward.composite.enable false); leave that out, or this",
 )
 
@@ -281,12 +269,12 @@ REWARD_EFFECTS: Final[dict[str, Idle]] = {
     "reward.api.temperature": _DECISION,
     "reward.api.max_tokens": _DECISION,
     "reward.api.prompt_preset": Idle(
-        _every_judge(_own_prompt),
+        _every_judge(lambda api: (api.prompt_file, api.scoring_prompt) != (None, None)),
         "the judge has a prompt of your own (reward.api.prompt_file or scoring_prompt); leave "
         "one of them out",
     ),
     "reward.api.prices": Idle(
-        _every_judge(_own_prices),
+        _every_judge(lambda api: None not in (api.price_input, api.price_output)),
         "reward.api.price_input and price_output say what a token costs; leave one of them out",
     ),
     "reward.api.hedge_after": Idle(
@@ -333,83 +321,54 @@ REWARD_EFFECTS: Final[dict[str, Idle]] = {
 }
 
 
-def _hf(config: Config) -> bool:
-    return sampler_name(config) == "hf"
-
-
-def _local(config: Config) -> bool:
-    return engine_name(config) == "local"
-
-
-def _local_on_cpu(config: Config) -> bool:
-    return _local(config) and gpus_per_node(config) == 0
-
-
-def _on_gpus(config: Config) -> bool:
-    return gpus_per_node(config) > 0
-
-
-def _reward_kl_off(config: Config) -> bool:
-    return not config.algorithm.use_kl_in_reward
-
-
-def _fixed_kl(config: Config) -> bool:
-    return config.algorithm.kl_ctrl.type == "fixed"
-
-
-def _kl_loss_off(config: Config) -> bool:
-    return not config.actor.use_kl_loss
-
-
-def _one_node(config: Config) -> bool:
-    return config.trainer.nnodes == 1
-
-
-def _no_weights(config: Config) -> bool:
-    return rollout_is(config) is None
-
-
 _SAMPLER = Idle(
-    _hf,
+    lambda c: sampler_name(c) == "hf",
     "the hf sampler has no such setting; use --rollout_name vllm, or leave it out",
     tuning=True,
 )
 _SHARDS = Idle(
-    _local, "one process holds whole models and shards nothing; leave it out", tuning=True
+    lambda c: engine_name(c) == "local",
+    "one process holds whole models and shards nothing; leave it out",
+    tuning=True,
 )
 _OFFLOAD = Idle(
-    _local_on_cpu,
+    lambda c: engine_name(c) == "local" and gpus_per_node(c) == 0,
     "in one process without a GPU everything is in host memory; leave it out",
     tuning=True,
 )
 _RESTARTS = Idle(
-    _local, "one process has no workers and no nodes to lose; leave it out", tuning=True
+    lambda c: engine_name(c) == "local",
+    "one process has no workers and no nodes to lose; leave it out",
+    tuning=True,
 )
 _LORA = Idle(
     lambda c: c.model.lora_rank == 0,
     "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
 )
 _MERGE = Idle(
-    lambda c: c.model.lora_rank == 0 or _local(c),
+    lambda c: c.model.lora_rank == 0 or engine_name(c) == "local",
     "it is for LoRA in several processes; leave it out",
 )
-_NODES = Idle(_one_node, "with one node it changes nothing; leave it out")
+_NODES = Idle(lambda c: c.trainer.nnodes == 1, "with one node it changes nothing; leave it out")
 _GAE = Idle(
     lambda c: not uses_critic(c),
     "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
 )
 _REWARD_KL = Idle(
-    _reward_kl_off,
+    lambda c: not c.algorithm.use_kl_in_reward,
     "the KL in the reward is off; set algorithm.use_kl_in_reward=true, or leave it out",
 )
 _ADAPTIVE = Idle(
-    lambda c: _reward_kl_off(c) or _fixed_kl(c),
+    lambda c: not c.algorithm.use_kl_in_reward or c.algorithm.kl_ctrl.type == "fixed",
     "only the adaptive controller of the KL in the reward uses it; set "
     "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive, or leave it out",
 )
-_KL_LOSS = Idle(_kl_loss_off, "the KL loss is off; set actor.use_kl_loss=true, or leave it out")
+_KL_LOSS = Idle(
+    lambda c: not c.actor.use_kl_loss,
+    "the KL loss is off; set actor.use_kl_loss=true, or leave it out",
+)
 _WEIGHTS = Idle(
-    _no_weights,
+    lambda c: rollout_is(c) is None,
     "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
     "leave it out",
 )
@@ -424,7 +383,8 @@ EFFECTS: dict[str, Idle] = {
     "rollout.enforce_eager": _SAMPLER,
     "rollout.enable_prefix_caching": _SAMPLER,
     "rollout.num_samplers": Idle(
-        _on_gpus, "on GPUs it follows from their number and --rollout_tp; leave it out"
+        lambda c: gpus_per_node(c) > 0,
+        "on GPUs it follows from their number and --rollout_tp; leave it out",
     ),
     **{f"{who}.fsdp_config.{name}": _SHARDS for who in MODELS for name in SHARDING},
     **{f"{who}.fsdp_config.{name}_offload": _OFFLOAD for who in MODELS for name in OFFLOADED},

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from ppo_cli.config.checks import cross_checks
+from ppo_cli.config.derived import fitting_batches, lowered_batches, train_rows
 from ppo_cli.config.keys import (
     find,
     nested,
@@ -27,7 +28,6 @@ from ppo_cli.config.keys import (
 )
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
-from ppo_cli.config.rows import fitting_batches, lowered_batches, train_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.config.values import read_free, read_value
 from ppo_cli.config.verl import Demand, Late, Translator
@@ -266,24 +266,15 @@ def config_yaml(resolved: Resolved) -> str:
 
 
 def _lines(resolved: Resolved) -> Iterator[str]:
-    open_groups: list[str] = []
+    opened: set[str] = set()
     for key, origin in resolved.origins.items():
         *groups, leaf = key.split(".")
-        shared = _shared(open_groups, groups)
-        for depth in range(shared, len(groups)):
-            yield f"{'  ' * depth}{groups[depth]}:"
-        open_groups = groups
+        for depth, group in enumerate(groups):
+            if (name := ".".join(groups[: depth + 1])) not in opened:
+                opened.add(name)
+                yield f"{'  ' * depth}{group}:"
         value = _as_yaml(mask_secrets(value_of(resolved.config, key)))
         yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin)}"
-
-
-def _shared(a: list[str], b: list[str]) -> int:
-    count = 0
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
 
 
 def _as_yaml(value: Any) -> str:

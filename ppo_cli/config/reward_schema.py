@@ -289,3 +289,6 @@ class Reward(Section):
     code: Code = section(Code)
     composite: Composite = section(Composite)
     shaping: Shaping = section(Shaping)
+
+    # Free-form values have no hash: what is read of a reward is kept for the object.
+    __hash__ = object.__hash__

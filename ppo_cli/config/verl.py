@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.derived import gpu_count, read_placement, usual_gpus
 from ppo_cli.config.keys import find, table
 from ppo_cli.config.layers import Entry, Reset
@@ -303,7 +304,7 @@ def _critic_on(told: Translator, entry: Entry) -> None:
     on = _switch(told, entry)
     told.demand(
         entry,
-        lambda value: on is None or on == (value("algorithm.adv_estimator") == "gae"),
+        lambda value: on is None or on == ESTIMATORS[value("algorithm.adv_estimator")].critic,
         f"critic.enable={entry.raw} goes against algorithm.adv_estimator: only gae trains a "
         "critic, and always does. Leave critic.enable out and choose with --adv_estimator.",
     )

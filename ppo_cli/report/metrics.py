@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ppo_cli.config.derived import val_rows
 from ppo_cli.config.keys import table
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.plan import arithmetic
-from ppo_cli.config.rows import val_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.records import Scored

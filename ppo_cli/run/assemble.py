@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.derived import too_few_rows
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.resolve import Resolved, config_yaml
-from ppo_cli.config.rows import too_few_rows
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.engine.models import decode_text

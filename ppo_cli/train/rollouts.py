@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
-from ppo_cli.algo.advantages import needs_baseline
 from ppo_cli.algo.batch import AnnotatedBatch
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
@@ -79,7 +79,7 @@ def submit_baselines(
     job: Job, state: RunState, prompts: Sequence[Prompt]
 ) -> tuple[list[Rollout], list[Future[Score]]] | None:
     """ReMax (Li et al. 2023) subtracts the reward of the greedy response to each prompt."""
-    if not needs_baseline(job.config.algorithm.adv_estimator):
+    if not ESTIMATORS[job.config.algorithm.adv_estimator].baseline:
         return None
     greedy = Sampling(
         temperature=0.0,

@@ -17,7 +17,6 @@ from ppo_cli.config.mixture import (
     mixture_of,
     model_settings,
     models_of,
-    read_settings,
     rule_settings,
     rules_of,
 )
@@ -123,9 +122,7 @@ def _with_all(
 def _without(part: MixPart, kind: Kind, names: Mapping[str, Any]) -> dict[str, Any]:
     own = part.model_dump(exclude={"name"}, exclude_unset=True)
     if own.get(kind):
-        section = ApiReward if kind == "judge" else ModelReward
-        kept, _ = read_settings(section, own[kind])
-        own[kind] = {key: value for key, value in kept.items() if key not in names}
+        own[kind] = {key: value for key, value in own[kind].items() if key not in names}
     return own
 
 

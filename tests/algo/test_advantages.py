@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_cli.algo import advantages as adv
-from ppo_cli.config.algorithm_schema import Estimator
+from ppo_cli.algo.estimators import ESTIMATORS
 
 NAN = float("nan")
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
@@ -197,7 +195,7 @@ def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarra
     return advantages, advantages if name == "reinforce_plus_plus_baseline" else returns
 
 
-@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_against_slow_numpy(name: str, seed: int) -> None:
     inputs = draw(seed, empty_rows=seed % 2 == 0)
@@ -206,7 +204,7 @@ def test_against_slow_numpy(name: str, seed: int) -> None:
         np.testing.assert_allclose(found.numpy(), expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_rows_without_a_score_change_nothing(name: str) -> None:
     inputs = draw(5)
     present = inputs["mask_BT"].any(1)
@@ -221,7 +219,7 @@ def test_rows_without_a_score_change_nothing(name: str) -> None:
         assert whole[~present].abs().max() == 0
 
 
-@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_nothing_counts_gives_zeros(name: str) -> None:
     inputs = draw(6)
     inputs["mask_BT"] = torch.zeros_like(inputs["mask_BT"])
@@ -230,7 +228,7 @@ def test_nothing_counts_gives_zeros(name: str) -> None:
         assert found.abs().max() == 0
 
 
-@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @quick
 @given(seed=st.integers(0, 10_000), extra=st.integers(1, 4))
 def test_padding_with_anything_changes_nothing(name: str, seed: int, extra: int) -> None:
@@ -244,7 +242,7 @@ def test_padding_with_anything_changes_nothing(name: str, seed: int, extra: int)
         assert wide[:, -extra:].abs().max() == 0
 
 
-@pytest.mark.parametrize("name", adv.ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @quick
 @given(seed=st.integers(0, 10_000))
 def test_row_order_and_group_numbers_do_not_matter(name: str, seed: int) -> None:
@@ -257,7 +255,7 @@ def test_row_order_and_group_numbers_do_not_matter(name: str, seed: int) -> None
 
 
 def test_inputs_stay_as_they_were() -> None:
-    for name in adv.ESTIMATORS:
+    for name in ESTIMATORS:
         inputs = draw(7)
         before = {k: v.clone() for k, v in inputs.items()}
         advantages, returns = estimate(name, inputs)
@@ -282,14 +280,10 @@ def test_place_scores_on_the_last_token_that_counts() -> None:
 
 
 def test_what_an_estimator_needs() -> None:
-    assert [n for n in adv.ESTIMATORS if adv.needs_critic(n)] == ["gae"]
-    assert [n for n in adv.ESTIMATORS if adv.needs_baseline(n)] == ["remax"]
-    ungrouped = [n for n in adv.ESTIMATORS if not adv.needs_group(n)]
+    assert [n for n, e in ESTIMATORS.items() if e.critic] == ["gae"]
+    assert [n for n, e in ESTIMATORS.items() if e.baseline] == ["remax"]
+    ungrouped = [n for n, e in ESTIMATORS.items() if not e.grouped]
     assert ungrouped == ["gae", "reinforce_plus_plus", "remax"]
-
-
-def test_the_schema_offers_the_same_estimators() -> None:
-    assert get_args(Estimator) == adv.ESTIMATORS
 
 
 def test_bad_arguments_are_named() -> None:

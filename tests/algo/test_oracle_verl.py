@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo import advantages, kl, losses, mismatch, tokens
+from ppo_cli.algo.estimators import ESTIMATORS
 
 pytestmark = pytest.mark.oracle
 
@@ -131,7 +132,7 @@ def verl_advantages(core: Any, name: str, case: Case, rows: Tensor, args: Any) -
     return function(rewards_BT, mask_BT, index)
 
 
-@pytest.mark.parametrize("name", advantages.ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages(name: str, core: Any, record_property: Any) -> None:
     def compare(case: Case) -> float:
         B = len(case.mask_BT)
@@ -146,7 +147,7 @@ def test_advantages(name: str, core: Any, record_property: Any) -> None:
         ours = advantages.compute_advantages(
             name, mask_BT=case.mask_BT, group_B=case.group_B, **args
         )
-        grouped = advantages.needs_group(name)
+        grouped = ESTIMATORS[name].grouped
         rows = case.mask_BT.any(1).nonzero().squeeze(1) if grouped else torch.arange(B)
         theirs = verl_advantages(core, name, case, rows, args)
         keep_BT = case.mask_BT[rows]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.rows import fitting_batches
+from ppo_cli.config.derived import fitting_batches
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {

@@ -18,8 +18,8 @@ MAY: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(FLOOR_2, GROUND | FLOOR_2),
     "algo": {"records"},
-    # A plan counts the rows of prompt files.
-    "config": GROUND | {"data_sets.files"},
+    # A plan counts the rows of prompt files; settings take the names of estimators.
+    "config": GROUND | {"algo.estimators", "data_sets.files"},
     "rewards": GROUND | {"config"},
     "engine": GROUND | {"config", "algo"},
     **{room: GROUND | FLOOR_2 | LOOP | {"algo", "engine.base", "rewards.base"} for room in LOOP},

@@ -17,10 +17,6 @@ MOST = 25
 STANDS = {
     "config.checks": "the rules between settings; resolve merges the layers",
     "config.verl": "the translation of foreign names; resolve merges the layers",
-    "data_sets.gsm8k": "one recipe of several",
-    "data_sets.hh_rlhf": "one recipe of several",
-    "data_sets.humaneval": "one recipe of several",
-    "data_sets.math": "one recipe of several",
     "engine.cluster.head": "a program of its own",
     "launch.keeper": "a program of its own",
     "rewards.code.probe": "a program of its own, inside the sandbox",
@@ -34,8 +30,8 @@ TO_FOLD = {
     "engine.tensor_parallel", "engine.threads", "engine.cluster.cluster", "engine.cluster.engine",
     "engine.cluster.workers", "fitting.training", "launch.member", "run.engines",
     "rewards.code.choosing", "rewards.composite", "rewards.mixing", "rewards.judge.breaker",
-    "rewards.judge.monitor", "rewards.judge.scale_words", "rewards.local.heads",
-    "rewards.local.self_test", "rewards.served.client", "trust.attacks", "trust.statistics",
+    "rewards.judge.monitor", "rewards.judge.scale_words", "rewards.local.batching",
+    "rewards.served.client", "trust.attacks", "trust.statistics",
 }  # fmt: skip
 
 
