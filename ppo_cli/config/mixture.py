@@ -91,6 +91,11 @@ class MixPart(Section):
     judge: dict[str, Any] = Field(default_factory=dict)
 
     @property
+    def gate(self) -> Condition | None:
+        """What `only_if` says; ValueError where it cannot be read."""
+        return None if self.only_if is None else read_condition(self.only_if)
+
+    @property
     def bound(self) -> float | None:
         """Where scaled values are cut."""
         return SCALINGS[self.scaling].bound if self.clip is None else self.clip
@@ -526,37 +531,35 @@ Judge = Source[ApiReward]
 Scorer = Source[ModelReward]
 
 
+@lru_cache(maxsize=8)
 def judges_of(reward: Reward) -> tuple[Judge, ...]:
     """Return every judge that scores responses."""
     if not has_mixture(reward):
         return (Judge(None, "reward.api", reward.api),) if reward.api.enable else ()
+    parts = [part for part in read_mixture(reward).parts if part.kind == "judge"]
     return tuple(
-        Judge(
-            part.name,
-            f"{PARTS}.{part.name}.judge" if part.judge else "reward.api",
-            judge_settings(reward, part),
-            part.only_if,
-        )
-        for part in read_mixture(reward).parts
-        if part.kind == "judge"
+        Judge(p.name, _place(p, p.judge, "reward.api"), judge_settings(reward, p), p.only_if)
+        for p in parts
     )
 
 
+@lru_cache(maxsize=8)
 def models_of(reward: Reward) -> tuple[Scorer, ...]:
     """Return every reward model that scores responses."""
     if not has_mixture(reward):
         return (Scorer(None, "reward.model", reward.model),) if reward.model.path else ()
+    parts = [part for part in read_mixture(reward).parts if part.kind == "model"]
     return tuple(
-        Scorer(
-            part.name,
-            f"{PARTS}.{part.name}.model" if part.model else "reward.model",
-            model_settings(reward, part),
-        )
-        for part in read_mixture(reward).parts
-        if part.kind == "model"
+        Scorer(p.name, _place(p, p.model, "reward.model"), model_settings(reward, p)) for p in parts
     )
 
 
+def _place(part: MixPart, own: Mapping[str, Any], usual: str) -> str:
+    """Return where the settings of a part's judge or model stand: its own, else the run's."""
+    return f"{PARTS}.{part.name}.{part.kind}" if own else usual
+
+
+@lru_cache(maxsize=8)
 def rules_of(reward: Reward) -> tuple[Reward, ...]:
     """Return the settings of every rule or function that scores responses."""
     if has_mixture(reward):

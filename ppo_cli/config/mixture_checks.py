@@ -13,7 +13,6 @@ from ppo_cli.config.mixture import (
     Mixture,
     has_mixture,
     model_settings,
-    read_condition,
     read_mixture,
 )
 from ppo_cli.config.reward_schema import Reward
@@ -100,7 +99,7 @@ def _gates(found: Mixture) -> Iterator[Clash]:
     for part in found.parts:
         key = f"{PARTS}.{part.name}.only_if"
         try:
-            condition = _condition(part)
+            condition = part.gate
         except ValueError as error:
             yield Clash((key,), f"{key}: {error}.")
             continue
@@ -115,10 +114,6 @@ def _gates(found: Mixture) -> Iterator[Clash]:
             tuple(f"{PARTS}.{name}.only_if" for name in circle[:-1]),
             f"the gates go in a circle: {' waits for '.join(circle)}; take one only_if out.",
         )
-
-
-def _condition(part: MixPart) -> Condition | None:
-    return None if part.only_if is None else read_condition(part.only_if)
 
 
 def _stranger(key: str, own: str, other: str, names: list[str]) -> str:
@@ -154,7 +149,7 @@ def _weights(found: Mixture) -> Iterator[Clash]:
 
 def _read(part: MixPart) -> Condition | None:
     try:
-        return _condition(part)
+        return part.gate
     except ValueError:
         return None
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ppo_cli.config.mixture import Condition, MixPart, read_condition
+from ppo_cli.config.mixture import Condition, MixPart
 from ppo_cli.moments import Moments, correlation
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
@@ -105,7 +105,7 @@ class CompositeReward(Reward):
         self._settings = tuple(part.settings for part in parts)
         self._rewards = {part.settings.name: part.reward for part in parts}
         self._gates: dict[str, Condition] = {
-            p.name: read_condition(p.only_if) for p in self._settings if p.only_if
+            p.name: gate for p in self._settings if (gate := p.gate) is not None
         }
         self._memory = Memory()
         self._metrics: dict[str, float] = {}
