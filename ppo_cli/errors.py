@@ -44,7 +44,7 @@ class PpoError(Exception):
 
 
 class UserError(PpoError):
-    """The user's mistake, told in one message that names the thing and the mend."""
+    """The user's mistake, in one message that names what is wrong and what to do."""
 
     exit_code = EXIT_USER
 

@@ -17,9 +17,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopOnSignal:
-    """Context in which signals are noted; `reason` tells which one came.
+    """Context in which signals are noted; `reason` names the one that came.
 
-    `tell` gets the name of the first one when it comes, within the handler. `elsewhere` tells of
+    `tell` gets the name of the first one when it comes, within the handler. `elsewhere` reports
     one that reached another node of the run.
     """
 
@@ -52,7 +52,7 @@ class StopOnSignal:
         if number == signal.SIGHUP:
             _leave_terminal()
             if self._name is not None:
-                return  # a shell and the system may both tell it, and nobody is impatient
+                return  # a shell and the system may both send it; this is no second Ctrl-C
         elif self._name is not None:
             raise KeyboardInterrupt
         self._name = signal.Signals(number).name

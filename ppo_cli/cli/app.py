@@ -62,7 +62,7 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Import the command that was called; an unknown one is told with its nearest."""
+        """Import the command that was called; an unknown one fails with the nearest name."""
         name = args[0]
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
@@ -70,8 +70,8 @@ class LazyGroup(TyperGroup):
         found = getattr(importlib.import_module(module), attribute)
         command: Any = typer.main.get_command(found)
         command.name = name
-        for told in repeats(command, args[1:]):
-            typer.echo(told, err=True)
+        for note in repeats(command, args[1:]):
+            typer.echo(note, err=True)
         return name, command, args[1:]
 
 

@@ -1,4 +1,4 @@
-"""What people see when a command does not end well, and the exit code that goes with it."""
+"""Messages for failed commands, and their exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Crash(Exception):
 
 
 def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
-    """Tell the error on stderr in the way its kind deserves and return the exit code."""
+    """Print the error on stderr as its kind requires and return the exit code."""
     bug = error.__cause__ if isinstance(error, Crash) and error.__cause__ else error
     if debug:
         _say("".join(traceback.format_exception(bug)).rstrip())
@@ -73,9 +73,9 @@ def _listed(error: UserError) -> str:
 
 
 def _usage(error: BaseException) -> str | None:
-    """Return the words for a command line that the parser refused; None for other errors.
+    """Return the message for a command line that the parser refused; None for other errors.
 
-    Told by their attributes: the parser's error classes are not part of typer's interface.
+    Recognised by their attributes: the parser's error classes are not part of typer's interface.
     """
     if not hasattr(error, "format_message"):
         return None
@@ -103,5 +103,5 @@ def _kept(bug: BaseException, folder: Path) -> str:
 
 
 def _say(text: str) -> None:
-    with suppress(BrokenPipeError):  # nobody is there to hear it
+    with suppress(BrokenPipeError):  # the reader has closed the stream
         print(redact(text), file=sys.stderr)

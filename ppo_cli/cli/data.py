@@ -87,22 +87,24 @@ def remarks(report: Report) -> list[str]:
     """Return what is not wrong but worth knowing."""
     lines = list(report.notes)
     if report.missing_ground_truth.count:
-        lines.append(tell("rows have no ground truth; rules need one", report.missing_ground_truth))
+        lines.append(
+            count_line("rows have no ground truth; rules need one", report.missing_ground_truth)
+        )
     if report.duplicates.count:
-        lines.append(tell("prompts were seen before", report.duplicates))
+        lines.append(count_line("prompts were seen before", report.duplicates))
     if report.overlong.count:
         what = f"prompts exceed {report.max_prompt_length} tokens; training stops at them unless "
         what += "--max_prompt_length is raised, data.filter_overlong_prompts=true or "
-        lines.append(tell(what + "data.truncation=left|right", report.overlong))
+        lines.append(count_line(what + "data.truncation=left|right", report.overlong))
     if report.control_words.count:
         what = "prompts hold words that this tokenizer turns into control tokens"
-        lines.append(tell(what, report.control_words))
+        lines.append(count_line(what, report.control_words))
     if report.unused_columns:
         lines.append(f"Columns that nothing reads: {', '.join(report.unused_columns)}.")
     return lines
 
 
-def tell(what: str, finding: Finding) -> str:
+def count_line(what: str, finding: Finding) -> str:
     """Return `3 WHAT: first, second, third`."""
     more = ", …" if finding.count > len(finding.examples) else ""
     return f"{finding.count:,} {what}: {'; '.join(finding.examples)}{more}"
@@ -159,8 +161,8 @@ def print_prepared(files: Sequence[Prepared]) -> None:
     flags += ["--val_files", str(paths[held_out])] if held_out else []
     typer.echo(f"Next: {ppo('train')} {shlex.join(flags)}")
     if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
-        told = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
-        typer.echo(f"Or:   {ppo('reward fit')} {told}")
+        words = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
+        typer.echo(f"Or:   {ppo('reward fit')} {words}")
 
 
 data_app = typer.Typer(

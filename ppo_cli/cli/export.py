@@ -84,11 +84,11 @@ def export(
         "bytes": done.written.bytes,
         "files": list(done.written.files),
     }
-    text = json.dumps(record, indent=2) if as_json else told(record)
+    text = json.dumps(record, indent=2) if as_json else export_text(record)
     typer.echo(fit(text, sys.stdout.encoding))
 
 
-def told(record: dict[str, Any]) -> str:
+def export_text(record: dict[str, Any]) -> str:
     """Return what was written, from where, and what to do with it."""
     step = "" if record["step"] is None else f" (step {record['step']})"
     files = len(record["files"])

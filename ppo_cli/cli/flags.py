@@ -1,7 +1,7 @@
 """The command line's flags, made from the schema: one parameter for each marked setting.
 
-Values stay text until the resolver reads them, so that everything wrong is told at once
-and in the same words, wherever it came from.
+Values stay text until the resolver reads them, so that all mistakes are reported at once
+and in the same words, wherever they come from.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Given:
         environ: Mapping[str, str] | None = None,
         origins: Mapping[str, str] | None = None,
     ) -> Resolved:
-        """Put what was typed over the other layers; `origins` tells where variables are from.
+        """Put what was typed over the other layers; `origins` names the source of variables.
 
         Raises one ConfigError with flags that do not exist and all that is wrong with the rest.
         """
@@ -172,7 +172,7 @@ class SettingsCommand(TyperCommand):
     """A command whose list flags may be followed by several values.
 
     Flags of other programs are read as their own; those that do not exist are kept in `ctx.meta`,
-    to be told with everything else that is wrong.
+    to be reported with all other mistakes.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -180,9 +180,9 @@ class SettingsCommand(TyperCommand):
         known, unknown = self._sorted_out(translate(args))
         if unknown:
             names = [n for p in self.params for n in (*p.opts, *p.secondary_opts) if n[:2] == "--"]
-            told = [unknown_flag(flag, names) for flag in unknown]
-            told[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
-            ctx.meta[UNKNOWN] = tuple(told)
+            messages = [unknown_flag(flag, names) for flag in unknown]
+            messages[-1] += f" See `{ppo(ctx.command_path.partition(' ')[2])} --help`."
+            ctx.meta[UNKNOWN] = tuple(messages)
         return super().parse_args(ctx, spread(known))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

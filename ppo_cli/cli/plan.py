@@ -162,7 +162,7 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
 def print_plan(resolved: Resolved, *, every: bool = False, problems: Sequence[str] = ()) -> None:
     """Print the plan for people: what was set first, then what it comes to.
 
-    What is told as a problem afterwards is no note.
+    Problems are printed later and are left out of the notes.
     """
     said, _ = _judge(resolved.config)
     said = [line for line in said if line.removeprefix(NO_FORECAST) not in problems]
@@ -174,15 +174,15 @@ def print_plan(resolved: Resolved, *, every: bool = False, problems: Sequence[st
 
 def plan_dict(resolved: Resolved) -> dict[str, Any]:
     """Return the plan for programs; with judges, their forecast under `judge`."""
-    _, told = _judge(resolved.config)
+    _, forecasts = _judge(resolved.config)
     made = make_plan(resolved)
     made = replace(made, notes=(*made.notes, *unread_rows(resolved.config)))
-    return made.as_dict() | ({"judge": told} if told else {})
+    return made.as_dict() | ({"judge": forecasts} if forecasts else {})
 
 
 def _judge(config: Config) -> tuple[list[str], dict[str, Any]]:
     """Forecast what judges take, as lines and for JSON, or say why not; empty without any."""
-    told: dict[str, dict[str, Any]] = {}
+    forecasts: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
     for judge in judges_of(config.reward):
         said, found = _forecast(alone(config, judge))
@@ -190,11 +190,13 @@ def _judge(config: Config) -> tuple[list[str], dict[str, Any]]:
             said.append(f"it is asked only if {judge.only_if}: so much at most")
         several = judge.part not in (None, "judge")
         lines += [f"{judge.part}: {line}" for line in said] if several else said
-        told[judge.part or "judge"] = found | ({"only_if": judge.only_if} if judge.only_if else {})
-    if not told:
+        forecasts[judge.part or "judge"] = found | (
+            {"only_if": judge.only_if} if judge.only_if else {}
+        )
+    if not forecasts:
         return [], {}
-    first = next(iter(told.values()))
-    return lines, first if len(told) == 1 else first | {"judges": told}
+    first = next(iter(forecasts.values()))
+    return lines, first if len(forecasts) == 1 else first | {"judges": forecasts}
 
 
 def alone(config: Config, judge: Judge) -> Config:

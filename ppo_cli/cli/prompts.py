@@ -85,11 +85,15 @@ def render(given: Given) -> None:
         "user": shown.question.user,
         "request": wire_form(config.reward.api, shown.question),
     }
-    text = json.dumps(facts, ensure_ascii=False, indent=2) if given.extras["json"] else told(facts)
+    text = (
+        json.dumps(facts, ensure_ascii=False, indent=2)
+        if given.extras["json"]
+        else request_text(facts)
+    )
     print(fit(text, sys.stdout.encoding))
 
 
-def told(facts: dict[str, Any]) -> str:
+def request_text(facts: dict[str, Any]) -> str:
     """Return a rendered request for people."""
     model = facts["model"] or "no model chosen"
     lines = [
@@ -98,7 +102,7 @@ def told(facts: dict[str, Any]) -> str:
     ]
     if facts["answered_without_a_call"]:
         lines.append(
-            f"The gate answers this one with the lowest score, without a call: "
+            f"This response gets the lowest score without a call (--rm_gate): "
             f"{facts['answered_without_a_call']}."
         )
     system = facts["system"] or "(none)"

@@ -150,7 +150,7 @@ def fit(
         raise Crash(Path()) from bug
     finally:
         screen.close()
-    text = json.dumps(record, ensure_ascii=False, indent=2) if as_json else told_end(record)
+    text = json.dumps(record, ensure_ascii=False, indent=2) if as_json else fit_text(record)
     typer.echo(fit_words(text if as_json else clean(text), sys.stdout.encoding))
 
 
@@ -180,7 +180,7 @@ def _refuse(
         raise ConfigError(problems)
 
 
-def told_end(record: dict[str, Any]) -> str:
+def fit_text(record: dict[str, Any]) -> str:
     """Return what the fit came to, and what to do with it."""
     before, after, pairs = record["before"], record["after"], record["pairs"]
     mean, std = record["scores"]["mean"], record["scores"]["std"]
@@ -196,12 +196,12 @@ def told_end(record: dict[str, Any]) -> str:
         f"Use it:  {ppo('train')} --reward_model {record['out']}",
         f"In a mixture, under its part: scaling: affine, mean: {mean:.4g}, std: {std:.4g}",
     ]
-    if warning := told_doubt(after["accuracy"], pairs["held_out"]):
+    if warning := doubt_warning(after["accuracy"], pairs["held_out"]):
         lines.insert(1, warning)
     return "\n".join(lines)
 
 
-def told_doubt(accuracy: float, held_out: int) -> str | None:
+def doubt_warning(accuracy: float, held_out: int) -> str | None:
     """Say when an accuracy is within what guessing gives (two standard errors)."""
     if accuracy - 0.5 > 2 * math.sqrt(0.25 / held_out):
         return None

@@ -194,7 +194,7 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
 
 
 class Unread(Interrupted):
-    """Nobody is there any more to read what is printed."""
+    """The reader of the output has closed it."""
 
 
 def make_screen(file: TextIO | None = None) -> Screen:
@@ -242,12 +242,12 @@ class PlainScreen:
             # What is still to be written would fail once more as the program ends.
             lead_nowhere(self._file.fileno())
             raise Unread(
-                "Nobody reads what is printed here any more. Write it into a file with `> FILE`."
+                "The reader of this output has closed it. Write the output to a file with `> FILE`."
             ) from None
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """The time left of a phase as its speed tells it, of the run as the run itself tells it."""
+    """The time left: of a phase from its speed, of the run from its own estimate."""
 
     max_refresh = 0.5
 

@@ -205,8 +205,8 @@ def recent_table(found: Mapping[str, float]) -> str:
 def rollout_text(line: Line) -> str:
     """Return one response with its score, as text."""
     score = line.get("score")
-    told = "no score" if score is None else f"score {number(score)}"
-    head = [f"step {line['step']}", told, f"{line.get('tokens', '?')} tokens"]
+    scored = "no score" if score is None else f"score {number(score)}"
+    head = [f"step {line['step']}", scored, f"{line.get('tokens', '?')} tokens"]
     head += ["cut off"] if line.get("finish_reason") == "length" else []
     head += [f"data_source {line['data_source']}"] if line.get("data_source") else []
     blocks = [("failure", "failure"), ("reason", "reason"), ("ground truth", "ground_truth")]

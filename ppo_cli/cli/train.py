@@ -57,8 +57,8 @@ def _run(resolved: Resolved) -> None:
         raise Interrupted(f"{error} What was saved goes on with --resume auto.") from error
     except Exception as error:
         # The parser would end without a word for any pipe that broke.
-        told = isinstance(error, (PpoError, OSError)) and not isinstance(error, BrokenPipeError)
-        if told:
+        expected = isinstance(error, (PpoError, OSError)) and not isinstance(error, BrokenPipeError)
+        if expected:
             raise
         raise Crash(Path(resolved.config.trainer.output_dir)) from error
 

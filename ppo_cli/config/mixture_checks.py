@@ -47,7 +47,7 @@ def mixture_remarks(reward: Reward) -> list[str]:
     if raw and len(parts) > 1:
         said.append(
             f"{', '.join(raw)}: scores of a reward model have no fixed scale, and with scaling "
-            "none they may drown the other parts; leave the scaling out (zscore), or use affine "
+            "none they may dominate the other parts; leave the scaling out (zscore), or use affine "
             "or sigmoid."
         )
     either = [word for word in ("rm_score", "model_score") if word in reward.composite.weights]

@@ -103,7 +103,7 @@ def check(
         characters=percentiles([count_characters(row) for row in usable]),
         tokens=percentiles([len(item.token_ids) for item in rendered]),
         max_prompt_length=max_prompt_length,
-        overlong=find(tell_long(rendered, max_prompt_length)),
+        overlong=find(long_prompts(rendered, max_prompt_length)),
         control_words=find([f"{i.row.place}: {', '.join(i.control_words)}" for i in words]),
         unused_columns=unused_columns(sets),
         notes=tuple(note for found in sets for note in found.notes),
@@ -145,7 +145,7 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
     return {"min": min(lengths), **middle, "max": max(lengths)}
 
 
-def tell_long(rendered: Sequence[Rendered], limit: int) -> list[str]:
+def long_prompts(rendered: Sequence[Rendered], limit: int) -> list[str]:
     """Name the prompts above the limit."""
     long = [item for item in rendered if len(item.token_ids) > limit]
     return [f"{item.row.place}: {len(item.token_ids)} tokens" for item in long]

@@ -59,7 +59,7 @@ def parse_hub_name(source: str) -> HubName:
 
 
 def read_hub(source: str) -> Records:
-    """Load one split of a hub set; whatever keeps it away is told in one sentence."""
+    """Load one split of a hub set; every failure is reported in one sentence."""
     hub = parse_hub_name(source)
     try:
         from datasets import load_dataset
@@ -71,14 +71,14 @@ def read_hub(source: str) -> Records:
     try:
         rows = load_dataset(hub.name, hub.config, split=hub.split).to_list()
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(tell_hub_failure(source, hub, error)) from error
+        raise DataError(hub_failure(source, hub, error)) from error
     if not rows:
         raise DataError(f"{source}: split '{hub.split}' of the hub set holds no rows.")
     found = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
     return Records(source, hub.label, found)
 
 
-def tell_hub_failure(source: str, hub: HubName, error: Exception) -> str:
+def hub_failure(source: str, hub: HubName, error: Exception) -> str:
     """Say what was tried, why it failed, and that a local file works too."""
     config = f", config '{hub.config}'" if hub.config else ""
     near = nearest_file(Path(source))
@@ -303,7 +303,7 @@ def read_lines(path: Path, data: bytes) -> Found:
             row, twice = parse_json(line)
             found.append((place, as_record(row, twice)))
         except (ValueError, RecursionError) as error:
-            problems.append(RowProblem(place, "", tell_json(error)))
+            problems.append(RowProblem(place, "", json_problem(error)))
     return found, problems
 
 
@@ -318,9 +318,9 @@ def read_document(path: Path, data: bytes) -> Found:
         raise DataError(f"{path} {where}: not JSON ({error.msg}).") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path} line {line}: {tell_json(error)}") from error
+        raise DataError(f"{path} line {line}: {json_problem(error)}") from error
     except RecursionError as error:
-        raise DataError(f"{path}: {tell_json(error)}") from error
+        raise DataError(f"{path}: {json_problem(error)}") from error
     found: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
     for number, row in enumerate(rows_of(path, document), start=1):
@@ -384,7 +384,7 @@ def as_record(value: Any, twice: Mapping[int, str]) -> Record:
     raise NotARecord(f'the row is {name_type(value)}, not an object such as {{"prompt": …}}')
 
 
-def tell_json(error: Exception) -> str:
+def json_problem(error: Exception) -> str:
     """Say in a few words why a text is not a JSON row."""
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error.msg} at character {error.colno})"

@@ -39,7 +39,7 @@ class RowProblem:
 
 
 class RowError(Exception):
-    """Raised while one row is read; collected, so that all bad rows are told at once."""
+    """Raised while one row is read; collected, so that all bad rows are reported at once."""
 
     def __init__(self, column: str, message: str) -> None:
         """Keep the column beside the message."""

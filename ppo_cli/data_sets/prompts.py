@@ -51,7 +51,7 @@ def load_prompts(
     template_arguments: Mapping[str, Any] | None = None,
     max_samples: int = -1,
 ) -> PromptSet:
-    """Read files or hub sets to prompts; any bad row stops it, and all of them are told.
+    """Read files or hub sets to prompts; any bad row stops it, and all of them are reported.
 
     `max_samples` keeps the first rows over all sources, before overlong ones are dropped.
     """
@@ -64,7 +64,7 @@ def load_prompts(
         problems.extend(refused)
         found.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
     raise_problems(problems)
-    notes = [note for rows in sets for note in rows.notes] + tell_control_words(found)
+    notes = [note for rows in sets for note in rows.notes] + control_word_notes(found)
     if apply_chat_template and not renderer.uses_template:
         notes.append(NO_TEMPLATE)
     return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)
@@ -89,7 +89,7 @@ def unique_labels(sets: Sequence[RowSet]) -> list[str]:
     return labels
 
 
-def tell_control_words(found: Iterable[tuple[str, Rendered]]) -> list[str]:
+def control_word_notes(found: Iterable[tuple[str, Rendered]]) -> list[str]:
     """Warn of prompts whose own text holds words that become control tokens."""
     hit = [item for _, item in found if item.control_words]
     if not hit:
@@ -112,7 +112,7 @@ def fit(
     """Drop, cut or refuse prompts above the limit, and count what was done."""
     long = [item for _, item in found if len(item.token_ids) > limit]
     if long and not filter_overlong and truncation == "error":
-        raise DataError(tell_overlong(long, limit))
+        raise DataError(overlong_message(long, limit))
     prompts: list[Prompt] = []
     per_file = {item.row.place.file: 0 for _, item in found}
     for uid, item in found:
@@ -137,11 +137,11 @@ def fit(
         )
     dropped = len(found) - len(prompts)
     truncated = 0 if filter_overlong else len(long)
-    told = [*notes, *tell_fit(dropped, truncated, len(found), limit, truncation)]
-    return PromptSet(tuple(prompts), per_file, dropped, truncated, tuple(told))
+    remarks = [*notes, *fit_notes(dropped, truncated, len(found), limit, truncation)]
+    return PromptSet(tuple(prompts), per_file, dropped, truncated, tuple(remarks))
 
 
-def tell_overlong(long: Sequence[Rendered], limit: int) -> str:
+def overlong_message(long: Sequence[Rendered], limit: int) -> str:
     """Name the first overlong row, its length, the limit and the three mends."""
     first = long[0]
     longest = max(len(item.token_ids) for item in long)
@@ -153,7 +153,7 @@ def tell_overlong(long: Sequence[Rendered], limit: int) -> str:
     )
 
 
-def tell_fit(dropped: int, cut_: int, total: int, limit: int, truncation: str) -> list[str]:
+def fit_notes(dropped: int, cut_: int, total: int, limit: int, truncation: str) -> list[str]:
     """Say how many prompts were dropped or cut."""
     if dropped:
         return [f"{dropped} of {total} prompts are longer than {limit} tokens and were dropped."]
@@ -237,9 +237,9 @@ class PromptOrder:
         return self._order[start : self._position]
 
     def peek(self, ahead: int = 1) -> list[int]:
-        """Return what the take that is so many ahead will return; 1 is the next one."""
+        """Return the batch that the `ahead`-th take from now will return; 1 is the next one."""
         if ahead < 1:
-            raise ValueError(f"the next batch is 1 ahead; {ahead} is not to come")
+            raise ValueError(f"ahead is {ahead}; it must be at least 1")
         later = copy.copy(self)  # taking makes lists anew, so none is shared that changes
         return [later.take() for _ in range(ahead)][-1]
 

@@ -151,7 +151,7 @@ class Renderer:
         except (MemoryError, TimeoutError) as error:
             raise DataError(
                 f"The chat template of the tokenizer needs more than {TEMPLATE_S:g} s or "
-                f"{TEMPLATE_BYTES // 2**20} MiB for one prompt: it does not end. Mend it in the "
+                f"{TEMPLATE_BYTES // 2**20} MiB for one prompt: it does not end. Correct it in the "
                 "model's folder, or go without: data.apply_chat_template=false."
             ) from error
         except Exception as error:
@@ -184,7 +184,7 @@ def bounded() -> Iterator[None]:
     """Raise TimeoutError or MemoryError where the work within takes too much.
 
     Both limits are the process's own. Only the main thread can be interrupted; a system that does
-    not tell how much memory is mapped bounds the time alone.
+    not report how much memory is mapped limits the time alone.
     """
 
     def ring(*_: object) -> None:

@@ -71,7 +71,7 @@ def load_sets(
     max_samples: int = -1,
     at_most: int | None = None,
 ) -> list[RowSet]:
-    """Read files or hub sets to rows; any bad row stops it, and all of them are told.
+    """Read files or hub sets to rows; any bad row stops it, and all of them are reported.
 
     `max_samples` keeps the first rows over all sources. `at_most` reads no more than so many, and
     one row at least of every source.
@@ -86,7 +86,7 @@ def load_sets(
     if max_samples >= 0:
         sets = keep_first(sets, max_samples)
     if not any(rows.rows for rows in sets):
-        raise DataError(tell_nothing(sources, max_samples))
+        raise DataError(no_rows_message(sources, max_samples))
     return sets
 
 
@@ -104,7 +104,7 @@ def load_rows(
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
     columns = find_columns(raw, prompt_key, source_key)
     rows, problems = read_records(raw, lambda place, record: read_row(place, record, columns))
-    notes = tuple(tell_aliases(raw.source, columns, prompt_key))
+    notes = tuple(alias_notes(raw.source, columns, prompt_key))
     return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
 
 
@@ -117,7 +117,7 @@ def keep_first(sets: Sequence[RowSet], most: int) -> list[RowSet]:
     return kept
 
 
-def tell_nothing(sources: Sequence[str], max_samples: int) -> str:
+def no_rows_message(sources: Sequence[str], max_samples: int) -> str:
     """Say why there is not one prompt."""
     if not sources:
         return "No prompt files were given. Name some with --train_files."
@@ -202,7 +202,7 @@ def list_names(names: Iterable[str], most: int = 12) -> str:
     return (", ".join(quoted[:most]) or "none") + more
 
 
-def tell_aliases(source: str, columns: Columns, prompt_key: str) -> list[str]:
+def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:
     """Say which columns were taken under another name than the contract's."""
     notes = []
     file = Path(source).name

@@ -1,6 +1,8 @@
-"""Reads the metrics as somebody experienced would: what has left its range, what to change.
+"""Health checks on the metrics: what has left its range, and what to change.
 
-`find_trouble` is pure and looks at the present step; `HealthWatch` keeps it from nagging.
+A new check is one function and one line in _CHECKS.
+
+`find_trouble` is pure and looks at the present step; `HealthWatch` limits repeated warnings.
 """
 
 from __future__ import annotations
@@ -99,24 +101,24 @@ def find_trouble(history: History, limits: Limits) -> dict[str, str]:
 
 
 class HealthWatch:
-    """Says each trouble when it comes, and again only after a while or when it came back."""
+    """Reports each trouble when it appears, and again after a while or when it returns."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._seen: dict[str, int] = {}
 
     def check(self, history: History, saved: Sequence[int] = ()) -> list[str]:
-        """The lines worth saying now, after the last step; `saved` are steps with a checkpoint."""
+        """The warnings to print now, after the last step; `saved` are steps with a checkpoint."""
         if not history:
             return []
         step, lines = int(history[-1]["step"]), []
         limits = replace(self._limits, saved=tuple(saved))
         for kind, line in find_trouble(history, limits).items():
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
-            if is_new or step - self._told.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
+            if is_new or step - self._reported.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
                 lines.append(line)
-                self._told[kind] = step
+                self._reported[kind] = step
             self._seen[kind] = step
         return lines
 
@@ -360,7 +362,7 @@ def _judge_fooled(steps: History, limits: Limits) -> str:
         return ""
     return (
         f"The judge gave {worst[0]:.2f} to a reply without any content: the model may learn to say "
-        f"nothing. Try another --rm_model or prompt; `{_audit(limits)}` tells which hold."
+        f"nothing. Try another --rm_model or prompt; `{_audit(limits)}` shows which ones resist."
     )
 
 
@@ -417,7 +419,7 @@ def _judge_likes_length(steps: History, limits: Limits) -> str:
     )
 
 
-def _part_drowns(steps: History, limits: Limits) -> str:
+def _part_dominated(steps: History, limits: Limits) -> str:
     """At the start only: later a part that is solved has no spread left, and rightly so."""
     if len(steps) > SETTLE_STEPS:
         return ""
@@ -432,7 +434,7 @@ def _part_drowns(steps: History, limits: Limits) -> str:
         loud = max(names, key=lambda n: float(line.get(f"reward/{n}/share") or 0.0))
         raw = max((loud, name), key=lambda n: abs(math.log(_scaled_std(line, n))))
         return (
-            f"The reward's part '{name}' is drowned: it makes {share:.0%} of the total's spread, "
+            f"The reward's part '{name}' is dominated: it makes {share:.0%} of the total's spread, "
             f"its weight says {weight:.0%}. Set the scaling of '{raw}' to zscore (or affine)."
         )
     return ""
@@ -504,7 +506,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "judge_length": _judge_likes_length,
     "judge_unread": _replies_unread,
     "monitor_silent": _monitor_silent,
-    "part_drowns": _part_drowns,
+    "part_dominated": _part_dominated,
     "part_fails": _part_fails,
     "prompts_cut": _prompts_cut,
 }

@@ -144,7 +144,7 @@ def _source_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
 
 Lines = Sequence[Mapping[str, Any]]
 ROUNDING = 1e-6  # a mean of z-scores is 0 but for this
-ENOUGH_STEPS = 6  # before that, noise cannot be told from a decline
+ENOUGH_STEPS = 6  # before that, noise cannot be distinguished from a decline
 TO_DEVIATION = 1.4826  # median absolute value of a normal variable -> its standard deviation
 MARGIN = 1.2  # of a budget: later responses may be longer
 _JUDGE = re.compile(r"(?:val/)?judge(?:_[^/]+)?/(retries|cached)")
@@ -192,7 +192,7 @@ def _declined(
     """Name the measures that fell by more than twice the standard error of the difference.
 
     The noise of a step is read off neighbouring steps, whose median difference neither a trend nor
-    a single jump changes; few steps tell nothing. A validation's is that of its responses.
+    a single jump changes; few steps show nothing. A validation's is that of its responses.
     """
     fell = set()
     series = {"reward": rewards}
@@ -224,7 +224,7 @@ def refuse_unscored(history: Lines, run_dir: Path, resume_command: str) -> None:
     look = ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
     raise RewardError(
         f"No response of the {len(steps)} step{'s' * (len(steps) > 1)} got a score, so the model "
-        f"has learned nothing. `{look}` tells why. Correct the reward, then start afresh: "
+        f"has learned nothing. `{look}` shows why. Correct the reward, then start afresh: "
         f"{with_flag(resume_command, '--resume', 'never')}"
     )
 

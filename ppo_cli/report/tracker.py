@@ -345,8 +345,8 @@ class Tracker:
         if self._console:
             self.screen.step(step, self._total_steps, _numbers(line))
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
-        for told in self._watch.check(self._history, saved):
-            self.screen.health(told)
+        for warning in self._watch.check(self._history, saved):
+            self.screen.health(warning)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep validation metrics for the line of their step; step 0 has a line of its own."""
@@ -412,7 +412,7 @@ class _Clock:
         return time.monotonic() - self._started
 
     def after_step(self, metrics: Mapping[str, float], left: int) -> dict[str, float]:
-        """Take in the times of a step; the newest steps tell best how long the next will take."""
+        """Record the times of a step; the newest steps are the best estimate for the next."""
         self.steps += 1
         self._recent.append(metrics["time/step_s"])
         self._others += sum(metrics.get(f"time/{name}_s", 0.0) for name in BETWEEN_STEPS)

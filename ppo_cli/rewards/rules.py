@@ -457,7 +457,7 @@ def rule_for(data_source: str) -> Rule | None:
 
 
 def rule_named(name: str) -> Rule:
-    """Return a rule by its name; an unknown one is told with its nearest."""
+    """Return a rule by its name; an unknown one fails with the nearest name."""
     if name not in RULES:
         hint = did_you_mean(name, RULES)
         raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {_listed(RULES)}.")

@@ -92,7 +92,7 @@ def _train_in(
     prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
     order = _prompt_order(config, prompts)
     identity = _identity(config, prompts)
-    other = _told_apart(resume_from, config, identity)
+    other = _changes_since(resume_from, config, identity)
     resume_from = None if other else resume_from
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * order.steps_per_epoch
@@ -124,7 +124,7 @@ def _train_in(
             if cluster
             else lambda: None,
         }
-        if engines.hosts_rewards():  # a cluster's start hears a first signal by itself
+        if engines.hosts_rewards():  # the start of a cluster handles a first signal itself
             closing.enter_context(stop)
         engine = start_engine(
             engines.get, **losses, patience_s=config.trainer.node_timeout,
@@ -297,7 +297,7 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-def _told_apart(resume_from: Path | None, config: Config, identity: Mapping[str, Any]) -> str:
+def _changes_since(resume_from: Path | None, config: Config, identity: Mapping[str, Any]) -> str:
     """Say in what the run that would go on differs; raises UserError for a checkpoint by name."""
     if resume_from is None:
         return ""

@@ -103,8 +103,8 @@ def _tell(job: Job, lost: WorkerLost, count: str, newest: Path | None) -> None:
 
 def _then(lost: WorkerLost | None, more: str) -> str:
     """What was lost, and what comes of it: on a line of its own after lines of a log."""
-    told = str(lost)
-    return f"{told}\n{more}" if "\n" in told else f"{told} {more}"
+    text = str(lost)
+    return f"{text}\n{more}" if "\n" in text else f"{text} {more}"
 
 
 def _make_another(job: Job, gather: Callable[[], None], build: Build) -> Engine:
@@ -119,7 +119,7 @@ def _make_another(job: Job, gather: Callable[[], None], build: Build) -> Engine:
 
 
 def _leave(job: Job) -> None:
-    """Close the engine, and see the scores through that are on their way.
+    """Close the engine, and wait for the scores that are still pending.
 
     They are paid for and wait in the judge's cache; and they must not reach the statistics of
     a reward after those were put back.
@@ -127,14 +127,14 @@ def _leave(job: Job) -> None:
     job.engine.close()
     job.reward.settle("train")
     pending: list[Future[Any]] = [f for f in job.in_flight if not f.done()]
-    told = False
+    noted = False
     while pending and not job.stop_requested():
         wait(pending, timeout=0.5)
         pending = [f for f in pending if not f.done()]
-        still = job.reward.waiting_for() if pending and not told else None
+        still = job.reward.waiting_for() if pending and not noted else None
         if still is not None:
             job.tracker.screen.health(still)
-            told = True
+            noted = True
     job.in_flight.clear()
     job.reward.measure()  # counts of a step that is taken again
 
@@ -146,10 +146,10 @@ def _begin_again(job: Job, begun: tuple[dict[str, Any], dict[str, Any]]) -> RunS
     return RunState(kl_coef=job.config.algorithm.kl_ctrl.kl_coef)
 
 
-def _given_up(job: Job, told: str) -> Interrupted:
+def _given_up(job: Job, reason: str) -> Interrupted:
     saved = job.store.newest_step()
     kept = f"Step {saved} of {job.total_steps} is saved." if saved else "Nothing is saved yet."
-    return Interrupted(f"{told} {kept} Go on with: {job.resume_command}")
+    return Interrupted(f"{reason} {kept} Go on with: {job.resume_command}")
 
 
 @dataclass

@@ -61,8 +61,8 @@ def export(
 
 def _is_critic(out: Path, source: Path) -> bool:
     """Tell whether a written model is a critic, by its head or by the folder it came from."""
-    told = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    heads = told.get("architectures") or []
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    heads = config.get("architectures") or []
     return source.name == "critic" or any(name.endswith(CRITIC_HEAD) for name in heads)
 
 
@@ -111,7 +111,7 @@ def _choose(store: CheckpointStore, checkpoint: str | None) -> Path:
         path = store.directory / checkpoint
         if not path.is_dir():
             raise ModelError(
-                f"{store.directory} has no best checkpoint: only validation (--val_files) tells "
+                f"{store.directory} has no best checkpoint: only validation (--val_files) shows "
                 f"which one it is. There are {', '.join(known)}."
             )
         return path

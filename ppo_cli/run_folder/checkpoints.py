@@ -36,7 +36,7 @@ class CheckpointStore:
         try:
             yield
         except Exception:
-            # That error is the one to be told; what could be saved is whole all the same.
+            # This error is reported; what was saved is complete all the same.
             if self._in_flight is not None:
                 self._in_flight.exception()
                 self._in_flight = None
@@ -67,7 +67,7 @@ class CheckpointStore:
                     if best:
                         self._point("best", final.name)
                     self._prune()
-            except BaseException as error:  # told by whoever settles
+            except BaseException as error:  # raised by `settle`
                 in_flight.set_exception(error)
             else:
                 in_flight.set_result(None)
@@ -87,7 +87,7 @@ class CheckpointStore:
     def settle(self) -> None:
         """Wait until the checkpoint that was begun is whole; raises what went wrong with it.
 
-        UserError when the disk took it not.
+        UserError when the disk refused it.
         """
         in_flight = self._in_flight
         if in_flight is not None:
@@ -105,12 +105,12 @@ class CheckpointStore:
         except BaseException as error:
             with suppress(OSError):
                 remove(unfinished(self._folder(step)))
-            told = _disk_failure(error)
-            if told is None:
+            cause = _disk_failure(error)
+            if cause is None:
                 raise
             raise UserError(
                 f"The checkpoint of step {step} could not be written to {self.directory}: "
-                f"{told}. Free some space or choose another --output_dir, then "
+                f"{cause}. Free some space or choose another --output_dir, then "
                 "run the same command again: it goes on from the last checkpoint."
             ) from error
 
@@ -189,7 +189,7 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
 def _disk_failure(error: BaseException) -> str | None:
     """What the disk refused; None when it was something else.
 
-    Safetensors tells a full disk in an error of its own, known by its words.
+    Safetensors has an error of its own for a full disk, recognised by its text.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)

@@ -63,15 +63,15 @@ def gather(
 
 def _wait(job: Job, future: Future[Score]) -> Score:
     """Wait for one score; while a reward stands still, say why, and let the user stop."""
-    told = None
+    noted = False
     while not future.done():
         wait([future], timeout=0.5)
         still = None if future.done() else job.reward.waiting_for()
         if still is not None and job.stop_requested():
             raise Interrupted(f"Stopped while waiting ({job.stop_requested()}). {still}")
-        if still is not None and told is None:
+        if still is not None and not noted:
             job.tracker.screen.health(still)
-            told = still
+            noted = True
     return future.result()
 
 
@@ -119,7 +119,7 @@ def explain_zero_reward(job: Job, state: RunState, scored: Sequence[Scored]) -> 
         state.zero_steps = 0
         return
     state.zero_steps += 1
-    # A task that was rewarded before is not too hard: health tells what became of the policy.
+    # A task that was rewarded before is not too hard: the health checks report on the policy.
     before = any(line.get("reward_mean") for line in job.tracker.history)
     if state.zero_steps in (2, 20) and not before:
         text = job.diagnose(judged)

@@ -89,7 +89,7 @@ class RunState:
         """Compare a validation with the best one; `stale` counts those without a new best."""
         value = metrics.get("val/reward_mean")
         if value is None or metrics.get("val/score/failed_share", 0.0) > 0.5:
-            return  # too few scores to tell a best one by
+            return  # too few scores to choose a best one
         again = self.best_step == self.step  # a resumed run may validate its first step twice
         if self.best is None or value > self.best or again:
             self.best, self.best_step, self.stale = value, self.step, 0
@@ -147,9 +147,9 @@ class RunState:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The saved state of a checkpoint; raises ModelError when it cannot be gone on with.
+    """The saved state of a checkpoint; raises ModelError when it cannot be resumed.
 
-    Whoever goes on with a checkpoint comes by here before anything of it is loaded.
+    Every resume calls this before anything of the checkpoint is loaded.
     """
     path = folder / "state" / STATE_FILE
     try:

@@ -341,12 +341,12 @@ def worked_cases(
     """The examples that a judge prompt brings along; `part` is the judge in a mixture."""
     found = []
     for number, case in enumerate(cases, start=1):
-        told = case.material
-        uid, truth = f"{CASE}:{number}", told.ground_truth
-        prompt = plain_prompt(uid, told.prompt, truth, source, told.extra_info)
+        material = case.material
+        uid, truth = f"{CASE}:{number}", material.ground_truth
+        prompt = plain_prompt(uid, material.prompt, truth, source, material.extra_info)
         least = float("-inf") if case.at_least is None else scale.scaled(case.at_least)
         most = float("inf") if case.at_most is None else scale.scaled(case.at_most)
-        trial = Trial(case.name, CASE, prompt, told.response, least=least, most=most, part=part)
+        trial = Trial(case.name, CASE, prompt, material.response, least=least, most=most, part=part)
         found.append(trial)
     return found
 

@@ -141,7 +141,7 @@ def under_attack(settings: RewardSettings, items: Sequence[Item], watch: Watch) 
 def audit(
     reward: Reward, settings: RewardSettings, items: Sequence[Item], *, screen: Screen
 ) -> dict[str, Any]:
-    """Ask everything, then judge the judge."""
+    """Score all attacks, ask some twice, and run the checks."""
     judge = lone_judge(settings)
     api = None if judge is None else judge.settings
     template = None if api is None else load_template(api)
@@ -278,7 +278,7 @@ def hold(
     if ruler.unit is None and not own:
         if name != RIGHT:
             return Check(name, None, why_none(ruler))
-        ruler = replace(ruler, unit=1.0)  # the order can be told without a measure
+        ruler = replace(ruler, unit=1.0)  # the order needs no unit
     found = [tr.outcome(trial, scores, ruler) for trial in trials]
     known = [(o.margin, n) for n, o in enumerate(found) if o.margin is not None]
     cases = tuple(
@@ -288,8 +288,8 @@ def hold(
         return Check(name, False, "not one verdict came", found[0].as_dict, cases)
     failed = sum(margin < 0 for margin, _ in known)
     passed = failed <= TOLERANCES.get(name, 0.0) * len(known)
-    told = FREE.get(name) if ruler.free else None
-    said = f"{told or SAID.get(name, name)}; so it was {len(known) - failed} times of {len(known)}"
+    claim = FREE.get(name) if ruler.free else None
+    said = f"{claim or SAID.get(name, name)}; so it was {len(known) - failed} times of {len(known)}"
     return Check(name, passed, said, found[min(known)[1]].as_dict, cases)
 
 
@@ -339,7 +339,7 @@ def _spread(
     used = sorted({round(v, 6) for v in values})
     levels = len(used)
     if len(values) < 3:
-        return Check(name, None, "too few answers of known worth to tell")
+        return Check(name, None, "too few answers of known quality")
     has_partial = any(trial.what == "partial" for trial in trials)
     wanted = 3 if fine and has_partial else 2
     said = f"{levels} levels in use on {len(values)} good and bad answers, wanted are {wanted}"

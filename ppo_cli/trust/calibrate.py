@@ -40,7 +40,7 @@ BIASED = 0.3
 NOISY = 0.1
 BETTER = 0.02
 STEADY = "Nothing was asked again: reward models and rules say the same every time."
-# What helps a reward that tells good from bad too badly, and one that pays for length.
+# Advice for a reward that separates good from bad poorly, and for one that rewards length.
 STRONGER = {
     "judge": "use another prompt or a stronger judge",
     "model": "use a reward model for such prompts",
@@ -109,14 +109,14 @@ def _auc(facts: Facts, kind: str) -> str:
         return f"AUC: {facts['why']}."
     said = f"AUC {_interval(facts)}: "
     if facts["low"] is not None and facts["low"] <= 0.5 <= facts["high"]:
-        return said + f"not told apart from chance; {STRONGER[kind]}, or more rows."
+        return said + f"not distinguishable from chance; {STRONGER[kind]}, or more rows."
     if facts["value"] < 0.5:
         return said + "worse than chance; is the label the other way round (--positive)?"
     if facts["value"] < FAIR:
         return said + f"hardly better than chance; {STRONGER[kind]}."
     if facts["value"] < STRONG:
         return said + (f"usable; {SHARPER[kind]}." if kind in SHARPER else "usable.")
-    return said + "tells good from bad answers well."
+    return said + "separates good from bad answers well."
 
 
 def _rank(facts: Facts, auc: Facts) -> str:
@@ -176,9 +176,8 @@ def _repeats(facts: Facts | None, kind: str) -> str:
     if facts is None:
         return ""
     gap = facts["mean_gap"]
-    said = (
-        f"Asked again, {facts['same']:.0%} of verdicts are the same, {gap:.2f} apart on average: "
-    )
+    same = f"{facts['same']:.0%}"
+    said = f"Asked again, {same} of verdicts are the same; they differ by {gap:.2f} on average: "
     if gap <= NOISY:
         return said + "steady enough."
     return said + ("noisy; --rm_votes 3 averages it out." if kind == "judge" else "noisy.")

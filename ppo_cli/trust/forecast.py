@@ -1,8 +1,7 @@
 """What a judge will cost: calls, tokens and money of a run, from its own prompts.
 
-Requests are rendered from real rows as training renders them. What nobody can know beforehand
-is how long responses and verdicts will be, nor how a judge cuts text into tokens: there is a
-low and a high figure of everything.
+Requests are rendered from real rows as training renders them. How long responses and verdicts will
+be, and how a judge tokenises text, is not known beforehand: each figure is a low and a high value.
 """
 
 from __future__ import annotations
@@ -134,11 +133,13 @@ class Forecast:
         """Return the forecast as people read it."""
         name = self.config.reward.api.model
         if self.run is None:
-            said = [f"judge: {_told(self.a_step, self.price)} a step{_priced(name, self.price)}"]
+            said = [
+                f"judge: {_bill_line(self.a_step, self.price)} a step{_priced(name, self.price)}"
+            ]
         else:
             said = [
-                f"judge: {_told(self.run, self.price)}{_priced(name, self.price)}",
-                f"a step: {_told(self.a_step, self.price)}",
+                f"judge: {_bill_line(self.run, self.price)}{_priced(name, self.price)}",
+                f"a step: {_bill_line(self.a_step, self.price)}",
             ]
         said += [*self._on_budget(), *self._monitored()]
         return [*said, f"assumed: {self.assumed()}"]
@@ -188,7 +189,7 @@ class Forecast:
 
 
 def forecast(config: Config) -> Forecast:
-    """Return what the judge of a run will take; UserError where it cannot be told."""
+    """Return what the judge of a run will take; UserError where it cannot be forecast."""
     template = load_template(config.reward.api)
     sums, votes = arithmetic(config), config.reward.api.votes
     train = _prompts(config, "train")
@@ -276,7 +277,7 @@ def _bill(a_call: tuple[Amount, Amount], calls: int) -> Bill:
     return Bill(calls, low.times(calls), high.times(calls))
 
 
-def _told(bill: Bill, price: Price | None) -> str:
+def _bill_line(bill: Bill, price: Price | None) -> str:
     """Say a bill in one line: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
     said = f"{bill.calls:,} calls, {_tokens(bill.low.total, bill.high.total)} tokens"
     costs = bill.costs(price)

@@ -19,12 +19,12 @@ from ppo_cli.data_sets.files import Record, Records, file_suffix, name_type
 from ppo_cli.data_sets.messages import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import (
+    alias_notes,
     find_columns,
     list_names,
     prompt_of,
     read_row,
     read_source,
-    tell_aliases,
 )
 from ppo_cli.errors import DataError, UserError, did_you_mean
 from ppo_cli.records import Prompt, Rollout
@@ -90,7 +90,7 @@ def read_answered(
             problems.append(RowProblem(place, error.column, str(error)))
     problems.sort(key=lambda problem: problem.place.number)
     raise_problems(problems)
-    notes = [*tell_aliases(raw.source, columns, prompt_key), *_replaced(raw)]
+    notes = [*alias_notes(raw.source, columns, prompt_key), *_replaced(raw)]
     # Without responses each row is a task of its own.
     grouped = rows if response_key is None else _in_groups(rows)
     return AnsweredSet(raw.source, tuple(grouped), tuple(notes))

@@ -1,4 +1,4 @@
-"""Score rollouts outside training, by the very path that training takes.
+"""Score rollouts outside training, with the code that training uses.
 
 Whatever stops it (budget, outage, Ctrl-C), the verdicts that are there are kept; what is
 missing then says "not asked", and a judge's cache lets the same command go on from there.
@@ -42,7 +42,7 @@ QUIET = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told how far the scoring is, and why it does not move."""
+    """Callbacks for progress, and for notes on why scoring waits."""
 
     advance: Callable[[int], None] = lambda more: None
     note: Callable[[str], None] = lambda text: None
@@ -63,8 +63,8 @@ def started(settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch) -
     """Build the reward and try it out, as training does before its first rollout.
 
     What only watches a judge during training (canary replies, a second judge) stays off, in the
-    parts of a mixture too; and a reward model that fails its self-test is only told, since
-    whoever asks for scores sees them.
+    parts of a mixture too; and a reward model that fails its self-test only gives a warning, since
+    the scores themselves are shown.
     """
     sources = {prompt.data_source for prompt in prompts}
     quiet = with_judges(settings, QUIET)
@@ -116,16 +116,16 @@ def _gather(
     reward: Reward, futures: Sequence[Future[Score]], arrived: SimpleQueue[int], watch: Watch
 ) -> None:
     """Wait for all of them; raises what a future raises."""
-    told: str | None = None
+    noted: str | None = None
     left = len(futures)
     while left:
         try:
             index = arrived.get(timeout=POLL_S)
         except Empty:
             why = reward.waiting_for()
-            if why is not None and why != told:
+            if why is not None and why != noted:
                 watch.note(why)
-            told = why
+            noted = why
             continue
         futures[index].result()
         left -= 1
@@ -162,14 +162,14 @@ def scored_row(row: Answered, score: Score) -> dict[str, Any]:
 
 
 def judged(score: Score) -> float | None:
-    """A score that was really given; one put in for want of a verdict does not count."""
+    """A score that was really given; an imputed one does not count."""
     return score.value if score.judged else None
 
 
 def cause_of(score: Score) -> str:
     """The short word for a failure: how its text begins."""
-    told = score.failure or str(score.info.get("imputed", ""))
-    first, _, rest = told.partition(":")
+    cause = score.failure or str(score.info.get("imputed", ""))
+    first, _, rest = cause.partition(":")
     if first in score.parts and rest:  # of a mixture: which part, then why
         first = f"{first}: {rest.partition(':')[0].strip()}"
     return redact(first.strip()) or "unknown"
@@ -271,7 +271,7 @@ def _left_of(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiRewar
 
 
 def _add(metrics: dict[str, float], name: str, more: Mapping[str, float]) -> None:
-    """Keep each judge's counts apart, so that an unknown price stays unknown."""
+    """Count each judge separately, so that an unknown price stays unknown."""
     for key, value in more.items():
         stage, _, rest = key.partition("/")
         own = f"judge_{name}/{rest}" if stage == "judge" else key

@@ -108,15 +108,15 @@ def with_models(settings: RewardSettings, values: Mapping[str, Any]) -> RewardSe
 
 
 def _with_all(
-    settings: RewardSettings, told: Mapping[str, Any], kind: Kind, values: Mapping[str, Any]
+    settings: RewardSettings, update: Mapping[str, Any], kind: Kind, values: Mapping[str, Any]
 ) -> RewardSettings:
     parts = mixture_of(settings)
     if not parts:
-        return settings.model_copy(update=told)
+        return settings.model_copy(update=update)
     # What a part does not set is the run's own; so its own word on these is taken out.
     own = {part.name: _without(part, kind, values) for part in parts}
     mixed = {"parts": (), "composite": Composite(enable=True, parts=own)}
-    return settings.model_copy(update={**told, **mixed})
+    return settings.model_copy(update={**update, **mixed})
 
 
 def _without(part: MixPart, kind: Kind, names: Mapping[str, Any]) -> dict[str, Any]:

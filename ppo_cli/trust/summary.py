@@ -33,8 +33,8 @@ def spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
 def kept_verdicts(score: Score) -> list[bool]:
     """For each judge behind a score, whether its verdict came from the cache."""
     mixed = score.info.get("mixture")
-    told = mixed.values() if isinstance(mixed, Mapping) else [score.info]
-    return [bool(t["cached"]) for t in told if isinstance(t, Mapping) and "cached" in t]
+    infos = mixed.values() if isinstance(mixed, Mapping) else [score.info]
+    return [bool(t["cached"]) for t in infos if isinstance(t, Mapping) and "cached" in t]
 
 
 def is_kept(score: Score) -> bool:
@@ -50,7 +50,7 @@ def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict
 
 
 Values = Sequence[float | None]
-DROWNED = 1 / 3  # a share this small against the part's weight is as good as none
+DOMINATED = 1 / 3  # a share this small against the part's weight is as good as none
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,18 @@ def column_of(scores: Sequence[Score], name: str | None) -> Column:
         lost = sum(v is None and s.failure != NOT_ASKED for v, s in zip(raw, scores, strict=True))
         return Column(raw, raw, lost)
     given = [score.parts.get(name) for score in scores]
-    put_in = [_put_in(score, name) for score in scores]
-    raw = tuple(None if p is None or lost else p.raw for p, lost in zip(given, put_in, strict=True))
+    imputed = [_imputed(score, name) for score in scores]
+    raw = tuple(
+        None if p is None or lost else p.raw for p, lost in zip(given, imputed, strict=True)
+    )
     scaled = tuple(None if p is None else p.scaled for p in given)
-    failed = sum(p is not None and p.scaled is None for p in given) + sum(put_in)
+    failed = sum(p is not None and p.scaled is None for p in given) + sum(imputed)
     gated = sum(p is not None and p.raw is None and p.scaled is not None for p in given)
     return Column(raw, scaled, failed, gated)
 
 
-def _put_in(score: Score, name: str) -> bool:
-    """Whether a part's value is one put in for want of a verdict."""
+def _imputed(score: Score, name: str) -> bool:
+    """Whether a part's value is imputed."""
     mixed = score.info.get("mixture")
     own = mixed.get(name) if isinstance(mixed, Mapping) else None
     return isinstance(own, Mapping) and "imputed" in own
@@ -144,7 +146,7 @@ def affine_line(values: Values) -> str | None:
     moments = Moments.of(_known(values))
     if moments.std <= TINY:
         return None
-    # The mean is told as finely as the spread: a scale of 0.01 around 20 keeps its centre.
+    # The mean is printed as finely as the spread: a scale of 0.01 around 20 keeps its centre.
     digits = max(0, 2 - math.floor(math.log10(moments.std)))
     mean = round(moments.mean, digits) + 0.0
     return f"scaling: affine, mean: {_plain(mean)}, std: {_plain(float(f'{moments.std:.3g}'))}"
@@ -190,17 +192,17 @@ def _reported(
 
 
 def _remarks(parts: Sequence[MixPart], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A part that another one drowns, or that says the same of all rows."""
+    """A part that another one dominates, or that scores all rows alike."""
     said = []
     for part in parts:
         facts = found[part.name]
         if facts["scored"] > 1 and facts["std"] <= TINY:
             said.append(f"{part.name} gives every row the same score, so it decides nothing here.")
-        elif facts["share"] is not None and facts["share"] < DROWNED * facts["weight"]:
+        elif facts["share"] is not None and facts["share"] < DOMINATED * facts["weight"]:
             loud = max(parts, key=lambda p: found[p.name]["share"] or 0.0).name
             said.append(
-                f"{part.name} is drowned: it makes {facts['share']:.0%} of the spread, its weight "
-                f"says {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
+                f"{part.name} is dominated: it makes {facts['share']:.0%} of the spread, its "
+                f"weight says {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
             )
     return said
 

@@ -152,7 +152,7 @@ def test_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "AUC 1.000 [0.839, 1.000]" in lines  # Wilson, 20 of 20
     assert "labels 'yes' is good (10 of 20)" in lines
-    assert "- AUC 1.00 [0.84, 1.00]: tells good from bad answers well." in lines
+    assert "- AUC 1.00 [0.84, 1.00]: separates good from bad answers well." in lines
     again = "- Nothing was asked again: reward models and rules say the same every time."
     assert again in lines
 

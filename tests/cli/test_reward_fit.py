@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.reward_fit import told_doubt
+from ppo_cli.cli.reward_fit import doubt_warning
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -92,7 +92,7 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(
 def test_an_accuracy_like_that_of_guessing_is_doubted(
     accuracy: float, held_out: int, doubt: bool
 ) -> None:
-    assert (told_doubt(accuracy, held_out) is not None) == doubt
+    assert (doubt_warning(accuracy, held_out) is not None) == doubt
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:

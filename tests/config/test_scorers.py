@@ -108,7 +108,7 @@ def test_each_judge_needs_its_key_and_each_model_its_folder() -> None:
 def test_raw_scores_of_a_reward_model_are_remarked_on() -> None:
     raw = ("reward.composite.parts.model.scaling=none", RM)
     (note,) = remarks(settle(*raw, mix=("model:1", "rule:1")), gpus=0)
-    assert "may drown the other parts" in note
+    assert "may dominate the other parts" in note
     assert remarks(settle(*raw, mix=("model:1",)), gpus=0) == []
     clipped = (*raw, "reward.composite.parts.model.clip=1")
     assert remarks(settle(*clipped, mix=("model:1", "rule:1")), gpus=0) == []

@@ -122,10 +122,10 @@ def test_scores_around_20_and_a_rule_of_0_or_1_share_the_total_by_their_weights(
     for line in lines:
         assert line["reward/model/share"] == pytest.approx(0.7, rel=0.1)
         assert line["reward/rule/share"] == pytest.approx(0.3, rel=0.1)
-    assert "is drowned" not in done.stdout
+    assert "is dominated" not in done.stdout
 
 
-def test_without_scaling_the_start_says_that_a_part_is_drowned(tmp_path: Path) -> None:
+def test_without_scaling_the_start_says_that_a_part_is_dominated(tmp_path: Path) -> None:
     with RewardServer(score=lambda text: 20.0 + 40.0 * (hash_of(text) - 0.5)) as server:
         done = train(
             tmp_path / "run", *SMALL, "--reward", "model:0.7", "--reward", "rule:0.3",
@@ -133,7 +133,7 @@ def test_without_scaling_the_start_says_that_a_part_is_drowned(tmp_path: Path) -
             "--reward_model", server.url("/get_reward"), "--reward_model_self_test", "off",
             "--max_steps", "1",
         )  # fmt: skip
-    assert "The reward's part 'rule' is drowned" in done.stdout
+    assert "The reward's part 'rule' is dominated" in done.stdout
 
 
 def hash_of(text: str) -> float:

@@ -81,7 +81,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
         "--rm_max_tokens",
     ),
     "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
-    "part_drowns": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
+    "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
     "prompts_cut": (1, always(model__prompts_cut=3.0), "--reward_model_max_length"),
     "not_finite": (1, always(actor__skipped_steps=2.0), "--lr"),
@@ -165,8 +165,8 @@ def test_commands_in_advice_name_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_part_without_a_scale_is_named_be_it_loud_or_quiet() -> None:
-    told = find_trouble(history(1, mixed(0.05, std=0.05, scaled=1.0)), Limits())["part_drowns"]
-    assert "'rule' is drowned: it makes 5%" in told and "scaling of 'rule'" in told
+    told = find_trouble(history(1, mixed(0.05, std=0.05, scaled=1.0)), Limits())["part_dominated"]
+    assert "'rule' is dominated: it makes 5%" in told and "scaling of 'rule'" in told
 
 
 def test_every_kind_of_trouble_is_tried_here() -> None:
@@ -196,7 +196,7 @@ SILENT: dict[str, tuple[int, Change]] = {
     "no numbers": (40, lambda s: dict.fromkeys([*GOOD, "reward_mean"])),
     "parts that share as they weigh": (1, mixed(0.28)),
     "a rule that is solved": (1, mixed(0.0, std=0.0)),
-    "a part that drowns later": (9, mixed(0.05)),
+    "a part that is dominated later": (9, mixed(0.05)),
     "a reply that cannot be read now and then": (
         9,
         always(judge__unread=0.05, judge__unread__form=0.05),

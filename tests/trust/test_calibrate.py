@@ -67,7 +67,7 @@ def test_a_perfect_judge(tmp_path: Path) -> None:
     assert result["agreement"]["AUC"]["low"] == pytest.approx(20 / (20 + 1.959964**2))  # Wilson
     assert result["agreement"]["Pearson"]["low"] is None
     assert result["bias"]["length"]["value"] == pytest.approx(0.0, abs=1e-9)
-    assert "AUC 1.00 [0.84, 1.00]: tells good from bad answers well." in result["advice"]
+    assert "AUC 1.00 [0.84, 1.00]: separates good from bad answers well." in result["advice"]
 
 
 def test_a_judge_that_throws_dice(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_judge_that_throws_dice(tmp_path: Path) -> None:
     result = run(Scripted(said), labelled(tmp_path, rows))
     auc = result["agreement"]["AUC"]
     assert auc["low"] < 0.5 < auc["high"]
-    assert any("not told apart from chance" in line for line in result["advice"])
+    assert any("not distinguishable from chance" in line for line in result["advice"])
 
 
 def test_a_judge_that_pays_for_length(tmp_path: Path) -> None:

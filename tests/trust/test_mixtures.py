@@ -148,7 +148,7 @@ def test_answers_to_one_prompt_are_a_group(
     assert scaled == pytest.approx([2**-0.5, -(2**-0.5)] * 4, abs=1e-4)
 
 
-def test_a_part_that_drowns_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dominated_part_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     function = tmp_path / "mine.py"
     function.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -157,7 +157,7 @@ def test_a_part_that_drowns_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     parts = f"{{loud: {{function: {function}, scaling: none}}, rule: {{scaling: none}}}}"
     code, out, err = run(capsys, "score", sums(tmp_path), f"reward.composite.parts={parts}")
     assert code == 0, err
-    assert "rule is drowned: it makes 0% of the spread, its weight says 50%." in out
+    assert "rule is dominated: it makes 0% of the spread, its weight says 50%." in out
     assert "Set the scaling of loud to zscore or affine." in out
 
 
