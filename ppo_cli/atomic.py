@@ -1,4 +1,4 @@
-"""Atomic writes: a file, folder or link is whole under its name, or it is as it was before.
+"""Atomic writes: a file, folder or link is replaced when the new one is complete, or not at all.
 
 What is written lies beside its target under a hidden name until it is complete and synced to the
 disk. A process that is killed leaves the hidden name, which the next write removes.

@@ -1,4 +1,4 @@
-"""Mean and spread of numbers over a whole run, to the bit.
+"""Exact mean and spread of numbers over a whole run.
 
 Sums are exact, so that neither the order in which numbers came nor a stop and a resume can
 change a bit of them.

@@ -1,1 +1,1 @@
-"""Words in, words out: commands, flags, screen. Nothing heavy at module level."""
+"""Commands, flags and screen output. Nothing heavy at module level."""

@@ -1,4 +1,4 @@
-"""The `ppo` command: finds the sub-command, and turns whatever happens into an exit code.
+"""The `ppo` command: finds the sub-command, and turns every outcome into an exit code.
 
 Sub-commands are imported when they are called, so that `ppo --help` stays quick.
 """
@@ -56,7 +56,7 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a stand-in that is enough for the list in the help."""
+        """Return a placeholder that is enough for the list in the help."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
@@ -144,7 +144,7 @@ def _root(
 
 
 def _open_closed_streams() -> None:
-    """Let streams that are closed lead nowhere: files opened later would take their numbers."""
+    """Replace closed streams with the null device: files opened later would take their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free

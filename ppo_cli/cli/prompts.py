@@ -1,4 +1,4 @@
-"""`ppo prompts list|show|render`: judge prompts, and what a judge is really asked."""
+"""`ppo prompts list|show|render`: judge prompts, and the exact request to a judge."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def request_text(facts: dict[str, Any]) -> str:
     ]
     if facts["answered_without_a_call"]:
         lines.append(
-            f"This response gets the lowest score without a call (--rm_gate): "
+            f"This response gets the lowest score (--rm_gate), without a call: "
             f"{facts['answered_without_a_call']}."
         )
     system = facts["system"] or "(none)"

@@ -1,4 +1,4 @@
-"""What a run shows: progress on a terminal, plain lines elsewhere, and how numbers read."""
+"""Output of a run: progress bars on a terminal, plain lines elsewhere, formatted numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt sets ready to be sampled from, and the seeded order in which training takes them."""
+"""Prompt sets ready for sampling, and their seeded order in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one method behind which every reward hides.
+"""The interface of every reward.
 
 `submit` returns at once; the future it returns always resolves to a `Score`, and a failure to
 judge is a `Score` whose value is None. The future raises only what must stop the run

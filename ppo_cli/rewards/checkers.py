@@ -1,4 +1,4 @@
-"""Pure string work behind the rules: find an answer in a reply, read it, compare it.
+"""String functions of the rules: find an answer in a reply, read it, compare it.
 
 Nothing here evaluates an expression, so no input can make it slow.
 """

@@ -1,7 +1,7 @@
 """Where a reward's heavy work is done: in this process, or in one of its own.
 
 A reward that needs a device says what is to be made, by a factory that pickles, and talks to it
-by method names. Who makes it, and where, is not its business.
+by method names. It does not know who makes it, or where.
 """
 
 from __future__ import annotations

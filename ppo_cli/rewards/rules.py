@@ -1,4 +1,4 @@
-"""The built-in rules, each a `compute_score`, and which data_source goes to which.
+"""The built-in rules, each a `compute_score`, and the data_source that selects each.
 
 A rule returns a dict: `score`, and `extracted`, what it found in the reply. It raises
 `CannotScore` where the row gives it nothing to compare with."""

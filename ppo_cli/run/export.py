@@ -1,4 +1,4 @@
-"""Which checkpoint is exported and where to: folders in, one whole folder out or none."""
+"""`ppo export`: chooses the checkpoint, and writes one model folder atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run works with, what it must remember between steps, and its return from a checkpoint."""
+"""The parts of a run, its state between steps, and its restore from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge is really asked: the request for one data row, and the bundled prompts."""
+"""The exact request of a judge for one data row, and the bundled prompts."""
 
 from __future__ import annotations
 

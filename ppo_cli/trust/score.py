@@ -1,7 +1,7 @@
 """Score rollouts outside training, with the code that training uses.
 
-Whatever stops it (budget, outage, Ctrl-C), the verdicts that are there are kept; what is
-missing then says "not asked", and a judge's cache lets the same command go on from there.
+Whatever stops it (budget, judge unavailable, Ctrl-C), verdicts so far are kept; missing ones say
+"not asked", and a judge's cache lets the same command resume.
 
 Repeats ask again, past every cache, what may answer otherwise. In a mixture each judge and each
 function is asked by itself: what the others say does not change. A judge then keeps to what the

@@ -1,4 +1,4 @@
-"""What a reward is made of, as far as scoring outside training must know."""
+"""The sources of a reward (judges, models, rules) and their checks, for use outside training."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_peeking_tells_what_will_be_taken_and_moves_nothing(
 
 @pytest.mark.parametrize("ahead", [0, -1])
 def test_what_was_taken_is_not_to_come(ahead: int) -> None:
-    with pytest.raises(ValueError, match="not to come"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         PromptOrder(7, 3, seed=0).peek(ahead)
 
 
