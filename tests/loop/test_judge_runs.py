@@ -8,9 +8,9 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,44 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
-from tests.loop.runs import undocumented
+from tests.loop.runs import ROOT, undocumented, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = "key-of-the-loopback-judge"
 RUN = (
     "--preset", "embedded", "--batch_size", "16", "--mini_batch_size", "8", "--rollout_n", "4",
     "--save_freq", "2", "--test_freq", "-1", "data.val_max_samples=32", "--use_api_reward",
     "--rm_model", "judge-1", "--rm_prompt_preset", "math", "--rm_canary_every", "0",
 )  # fmt: skip
+FOUR, UNCACHED = ("--max_steps", "4"), ("--rm_cache", "off")
+PRICE = ("--rm_price_input", "1", "--rm_price_output", "4")
+OUTAGE = "does not answer"
+# The reward rises: shown once, as it takes longer than to see that the scores are right.
 PROVIDERS = (
-    ("openai", "OPENAI_API_KEY"),
-    ("claude", "CLAUDE_API_KEY"),
-    ("gemini", "GOOGLE_API_KEY"),
-    ("dashscope", "DASHSCOPE_API_KEY"),
+    ("openai", "OPENAI_API_KEY", 10, 32),
+    ("claude", "CLAUDE_API_KEY", 3, 16),
+    ("gemini", "GOOGLE_API_KEY", 3, 16),
+    ("dashscope", "DASHSCOPE_API_KEY", 3, 16),
 )
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run of four steps with a judge that never fails, and how often that judge answered."""
+
+    out: Path
+    answered: int
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    with JudgeServer() as server:
+        server.keys = {KEY}
+        train(environment(folder), command(server, folder / "run", *FOUR, *PRICE, *UNCACHED))
+        return Whole(folder / "run", server.state.answered)
 
 
 @pytest.fixture
@@ -56,23 +77,19 @@ def environment(tmp_path: Path, variable: str = "OPENAI_API_KEY") -> dict[str, s
 
 def command(server: JudgeServer, out: Path, *args: str, provider: str = "openai") -> list[str]:
     where = ("--rm_api_type", provider, "--rm_base_url", server.url(provider))
-    return [
-        sys.executable, "-m", "ppo_cli", "train", *RUN, *where, *args, "--output_dir", str(out)
-    ]  # fmt: skip
+    return ["train", *RUN, *where, *args, "--output_dir", str(out)]
 
 
 def train(
     env: dict[str, str], words: list[str], exit_code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=280)
+    done = run_forked(words, env, timeout=800)
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done
 
 
-def start(env: dict[str, str], words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+def start(env: dict[str, str], words: list[str]) -> Forked:
+    return Forked(PPO, words, env)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -106,22 +123,23 @@ def assert_nowhere(secret: str, *places: Path) -> None:
                 assert secret.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(("provider", "variable"), PROVIDERS)
-def test_reward_rises_with_each_provider(
-    server: JudgeServer, tmp_path: Path, provider: str, variable: str
+@pytest.mark.parametrize(("provider", "variable", "steps", "batch"), PROVIDERS)
+def test_scores_are_right_with_each_provider_and_the_reward_rises(
+    server: JudgeServer, tmp_path: Path, provider: str, variable: str, steps: int, batch: int
 ) -> None:
     out = tmp_path / "run"
     words = command(
-        server, out, "--max_steps", "10", "--batch_size", "32", "--mini_batch_size", "16",
-        "--logger", "console,tensorboard", provider=provider,
+        server, out, "--max_steps", str(steps), "--batch_size", str(batch),
+        "--mini_batch_size", str(batch // 2), "--logger", "console,tensorboard", provider=provider,
     )  # fmt: skip
     told = train(environment(tmp_path, variable), words)
     lines = metrics(out)
-    assert lines[-1]["step"] == 10
+    assert lines[-1]["step"] == steps
     assert undocumented(out) == set()
-    assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
+    if steps == 10:
+        assert lines[-1]["val/reward_mean"] > lines[0]["val/reward_mean"] + 0.1
     scored = rollouts(out)
-    assert len(scored) == 10 * 32 * 4
+    assert len(scored) == steps * batch * 4
     assert all(line["score"] == judged_right(line) for line in scored if "gated" not in line)
     assert all(line["judge_reply"] and line["reason"] for line in scored if "gated" not in line)
     assert lines[3]["judge/calls"] > 0 and lines[3]["judge/tokens_in"] > 0
@@ -136,7 +154,7 @@ def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path)
         "out_of_range", 404, "no_content",
     )  # fmt: skip
     out = tmp_path / "run"
-    flags = ("--max_steps", "4", "--rm_timeout", "3", "--rm_deadline", "60")
+    flags = ("--max_steps", "4", "--rm_timeout", "5", "--rm_deadline", "120")
     process = start(environment(tmp_path), command(server, out, *flags))
     try:
         wait_for(out / "metrics.jsonl", process)
@@ -145,7 +163,7 @@ def test_every_trouble_at_once_harms_nobody(server: JudgeServer, tmp_path: Path)
         server.fail(429, times=6, retry_after=0.2)
         for kind in kinds:
             server.fail(kind, times=2)
-        told, _ = process.communicate(timeout=300)
+        told, _ = process.communicate(timeout=800)
     finally:
         process.kill()
     assert process.returncode == 0, told
@@ -177,109 +195,97 @@ def test_what_will_never_work_is_told_before_any_rollout(
     assert not (out / "rollouts").exists() and server.count <= 3
 
 
+def await_outage(server: JudgeServer, out: Path, process: Forked) -> None:
+    """Stop the judge after step 2, and return once the run has noticed."""
+    wait_for(out / "rollouts" / "step_000002.jsonl", process)
+    told = len(process.output())
+    server.pause()
+    end = time.monotonic() + 600
+    while OUTAGE not in process.output()[told:]:
+        assert process.poll() is None and time.monotonic() < end, process.output()
+        time.sleep(0.05)
+
+
 def test_a_stumbling_judge_and_an_outage_change_nothing(
-    server: JudgeServer, tmp_path: Path
+    whole: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
-    calm, rough = tmp_path / "calm", tmp_path / "rough"
-    off = ("--rm_cache", "off", "--max_steps", "6")
-    train(environment(tmp_path), command(server, calm, *off))
-    asked = server.state.answered
+    out = tmp_path / "run"
     server.fail(503, share=0.3)
-    process = start(environment(tmp_path), command(server, rough, *off))
+    process = start(environment(tmp_path), command(server, out, *FOUR, *UNCACHED))
     try:
-        wait_for(rough / "rollouts" / "step_000003.jsonl", process)
-        server.pause()
-        time.sleep(8)
-        assert process.poll() is None
+        await_outage(server, out, process)
         server.resume()
-        told, _ = process.communicate(timeout=200)
+        told, _ = process.communicate(timeout=800)
     finally:
         process.kill()
     assert process.returncode == 0, told
-    assert "does not answer" in told
-    assert_same_weights(calm, rough)
-    assert all(line["score"] is not None for line in rollouts(rough))
+    assert_same_weights(whole.out, out)
+    assert all(line["score"] is not None for line in rollouts(out))
     # What was cut off in its flight is asked again, and nothing else.
-    assert server.state.answered - asked <= asked + 32
+    assert server.state.answered <= whole.answered + 32
 
 
-def test_killed_in_an_outage_and_resumed_ends_the_same(server: JudgeServer, tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    steps = ("--max_steps", "6", "--rm_cache")
-    train(environment(tmp_path), command(server, whole, *steps, str(tmp_path / "a.sqlite")))
-    words = command(server, broken, *steps, str(tmp_path / "b.sqlite"))
+def test_killed_in_an_outage_and_resumed_ends_the_same(
+    whole: Whole, server: JudgeServer, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = command(server, out, *FOUR)
     process = start(environment(tmp_path), words)
     try:
-        wait_for(broken / "rollouts" / "step_000003.jsonl", process)
-        server.pause()
-        time.sleep(3)
+        await_outage(server, out, process)
     finally:
         process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     server.resume()
     train(environment(tmp_path), words)
-    assert_same_weights(whole, broken)
+    assert_same_weights(whole.out, out)
 
 
 def test_an_outage_without_end_saves_and_tells_how_to_go_on(
-    server: JudgeServer, tmp_path: Path
+    whole: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    steps = ("--max_steps", "4", "--rm_cache")
-    train(environment(tmp_path), command(server, whole, *steps, str(tmp_path / "a.sqlite")))
-    words = command(server, out, *steps, str(tmp_path / "b.sqlite"), "--rm_outage_wait", "3")
+    out = tmp_path / "run"
+    words = command(server, out, *FOUR, "--rm_outage_wait", "3")
     process = start(environment(tmp_path), words)
     try:
-        wait_for(out / "rollouts" / "step_000001.jsonl", process)
-        server.pause()
-        told, _ = process.communicate(timeout=200)
+        await_outage(server, out, process)
+        told, _ = process.communicate(timeout=800)
     finally:
         process.kill()
     assert process.returncode == 3, told
     assert "Go on with:" in told and "Traceback" not in told
     server.resume()
     train(environment(tmp_path), words)
-    assert_same_weights(whole, out)
+    assert_same_weights(whole.out, out)
 
 
 def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
-    server: JudgeServer, tmp_path: Path
+    whole: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
-    whole, out, again = tmp_path / "whole", tmp_path / "run", tmp_path / "again"
-    price = ("--rm_price_input", "1", "--rm_price_output", "4", "--max_steps", "4")
+    out, again = tmp_path / "run", tmp_path / "again"
     env = environment(tmp_path)
-    train(env, command(server, whole, *price, "--rm_cache", str(tmp_path / "other.sqlite")))
-    usual = spent(whole) / len((whole / "judge_calls.jsonl").read_text().splitlines())
-    budget = ("--rm_budget_usd", f"{100 * usual:.6f}")
-    told = train(env, command(server, out, *price, *budget), exit_code=3)
-    assert "budget" in told.stderr and "Go on with:" in told.stderr
-    assert 0.5 * 100 * usual < spent(out) <= 100 * usual
-    told = train(env, command(server, out, *price, *budget), exit_code=3)
-    assert spent(out) <= 100 * usual
+    calls = (whole.out / "judge_calls.jsonl").read_text().splitlines()
+    limit = 100 * spent(whole.out) / len(calls)
+    budget = ("--rm_budget_usd", f"{limit:.6f}")
+    for _ in range(2):  # the same command again cannot spend more
+        told = train(env, command(server, out, *FOUR, *PRICE, *budget), exit_code=3)
+        assert "budget" in told.stderr and "Go on with:" in told.stderr
+        assert 0.5 * limit < spent(out) <= limit
     enough = shlex.split(told.stderr.split("Go on with: ")[1])[-2:]
     assert enough[0] == "--rm_budget_usd"
-    train(env, command(server, out, *price, *enough))
+    train(env, command(server, out, *FOUR, *PRICE, *enough))
     assert spent(out) < float(enough[1]) < 5 * spent(out)
-    assert_same_weights(whole, out)
+    assert_same_weights(whole.out, out)
     before = server.count
-    train(env, command(server, again, *price))
+    train(env, command(server, again, *FOUR, *PRICE))
     assert server.count == before
     assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in metrics(again))
-    assert_same_weights(whole, again)
+    assert_same_weights(whole.out, again)
 
 
 def spent(out: Path) -> float:
     lines = (out / "judge_calls.jsonl").read_text().splitlines()
     return sum(json.loads(line)["usd"] for line in lines)
-
-
-def wait_for(path: Path, process: subprocess.Popen[Any], seconds: float = 150) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.02)
 
 
 def test_no_failed_verdict_enters_a_loss_or_a_mean(
