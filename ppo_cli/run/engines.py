@@ -215,7 +215,7 @@ class Engines:
             )  # fmt: skip
         from ppo_cli.engine.cluster.remote import ApartEngine
 
-        return ApartEngine(
+        engine = ApartEngine(
             self.config,
             self.tokenizer,
             total_steps=self.total_steps,
@@ -225,6 +225,10 @@ class Engines:
             tell=self.tell,
             stop_requested=self.stop_requested,
         )
+        if engine.weight_transfer == "memory":  # another start need not try what failed here
+            rollout = self.config.rollout.model_copy(update={"weight_transfer": "memory"})
+            self.config = self.config.model_copy(update={"rollout": rollout})
+        return engine
 
     def _ahead(self, engine: Engine) -> Engine:
         steps = self.config.trainer.async_steps

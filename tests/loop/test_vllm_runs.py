@@ -24,5 +24,6 @@ def test_a_run_with_vllm_learns_and_samples_from_the_weights_of_the_learner(tmp_
     assert accuracy[0] < 0.6 and accuracy[-1] > 0.9, accuracy
     trained = lines[1:]
     assert [line["step"] for line in trained] == [*range(1, 21)]
+    assert all(line["perf/weights_by_memory"] == 1 for line in trained)
     assert max(line["rollout/logprob_diff_max"] for line in trained) < 1e-4
     assert "Traceback" not in told.stdout + told.stderr

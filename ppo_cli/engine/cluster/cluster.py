@@ -213,12 +213,16 @@ class Cluster:
             return
         try:
             if session.trouble() is None:
-                self._part(polite)
+                self.end_workers(polite)
+                if self._group is not None:
+                    with suppress(Exception):
+                        remove_placement_group(self._group)
         finally:
             self._members.clear()
             session.close()
 
-    def _part(self, polite: Sequence[Member]) -> None:
+    def end_workers(self, polite: Sequence[Member] = ()) -> None:
+        """End all workers and wait until they are gone; the nodes stay reserved."""
         # They end anyway, and why they cannot is in their logs. The others go first: a polite one
         # may be waiting for them.
         deadline = time.monotonic() + FAREWELL_S
@@ -232,9 +236,7 @@ class Cluster:
             # Devices are free for the next engine only when their processes are gone.
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=FAREWELL_S)
-        if self._group is not None:
-            with suppress(Exception):
-                remove_placement_group(self._group)
+        self._members.clear()
 
     def _end(self, members: Sequence[Member]) -> list[Any]:
         """End these workers; returns what is there once they are gone."""

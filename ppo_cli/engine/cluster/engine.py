@@ -20,13 +20,14 @@ from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.futures import Call, Member, late
 from ppo_cli.engine.cluster.hosting import Proxy
+from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import pack, rejoin_prompt, unpack
-from ppo_cli.engine.cluster.weight_exchange import ExchangePlan, Halved, LearnerPlan
+from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved, LearnerPlan
 from ppo_cli.engine.cluster.workers import start_learner, start_sampler
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
-from ppo_cli.errors import ConfigError, WorkerLost
+from ppo_cli.errors import ConfigError, UserError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
 
@@ -139,6 +140,7 @@ class ClusterEngine:
     ) -> None:
         trainer = config.trainer
         self._weight_version = 0
+        self.weight_transfer = weight_transfer(config)
         self._profiles = logs.absolute().parent / "profile"
         self._tell = tell
         self._room: list[int | None] = [None] * len(placement.rollout)
@@ -154,8 +156,7 @@ class ClusterEngine:
         try:
             ranks = _counted(len(placement.train), "learner rank")
             tell(f"Starting {ranks} and {_counted(len(placement.rollout), 'sampler')}")
-            self._start_workers(placement)
-            self._build_models(config, tokenizer, total_steps, placement)
+            self._start(config, tokenizer, total_steps, placement)
         except BaseException:
             self.close()
             raise
@@ -187,7 +188,8 @@ class ClusterEngine:
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
         self._publisher.sleep()
-        return merge_sums(self._all_learners("step", self._cluster.share(pack(minibatch))))
+        sums = merge_sums(self._all_learners("step", self._cluster.share(pack(minibatch))))
+        return sums | {f"perf/weights_by_{self.weight_transfer}": (1.0, 1.0)}
 
     def publish(self) -> None:
         """Raise the weight version and bring the new weights to all samplers."""
@@ -224,6 +226,35 @@ class ClusterEngine:
         samplers, self._samplers = self._samplers, []
         self._cluster.close(samplers)
 
+    def _start(
+        self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
+    ) -> None:
+        """Start all workers, and a second time where weights cannot travel the way `auto` chose.
+
+        What the first attempt left (a collective that hangs, half of a model) ends with it.
+        """
+        while True:
+            self._start_workers(placement)
+            self._build_models(config, tokenizer, total_steps, placement)
+            try:
+                self._send_first_weights(config)
+                return
+            except (UserError, WorkerLost) as error:
+                way = config.rollout.weight_transfer
+                if way != "auto" or self.weight_transfer == "memory" or self._lost_node():
+                    raise
+                what = str(error).splitlines()[0].removesuffix(USE_MEMORY).rstrip(" .:")
+                self._tell(
+                    f"{what}. The workers start again, and rollout.weight_transfer=auto takes "
+                    "memory from now on."
+                )
+            self._cluster.end_workers(self._samplers)
+            self.weight_transfer = "memory"
+
+    def _lost_node(self) -> bool:
+        nodes = {member.node_id for member in (*self._learners, *self._samplers)}
+        return not all(map(node_answers, nodes))
+
     def _start_workers(self, placement: Placement) -> None:
         seat = self._cluster.seat
         train, rollout = placement.train, placement.rollout
@@ -242,8 +273,7 @@ class ClusterEngine:
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
         cluster, collect = self._cluster, self._cluster.waits.collect
-        transfer = weight_transfer(config)
-        given = cluster.share(config), cluster.share(tokenizer), transfer
+        given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
             cluster.ask(sampler, "start", "build", start_sampler, i, *given, self._profiles)
             for i, sampler in enumerate(self._samplers)
@@ -273,12 +303,14 @@ class ClusterEngine:
         (point,) = collect([cluster.ask(first, "meeting_point", "call", first.node)])
         joining = [cluster.ask(one, "join", "call", one.node, point) for one in self._learners]
         collect([*joining, *loading], may_stop=True)
-        if transfer != "memory":
+
+    def _send_first_weights(self, config: Config) -> None:
+        if self.weight_transfer != "memory":
             workers = config.rollout.tensor_model_parallel_size
-            address = LOOPBACK if self._one_node else first.node
+            address = LOOPBACK if self._one_node else self._learners[0].node
             self._publisher.connect(
                 ExchangePlan(
-                    transfer, tuple(self._samplers), workers, address,
+                    self.weight_transfer, tuple(self._samplers), workers, address,
                     config.trainer.worker_timeout,
                 )
             )  # fmt: skip

@@ -31,7 +31,7 @@ from ray import cloudpickle
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.placement import Placement
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.logs import KILLED, read_tail
 from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay, import_paths
@@ -234,7 +234,7 @@ class ApartEngine:
                 "total_steps": total_steps, "placement": placement, "address": address,
             }  # fmt: skip
             self._joins = True
-            self._call("build", options, may_stop=True)
+            self.weight_transfer: Transfer = self._call("build", options, may_stop=True)
         except BaseException:
             self.close()
             raise

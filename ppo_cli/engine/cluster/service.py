@@ -23,6 +23,7 @@ from typing import Any
 
 from ray import cloudpickle
 
+from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.base import Sampling, Sums
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import WorkerFault
@@ -72,14 +73,15 @@ class Service:
             if request.verb == "close":
                 return
 
-    def build(self, options: dict[str, Any], number: int) -> None:
-        """Make the engine; meanwhile it may tell something."""
+    def build(self, options: dict[str, Any], number: int) -> Transfer:
+        """Make the engine, which may tell something meanwhile; returns how weights travel."""
         self._told_under = number
         self._engine = ClusterEngine(
             **options,
             tell=lambda text: self._send(self._told_under, "tell", text),
             stop_requested=lambda: self._stop,
         )
+        return self._engine.weight_transfer
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, number: int) -> Iterator[Any]:
         """Rollouts without their prompts, which the other side has; one request at a time."""

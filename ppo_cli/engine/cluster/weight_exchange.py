@@ -59,8 +59,9 @@ class ExchangePlan:
 
 # The driver gives up first: its sentence is the better one.
 AFTER_DRIVER_S = 60.0
-# A way that works takes seconds to be gone for the first time, one that does not may hang.
+# A way that works takes seconds for its first transfer, one that does not may hang.
 PROOF_S = 300.0
+USE_MEMORY = " Use rollout.weight_transfer=memory."
 
 
 class Exchange:
@@ -155,7 +156,7 @@ class Exchange:
                 raise
             raise ConfigError(
                 f"Weights do not travel by {self._plan.transfer} here ({_last_line(error)}); the "
-                "logs tell more. Use rollout.weight_transfer=memory."
+                f"logs tell more.{USE_MEMORY}"
             ) from error
 
 
