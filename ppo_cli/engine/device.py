@@ -1,9 +1,13 @@
-"""Where the one-process engine computes, and in which precision."""
+"""Where an engine computes, in which precision, and with how many CPU threads."""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -27,3 +31,53 @@ class Compute:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+def set_threads(wanted: int | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Take `wanted` threads; None: OMP_NUM_THREADS, else torch's choice within the CPU quota.
+
+    They stay fixed during a run: another number of threads sums in another order, and a resumed
+    run would no longer be the same bit for bit.
+    """
+    if wanted is None:
+        chosen = "OMP_NUM_THREADS" in environ
+        wanted = torch.get_num_threads() if chosen else _within_quota(torch.get_num_threads())
+    if wanted != torch.get_num_threads():
+        torch.set_num_threads(wanted)
+
+
+def _within_quota(threads: int) -> int:
+    quota = cpu_quota()
+    return threads if quota is None else max(1, min(threads, math.ceil(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The CPUs that control groups grant this process (version 2, or 1); None where unlimited."""
+    base = root / "sys/fs/cgroup"
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in groups:
+        _, names, path = line.split(":", 2)
+        if not names:
+            home = base / path.lstrip("/")
+            levels = [level for level in (home, *home.parents) if level.is_relative_to(base)]
+            found += [_quota(*_words(level / "cpu.max")) for level in levels]
+        elif "cpu" in names.split(","):
+            for home in (base / "cpu" / path.lstrip("/"), base / "cpu"):
+                words = (*_words(home / "cpu.cfs_quota_us"), *_words(home / "cpu.cfs_period_us"))
+                found.append(_quota(*words))
+    return min(found, default=None, key=lambda q: math.inf if q is None else q)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # no limit at this level, or a group that the container does not show
+        return []
+
+
+def _quota(most: str = "max", period: str = "100000") -> float | None:
+    return None if most == "max" or int(most) <= 0 else int(most) / int(period)

@@ -14,7 +14,7 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.device import Compute
+from ppo_cli.engine.device import Compute, set_threads
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
@@ -22,7 +22,6 @@ from ppo_cli.engine.models import decode_text, stop_token_ids
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
-from ppo_cli.engine.threads import set_threads
 from ppo_cli.records import Prompt, Rollout
 
 

@@ -15,7 +15,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.futures import TICK_S, Call, Member, Waits
-from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.ray_session import Session
 from ppo_cli.engine.cluster.worker_process import Worker
 from ppo_cli.errors import WorkerLost
@@ -100,6 +99,46 @@ class Seat:
     def log_name(self) -> str:
         """`learner rank 1` writes into learner-1.log."""
         return f"{self.title.replace(' rank ', '-').replace(' ', '-').replace('/', '-')}.log"
+
+
+class Proxy:
+    """An object that lives in a worker, used from here as if it were at hand.
+
+    Errors and deadlines are those of any worker. Usable from any thread; calls are answered one
+    after the other.
+    """
+
+    def __init__(self, cluster: Cluster, member: Member) -> None:
+        self._cluster = cluster
+        self._member = member
+        self._lost = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be called: not lost, not closed, nor the cluster under it."""
+        return not self._lost and self._cluster.lives(self._member)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method and wait for what it gives; raises what it raised.
+
+        Raises WorkerLost when the worker died, hangs, or was closed, at any moment of the call.
+        """
+        if not self.alive:
+            raise WorkerLost(f"The {self._member.title} has ended.")
+        try:
+            call = self._cluster.ask(self._member, name, "call", *args)
+            return self._cluster.waits.collect([call])[0]
+        except WorkerLost:
+            self._lost = True
+            raise
+        except Exception as error:
+            if self.alive:
+                raise
+            raise WorkerLost(f"The {self._member.title} was closed meanwhile.") from error
+
+    def close(self) -> None:
+        """End the worker. Safe to call twice."""
+        self._cluster.dismiss(self._member)
 
 
 class Cluster:
@@ -189,7 +228,7 @@ class Cluster:
             raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
         (member,) = self.start([self.seat(role, devices)])
         self.waits.collect([self.ask(member, "start", "build", factory)], may_stop=True)
-        return Proxy(member, self.ask, self.waits, self.dismiss, self.lives)
+        return Proxy(self, member)
 
     def lives(self, member: Member) -> bool:
         """Whether a worker was neither dismissed nor ended with the cluster."""

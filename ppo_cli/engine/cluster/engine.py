@@ -17,9 +17,8 @@ from ppo_cli.config.derived import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.cluster import Cluster, Proxy
 from ppo_cli.engine.cluster.futures import Call, Member, late
-from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import pack, rejoin_prompt, unpack
 from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved, LearnerPlan

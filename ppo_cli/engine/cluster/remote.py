@@ -256,17 +256,17 @@ class ApartEngine:
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""
-        annotated: AnnotatedBatch = unpack(self._call("annotate", pack(batch)))
+        annotated: AnnotatedBatch = self._pass_on("annotate", batch)
         return annotated
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
-        sums: Sums = self._call("step", pack(minibatch))
+        sums: Sums = self._pass_on("step", minibatch)
         return sums
 
     def publish(self) -> None:
         """Raise the weight version and bring the new weights to all samplers."""
-        self._call("publish")
+        self._pass_on("publish")
 
     def save(self, directory: Path) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
@@ -276,7 +276,7 @@ class ApartEngine:
 
     def load(self, directory: Path) -> None:
         """Take back all that was saved, and bring it to the samplers."""
-        self._call("load", directory.absolute())
+        self._pass_on("load", directory.absolute())
 
     def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Hosted:
         """Host what a picklable factory makes in a process of its own, on these devices."""
@@ -315,6 +315,10 @@ class ApartEngine:
             with suppress(Empty):
                 answer.take(TICK_S)
                 return
+
+    def _pass_on(self, verb: str, *args: Any) -> Any:
+        """Ask for a verb of the engine that is no more than a call."""
+        return unpack(self._call(verb, *map(pack, args)))
 
     def _call(self, verb: str, *args: Any, may_stop: bool = False) -> Any:
         return self._finish(self._ask(verb, *args), may_stop)

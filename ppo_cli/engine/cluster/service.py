@@ -24,10 +24,10 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.config.schema import Transfer
-from ppo_cli.engine.base import Sampling, Sums
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.cluster.cluster import Proxy
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import WorkerFault
-from ppo_cli.engine.cluster.hosting import Proxy
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
 from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.engine.cluster.serialise import pack, shed_prompt, unpack
@@ -37,6 +37,7 @@ from ppo_cli.redact import redact
 
 # Ray wants its joining and leaving to happen in the main thread.
 IN_MAIN_THREAD = ("build", "close")
+PASSED_ON = ("annotate", "step", "publish", "load")  # the engine's own, tensors packed
 TELLING = ("build", "generate")  # these may tell something before their end
 
 
@@ -50,7 +51,10 @@ class Request:
 
 
 class Service:
-    """An engine behind a connection. Every verb is a method, a generator where it streams."""
+    """An engine behind a connection.
+
+    A verb that is not passed on to the engine is a method, a generator where it streams.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -90,27 +94,11 @@ class Service:
         for rollout in rollouts:
             yield shed_prompt(rollout)
 
-    def annotate(self, batch: Any) -> Any:
-        """Packed batch in, packed batch out."""
-        return pack(self._built.annotate(unpack(batch)))
-
-    def step(self, minibatch: Any) -> Sums:
-        """One optimizer step."""
-        return self._built.step(unpack(minibatch))
-
-    def publish(self) -> None:
-        """New weights to the samplers."""
-        self._built.publish()
-
     def save(self, directory: Path) -> Iterator[None]:
         """Yields when the snapshot is taken, and ends when all is on disk."""
         saved = self._built.save(directory)
         yield None
         saved.result()
-
-    def load(self, directory: Path) -> None:
-        """Take back what was saved."""
-        self._built.load(directory)
 
     def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
         """Host an object; it is known by a number from now on."""
@@ -174,7 +162,10 @@ class Service:
             args = pickle.loads(request.arguments)
             if request.verb in TELLING:
                 args = (*args, request.number)
-            value = getattr(self, request.verb)(*args)
+            if request.verb in PASSED_ON:
+                value = pack(getattr(self._built, request.verb)(*map(unpack, args)))
+            else:
+                value = getattr(self, request.verb)(*args)
             if isinstance(value, Iterator):
                 self._stream(request.number, value)
                 value = None
