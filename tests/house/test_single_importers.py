@@ -19,8 +19,15 @@ STANDS = {
     "cli.reward_fit": "a command",
     "config.checks": "the rules between settings; resolve merges the layers",
     "config.verl": "the translation of foreign names; resolve merges the layers",
+    "engine.actor": "one of the two models that are trained; with both, learner is over the cap",
+    "engine.checkpoint": "what is on the disk; with it, learner is over the cap",
+    "engine.critic": "one of the two models that are trained",
+    "engine.tensor_parallel": "how layers are split; with it, sharding is over the cap",
+    "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.cluster.head": "a program of its own",
+    "engine.cluster.workers": "runs in the workers",
     "launch.keeper": "a program of its own",
+    "launch.member": "the other nodes' side; with it, nodes is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",
     "rewards.code.remote": "runs inside the sandbox",
     "rewards.code.sandlock_launcher": "a program of its own",
@@ -31,12 +38,9 @@ STANDS = {
 }
 # Files that are still to be folded into their importer, or to be given a reason above.
 TO_FOLD = {
-    "engine.actor", "engine.checkpoint", "engine.critic",
-    "engine.tensor_parallel", "engine.threads", "engine.cluster.cluster", "engine.cluster.engine",
-    "engine.cluster.workers", "fitting.training", "launch.member",
-    "rewards.code.choosing", "rewards.composite", "rewards.mixing", "rewards.judge.breaker",
-    "rewards.judge.monitor", "rewards.judge.scale_words", "rewards.local.batching",
-    "rewards.served.client",
+    "fitting.training", "rewards.code.choosing", "rewards.composite", "rewards.mixing",
+    "rewards.judge.breaker", "rewards.judge.monitor", "rewards.judge.scale_words",
+    "rewards.local.batching", "rewards.served.client",
 }  # fmt: skip
 
 
