@@ -127,7 +127,7 @@ def fit(
     """Train a reward model from pairs of responses (Bradley-Terry)."""
     _refuse(data, model, val_data, val_share, lr, dtype)
     from ppo_cli.fitting.fit import fit as run_fit
-    from ppo_cli.fitting.settings import FitSettings, Recipe
+    from ppo_cli.fitting.training import FitSettings, Recipe
 
     recipe = Recipe(
         epochs=epochs, max_steps=max_steps, lr=lr, warmup=warmup, batch_size=batch_size,

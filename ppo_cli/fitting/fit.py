@@ -1,7 +1,6 @@
 """`ppo reward fit`: fits a reward model to pairs; keeps the best by held-out accuracy.
 
-Pairs are held out by prompt: none is on both sides. The folder of a fitted model is written
-whole or not at all.
+The folder of a fitted model is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +20,29 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
 from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
-from ppo_cli.fitting.preferences import Pair, count, load_pairs
-from ppo_cli.fitting.samples import (
+from ppo_cli.fitting.preferences import (
     EncodedPair,
+    Pair,
+    Split,
+    count,
     encode_pairs,
+    keep_apart,
+    load_pairs,
     refuse_refused,
+    split_by_prompt,
     tell_left_out,
     whole_format,
 )
-from ppo_cli.fitting.settings import FitSettings, choose_lr
-from ppo_cli.fitting.training import Figures, Stepped, Trainer, batches, measure, steps_of
+from ppo_cli.fitting.training import (
+    Figures,
+    FitSettings,
+    Stepped,
+    Trainer,
+    batches,
+    choose_lr,
+    measure,
+    steps_of,
+)
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.signals import StopOnSignal
@@ -88,54 +99,6 @@ class ModelFolder:
 def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
     with replacing(folder / RECORD_FILE) as fresh:
         fresh.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-
-
-MOST_HELD_OUT = 2000
-
-
-@dataclass(frozen=True)
-class Split:
-    """Pairs to train on and pairs to measure on."""
-
-    train: tuple[Pair, ...]
-    held_out: tuple[Pair, ...]
-
-
-def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
-    """Hold out about `share` of the pairs, at most 2000, all pairs of a prompt together."""
-    if not 0 < share < 1:
-        raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
-    prompts = sorted({pair.prompt_id for pair in pairs})
-    if len(prompts) < 2:
-        raise DataError(
-            f"{len(prompts)} prompt in {len(pairs)} pairs: no part of them can be held out. Give "
-            "pairs of more prompts, or the held-out pairs with --val_data FILE."
-        )
-    by_prompt: dict[str, int] = dict.fromkeys(prompts, 0)
-    for pair in pairs:
-        by_prompt[pair.prompt_id] += 1
-    random.Random(f"held out {seed}").shuffle(prompts)
-    wanted = min(max(1, round(share * len(pairs))), MOST_HELD_OUT)
-    taken: set[str] = set()
-    held = 0
-    for prompt in prompts[:-1]:
-        if held >= wanted:
-            break
-        taken.add(prompt)
-        held += by_prompt[prompt]
-    return Split(
-        tuple(pair for pair in pairs if pair.prompt_id not in taken),
-        tuple(pair for pair in pairs if pair.prompt_id in taken),
-    )
-
-
-def keep_apart(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
-    """Leave out of the training every pair whose prompt is in the held-out file."""
-    taken = {pair.prompt_id for pair in held_out}
-    train = tuple(pair for pair in pairs if pair.prompt_id not in taken)
-    if not train:
-        raise DataError("Every prompt of --data is in --val_data too: nothing is left to train on.")
-    return Split(train, tuple(held_out))
 
 
 LINES = 20  # lines about steps in a fit

@@ -1,18 +1,22 @@
-"""Rows with a chosen and a rejected response, read from files and hub sets.
+"""Preference pairs: read from files and hub sets, held out by prompt, encoded for the model.
 
-Three shapes, told apart row by row: `prompt` with `chosen` and `rejected`; two message lists that
-share all but the last message; two transcripts that share all but the last reply. A file of
-scored responses (`prompt`, `response`, `score`) is turned into pairs."""
+Three shapes of a pair, told apart row by row: `prompt` with `chosen` and `rejected`; two message
+lists that share all but the last message; two transcripts that share all but the last reply. A
+file of scored responses (`prompt`, `response`, `score`) is turned into pairs. They become tokens in
+exactly the format by which the model will score later.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.data_sets.files import Record, Records, name_type
 from ppo_cli.data_sets.messages import (
     as_plain,
@@ -25,8 +29,11 @@ from ppo_cli.data_sets.messages import (
 )
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.data_sets.rows import PROMPT_ALIASES, list_names, read_records, read_source, sole
-from ppo_cli.errors import DataError, did_you_mean
+from ppo_cli.errors import DataError, RewardError, did_you_mean
 from ppo_cli.records import Message
+from ppo_cli.report.tracker import Advance
+from ppo_cli.rewards.local.base import Encoded, Format, LoadedModel
+from ppo_cli.rewards.local.formats import ControlToken, format_for
 
 RESPONSE, SCORE = "response", "score"
 Better = tuple[Place, tuple[Message, ...], str, str]
@@ -279,3 +286,135 @@ def tell_problems(problems: Sequence[RowProblem]) -> str:
 def count(number: int, what: str) -> str:
     """Return `1 pair` or `2 pairs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+MOST_HELD_OUT = 2000
+
+
+@dataclass(frozen=True)
+class Split:
+    """Pairs to train on and pairs to measure on."""
+
+    train: tuple[Pair, ...]
+    held_out: tuple[Pair, ...]
+
+
+def split_by_prompt(pairs: Sequence[Pair], share: float, seed: int) -> Split:
+    """Hold out about `share` of the pairs, at most 2000, all pairs of a prompt together."""
+    if not 0 < share < 1:
+        raise DataError(f"--val_share {share}: give a share between 0 and 1, such as 0.1.")
+    prompts = sorted({pair.prompt_id for pair in pairs})
+    if len(prompts) < 2:
+        raise DataError(
+            f"{len(prompts)} prompt in {len(pairs)} pairs: no part of them can be held out. Give "
+            "pairs of more prompts, or the held-out pairs with --val_data FILE."
+        )
+    by_prompt: dict[str, int] = dict.fromkeys(prompts, 0)
+    for pair in pairs:
+        by_prompt[pair.prompt_id] += 1
+    random.Random(f"held out {seed}").shuffle(prompts)
+    wanted = min(max(1, round(share * len(pairs))), MOST_HELD_OUT)
+    taken: set[str] = set()
+    held = 0
+    for prompt in prompts[:-1]:
+        if held >= wanted:
+            break
+        taken.add(prompt)
+        held += by_prompt[prompt]
+    return Split(
+        tuple(pair for pair in pairs if pair.prompt_id not in taken),
+        tuple(pair for pair in pairs if pair.prompt_id in taken),
+    )
+
+
+def keep_apart(pairs: Sequence[Pair], held_out: Sequence[Pair]) -> Split:
+    """Leave out of the training every pair whose prompt is in the held-out file."""
+    taken = {pair.prompt_id for pair in held_out}
+    train = tuple(pair for pair in pairs if pair.prompt_id not in taken)
+    if not train:
+        raise DataError("Every prompt of --data is in --val_data too: nothing is left to train on.")
+    return Split(train, tuple(held_out))
+
+
+NO_LIMIT = 10**9
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """Both samples of a pair."""
+
+    chosen: Encoded
+    rejected: Encoded
+    margin: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer sample."""
+        return max(len(self.chosen.ids), len(self.rejected.ids))
+
+
+@dataclass(frozen=True)
+class EncodedSet:
+    """Pairs that fit, and why the others do not: too long, or refused by the chat template."""
+
+    pairs: tuple[EncodedPair, ...]
+    too_long: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def whole_format(loaded: LoadedModel, path: str) -> Format:
+    """Return the format that will score, without its limit: it would cut prompts to fit.
+
+    Two responses of different length would then be read under different prompts.
+    """
+    return format_for(loaded.tokenizer, ModelReward(path=path), NO_LIMIT)
+
+
+def encode_pairs(
+    form: Format, pairs: Sequence[Pair], max_length: int, advance: Advance
+) -> EncodedSet:
+    """Encode all pairs; one with a sample that is too long is left out as a whole."""
+    done: list[EncodedPair] = []
+    too_long: list[str] = []
+    refused: list[str] = []
+    for pair in pairs:
+        try:
+            both = (
+                form.encode(pair.messages, pair.chosen),
+                form.encode(pair.messages, pair.rejected),
+            )
+        except (RewardError, ControlToken) as error:
+            refused.append(f"{pair.place}: {error}")
+        else:
+            encoded = EncodedPair(*both, pair.margin)
+            if encoded.length > max_length:
+                too_long.append(f"{pair.place}: {encoded.length}")
+            else:
+                done.append(encoded)
+        advance(1)
+    return EncodedSet(tuple(done), tuple(too_long), tuple(refused))
+
+
+def tell_left_out(found: EncodedSet, what: str, max_length: int) -> list[str]:
+    """Say how many pairs were left out and why; DataError when none is left."""
+    told = []
+    if found.refused:
+        told.append(f"{count(len(found.refused), f'{what} pair')} left out: {found.refused[0]}")
+    if found.too_long:
+        told.append(
+            f"{count(len(found.too_long), f'{what} pair')} left out, longer than {max_length} "
+            f"tokens ({found.too_long[0]}); --max_length sets the limit."
+        )
+    if not found.pairs:
+        raise DataError("\n".join([f"No usable {what} pair is left.", *told]))
+    return told
+
+
+def refuse_refused(found: EncodedSet) -> None:
+    """Raise a DataError when the chat template cannot render some pairs."""
+    if not found.refused:
+        return
+    raise DataError(
+        f"{count(len(found.refused), 'pair')} cannot be rendered, such as {found.refused[0]} Leave "
+        "such rows out with --skip_bad_rows, or give another --template."
+    )

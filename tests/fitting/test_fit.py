@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, Interrupted
 from ppo_cli.fitting.fit import fit
-from ppo_cli.fitting.settings import FitSettings, Recipe
+from ppo_cli.fitting.training import FitSettings, Recipe
 from ppo_cli.report.tracker import SilentScreen
 from ppo_cli.rewards.local.formats import format_for
 from ppo_cli.rewards.local.load import load_reward_model

@@ -6,8 +6,7 @@ import pytest
 
 from ppo_cli.data_sets.problems import Place
 from ppo_cli.errors import DataError
-from ppo_cli.fitting.fit import MOST_HELD_OUT, keep_apart, split_by_prompt
-from ppo_cli.fitting.preferences import Pair
+from ppo_cli.fitting.preferences import MOST_HELD_OUT, Pair, keep_apart, split_by_prompt
 
 
 def make(prompt: str, number: int = 1) -> Pair:

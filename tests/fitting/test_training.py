@@ -12,9 +12,16 @@ from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError, UserError
 from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
-from ppo_cli.fitting.samples import EncodedPair
-from ppo_cli.fitting.settings import Recipe, choose_lr
-from ppo_cli.fitting.training import PairBudget, Trainer, batches, pair_losses, steps_of
+from ppo_cli.fitting.preferences import EncodedPair
+from ppo_cli.fitting.training import (
+    PairBudget,
+    Recipe,
+    Trainer,
+    batches,
+    choose_lr,
+    pair_losses,
+    steps_of,
+)
 from ppo_cli.rewards.local.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
