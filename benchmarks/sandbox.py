@@ -15,8 +15,7 @@ from ppo_cli.config.reward_schema import Code
 from ppo_cli.data_sets.prepare import build_humaneval, humaneval_files
 from ppo_cli.data_sets.rows import read_source
 from ppo_cli.rewards.code.check import CodePool
-from ppo_cli.rewards.code.choosing import find_fault
-from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock
+from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, find_fault
 from ppo_cli.rewards.worker import Call
 
 

@@ -29,8 +29,7 @@ from ppo_cli.rewards.checkers import (
     read_number,
     unwrap_text,
 )
-from ppo_cli.rewards.code.extract import find_code
-from ppo_cli.rewards.code.row_tests import read_tests
+from ppo_cli.rewards.code.extract import find_code, read_tests
 from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
 from ppo_cli.rewards.worker import Call
 

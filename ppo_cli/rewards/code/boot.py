@@ -19,11 +19,11 @@ Role = Literal["candidate", "tester", "probe", "sandlock_launcher"]
 
 _ROOM = Path(__file__).parent
 _PACKAGE = "ppo_cli.rewards.code"
-_SHARED = ("seccomp", "limits", "channel")
+_SHARED = ("limits", "channel")
 _MODULES: dict[Role, tuple[str, ...]] = {
     "candidate": (*_SHARED, "candidate"),
-    "tester": (*_SHARED, "remote", "tester"),
-    "probe": ("seccomp", "limits", "probe"),
+    "tester": (*_SHARED, "tester"),
+    "probe": ("limits", "probe"),
     "sandlock_launcher": ("ending", "sandlock_launcher"),
 }
 _START = (

@@ -7,17 +7,21 @@ import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import Any
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
+from ppo_cli.rewards.code.boot import Role, command
 from ppo_cli.rewards.code.channel import (
     MOST_TRUSTED,
     Gone,
@@ -28,12 +32,16 @@ from ppo_cli.rewards.code.channel import (
     no_numbers,
     no_objects,
 )
-from ppo_cli.rewards.code.choosing import choose_sandbox
-from ppo_cli.rewards.code.ending import Process
-from ppo_cli.rewards.code.extract import find_code, list_attempts
-from ppo_cli.rewards.code.launching import Launched
-from ppo_cli.rewards.code.row_tests import RowTests, read_tests
-from ppo_cli.rewards.code.sandboxes import Sandbox
+from ppo_cli.rewards.code.ending import (
+    LARGEST_FILE_MB,
+    SECONDS_TO_DIE,
+    Process,
+    end_process,
+    find_excess,
+    remove_folder,
+)
+from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
+from ppo_cli.rewards.code.sandboxes import Sandbox, choose_sandbox
 from ppo_cli.rewards.returned import LONGEST_TEXT, CannotScore, Returned, describe_error
 from ppo_cli.rewards.worker import Call
 
@@ -43,6 +51,91 @@ SECONDS_TO_LEAVE = 1.0
 LONGEST_WORDS = 2000
 LONGEST_REPORT = 1 << 20
 _PIECE = 1 << 16
+
+
+class Launched:
+    """Two processes and three channels of ours; leaving the `with` block ends them all.
+
+    `control` is a socket to the tester, `output` what the candidate prints, `words` what either
+    interpreter says in distress. The candidate has no way to `control` or `words`.
+    """
+
+    def __init__(self, sandbox: Sandbox, settings: Code) -> None:
+        self._sandbox = sandbox
+        self._settings = settings
+        self._stack = contextlib.ExitStack()
+        self._folder = ""
+
+    def __enter__(self) -> Launched:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as theirs:
+            asked, answering = (theirs.enter_context(one) for one in socket.socketpair())
+            self.control, reporting = socket.socketpair()
+            self._stack.enter_context(self.control)
+            theirs.enter_context(reporting)
+            self.output, printing = self._pipe(theirs)
+            self.words, telling = self._pipe(theirs)
+            self._stack.callback(self._await_silence)
+            memory_mb = self._settings.memory_mb
+            streams = (answering.fileno(), printing, printing)
+            self.candidate = self._launch("candidate", memory_mb, streams)
+            # The tester holds the answers and what they are compared with.
+            streams = (asked.fileno(), reporting.fileno(), telling)
+            self.tester = self._launch("tester", 2 * memory_mb, streams)
+
+    def _pipe(self, theirs: contextlib.ExitStack) -> tuple[int, int]:
+        reading, writing = os.pipe()
+        self._stack.callback(os.close, reading)
+        theirs.callback(os.close, writing)
+        os.set_blocking(reading, False)
+        return reading, writing
+
+    def _launch(self, role: Role, memory_mb: int, streams: tuple[int, int, int]) -> Process:
+        folder = "/"
+        if self._sandbox.uses_folder:
+            folder = tempfile.mkdtemp(prefix="ppo-code-")
+            self._stack.callback(remove_folder, folder)
+            # The candidate's; it is the first to be launched.
+            self._folder = self._folder or folder
+        limits = [memory_mb, self._settings.cpu_seconds, LARGEST_FILE_MB]
+        program = command(role, [*limits, int(self._sandbox.leaves_filter)])
+        process = self._sandbox.start(program, streams=streams, folder=folder)
+        self._stack.callback(end_process, process, alone=self._sandbox.name == "bwrap")
+        return process
+
+    def _await_silence(self) -> None:
+        """Wait until nobody holds a channel of theirs any more: then all of them are dead."""
+        until = time.monotonic() + SECONDS_TO_DIE
+        channels = {self.output, self.words}
+        while channels and time.monotonic() < until:
+            for fd in select.select(list(channels), [], [], 0.1)[0]:
+                with contextlib.suppress(BlockingIOError):
+                    if not os.read(fd, _PIECE):
+                        channels.discard(fd)
+
+    def is_lost(self) -> bool:
+        """Say whether the launcher died, and both processes with it."""
+        return self.candidate.is_lost() or self.tester.is_lost()
+
+    def find_excess(self) -> str:
+        """Say which limit is broken that no process can be made to hold by itself."""
+        pid, most = self.candidate.pid, self._settings.processes
+        return find_excess(self._sandbox.name, pid, self._folder, most)
 
 
 class Unscored(Exception):

@@ -21,6 +21,8 @@ MOST_FILES_MB = 64
 MOST_ENTRIES = 10_000
 LARGEST_FILE_MB = 32
 _BLOCK = 512
+# What bubblewrap's first process and the interpreter take, which the limit does not mean.
+OWN_THREADS = {"bwrap": 2, "sandlock": 1, "none": 1}
 
 
 class Process(Protocol):
@@ -206,3 +208,26 @@ def _unlink(name: str, folder: int) -> bool:
         os.chmod(name, 0o700, dir_fd=folder)
         return False
     return True
+
+
+def find_excess(sandbox: str, pid: int, folder: str, most_threads: int) -> str:
+    """Say which limit a process in this kind of sandbox breaks; it may write to `folder`."""
+    launcher, *others = find_family(pid)
+    own = 1 if sandbox == "none" else 0
+    threads = count_threads([launcher] * own + others) - OWN_THREADS[sandbox]
+    if threads > most_threads:
+        return f"killed: more than {most_threads} processes and threads"
+    try:
+        taken, found = count_files(folder, [launcher, *others]) if folder else (0, 0)
+    except OSError as error:
+        return f"broke its sandbox: its files cannot be measured ({error.strerror})"
+    if not folder and others:
+        # bubblewrap limits the size of what lies in memory, and not the number.
+        with contextlib.suppress(OSError):
+            memory = os.statvfs(f"/proc/{others[-1]}/root/tmp")
+            # While it starts, this is the folder outside.
+            if memory.f_blocks * memory.f_frsize == MOST_FILES_MB << 20:
+                found = memory.f_files - memory.f_ffree
+    if taken > MOST_FILES_MB << 20:
+        return f"killed: wrote more than {MOST_FILES_MB} MB of files"
+    return f"killed: made more than {MOST_ENTRIES} files" if found > MOST_ENTRIES else ""

@@ -1,14 +1,22 @@
-"""The code of a response: which part of the text is the program.
+"""What is run: the code of a response, and the tests of its row.
 
 Text work only. Nothing foreign is parsed as Python here, for even that can crash an interpreter.
+Tests are read from a row's ground_truth (JSON or an object) or its extra_info, in these forms:
+HumanEval (`test`, `entry_point`, `prompt`), asserts (`test_list`, `tests`, with
+`test_setup_code`), inputs and outputs of a program, or of a function with `fn_name`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ppo_cli.rewards.checkers import after_thinking
+from ppo_cli.rewards.returned import CannotScore
 
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
@@ -76,3 +84,121 @@ def list_attempts(code: str, prompt: str, entry_point: str) -> list[str]:
     # The first line of a completion has often lost its indent.
     mended = [f"    {code}", _NEW_BLOCK.split(f"    {code}", maxsplit=1)[0]]
     return list(dict.fromkeys([*(start + one for one in (*bodies, *mended)), alone]))
+
+
+FORMS = (
+    "`test` with `entry_point`, `test_list` of asserts, or `inputs` and `outputs` "
+    "(in ground_truth or extra_info)"
+)
+_ASSERTS = ("test", "test_list", "tests", "assert_case", "test_cases")
+_ENTRY = ("entry_point", "fn_name", "function_name")
+_SETUP = ("test_imports", "test_setup_code")
+
+
+@dataclass(frozen=True)
+class RowTests:
+    """What a tester needs to know. `pairs` are inputs with outputs, `tests` Python texts."""
+
+    kind: Literal["asserts", "programs", "calls"]
+    entry_point: str = ""
+    before: str = ""
+    setup: str = ""
+    tests: tuple[str, ...] = ()
+    pairs: tuple[tuple[Any, Any], ...] = ()
+
+
+def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTests:
+    """Return the tests of a row; CannotScore tells what is wrong with it."""
+    facts = {**(extra_info or {}), **_given(ground_truth)}
+    entry = next((str(facts[key]) for key in _ENTRY if facts.get(key)), "")
+    texts: Any = next((facts[key] for key in _ASSERTS if facts.get(key)), None)
+    if isinstance(texts, str):
+        texts = _loaded(texts) if texts.lstrip()[:1] in ("[", "{") else texts
+    if _are_pairs(texts):
+        return _read_listed(list(texts), entry)
+    if texts is not None:
+        tests = (texts,) if isinstance(texts, str) else tuple(texts)
+        if not all(isinstance(one, str) for one in tests):
+            raise CannotScore(f"the row's tests are no texts; known forms: {FORMS}")
+        before = facts.get("prompt") if isinstance(facts.get("prompt"), str) else ""
+        return RowTests("asserts", entry, str(before or ""), _setup(facts), tests)
+    if facts.get("inputs") is not None and facts.get("outputs") is not None:
+        return _read_pairs(_listed(facts["inputs"]), _listed(facts["outputs"]), entry)
+    raise CannotScore(f"the row's ground_truth has no tests; known forms: {FORMS}")
+
+
+def _given(ground_truth: Any) -> dict[str, Any]:
+    """Return a ground truth as named facts: JSON is read, Python and lists are tests."""
+    value = ground_truth
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        value = _loaded(value)
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {"tests": list(value)}
+    if isinstance(value, str) and ("assert" in value or "def check" in value):
+        return {"test": value}
+    return {}
+
+
+def _loaded(text: str) -> Any:
+    """Read JSON; a text that is none stays as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _listed(value: Any) -> list[Any]:
+    value = _loaded(value) if isinstance(value, str) else value
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _setup(facts: Mapping[str, Any]) -> str:
+    found = [facts[key] for key in _SETUP if facts.get(key)]
+    lines = [line for one in found for line in ([one] if isinstance(one, str) else one)]
+    return "\n".join(str(line) for line in lines)
+
+
+def _are_pairs(texts: Any) -> bool:
+    listed = isinstance(texts, (list, tuple)) and bool(texts)
+    return listed and all(isinstance(one, Mapping) and "output" in one for one in texts)
+
+
+def _read_listed(cases: list[Mapping[str, Any]], entry: str) -> RowTests:
+    """Read a list of {"input", "output"}, each with its kind, as contest sets have it."""
+    kinds = {str(case.get("testtype") or case.get("type") or "") for case in cases}
+    names = [str(case[key]) for case in cases for key in _ENTRY if case.get(key)]
+    function = bool(kinds & {"functional", "function_call"}) or bool(names)
+    name = (names[0] if names else entry) if function else ""
+    if function and not name:
+        raise CannotScore("the row's tests call a function, but it has no fn_name")
+    return _read_pairs([c.get("input") for c in cases], [c["output"] for c in cases], name)
+
+
+def _read_pairs(inputs: list[Any], outputs: list[Any], entry: str) -> RowTests:
+    if len(inputs) != len(outputs) or not inputs:
+        raise CannotScore(f"the row has {len(inputs)} inputs but {len(outputs)} outputs")
+    if entry:
+        calls = zip(map(_arguments, inputs), map(_expected, outputs), strict=True)
+        return RowTests("calls", entry, pairs=tuple(calls))
+    texts = zip(map(_text, inputs), map(_text, outputs), strict=True)
+    return RowTests("programs", pairs=tuple(texts))
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Return the arguments of one call: a list, or a line of JSON for each."""
+    if isinstance(given, str):
+        return [_loaded(line) for line in given.splitlines() if line.strip()]
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _expected(output: Any) -> Any:
+    return _loaded(output) if isinstance(output, str) else output
+
+
+def _text(value: Any) -> str:
+    """Return the text of an input or output; a list holds its lines."""
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(_text, value))
+    return value if isinstance(value, str) else "" if value is None else str(value)

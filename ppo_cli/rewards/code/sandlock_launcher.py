@@ -1,8 +1,8 @@
 """The program that starts commands under sandlock: it imports the package once, then forks.
 
-Started by `forked.Launcher` with a socket as standard input. Each message there is a folder, with
-the descriptors of a channel and of three streams; a fork reads from the channel what to run. The
-channel brings back the number of the process and how it ended; when it closes, the process is
+Started by `sandboxes.Launcher` with a socket as standard input. Each message there is a folder,
+with the descriptors of a channel and of three streams; a fork reads from the channel what to run.
+The channel brings back the number of the process and how it ended; when it closes, the process is
 killed, and only then reaped, so that its number is nobody else's meanwhile. When the trainer is
 gone, all channels close, and this program removes the folders that are left, and ends.
 """

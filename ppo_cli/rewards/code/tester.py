@@ -15,6 +15,9 @@ from ppo_cli.rewards.code.channel import (
     MOST_TRUSTED,
     Gone,
     Link,
+    Peer,
+    Remote,
+    RowFault,
     decode,
     encode,
     no_numbers,
@@ -22,7 +25,6 @@ from ppo_cli.rewards.code.channel import (
     take_over,
 )
 from ppo_cli.rewards.code.limits import confine
-from ppo_cli.rewards.code.remote import Peer, Remote, RowFault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,10 +112,6 @@ def _same(value: Any, expected: Any) -> bool:
         return _close(value, expected)
     return type(value) is type(expected) and bool(value == expected)
 
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 RECORD = "__checks__"
 LONGEST_SOURCE = 160
@@ -265,10 +263,6 @@ def _defined(nodes: list[ast.AST]) -> set[str]:
             found.add((node.asname or node.name).split(".")[0])
     return found
 
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 CHECK = "check"
 

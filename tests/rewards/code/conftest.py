@@ -14,8 +14,7 @@ import pytest
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import boot
 from ppo_cli.rewards.code.check import Check, judge
-from ppo_cli.rewards.code.choosing import find_fault
-from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed
+from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed, find_fault
 from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.worker import Call
 

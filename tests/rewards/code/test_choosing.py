@@ -10,7 +10,8 @@ import pytest
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.code import choosing
+from ppo_cli.rewards.code import sandboxes
+from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.sandboxes import (
     Bubblewrap,
     Child,
@@ -18,7 +19,6 @@ from ppo_cli.rewards.code.sandboxes import (
     Sandlock,
     Unsandboxed,
 )
-from ppo_cli.rewards.code.seccomp import build_filter
 
 
 class Broken(Unsandboxed):
@@ -40,11 +40,11 @@ class Inheriting(Unsandboxed):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "_PROBED", choosing.Probed())
+    monkeypatch.setattr(sandboxes, "_PROBED", sandboxes.Probed())
 
 
 def test_each_thing_that_gets_through_is_named() -> None:
-    begin, _, told = choosing.find_fault(Unsandboxed()).partition("code inside ")
+    begin, _, told = sandboxes.find_fault(Unsandboxed()).partition("code inside ")
     assert begin == "its trial failed: "
     missing = {
         "reads files of others", "writes outside", "reaches the network", "listens on a port",
@@ -60,20 +60,21 @@ def test_each_thing_that_gets_through_is_named() -> None:
 
 
 def test_an_environment_that_is_handed_on_is_named() -> None:
-    assert "sees the environment" in choosing.find_fault(Inheriting())
+    assert "sees the environment" in sandboxes.find_fault(Inheriting())
 
 
 @pytest.mark.parametrize("what", ["unlinked", "named"])
 def test_files_that_nobody_limits_are_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choosing._find_leak(Unsandboxed(), what, [64]) == ""
-    monkeypatch.setattr(choosing, "find_excess", lambda *args, **named: "")
+    assert sandboxes._find_leak(Unsandboxed(), what, [64]) == ""
+    monkeypatch.setattr(sandboxes, "find_excess", lambda *args, **named: "")
     kind = "unlinked " if what == "unlinked" else ""
     told = f"its trial failed: code inside holds more than 64 MB of {kind}files"
-    assert choosing._find_leak(Unsandboxed(), what, [64]) == told
+    assert sandboxes._find_leak(Unsandboxed(), what, [64]) == told
 
 
 def test_a_sandbox_that_does_not_start_tells_why() -> None:
-    assert choosing.find_fault(Broken()) == ("its trial ended with exit code 1: no user namespaces")
+    told = sandboxes.find_fault(Broken())
+    assert told == "its trial ended with exit code 1: no user namespaces"
 
 
 @pytest.mark.parametrize("name", ["bwrap", "sandlock"])
@@ -82,23 +83,23 @@ def test_a_wanted_sandbox_is_taken_or_refused(
 ) -> None:
     make_sandbox(name)
     settings = Code.model_validate({"sandbox": name})
-    assert choosing.choose_sandbox(settings).name == name
+    assert sandboxes.choose_sandbox(settings).name == name
 
 
 def test_the_other_sandbox_is_no_substitute_for_a_wanted_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        choosing, "find_fault", lambda sandbox: "gone" if sandbox.name == "bwrap" else ""
+        sandboxes, "find_fault", lambda sandbox: "gone" if sandbox.name == "bwrap" else ""
     )
-    assert choosing.choose_sandbox(Code()).name == "sandlock"
+    assert sandboxes.choose_sandbox(Code()).name == "sandlock"
     with pytest.raises(RewardError, match=r"none works here \(bwrap: gone\)"):
-        choosing.choose_sandbox(Code(sandbox="bwrap"))
+        sandboxes.choose_sandbox(Code(sandbox="bwrap"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has sandboxes")
 def test_a_sandbox_works_on_linux() -> None:
-    faults = {kind.name: choosing.find_fault(kind()) for kind in (Bubblewrap, Sandlock)}
+    faults = {kind.name: sandboxes.find_fault(kind()) for kind in (Bubblewrap, Sandlock)}
     assert "" in faults.values(), faults
 
 
@@ -136,11 +137,11 @@ class NotThere(Unsandboxed):
 def test_a_trial_that_hangs_or_cannot_start_is_a_fault_found_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choosing, "SECONDS_TO_PROBE", 0.2)
-    assert choosing.find_fault(Stuck()) == "its trial took more than 0.2 s"
-    monkeypatch.setattr(choosing, "_PROBED", choosing.Probed())
+    monkeypatch.setattr(sandboxes, "SECONDS_TO_PROBE", 0.2)
+    assert sandboxes.find_fault(Stuck()) == "its trial took more than 0.2 s"
+    monkeypatch.setattr(sandboxes, "_PROBED", sandboxes.Probed())
     for _ in range(2):
-        assert choosing.find_fault(NotThere()) == "it does not start (Permission denied)"
+        assert sandboxes.find_fault(NotThere()) == "it does not start (Permission denied)"
     assert NotThere.tries == 1
     assert "PPO_CLI_PROBE" not in os.environ
 
@@ -154,16 +155,16 @@ def test_all_faults_are_told_and_no_sandbox_only_where_it_is_allowed(
         looked.append(sandbox)
         return f"no {sandbox.name}"
 
-    monkeypatch.setattr(choosing, "find_fault", fault)
+    monkeypatch.setattr(sandboxes, "find_fault", fault)
     told: list[str] = []
-    chosen = choosing.choose_sandbox(Code(allow_unsandboxed=True, memory_mb=99), told.append)
+    chosen = sandboxes.choose_sandbox(Code(allow_unsandboxed=True, memory_mb=99), told.append)
     assert chosen.name == "none" and [one.name for one in looked] == ["bwrap", "sandlock"]
     assert told[0].endswith("No sandbox works here (bwrap: no bwrap; sandlock: no sandlock).")
     assert isinstance(looked[1], Sandlock) and looked[1]._memory_mb == 99
     with pytest.raises(RewardError, match="bwrap: no bwrap; sandlock: no sandlock"):
-        choosing.choose_sandbox(Code())
-    only = choosing.choose_sandbox(Code(allow_unsandboxed=True, sandbox="sandlock"), told.append)
+        sandboxes.choose_sandbox(Code())
+    only = sandboxes.choose_sandbox(Code(allow_unsandboxed=True, sandbox="sandlock"), told.append)
     assert only.name == "none" and "bwrap" not in told[1]
-    monkeypatch.setattr(choosing, "find_fault", lambda sandbox: "")
-    assert choosing.choose_sandbox(Code(allow_unsandboxed=True), told.append).name == "bwrap"
+    monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "")
+    assert sandboxes.choose_sandbox(Code(allow_unsandboxed=True), told.append).name == "bwrap"
     assert len(told) == 2

@@ -13,7 +13,7 @@ import pytest
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
-from ppo_cli.rewards.code import choosing
+from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.sandboxes import Sandbox
 from ppo_cli.rewards.rule_reward import RuleReward
 from ppo_cli.rewards.rules import RULES, rule_for
@@ -84,7 +84,7 @@ def test_prompts_without_any_tests_stop_the_start(
 def test_without_a_sandbox_the_start_is_refused(
     monkeypatch: pytest.MonkeyPatch, rollout: MakeRollout
 ) -> None:
-    monkeypatch.setattr(choosing, "find_fault", lambda sandbox: "it is not there")
+    monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "it is not there")
     prompt = rollout("", TESTS).prompt
     reward = RuleReward(RULES["code"])
     with pytest.raises(RewardError) as caught:

@@ -14,10 +14,9 @@ from struct import pack
 from attacks import read_attacks
 
 from ppo_cli.config.reward_schema import Code
-from ppo_cli.rewards.code import seccomp
+from ppo_cli.rewards.code import limits
 from ppo_cli.rewards.code.check import CodePool
-from ppo_cli.rewards.code.choosing import find_fault
-from ppo_cli.rewards.code.sandboxes import Sandlock
+from ppo_cli.rewards.code.sandboxes import Sandlock, find_fault
 from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.worker import Call
 
@@ -28,10 +27,10 @@ RIGHT = Call("code", "def solve(n): return n * n", TESTS, {})
 def refuse_namespaces() -> None:
     """Put a filter on this process, and on what it starts, as a container has one."""
     column = 0 if os.uname().machine == "x86_64" else 1
-    program = seccomp._step(seccomp._LOAD, 0)
+    program = limits._step(limits._LOAD, 0)
     for name in ("unshare", "mount", "setns"):
-        program += b"".join(seccomp._rule(seccomp._DENIED[name][column], [seccomp._refuse()]))
-    program += seccomp._step(seccomp._RETURN, seccomp._ALLOW)
+        program += b"".join(limits._rule(limits._DENIED[name][column], [limits._refuse()]))
+    program += limits._step(limits._RETURN, limits._ALLOW)
     buffer = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
     prctl = ctypes.CDLL(None).prctl
