@@ -29,18 +29,18 @@ STANDS = {
     "launch.keeper": "a program of its own",
     "launch.member": "the other nodes' side; with it, nodes is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",
-    "rewards.code.remote": "runs inside the sandbox",
+    "rewards.code.sandboxes": "what a process is started in; check runs the tests there",
     "rewards.code.sandlock_launcher": "a program of its own",
     "rewards.judge.providers.openai": "one provider of several",
     "run.engines": "starts engines, and restarts them after a failure",
     "trust.attacks": "the attacks; audit has the checks",
     "trust.statistics": "formulas; calibrate says what they mean",
+    "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }
 # Files that are still to be folded into their importer, or to be given a reason above.
 TO_FOLD = {
-    "fitting.training", "rewards.code.choosing", "rewards.composite", "rewards.mixing",
-    "rewards.judge.breaker", "rewards.judge.monitor", "rewards.judge.scale_words",
-    "rewards.local.batching", "rewards.served.client",
+    "rewards.composite", "rewards.mixing", "rewards.judge.breaker", "rewards.judge.monitor",
+    "rewards.judge.scale_words",
 }  # fmt: skip
 
 

@@ -18,8 +18,16 @@ from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.hosting import Host, HostMaker, in_process
-from ppo_cli.rewards.local.base import Encoded, LoadedModel, TooLong
-from ppo_cli.rewards.local.batching import Budget, Row, Work, body_dtype, score_batches
+from ppo_cli.rewards.local.base import (
+    Budget,
+    Encoded,
+    LoadedModel,
+    Row,
+    TooLong,
+    Work,
+    body_dtype,
+    score_batches,
+)
 from ppo_cli.rewards.local.formats import ControlToken, CountingFormat, format_for
 from ppo_cli.rewards.local.heads import HEADS
 from ppo_cli.rewards.local.load import load_reward_model

@@ -20,7 +20,15 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Message, Prompt
 from ppo_cli.rewards.judge.providers.failures import is_page, read_words
-from ppo_cli.rewards.local.formats import Choice, question_of
+from ppo_cli.rewards.local.base import TooLong
+from ppo_cli.rewards.local.formats import (
+    PLACE,
+    Choice,
+    ControlToken,
+    TextFormat,
+    question_of,
+    served_format,
+)
 from ppo_cli.rewards.returned import LARGEST
 from ppo_cli.rewards.self_test import conversation_of
 
@@ -200,9 +208,6 @@ def begins_with_bos(text: str) -> bool:
     return bool(_BOS.match(text))
 
 
-_PLACE = re.compile(r"\{(prompt|response)\}")
-
-
 class UnfitError(Exception):
     """A sample that cannot be sent; the message says why."""
 
@@ -215,7 +220,9 @@ class Writer:
         self._adapter = adapter
         self._template = settings.template
         self._choice = Choice.read(settings)
-        self._format: Any = None if settings.tokenizer is None else _local_format(settings)
+        self._format: TextFormat | None = None
+        if settings.tokenizer is not None:
+            self._format = served_format(settings)
         self._max_length = settings.max_length
         self._neutralised = 0
 
@@ -267,16 +274,13 @@ class Writer:
         )  # fmt: skip
 
     def _encoded(self, messages: tuple[Message, ...], response: str) -> tuple[int, ...]:
-        from ppo_cli.rewards.local.base import TooLong
-        from ppo_cli.rewards.local.formats import ControlToken
-
+        assert self._format is not None
         try:
-            ids: tuple[int, ...] = self._format.encode(messages, response).ids
+            return self._format.encode(messages, response).ids
         except TooLong as error:
             raise UnfitError(f"too long: {error}") from None
         except ControlToken as error:
             raise UnfitError(f"control token: {error}") from None
-        return ids
 
     def _text(
         self, prompt: Prompt, messages: Sequence[Message], question: str, response: str
@@ -285,10 +289,10 @@ class Writer:
             tokens = len(self._format.ids_of(messages, response))
             if self._max_length is not None and tokens > self._max_length:
                 raise UnfitError(f"too long: {tokens} tokens, and {self._max_length} are allowed")
-            return str(self._format.render(messages, response))
+            return self._format.render(messages, response)
         if self._template is not None:
             values = {"prompt": question, "response": response}
-            return _PLACE.sub(lambda place: values[place[1]], self._template)
+            return PLACE.sub(lambda place: values[place[1]], self._template)
         return prompt.rendered + response
 
 
@@ -315,13 +319,6 @@ def _refuse_what_has_no_effect(settings: ModelReward, adapter: str) -> None:
 def _refuse(when: bool, keys: str, why: str) -> None:
     if when:
         raise RewardError(f"{keys} has no effect on this served reward model: {why}. Take it out.")
-
-
-def _local_format(settings: ModelReward) -> Any:
-    """The format of sequence classifiers with the tokenizer that was named; it needs no model."""
-    from ppo_cli.rewards.local.formats import served_format
-
-    return served_format(settings)
 
 
 def _plain_json(value: Any) -> Any:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.local.base import Encoded, LoadedModel, Scores
-from ppo_cli.rewards.local.batching import (
+from ppo_cli.rewards.local.base import (
     Budget,
+    Encoded,
+    LoadedModel,
+    Scores,
     Work,
     body_dtype,
     pad,
