@@ -141,6 +141,11 @@ def test_batches_that_nobody_chose_fit_the_rows(capfd: pytest.CaptureFixture[str
     assert sizes == {"data.train_batch_size": 40, "actor.ppo_mini_batch_size": 20}
     assert made["values"]["data.train_batch_size"]["origin"] == "40 training rows"
     assert any("40 training rows: --batch_size is lowered to 40" in n for n in made["notes"])
+    for most, batch in ((1000, 40), (30, 30)):
+        line = f"{TRAIN.replace('train', 'plan', 1)} --json data.train_max_samples={most}"
+        assert main(line.split()) == 0
+        made = json.loads(capfd.readouterr().out)
+        assert made["values"]["data.train_batch_size"]["value"] == batch
 
 
 def test_batches_that_were_asked_for_are_refused_with_a_line_that_works(

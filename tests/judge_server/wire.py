@@ -162,7 +162,8 @@ def gemini_write(body: Body, answer: Answer) -> tuple[int, Body]:
     finish = {"length": "MAX_TOKENS", "refusal": "SAFETY"}.get(answer.end, "STOP")
     candidate: Body = {"index": 0, "finishReason": finish}
     if answer.end != "refusal":
-        candidate["content"] = {"role": "model", "parts": [{"text": answer.text}]}
+        thought = {"text": "The score could be 3.", "thought": True}
+        candidate["content"] = {"role": "model", "parts": [thought, {"text": answer.text}]}
     return 200, {"candidates": [candidate], "usageMetadata": usage, "modelVersion": "m"}
 
 

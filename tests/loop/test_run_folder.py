@@ -71,6 +71,17 @@ def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "logs").exists()
 
 
+def test_what_a_judge_cost_stays_with_a_run_that_begins_again(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "judge_calls.jsonl", "judge_calls_safety.jsonl"):
+        (tmp_path / name).write_text(name)
+    RunFolder(tmp_path).set_aside(all_of_it=False)
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        "judge_calls.jsonl", "judge_calls_safety.jsonl",
+    ]  # fmt: skip
+    RunFolder(tmp_path).set_aside()
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
 def test_a_run_is_told_apart_by_each_changed_key() -> None:
     saved = {"fingerprint": {"model.path": "a", "data.train_files": "123", "trainer.seed": 1}}
     assert differences(saved, saved["fingerprint"] | {"of a later version": 1}) == ""

@@ -64,5 +64,6 @@ def test_sums_of_mini_batches_weigh_by_their_counts() -> None:
 def test_explained_variance() -> None:
     returns = np.array([1.0, 2.0, 3.0])
     assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(returns, returns + 5.0) == pytest.approx(1.0)
     assert explained_variance(returns, np.full(3, 2.0)) == pytest.approx(0.0)
     assert math.isnan(explained_variance(np.ones(3), returns))

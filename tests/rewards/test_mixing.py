@@ -144,6 +144,21 @@ def test_a_reward_model_around_20_and_a_rule_of_0_or_1_move_the_total_by_their_w
     assert metrics["reward/rule/weight"] == pytest.approx(0.3)
 
 
+def test_the_share_of_a_part_goes_by_the_size_of_its_weight() -> None:
+    parts = [part("rule", 1.0), part("length", -3.0)]
+    given = columns(rule=[0.0, 1.0, 0.0, 1.0], length=[1.0, 1.0, 0.0, 0.0])
+    metrics = describe_round(mix(parts, rollouts(4), given, "train", Memory()).columns, rollouts(4))
+    for name, share in (("rule", 0.25), ("length", 0.75)):
+        assert metrics[f"reward/{name}/share"] == pytest.approx(share)
+        assert metrics[f"reward/{name}/weight"] == pytest.approx(share)
+
+
+def test_a_spread_that_rounding_makes_is_none() -> None:
+    around_zero, around_million = [0.1 + 0.2 - 0.3, 0.0], [1e6, 1e6 + 1e-4]
+    assert not Moments.of(around_zero).varies and not Moments.of(around_million).varies
+    assert Moments.of([0.0, 1e-4]).varies and Moments.of([1e6, 1e6 + 10.0]).varies
+
+
 def test_without_scaling_one_part_drowns_the_other_and_the_metrics_say_so() -> None:
     parts = [part("model", 0.7), part("rule", 0.3)]
     given = columns(model=[15.0, 25.0, 20.0, 22.0], rule=[0.0, 1.0, 0.0, 1.0])

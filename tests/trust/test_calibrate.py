@@ -275,6 +275,9 @@ def test_pairs_of_one_prompt_count_where_levels_of_prompts_do_not_compare(tmp_pa
     assert pairs["value"] == 15 / 20
     assert pairs["low"] < 0.75 < pairs["high"]
     assert result["agreement"]["AUC"]["value"] < 0.6
+    tied = [row | {"response": "7"} for row in rows]
+    level = run(Scripted(said), labelled(tmp_path, tied[:20] + rows[20:]))["agreement"]
+    assert level["pairs of one prompt in order"]["value"] == (10 * 0.5 + 10) / 20
     few = run(Scripted(said), labelled(tmp_path, rows[:8]))["agreement"]
     assert few["pairs of one prompt in order"]["why"].startswith("4 prompts with better and worse")
     alone = run(Scripted(said), labelled(tmp_path, rows[::2]))["agreement"]

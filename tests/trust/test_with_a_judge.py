@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.errors import Interrupted
+from ppo_cli.trust.score import _left_of
 from tests.judge_server import JudgeServer
 from tests.trust.commands import KEY, judge_at, read, run, score_until_ctrl_c
 from tests.trust.judges import honest, literal, obedient
@@ -25,6 +28,16 @@ def sums(tmp_path: Path, count: int = 6) -> str:
         for n in range(10, 10 + count)
     ]
     return write_rows(tmp_path / "a.jsonl", *rows)
+
+
+def test_repeats_have_what_is_left_of_each_budget() -> None:
+    judge = ApiReward(enable=True, budget_usd=2.0, budget_tokens=100)
+    spent = {"cost_usd": 0.5, "tokens_in": 30.0, "tokens_out": 20.0}
+    before = {f"judge_strict/{name}": value for name, value in spent.items()}
+    left = _left_of(judge, "strict", before)
+    assert (left.budget_usd, left.budget_tokens) == (1.5, 50)
+    with pytest.raises(Interrupted, match="budget of the judge 'strict' is used up"):
+        _left_of(judge, "strict", before | {"judge_strict/cost_usd": 2.0})
 
 
 def test_score_and_score_again(

@@ -132,7 +132,10 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
     except yaml.YAMLError as problem:
         where = getattr(problem, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
-        raise RewardError(f"The price file {file} (--rm_prices) is not YAML{line}.") from None
+        why = getattr(problem, "problem", None) or problem
+        raise RewardError(
+            f"The price file {file} (--rm_prices) is not YAML{line}: {why}."
+        ) from None
     except ValueError as problem:
         raise RewardError(f"The price file {file} (--rm_prices): {problem}") from None
     if not isinstance(content, Mapping):

@@ -26,7 +26,7 @@ def fenced(code: str, language: str = "python") -> str:
         (fenced("x = 1", "Python3 title=a"), "x = 1"),
         (fenced("x = 1", ""), "x = 1"),
         (f"{fenced('x = 1')}\nand\n{fenced('x = 2')}", "x = 2"),
-        (f"{fenced('x = 1')}\n{fenced('ls', 'bash')}", "x = 1"),
+        (f"{fenced('x = 1', 'Python')}\n{fenced('ls', 'bash')}", "x = 1"),
         (f"{FENCE}python\nx = 1", "x = 1"),
         ("~~~\nx = 1\n~~~", "x = 1"),
         (f"````python\ns = '''\n{FENCE}\n'''\n````", f"s = '''\n{FENCE}\n'''"),

@@ -110,6 +110,10 @@ WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
      "type(frame.f_locals['self']).do_call = lambda self, *call: ([], {0: []})\n"
      "def f(x): return x",
      ["x = [2, 1]\nassert f(x) == sorted(x)"], (0, 1), "AssertionError"),
+    ("own_sorted_for_the_tests", "def f(x): return [0]\ndef sorted(x): return [0]",
+     ["assert f([2, 1]) == sorted([2, 1])"], (0, 1), "AssertionError"),
+    ("ends_the_loop_of_the_tests", "def f(n): raise StopIteration", ["assert all(map(f, [1, 2]))"],
+     (0, 1), "StopIteration"),
     ("not_there", "def g(n): return n", ["assert f(1) == 1"], (0, 1), "'f' is not defined"),
     ("program", "print(input())", {"inputs": ["1", "2"], "outputs": ["1", "3"]}, (1, 2),
      "another output than expected at `'input 2'`"),

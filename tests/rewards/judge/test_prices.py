@@ -135,6 +135,7 @@ def test_the_most_specific_pattern_wins(tmp_path: Path) -> None:
         ("prices: {openai: {m: {input: free, output: 2}}}", "is 'free'"),
         ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
         ("prices: {openai: {m: {input: true, output: 2}}}", "is True"),
+        ("prices: {openai: {m: {input: 1, input: 2, output: 2}}}", "the key 'input' stands twice"),
         ("prices: {openai: [", "is not YAML at line 1"),
     ],
 )

@@ -295,6 +295,12 @@ def test_the_key_is_sent_and_never_told(
     with pytest.raises(RewardError) as told:
         make(key_env="MY_KEY").start([prompt()])
     assert "http_401: Unauthorized: " in str(told.value) and SECRET not in str(told.value)
+    server.key = SECRET
+    server.fail(403, message=f"{SECRET} may not ask")
+    with pytest.raises(RewardError, match="may not ask") as told:
+        make(key_env="MY_KEY").start([prompt()])
+    assert SECRET not in str(told.value)
+    server.key = "another"
     address = server.url("/classify").replace("//", "//me:pass-word@")
     with pytest.raises(RewardError) as told:
         make(path=address).start([prompt()])
