@@ -159,12 +159,11 @@ def score_batches(
 
 
 def rows_of(scores: Scores) -> list[Row]:
-    """Take scores to the host, a row for each sample."""
-    values = scores.score_B.float().tolist()
-    named = {name: values_B.float().tolist() for name, values_B in scores.objectives.items()}
+    """Take scores to the host in one piece, a row for each sample."""
+    columns = [scores.score_B.float(), *(each_B.float() for each_B in scores.objectives.values())]
     return [
-        Row(value, {name: column[i] for name, column in named.items()})
-        for i, value in enumerate(values)
+        Row(score, dict(zip(scores.objectives, others, strict=True)))
+        for score, *others in torch.stack(columns, dim=1).tolist()
     ]
 
 

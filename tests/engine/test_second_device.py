@@ -1,0 +1,55 @@
+"""The one-process engine and reward models on a second device that is as strict as a GPU.
+
+It shows what a run on the CPU cannot: a tensor that stayed behind, a CPU generator or index, a
+wait for the device that nobody meant. `second_device` says what is refused; a process of its own
+takes the device, as it is registered for good.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.second_device_runs import REWARDS, RUNS
+from tests.loop.runs import ROOT, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script, folder = (
+        Path(__file__).with_name("second_device_runs.py"),
+        tmp_path_factory.mktemp("on"),
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=580, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_the_device_refuses_what_a_gpu_refuses(report: dict[str, Any]) -> None:
+    assert report["not refused"] == []
+
+
+@pytest.mark.parametrize("name", [*RUNS, *REWARDS])
+def test_it_runs_there_and_gives_the_cpus_numbers(report: dict[str, Any], name: str) -> None:
+    found = report[name]
+    assert found["wrong"] == ""
+    # Half precision rounds products at other places than the CPU's does.
+    limit = 0.2 if name.startswith("half") else 1e-4
+    far = {number: gap for number, gap in found["gaps"].items() if not gap <= limit}
+    assert found["gaps"] and not far
+
+
+def test_values_leave_the_device_only_where_they_must(report: dict[str, Any]) -> None:
+    assert report["hidden"] == [], "add them to LEAVES if they must; each waits for the device"
+    assert report["unused"] == [], "take them out of LEAVES"
