@@ -3,7 +3,7 @@
 An object of the response that is no plain data stays in the candidate and travels as a number;
 the tests hold a `Remote` in its place, which no comparison ever asks whether it equals something.
 Runs inside the sandbox, so it imports nothing that would make a process start slower
-(docs/design/003-code-rewards.md).
+(docs/design/006-code-rewards.md).
 """
 
 from __future__ import annotations
