@@ -45,7 +45,7 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_path(name: str) -> Path:
-    """Return the file of a preset; an unknown name is told with its nearest."""
+    """Return the file of a preset; an unknown name is refused with the nearest one."""
     names = preset_names()
     chosen = ALIASES.get(name, name)
     if chosen in names:

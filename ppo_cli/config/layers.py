@@ -342,7 +342,7 @@ def _unknown(entry: Entry, path: list[str]) -> str:
     if owner is not None and len(path) > 1:
         return f"{entry.name}: {owner} is one value, not a group."
     if find(entry.name) is not None and not entry.name.startswith("reward."):
-        return f"{entry.name} is no setting of the reward; it belongs into a --config file."
+        return f"{entry.name} is not a setting of the reward; put it in a --config file."
     known = [k for k in table().values() if k.name.startswith("reward.")]
     words = [k.name.rsplit(".", 1)[-1] for k in known]
     flags = [k.flag.removeprefix("--") for k in known if k.flag]

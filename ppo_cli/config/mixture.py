@@ -131,7 +131,7 @@ def read_condition(text: str) -> Condition:
         except ValueError:
             found = None
     if found is None or not math.isfinite(number):
-        raise ValueError(f"'{text}' is no condition; write PART >= NUMBER, such as format >= 1")
+        raise ValueError(f"'{text}' is not a condition; write PART >= NUMBER, such as format >= 1")
     return Condition(found[1], found[2], number)
 
 

@@ -89,7 +89,7 @@ def _reward_devices(
 
 
 def hosts_reward(config: Config) -> bool:
-    """Tell whether a reward model runs on this machine's devices: no server, not told `cpu`."""
+    """Tell whether a reward model runs on this machine's devices: no server, not set to `cpu`."""
     return any(
         not is_url(str(model.settings.path)) and model.settings.device != "cpu"
         for model in models_of(config.reward)
@@ -194,9 +194,9 @@ class DevicePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON takes it."""
-        told = asdict(self)
-        where = told.pop("placement") | {"sleepers": self.placement.sleepers}
-        return {"engine": told.pop("engine"), **where, **told}
+        shown = asdict(self)
+        where = shown.pop("placement") | {"sleepers": self.placement.sleepers}
+        return {"engine": shown.pop("engine"), **where, **shown}
 
 
 def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:

@@ -53,8 +53,8 @@ class Reading:
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
         path = redact(str(self.model.settings.path))
-        told = {"problem": self.reason} if self.adapter is None else {"reason": self.reason}
-        return {"part": self.model.part, "path": path, "adapter": self.adapter, **told}
+        why = {"problem": self.reason} if self.adapter is None else {"reason": self.reason}
+        return {"part": self.model.part, "path": path, "adapter": self.adapter, **why}
 
 
 @dataclass(frozen=True)

@@ -97,34 +97,34 @@ def _smaller(one: Late, other: Late) -> Late:
 Turn = Callable[["Translator", Entry], None]
 
 
-def _switch(told: Translator, entry: Entry) -> bool | None:
+def _switch(translator: Translator, entry: Entry) -> bool | None:
     """Read a switch; None, and a problem, when it is neither on nor off."""
     text = str(entry.raw).strip().lower()
     if text not in YES | NO:
-        told.problem(entry, f"{entry.name}: '{entry.raw}' is neither true nor false.")
+        translator.problem(entry, f"{entry.name}: '{entry.raw}' is neither true nor false.")
         return None
     return text in YES
 
 
-def _dynamic(part: str, told: Translator, entry: Entry) -> None:
+def _dynamic(part: str, translator: Translator, entry: Entry) -> None:
     """Token budgets are what a micro-batch is cut by, unless its size is set."""
     size = f"{part}.ppo_micro_batch_size_per_gpu"
-    on = _switch(told, entry)
+    on = _switch(translator, entry)
     if on:
-        told.put(entry, size, None)
+        translator.put(entry, size, None)
     elif on is False:
-        told.demand(
+        translator.demand(
             entry,
             lambda value: value(size) is not None,
             f"without dynamic batches set the size of a micro-batch: {size}=4.",
         )
 
 
-def _global_micro(part: str, told: Translator, entry: Entry) -> None:
+def _global_micro(part: str, translator: Translator, entry: Entry) -> None:
     """Share the deprecated size over all ranks, as verl did."""
 
     def per_gpu(value: Lookup) -> int:
-        ranks = _ranks(value, told.environ)
+        ranks = _ranks(value, translator.environ)
         total = _count(entry)
         if total % ranks:
             raise ValueError(
@@ -134,24 +134,24 @@ def _global_micro(part: str, told: Translator, entry: Entry) -> None:
         return total // ranks
 
     if not is_unset(entry.raw):
-        told.put(entry, f"{part}.ppo_micro_batch_size_per_gpu", Late(per_gpu))
+        translator.put(entry, f"{part}.ppo_micro_batch_size_per_gpu", Late(per_gpu))
 
 
-def _log_prob_rows(shared: bool, told: Translator, entry: Entry) -> None:
+def _log_prob_rows(shared: bool, translator: Translator, entry: Entry) -> None:
     """A count of sequences becomes the token budget that as many of the longest need."""
 
     def budget(value: Lookup) -> int:
         rows = _count(entry)
-        rows = max(1, rows // _ranks(value, told.environ)) if shared else rows
+        rows = max(1, rows // _ranks(value, translator.environ)) if shared else rows
         return rows * int(value("data.max_prompt_length") + value("data.max_response_length"))
 
     if not is_unset(entry.raw):
-        told.note(
+        translator.note(
             entry,
             f"it sets {BUDGET} here, to the tokens of {entry.raw} of the longest sequences"
             f"{' over all ranks' if shared else ''}; of several such sizes the smallest holds",
         )
-        told.put(entry, BUDGET, Late(budget))
+        translator.put(entry, BUDGET, Late(budget))
 
 
 def _count(entry: Entry) -> int:
@@ -182,27 +182,27 @@ def _ranks(value: Lookup, environ: Mapping[str, str]) -> int:
     return max(1, ranks // int(value("trainer.tensor_parallel_size")))
 
 
-def _adaptive(told: Translator, entry: Entry) -> None:
-    on = _switch(told, entry)
+def _adaptive(translator: Translator, entry: Entry) -> None:
+    on = _switch(translator, entry)
     if on is not None:
-        told.put(entry, "algorithm.kl_ctrl.type", "adaptive" if on else "fixed")
+        translator.put(entry, "algorithm.kl_ctrl.type", "adaptive" if on else "fixed")
 
 
-def _old_dynamic(told: Translator, entry: Entry) -> None:
+def _old_dynamic(translator: Translator, entry: Entry) -> None:
     for part in ("actor", "critic"):
-        _dynamic(part, told, entry)
+        _dynamic(part, translator, entry)
 
 
-def _data_parallel(told: Translator, entry: Entry) -> None:
+def _data_parallel(translator: Translator, entry: Entry) -> None:
     """The ranks that share the rows; times those that split each layer, all that train.
 
     They are GPUs where some are visible or asked for, else worker processes.
     """
-    on_gpus = gpu_count(told.environ) > 0
+    on_gpus = gpu_count(translator.environ) > 0
     try:
         size = _count(entry)
     except ValueError as error:
-        told.problem(entry, str(error))
+        translator.problem(entry, str(error))
         return
 
     def ranks(value: Lookup) -> int:
@@ -221,8 +221,8 @@ def _data_parallel(told: Translator, entry: Entry) -> None:
         return bool(placed) or there == ranks(value)
 
     key = f"trainer.{'n_gpus_per_node' if on_gpus else 'num_workers'}"
-    told.put(entry, key, Late(devices, yields=True))
-    told.demand(
+    translator.put(entry, key, Late(devices, yields=True))
+    translator.demand(
         entry,
         fits,
         f"{entry.name} {entry.raw} times trainer.tensor_parallel_size is not the number of "
@@ -230,79 +230,79 @@ def _data_parallel(told: Translator, entry: Entry) -> None:
     )
 
 
-def _greedy_validation(told: Translator, entry: Entry) -> None:
-    on = _switch(told, entry)
+def _greedy_validation(translator: Translator, entry: Entry) -> None:
+    on = _switch(translator, entry)
     if on is False:
-        told.put(entry, "rollout.val_kwargs.temperature", "0")
+        translator.put(entry, "rollout.val_kwargs.temperature", "0")
     elif on:
-        told.demand(
+        translator.demand(
             entry,
             lambda value: value("rollout.val_kwargs.temperature") > 0,
             "sampled validation needs a temperature: rollout.val_kwargs.temperature=0.7.",
         )
 
 
-def _logger(told: Translator, entry: Entry) -> None:
+def _logger(translator: Translator, entry: Entry) -> None:
     """Drop `file`: metrics.jsonl is always written."""
     try:
         words = listed(entry.raw)
     except ValueError as error:
-        told.problem(entry, f"{entry.name}: {error}.")
+        translator.problem(entry, f"{entry.name}: {error}.")
         return
-    told.put(entry, entry.name, [word for word in words if word != "file"])
+    translator.put(entry, entry.name, [word for word in words if word != "file"])
 
 
-def _resume_mode(told: Translator, entry: Entry) -> None:
+def _resume_mode(translator: Translator, entry: Entry) -> None:
     word = str(entry.raw).strip()
     if word == "disable":
-        told.put(entry, entry.name, "never")
+        translator.put(entry, entry.name, "never")
     elif word == "resume_path":
-        told.resume_by_path = True
+        translator.resume_by_path = True
 
         def path(value: Lookup) -> str:
-            if told.resume_path is None:
+            if translator.resume_path is None:
                 raise ValueError("name the checkpoint as well: --resume PATH.")
-            return told.resume_path
+            return translator.resume_path
 
-        told.put(entry, entry.name, Late(path))
+        translator.put(entry, entry.name, Late(path))
     else:
-        told.put(entry, entry.name, entry.raw)
+        translator.put(entry, entry.name, entry.raw)
 
 
-def _resume_from(told: Translator, entry: Entry) -> None:
+def _resume_from(translator: Translator, entry: Entry) -> None:
     if is_unset(entry.raw):
         return
-    told.resume_path = str(entry.raw)
-    told.demand(
+    translator.resume_path = str(entry.raw)
+    translator.demand(
         entry,
-        lambda value: told.resume_by_path,
+        lambda value: translator.resume_by_path,
         "a checkpoint to go on from is taken with trainer.resume_mode=resume_path, or simply "
         f"--resume {entry.raw}.",
     )
 
 
-def _reward_model_on(told: Translator, entry: Entry) -> None:
-    on = _switch(told, entry)
+def _reward_model_on(translator: Translator, entry: Entry) -> None:
+    on = _switch(translator, entry)
     if on:
-        told.demand(
+        translator.demand(
             entry,
             lambda value: value("reward.model.path") is not None,
             "a reward model is on, but none is named: --reward_model PATH.",
         )
     elif on is False:
-        told.demand(
+        translator.demand(
             entry,
             lambda value: value("reward.model.path") is None,
             "the reward model is off, but reward.model.path names one; leave one of them out.",
         )
 
 
-def _critic_on(told: Translator, entry: Entry) -> None:
+def _critic_on(translator: Translator, entry: Entry) -> None:
     """A critic is trained exactly when the estimator is gae."""
     if is_unset(entry.raw):
         return
-    on = _switch(told, entry)
-    told.demand(
+    on = _switch(translator, entry)
+    translator.demand(
         entry,
         lambda value: on is None or on == ESTIMATORS[value("algorithm.adv_estimator")].critic,
         f"critic.enable={entry.raw} goes against algorithm.adv_estimator: only gae trains a "
@@ -310,26 +310,26 @@ def _critic_on(told: Translator, entry: Entry) -> None:
     )
 
 
-def _reward_manager(told: Translator, entry: Entry) -> None:
+def _reward_manager(translator: Translator, entry: Entry) -> None:
     name = str(entry.raw).strip()
     if name == "dapo":
-        told.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
+        translator.note(entry, "the over-long penalty of dapo is reward.shaping.overlong_buffer")
     elif name == "gdpo":
         gdpo = foreign_names().refused["algorithm.gdpo_reward_keys"]
-        told.problem(entry, f"the reward manager 'gdpo' is not offered: {gdpo}.")
+        translator.problem(entry, f"the reward manager 'gdpo' is not offered: {gdpo}.")
     elif name not in ("naive", "None", "null"):
-        told.problem(
+        translator.problem(
             entry,
             f"the reward manager '{entry.raw}' is not offered. Rules are chosen by data_source "
             "(naive); --reward_function FILE takes one of your own, --rm_max_rpm limits a judge.",
         )
 
 
-def _overlong_on(told: Translator, entry: Entry) -> None:
-    on = _switch(told, entry)
-    told.overlong_on = on is True
+def _overlong_on(translator: Translator, entry: Entry) -> None:
+    on = _switch(translator, entry)
+    translator.overlong_on = on is True
     if on:
-        told.demand(
+        translator.demand(
             entry,
             lambda value: value("reward.shaping.overlong_buffer") is not None,
             "the over-long penalty is on without the length of its buffer: set "
@@ -337,42 +337,42 @@ def _overlong_on(told: Translator, entry: Entry) -> None:
         )
 
 
-def _overlong_buffer(told: Translator, entry: Entry) -> None:
+def _overlong_buffer(translator: Translator, entry: Entry) -> None:
     """The length of the buffer counts once the penalty is switched on, wherever that is said."""
-    late = Late(lambda value: _count(entry) if told.overlong_on else None)
-    told.put(entry, "reward.shaping.overlong_buffer", late)
+    late = Late(lambda value: _count(entry) if translator.overlong_on else None)
+    translator.put(entry, "reward.shaping.overlong_buffer", late)
 
 
-def _overlong_penalty(told: Translator, entry: Entry) -> None:
+def _overlong_penalty(translator: Translator, entry: Entry) -> None:
     usual = table()["reward.shaping.overlong_penalty"].default
-    late = Late(lambda value: entry.raw if told.overlong_on else usual)
-    told.put(entry, "reward.shaping.overlong_penalty", late)
+    late = Late(lambda value: entry.raw if translator.overlong_on else usual)
+    translator.put(entry, "reward.shaping.overlong_penalty", late)
 
 
-def _function_file(told: Translator, entry: Entry) -> None:
+def _function_file(translator: Translator, entry: Entry) -> None:
     if not is_unset(entry.raw):
-        told.function_file = entry
+        translator.function_file = entry
 
 
-def _function_name(told: Translator, entry: Entry) -> None:
-    told.function_name = entry
+def _function_name(translator: Translator, entry: Entry) -> None:
+    translator.function_name = entry
 
 
-def _saved(told: Translator, entry: Entry) -> None:
+def _saved(translator: Translator, entry: Entry) -> None:
     raw = entry.raw.strip("[]() ").split(",") if isinstance(entry.raw, str) else entry.raw or []
     words = {str(word).strip(" '\"") for word in raw}
     if not {"model", "optimizer", "extra"} <= words <= {"model", "optimizer", "extra", "hf_model"}:
-        told.problem(
+        translator.problem(
             entry,
             f"{entry.name}: a checkpoint always holds model, optimizer and extra, and the model "
             "as a Hugging Face folder; leave it out.",
         )
 
 
-def _device(told: Translator, entry: Entry) -> None:
-    here = "cuda" if gpu_count(told.environ) else "cpu"
+def _device(translator: Translator, entry: Entry) -> None:
+    here = "cuda" if gpu_count(translator.environ) else "cpu"
     if str(entry.raw).strip() != here:
-        told.problem(
+        translator.problem(
             entry,
             f"trainer.device is '{entry.raw}', but this machine has "
             f"{'a GPU' if here == 'cuda' else 'no GPU'}; the device is found by itself "
@@ -380,19 +380,19 @@ def _device(told: Translator, entry: Entry) -> None:
         )
 
 
-def _precision(told: Translator, entry: Entry) -> None:
-    told.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
+def _precision(translator: Translator, entry: Entry) -> None:
+    translator.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
 
 
-def _window(told: Translator, entry: Entry) -> None:
+def _window(translator: Translator, entry: Entry) -> None:
     if "_" in str(entry.raw):
-        told.problem(
+        translator.problem(
             entry,
             f"{entry.name}: a window '{entry.raw}' is not offered; weights are truncated at one "
             "number, such as 2.0.",
         )
     else:
-        told.put(entry, entry.name, entry.raw)
+        translator.put(entry, entry.name, entry.raw)
 
 
 def _overlong(prefix: str) -> dict[str, Turn]:

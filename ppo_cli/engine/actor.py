@@ -131,11 +131,11 @@ class ActorLearner:
                 row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
             )
             norm, stepped = self.optimizer.apply()
-        told = {"actor/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
+        rates = {"actor/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
         if stepped:
-            told["grad_norm"] = (norm, 1.0)
-        told["actor/lr"] = (self.optimizer.lr, 1.0)
-        return own_rows(self._ranks, table) | only_first(self._ranks, told)
+            rates["grad_norm"] = (norm, 1.0)
+        rates["actor/lr"] = (self.optimizer.lr, 1.0)
+        return own_rows(self._ranks, table) | only_first(self._ranks, rates)
 
     def _start_over(self) -> None:
         """Forget a pass that broke off, and the gradients so far."""

@@ -105,7 +105,7 @@ def read_rounds(directory: Path, published: int) -> list[Round]:
     try:
         words = json.loads(path.read_text())["rounds"]
         rows = _rows_of(path.with_name(NUMBERS))
-        rounds = [_round_of(told, rows, published) for told in words]
+        rounds = [_round_of(saved, rows, published) for saved in words]
         if next(rows, None) is not None:
             raise ValueError("it has more rows than rollouts")
     except (*DAMAGED, AssertionError, StopIteration) as error:
@@ -147,14 +147,14 @@ def _rows_of(path: Path) -> Iterator[Numbers]:
     return iter(list(zip(ids, logprobs, strict=True)))
 
 
-def _round_of(told: Mapping[str, Any], rows: Iterator[Numbers], published: int) -> Round:
+def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int) -> Round:
     prompts = tuple(
         Prompt(p["uid"], text="", messages=(), rendered="", token_ids=tuple(p["token_ids"]))
-        for p in told["prompts"]
+        for p in saved["prompts"]
     )
-    made = Round(prompts, Sampling(**told["sampling"]), published - int(told["publishes_ago"]))
+    made = Round(prompts, Sampling(**saved["sampling"]), published - int(saved["publishes_ago"]))
     by_uid = {prompt.uid: prompt for prompt in prompts}
-    for words in told["rollouts"]:
+    for words in saved["rollouts"]:
         ids, logprobs = next(rows)
         made.rollouts.append(_rollout_of(words, by_uid[words["uid"]], ids, logprobs))
     made.complete()

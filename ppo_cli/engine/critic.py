@@ -82,11 +82,11 @@ class CriticLearner:
                 row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
             )
             norm, stepped = self.optimizer.apply()
-        told = {"critic/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
+        rates = {"critic/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
         if stepped:
-            told["critic_grad_norm"] = (norm, 1.0)
-        told["critic/lr"] = (self.optimizer.lr, 1.0)
-        return own_rows(self._ranks, table) | only_first(self._ranks, told)
+            rates["critic_grad_norm"] = (norm, 1.0)
+        rates["critic/lr"] = (self.optimizer.lr, 1.0)
+        return own_rows(self._ranks, table) | only_first(self._ranks, rates)
 
     def _start_over(self) -> None:
         """Forget a pass that broke off, and the gradients so far."""

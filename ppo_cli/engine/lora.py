@@ -54,13 +54,13 @@ def write_adapter(folder: Path, lora: LoRA, tensors: Mapping[str, Tensor]) -> No
     folder.mkdir()
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
     owners = {name.partition(".lora_")[0] for name in tensors}
-    told = {
+    settings = {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted({owner.rpartition(".")[2] for owner in owners}),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -77,8 +77,8 @@ class _Asked:
 
         With `packed` there is one row, in which those lie end to end; see `packing.pack`.
         """
-        told = {} if packed is None else packed.arguments(self.packing)
-        out = self.backbone(input_ids=input_ids_BL, use_cache=False, **told)
+        packing = {} if packed is None else packed.arguments(self.packing)
+        out = self.backbone(input_ids=input_ids_BL, use_cache=False, **packing)
         hidden: Tensor = out.last_hidden_state
         return hidden
 

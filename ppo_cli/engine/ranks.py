@@ -154,9 +154,9 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
     except Exception as error:
         own = error
     errors = gather_objects(ranks, None if own is None else _portable(own))
-    for rank, told in enumerate(errors):
-        if told is not None:
-            raise (own if own is not None and rank == ranks.rank else told)
+    for rank, theirs in enumerate(errors):
+        if theirs is not None:
+            raise (own if own is not None and rank == ranks.rank else theirs)
     return result[0]
 
 

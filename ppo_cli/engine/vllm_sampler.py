@@ -206,8 +206,8 @@ class VLLMSampler:
     @property
     def weight_version(self) -> int | None:
         """The version of the weights that were loaded last; None before any were."""
-        told = self._engine.get_weight_version()
-        return None if told == "default" else int(told)
+        version = self._engine.get_weight_version()
+        return None if version == "default" else int(version)
 
     def sleep(self) -> None:
         """Give device memory back until `wake_up`; nothing on the CPU."""
@@ -288,7 +288,7 @@ class VLLMSampler:
     ) -> list[Any]:
         """Let vLLM take a step; when memory runs out, begin again with half as many at once.
 
-        With workers of its own vLLM ends when one of them fails: then it is told.
+        With workers of its own vLLM ends when one of them fails: then it is informed.
         """
         try:
             return list(self._engine.step())

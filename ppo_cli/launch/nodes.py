@@ -100,7 +100,7 @@ class Nodes:
                 raise Interrupted(f"Stopped while waiting for a node ({reason}).")
             if self._ray is not None and not self._ray.alive():
                 raise WorkerLost(
-                    f"{lost} The other nodes hang on it: start the same line again on all nodes."
+                    f"{lost} The other nodes depend on it: start the same line again on all nodes."
                 )
             now = time.monotonic()
             if now > deadline:

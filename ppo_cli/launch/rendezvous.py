@@ -297,7 +297,7 @@ class Rendezvous:
             )
         facts, settings = read_facts(hello.get("facts")), hello.get("settings")
         if facts is None or not isinstance(settings, dict):
-            return "it told nothing of itself that can be read."
+            return "its hello is malformed."
         job, ours = words(hello.get("job") or ""), os.environ.get("SLURM_JOB_ID", "")
         if job and ours and job != ours:
             return f"it is of the SLURM job {job}, node 0 of {ours}; give one another MASTER_PORT."

@@ -265,7 +265,7 @@ class CompositeReward(Reward):
         self._go_on()
 
     def _take(self, found: _Round, entry: _Entry, name: str, score: Score) -> None:
-        """Note a part's score, and decide the gates that hang on it."""
+        """Note a part's score, and decide the gates that depend on it."""
         entry.scores[name] = score
         for gated, gate in self._gates.items():
             if gate.part != name:

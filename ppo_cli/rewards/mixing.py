@@ -110,7 +110,7 @@ def _column(
 ) -> tuple[Column, Memory]:
     raw = [s.value for s in scores]
     groups = [r.prompt.uid for r in rollouts]
-    # A value put in for want of a verdict is scaled like others, but teaches nothing.
+    # An imputed value is scaled like others, but teaches nothing.
     known = [(v, g) for v, g, s in zip(raw, groups, scores, strict=True)
              if v is not None and s.judged]  # fmt: skip
     scale_of, memory = _scales(part, known, kind, memory)
@@ -176,13 +176,13 @@ def _total(
     lost = [p for p in parts if columns[p.name].scaled[row] is None]
     shown = _shown(parts, columns, row, given)
     info = {p.name: _facts(given[p.name]) for p in parts if _facts(given[p.name])}
-    told: dict[str, Any] = {"mixture": info} | _imputed(given)
+    details: dict[str, Any] = {"mixture": info} | _imputed(given)
     reason = "; ".join(f"{n}: {s.reason}" for n, s in given.items() if s.reason)
     there = [p for p in parts if p not in lost]
     left = math.fsum(abs(p.weight) for p in there)
     fatal = next((p for p in lost if p.on_failure == "fail" or not left), None)
     if fatal is not None:
-        return Score(None, f"{fatal.name}: {given[fatal.name].failure}", reason, shown, told)
+        return Score(None, f"{fatal.name}: {given[fatal.name].failure}", reason, shown, details)
     # Those that are left share the weight of the lost ones.
     share = math.fsum(abs(p.weight) for p in parts) / left if lost else 1.0
     total = math.fsum(share * p.weight * (columns[p.name].scaled[row] or 0.0) for p in there)
@@ -191,11 +191,11 @@ def _total(
         for p in there
         for s in given[p.name].steps
     )
-    return Score(total, "", reason, shown, told, steps)
+    return Score(total, "", reason, shown, details, steps)
 
 
 def _facts(score: Score) -> dict[str, Any]:
-    """What a part's source told, and why it failed: the sample may go on without it."""
+    """What a part's source said, and why it failed: the sample may go on without it."""
     failed = {"failure": score.failure} if score.failure and score is not CLOSED else {}
     return {**score.info, **failed}
 

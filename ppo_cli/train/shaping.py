@@ -141,7 +141,7 @@ def _lowered(one: Scored, taken: Mapping[str, float]) -> Scored:
 
 
 def _moments(scored: Sequence[Scored]) -> Moments:
-    # A value put in for want of a verdict teaches nothing.
+    # An imputed value teaches nothing.
     return Moments.of([s.score.value for s in scored if s.score.value is not None
                        and s.score.judged])  # fmt: skip
 

@@ -133,7 +133,7 @@ def test_rules_and_functions_may_stand_in_the_file() -> None:
         ("api: {modell: m}\n", "Did you mean 'model'?"),
         ("rm_modell: m\n", "Did you mean 'rm_model'?"),
         ("api_rewrad: {model: m}\n", "there is no setting 'api_rewrad.model' of the reward."),
-        ("model: m\nactor.clip_ratio: 0.1\n", "belongs into a --config file"),
+        ("model: m\nactor.clip_ratio: 0.1\n", "put it in a --config file"),
         ("model: m\nreward_config: x\n", "there is no setting 'reward_config'"),
         ("model: m\nrm_model: n\n", "r.yaml line 2: reward.api.model was set on line 1 already"),
         ("model: m\nvotes: many\n", "r.yaml line 2: reward.api.votes: 'many' is not a number"),

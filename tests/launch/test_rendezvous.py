@@ -70,7 +70,7 @@ def test_another_job_is_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("change", [{"facts": 3}, {"facts": {}}, {"settings": []}])
 def test_facts_that_cannot_be_read_are_refused(meeting: Meeting, change: dict[str, Any]) -> None:
-    assert "told nothing of itself" in why(meeting.hello(**change))
+    assert "its hello is malformed" in why(meeting.hello(**change))
 
 
 def test_a_rank_that_is_too_high_is_refused(meeting: Meeting) -> None:

@@ -35,7 +35,7 @@ def reserve_nodes(
     if home := _home(gpus):
         bundles[0] |= {f"node:{home}": 0.001}  # the first node is ours: it holds the run folder
     group = placement_group(bundles, strategy="STRICT_SPREAD" if count > 1 else "PACK")
-    ready, started, told = group.ready(), time.monotonic(), time.monotonic()
+    ready, started, reported = group.ready(), time.monotonic(), time.monotonic()
     try:
         while not ray.wait([ready], timeout=TICK_S)[0]:
             waits.check(may_stop=True)
@@ -46,9 +46,9 @@ def reserve_nodes(
                     "nodes, or ask for fewer (--nnodes, --n_gpus); --node_timeout sets how long "
                     "to wait."
                 )
-            if now - told > TELL_EVERY_S:
+            if now - reported > TELL_EVERY_S:
                 tell(waiting_for(count, gpus))
-                told = now
+                reported = now
     except BaseException:
         if waits.trouble() is None:
             remove_placement_group(group)

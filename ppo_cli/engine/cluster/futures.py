@@ -46,8 +46,8 @@ class Member:
 
 def reported(member: Member, failure: Failure) -> Exception:
     """The user's mistake as it was raised; anything else as a bug with the worker's traceback."""
-    if failure.told is not None:
-        error: Exception = pickle.loads(failure.told)
+    if failure.pickled is not None:
+        error: Exception = pickle.loads(failure.pickled)
         return error
     return WorkerFault(f"{member} failed:\n{failure.traceback.rstrip()}")
 
@@ -69,8 +69,8 @@ def lost(member: Member, doing: str, words: str, *, node_lives: bool = True) -> 
     else:
         cause = KILLED
     tail = "\n  ".join([f"The last lines of its log, {member.log}:", *lines])
-    told = tail if lines else f"Its log: {member.log} (on that node)."
-    return WorkerLost(f"{_capital(str(member))} {cause} during `{doing}`. {told}")
+    detail = tail if lines else f"Its log: {member.log} (on that node)."
+    return WorkerLost(f"{_capital(str(member))} {cause} during `{doing}`. {detail}")
 
 
 def late(members: list[Member], doing: str, seconds: float) -> WorkerLost:

@@ -83,7 +83,7 @@ def _find_parts() -> dict[str, int]:
 def end_session(session: int) -> None:
     """Kill all processes of a session except this one, groups of their own included.
 
-    Gives them a moment to be gone, memory and files and all.
+    Waits a moment until they have ended and their memory and files are freed.
     """
     deadline = time.monotonic() + ENDS_S
     while time.monotonic() < deadline:

@@ -179,7 +179,7 @@ class Session:
 
     def close(self) -> None:
         """Leave Ray; end it when it is ours. Safe to call twice."""
-        self._gone = self._gone or "The workers have been sent home."
+        self._gone = self._gone or "The cluster is closed."
         if ray.is_initialized():
             ray.shutdown()
         head, self._head = self._head, None
@@ -264,7 +264,7 @@ def _workers_import_as_we_do(no_modules: Path) -> Iterator[None]:
 
 
 def _keep_quiet(log: Path) -> None:
-    """Ray prints what it thinks of lost workers; that belongs into a log."""
+    """Ray prints what it thinks of lost workers; that belongs in a log."""
 
     def keep(data: dict[str, Any], ignore_prefix: bool = False) -> None:
         with suppress(OSError), log.open("a") as file:

@@ -325,7 +325,7 @@ class ApartEngine:
 
     def _ask(self, verb: str, *args: Any) -> Answer:
         if self._closed or self._client is None:
-            raise WorkerLost("The workers have been sent home.")
+            raise WorkerLost("The cluster is closed.")
         return self._client.ask(verb, *args)
 
     def _finish(self, answer: Answer, may_stop: bool = False) -> Any:
@@ -384,7 +384,7 @@ class ApartEngine:
 
     def _ended(self, verb: str) -> str:
         if self._closed:
-            return f"The workers were sent home during `{verb}`."
+            return f"The cluster was closed during `{verb}`."
         assert self._client is not None
         ending, tail = self._client.ending(), read_tail(self._log, self._client.pid)
         return f"The process that talks to Ray {ending} during `{verb}`. {tail}"

@@ -1,6 +1,6 @@
 """The actor behind every role: holds one object and calls it, and never raises into Ray.
 
-What goes wrong travels as a value, so that the driver can raise it as it was, told once.
+What goes wrong travels as a value, so that the driver can raise it as it was, and only once.
 No torch here: the environment of the process is made before its object brings that along.
 """
 
@@ -33,7 +33,7 @@ FLUSH_S = 0.02  # what finishes within that time travels together
 class Failure:
     """An exception of a worker: pickled when people caused it, and its traceback."""
 
-    told: bytes | None
+    pickled: bytes | None
     traceback: str
 
 
@@ -166,8 +166,8 @@ def _failure(error: BaseException) -> Failure:
     if not isinstance(error, PpoError) and not full:
         return Failure(None, text)
     try:
-        told = pickle.dumps(error)
-        pickle.loads(told)
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
     except Exception:
         return Failure(None, text)
-    return Failure(told, text)
+    return Failure(pickled, text)

@@ -187,13 +187,13 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
 
     def _meet(self, info: GlooTrainerInfo) -> None:
         store, size = open_store(info.address, info.timeout_s), 1 + self.client.num_gpus
-        told = asdict(info) | {"port": store.port, "rank_offset": 1, "world_size": size}
-        del told["rank"]
+        request = asdict(info) | {"port": store.port, "rank_offset": 1, "world_size": size}
+        del request["rank"]
 
         def meet() -> None:
             self._group = GlooGroup(store, 0, size, info.timeout_s)
 
-        _beside(lambda: self.client.init_weight_transfer_engine(told), meet)
+        _beside(lambda: self.client.init_weight_transfer_engine(request), meet)
 
     def send_weights(self) -> None:
         """Lead the samplers through an update; they take while we send."""
@@ -202,13 +202,13 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
                 pass
             return
         meta = self.source.metadata()
-        told = {
+        request = {
             "names": [m.name for m in meta],
             "dtype_names": [str(m.dtype).removeprefix("torch.") for m in meta],
             "shapes": [m.shape for m in meta],
         }
         self.client.start_weight_update()
-        _beside(lambda: self.client.update_weights(told), self._broadcast)
+        _beside(lambda: self.client.update_weights(request), self._broadcast)
         self.client.finish_weight_update()
 
     def _broadcast(self) -> None:

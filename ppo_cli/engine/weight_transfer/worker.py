@@ -147,7 +147,7 @@ def pack_heads(model: torch.nn.Module) -> None:
 
 
 class WorkerExtension:
-    """What vLLM's workers can do beside their own trade."""
+    """Methods mixed into vLLM's workers."""
 
     model_runner: Any
 

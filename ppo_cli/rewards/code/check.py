@@ -216,7 +216,7 @@ class Check:
     def _send(self, launched: Launched, job: bytes) -> None:
         """Hand the tester its job. It reads this first, and the candidate waits meanwhile."""
         link = Link(launched.control.fileno(), MOST_TRUSTED)
-        # A tester that has died is told by `_watch`.
+        # A tester that has died is reported by `_watch`.
         with contextlib.suppress(Gone):
             link.send(job)
         launched.control.setblocking(False)

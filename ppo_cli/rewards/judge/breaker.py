@@ -165,7 +165,7 @@ class Breaker:
         now = self._clock()
         again = max(0.0, min(self.next_probe, self.gives_up_at) - now)
         if self._fatal_probes is not None:
-            return f"The judge turns calls away ({self._last}); making sure."
+            return f"The judge rejects requests ({self._last}); confirming."
         left = max(0.0, self.gives_up_at - now)
         more = f"{left / 60:.0f} min." if left >= 90 else f"{left:.0f} s"
         asked = f"asked for a pause of {self._asked_s:,.0f} s"
@@ -185,7 +185,7 @@ class Breaker:
         done = -1 if self._fatal_probes is None else self._fatal_probes
         self._fatal_probes = done + 1 if probe or done < 0 else done
         if self._fatal_probes >= len(CONFIRM_WAITS_S):
-            told = f"The judge {self.name} turns every call away ({self._last}). "
+            told = f"The judge {self.name} rejects every request ({self._last}). "
             self.gave_up = (told + _one_line(error)[1]).strip()
             return
         self.next_probe = self._clock() + CONFIRM_WAITS_S[self._fatal_probes]

@@ -67,7 +67,7 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Flight:
+class _Pending:
     job: _Job
     task: asyncio.Task[Verdict]
     askers: int = 0
@@ -94,7 +94,7 @@ class JudgeClient:
         self._admission.known_good = self._probe_known_good
         self._bad_requests = BadRequests()
         self.counters = Tally(lambda: (self._admission.window.size(), self._breaker.open_seconds()))
-        self._flights: dict[Hashable, _Flight] = {}
+        self._pending: dict[Hashable, _Pending] = {}
         self._spares: set[asyncio.Task[None]] = set()
         self._known_good: Question | None = None
         self._mean_output = 0.0
@@ -109,14 +109,14 @@ class JudgeClient:
             raise Interrupted(_CLOSED)
         key = key_of(self._provider.identity, question)
         if fresh:
-            return await self._join(self._take_off(object(), question, None))
+            return await self._join(self._start(object(), question, None))
         kept = self._look_up(key)
         if kept is not None:
             return kept
-        flight = self._flights.get(key)
-        if flight is None:
-            return await self._join(self._take_off(key, question, key))
-        verdict = await self._join(flight)
+        pending = self._pending.get(key)
+        if pending is None:
+            return await self._join(self._start(key, question, key))
+        verdict = await self._join(pending)
         self.counters.add("shared")
         info = {**verdict.info, "shared": True}
         return replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
@@ -135,13 +135,13 @@ class JudgeClient:
     async def close(self, drain_s: float = 0.0) -> None:
         """Let calls under way finish for at most `drain_s` seconds, then cancel. Twice is fine.
 
-        Whoever waits in a queue or backs off is sent home at once: there is nothing paid to lose.
+        Calls that wait in a queue or back off end at once: nothing has been paid for them.
         """
         self._closed = True
         self._admission.close(_CLOSED)
-        flights = list(self._flights.values())
-        calling = {flight.task for flight in flights if flight.job.under_way}
-        tasks = {*self._spares, *(flight.task for flight in flights)}
+        pending = list(self._pending.values())
+        calling = {one.task for one in pending if one.job.under_way}
+        tasks = {*self._spares, *(one.task for one in pending)}
         for task in tasks - calling:
             task.cancel()
         if calling and drain_s > 0:
@@ -165,37 +165,37 @@ class JudgeClient:
             self.counters.add("cached")
         return kept
 
-    def _take_off(self, name: Hashable, question: Question, key: str | None) -> _Flight:
+    def _start(self, name: Hashable, question: Question, key: str | None) -> _Pending:
         job = _Job(question, question)
-        work = asyncio.get_running_loop().create_task(self._bring_home(job, key))
-        flight = self._flights[name] = _Flight(job, work)
-        work.add_done_callback(lambda _: self._land(name, flight))
-        return flight
+        work = asyncio.get_running_loop().create_task(self._answer(job, key))
+        pending = self._pending[name] = _Pending(job, work)
+        work.add_done_callback(lambda _: self._forget(name, pending))
+        return pending
 
-    def _land(self, name: Hashable, flight: _Flight) -> None:
-        if self._flights.get(name) is flight:
-            del self._flights[name]
+    def _forget(self, name: Hashable, pending: _Pending) -> None:
+        if self._pending.get(name) is pending:
+            del self._pending[name]
 
-    async def _join(self, flight: _Flight) -> Verdict:
+    async def _join(self, pending: _Pending) -> Verdict:
         """Wait for a verdict; it is given up only when the last who asked for it goes away."""
-        flight.askers += 1
+        pending.askers += 1
         try:
-            return await asyncio.shield(flight.task)
+            return await asyncio.shield(pending.task)
         except asyncio.CancelledError:
             me = asyncio.current_task()
-            if self._closed and flight.task.cancelled() and me is not None and not me.cancelling():
+            if self._closed and pending.task.cancelled() and me is not None and not me.cancelling():
                 raise Interrupted(_CLOSED) from None
             raise
         finally:
-            flight.askers -= 1
-            if not flight.askers and not flight.task.done():
-                for name in [n for n, f in self._flights.items() if f is flight]:
-                    del self._flights[name]
-                flight.task.cancel()
+            pending.askers -= 1
+            if not pending.askers and not pending.task.done():
+                for name in [n for n, one in self._pending.items() if one is pending]:
+                    del self._pending[name]
+                pending.task.cancel()
 
     # --- one verdict --------------------------------------------------------------------------
 
-    async def _bring_home(self, job: _Job, key: str | None) -> Verdict:
+    async def _answer(self, job: _Job, key: str | None) -> Verdict:
         while True:
             try:
                 value, reason, reply = await self._try(job)
@@ -252,8 +252,8 @@ class JudgeClient:
         tokens = job.question.max_tokens
         if error.cause == "truncated":
             tokens = min(2 * tokens, MOST_TOKENS * job.asked.max_tokens)
-        told = reminder(job.asked.output, job.asked.scale)
-        job.question = job.asked.again(reminder=told, max_tokens=tokens)
+        text = reminder(job.asked.output, job.asked.scale)
+        job.question = job.asked.again(reminder=text, max_tokens=tokens)
         job.worst_known = None
 
     def _answered_others(self, job: _Job) -> bool:

@@ -159,8 +159,8 @@ class Monitor:
         if api.monitor.model is None:
             return None
         # Prices given for the judge's model are not those of another one.
-        told = api.monitor
-        update = {"type": told.type, "model": told.model, "base_url": told.base_url}
+        judge = api.monitor
+        update = {"type": judge.type, "model": judge.model, "base_url": judge.base_url}
         update |= {"price_input": None, "price_output": None}
         provider = build_provider(Endpoint.of_monitor(api), environ=environ)
         price = find_price(api.model_copy(update=update))

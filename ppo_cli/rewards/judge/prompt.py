@@ -225,7 +225,7 @@ def check_no_variables(system: str, where: str) -> None:
     for _, name in split(system):
         if name in VARIABLES or name == EXTRA or name.startswith(f"{EXTRA}."):
             raise RewardError(
-                f"{where}: {{{name}}} belongs into the scoring prompt; the system prompt is the "
+                f"{where}: {{{name}}} belongs in the scoring prompt; the system prompt is the "
                 f"same for every row. ({{{{{name}}}}} writes it literally.)"
             )
 

@@ -214,7 +214,7 @@ def _unjudged(entry: Entry, mean: float | None) -> Score:
     info = {"judge_reply": error.reply} if error is not None and error.reply else {}
     if mean is None:
         return Score.failed(failure, **info)
-    return Score(mean, reason="the mean of the step, for want of a verdict", info={
+    return Score(mean, reason="imputed: the mean of the step", info={
         **info, "imputed": failure,
     })  # fmt: skip
 

@@ -116,7 +116,7 @@ def _folder(settings: ModelReward) -> Path:
         return local
     if settings.revision is None and (cached := find_folder(path)) is not None:
         return cached
-    find_folder(path)  # a name that can be no hub model is told here
+    find_folder(path)  # a name that can be no hub model is refused here
     return fetch(path, settings.revision)
 
 
@@ -145,7 +145,7 @@ def _load_tokenizer(folder: Path, named: str | None) -> Any:
 
 
 def _read(loader: Any, source: str, what: str, mend: str) -> Any:
-    """Load a part of a model; what fails is told with its mend."""
+    """Load a part of a model; a failure names its fix."""
     try:
         return loader.from_pretrained(source, trust_remote_code=False)
     except DAMAGED as error:

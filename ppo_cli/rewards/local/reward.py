@@ -78,7 +78,7 @@ class ScoredBatch:
 class Tested:
     """How the self-test ended, in words, and the budget from now on."""
 
-    told: str
+    summary: str
     batch_tokens: int
 
 
@@ -113,11 +113,11 @@ class ModelScorer:
         with self._breaking():
             try:
                 self._move(self._home)
-                told = try_out_model(loaded, format_, prompts, self._budget)
+                summary = try_out_model(loaded, format_, prompts, self._budget)
             finally:
                 format_.prompts_cut = 0
                 self._rest()
-        return Tested(told, self._budget.tokens)
+        return Tested(summary, self._budget.tokens)
 
     def begin(self, samples: Sequence[Sample], batch_tokens: int) -> Begun:
         """Encode and sort a round, whose batches have at most so many tokens.
@@ -345,7 +345,7 @@ class LocalModelReward(Reward):
         with as_strict_as(self._settings.self_test, tell):
             tested: Tested = host.call("try_out", tuple(prompts[:LOOKED_AT]))
             self._budget.lower_to(tested.batch_tokens)
-            tell(tested.told)
+            tell(tested.summary)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Keep a rollout until its round is settled."""

@@ -204,7 +204,7 @@ class LearnedPace:
         spacing.rate *= 1.0 + a_second * step
 
     def refused(self, sent_at: float, pause: float = 0.0) -> None:
-        """Learn from a call that was turned away, and told to wait for `pause` seconds."""
+        """Learn from a call that was refused, and asked to wait for `pause` seconds."""
         now = self._clock()
         self._longest_pause = max(self._longest_pause, pause)
         if self._since is not None and sent_at < self._since:

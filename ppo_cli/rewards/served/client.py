@@ -157,8 +157,8 @@ class Outage:
             pause = min(2.0 * pause, LONGEST_PAUSE_S)
 
     def _refused(self, fault: ServerFault) -> PpoError:
-        told = f"The reward model's server at {self._url} turns every request away ({fault})."
-        return Interrupted(told) if self.proven else RewardError(f"{told} {ADVICE}")
+        said = f"The reward model's server at {self._url} rejects every request ({fault})."
+        return Interrupted(said) if self.proven else RewardError(f"{said} {ADVICE}")
 
     def _silent(self, fault: ServerFault) -> Interrupted:
         return Interrupted(
@@ -325,13 +325,14 @@ class ServedModelClient:
             raise ServerFault(fault.kind, fault.cause, redact(fault.words)) from None
 
     def _fault_of(self, status: int, text: str, headers: Mapping[str, str]) -> ServerFault:
-        told = {name.lower(): value for name, value in headers.items()}
-        words = redact(read_words(text))[:EXCERPT] or "no words with it"
+        headers = {name.lower(): value for name, value in headers.items()}
+        words = redact(read_words(text))[:EXCERPT] or "empty body"
         cause = f"http_{status}"
         if 300 <= status < 400:
-            words = redact(f"it sends us on to {told.get('location', 'nowhere')}")
+            where = headers.get("location")
+            words = redact(f"redirect to {where}" if where else "redirect without a Location")
         if status in _PASSING or (status >= 500 and status not in _FINAL_5XX):
-            return ServerFault(Kind.DOWN, cause, words, retry_after=read_retry_after(told))
+            return ServerFault(Kind.DOWN, cause, words, retry_after=read_retry_after(headers))
         if status in _REJECTED:
             return ServerFault(Kind.REJECTED, cause, words)
         return ServerFault(Kind.HOPELESS, cause, words)

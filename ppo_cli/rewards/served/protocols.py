@@ -243,19 +243,19 @@ class Writer:
         """What the user should know about the text that the server gets."""
         if self._adapter != "openrlhf":
             return []
-        told = []
+        remarks = []
         if self._format is None and self._template is None:
-            told.append(
+            remarks.append(
                 "The reward model's server gets the policy's own prompt and response as text, "
                 "without an end token; set reward.model.tokenizer to the reward model's tokenizer "
                 "to have its chat template."
             )
         if self._max_length is None or self._format is None:
-            told.append(
+            remarks.append(
                 "Servers of this protocol may cut long samples without a word; with "
                 "reward.model.max_length and reward.model.tokenizer those count as failed."
             )
-        return told
+        return remarks
 
     def write(self, prompt: Prompt, response: str) -> Sample:
         """Write one sample; raises UnfitError."""

@@ -157,7 +157,7 @@ def test_a_users_mistake_comes_out_as_itself(things: list[Proxy]) -> None:
 
 
 def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
-    told = {n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).told is not None}
+    told = {n for n in DISK_ERRNOS if _failure(OSError(n, "x", "some/file")).pickled is not None}
     assert told == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
 
 

@@ -337,7 +337,7 @@ def test_a_wrong_key_stops_the_run_and_never_masks(server: JudgeServer) -> None:
     server.keys = {"another"}
     answers = run(server, lambda client: ask_all(client, questions(10)), concurrency=4)
     assert {type(answer) for answer in answers} == {Interrupted}
-    assert "turns every call away (http_401" in str(answers[0])
+    assert "rejects every request (http_401" in str(answers[0])
     assert server.count <= 4 + 3
 
 

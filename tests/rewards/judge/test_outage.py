@@ -158,7 +158,7 @@ def test_a_fatal_answer_is_checked_three_times() -> None:
         clock.now = breaker.next_probe
         breaker.failure(DENIED, window=64, probe=True)
     assert waits == pytest.approx([1.0, 1.5, 2.5])
-    assert breaker.gave_up.endswith("every call away (http_401: bad key ***). Check the key.")
+    assert breaker.gave_up.endswith("every request (http_401: bad key ***). Check the key.")
     assert "abcdefghijklmnop" not in breaker.gave_up
 
 

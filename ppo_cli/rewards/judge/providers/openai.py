@@ -145,8 +145,8 @@ def read_completion(reply: Any) -> Reply:
     choice = attribute(reply, "choices", 0)
     message = attribute(choice, "message")
     if message is None:
-        told = attribute(reply, "error", "message")
-        raise bad_body(str(told) if told else f"no choices in a {type(reply).__name__}")
+        message = attribute(reply, "error", "message")
+        raise bad_body(str(message) if message else f"no choices in a {type(reply).__name__}")
     usage = read_usage(attribute(reply, "usage"), TOKENS)
     ended = attribute(choice, "finish_reason")
     declined = attribute(message, "refusal")

@@ -35,8 +35,8 @@ def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) 
     total = math.fsum(known)
     fits = len(known) == len(shares) == len(scale.levels())
     if not fits or not math.isfinite(total) or total <= 0 or min(known) < 0:
-        told = f"The decision names {len(known)} of {len(scale.levels())} probabilities: {shares}"
-        raise JudgeError(Failure.UNPARSED, "unparsed", told, usage=usage)
+        text = f"The decision names {len(known)} of {len(scale.levels())} probabilities: {shares}"
+        raise JudgeError(Failure.UNPARSED, "unparsed", text, usage=usage)
     levels = zip(scale.levels(), known, strict=True)
     return Reply("", usage, probabilities={level: share / total for level, share in levels})
 
