@@ -1,6 +1,6 @@
 """Workers that are killed in the middle of a run: it starts again by itself and ends the same.
 
-`PPO_KILLS=20` adds so many kills at random moments; `scripts/check --all` sets 1.
+`PPO_KILLS=20` adds so many kills at random moments.
 """
 
 from __future__ import annotations
