@@ -158,7 +158,7 @@ def test_a_screen_that_nobody_reads_ends_the_run() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as file:
         screen = PlainScreen(file)
-        with pytest.raises(Unread, match="Nobody reads"):
+        with pytest.raises(Unread, match="has closed it"):
             screen.note("words")
         screen.note("more words")  # lead nowhere, as what is left at the end does
 
