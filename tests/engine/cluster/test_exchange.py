@@ -1,7 +1,4 @@
-"""Weights go by gloo from two learner ranks to two real vLLMs; then one is lost on the way.
-
-And a way that fails at its first use: NCCL, where no GPU is.
-"""
+"""Weights go by gloo from two learner ranks to two real vLLMs; then one is lost on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,23 +57,6 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     engine = ClusterEngine(config, given, total_steps=4, placement=PLACEMENT, logs=logs)
     yield engine
     engine.close()
-
-
-def between_gpus(way: str) -> Config:
-    """Settings that say that there are GPUs, of which one only samples: auto takes NCCL then."""
-    return Config.model_validate(
-        {
-            "model": {"path": "embedded", "dtype": "float32"},
-            "rollout": {"name": "vllm", "weight_transfer": way, "max_num_seqs": 32},
-            "data": {"max_prompt_length": 32, "max_response_length": SAMPLING.max_tokens},
-            "algorithm": {"adv_estimator": "grpo"},
-            "actor": {"optim": {"lr": 1e-3}},
-            "trainer": {
-                "n_gpus_per_node": 2, "placement": "train:0,rollout:1",
-                "worker_timeout": 240, "node_timeout": 240,
-            },
-        }
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -142,37 +121,3 @@ def test_a_sampler_that_is_killed_while_it_takes_weights_is_named(engine: Cluste
         killing.cancel()
         os.kill(stopped, signal.SIGCONT)
     assert 2.0 <= time.monotonic() - started < 40
-
-
-def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
-    prompts: list[Prompt], tokenizer: Any, tmp_path: Path
-) -> None:
-    told: list[str] = []
-    engine = ClusterEngine(
-        between_gpus("auto"), pickle.dumps(tokenizer), total_steps=4,
-        placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=told.append,
-    )  # fmt: skip
-    try:
-        (line,) = [text for text in told if "weight_transfer" in text]
-        assert line.startswith("Weights do not travel by nccl here (RuntimeError: ")
-        assert line.endswith("rollout.weight_transfer=auto takes memory from now on.")
-        assert "\n" not in line and engine.weight_transfer == "memory"
-        for version in range(2):
-            rollouts = list(engine.generate(prompts[:4], SAMPLING))
-            assert {rollout.weight_version for rollout in rollouts} == {version}
-            batch = build_batch(rollouts, tokenizer.pad_token_id)
-            annotated = engine.annotate(batch)
-            assert gap(annotated, batch.sampler_logprobs_BT) < TOLERANCE
-            sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=False))
-            assert sums["perf/weights_by_memory"] == (1.0, 1.0)
-            engine.publish()
-    finally:
-        engine.close()
-
-
-def test_a_way_that_was_chosen_and_fails_is_an_error(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"do not travel by nccl here .*=memory\.$"):
-        ClusterEngine(
-            between_gpus("nccl"), pickle.dumps(tokenizer), total_steps=4,
-            placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs",
-        )  # fmt: skip
