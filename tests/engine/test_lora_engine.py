@@ -127,6 +127,8 @@ def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) ->
     first, second = annotated(engine, rollouts), annotated(other, rollouts)
     assert torch.equal(first.old_logprobs_BT, second.old_logprobs_BT)
     assert train(engine, first) == train(other, second)
+    # Two updates were published, one of them before the checkpoint.
+    assert {r.weight_version for r in sampled(other, tokenizer).values()} == {2}
 
     (tmp_path / "out").mkdir()
     write_model(tmp_path / "actor", tmp_path / "out")
