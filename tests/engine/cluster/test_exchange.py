@@ -1,4 +1,7 @@
-"""Weights go by gloo from two learner ranks to two real vLLMs; then one is lost on the way."""
+"""Weights go by gloo from two learner ranks to two real vLLMs; then one is lost on the way.
+
+And a way that fails at its first use: NCCL, where no GPU is.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,19 +43,23 @@ def tokenizer() -> Any:
     return load_tokenizer(model_folder("embedded"))
 
 
-@pytest.fixture(scope="module")
-def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterEngine]:
+def settings(way: str, **trainer: Any) -> Config:
     # The output head of the bundled model is tied to its embedding.
-    config = Config.model_validate(
+    return Config.model_validate(
         {
             "model": {"path": "embedded", "dtype": "float32"},
-            "rollout": {"name": "vllm", "weight_transfer": "gloo", "max_num_seqs": 32},
+            "rollout": {"name": "vllm", "weight_transfer": way, "max_num_seqs": 32},
             "data": {"max_prompt_length": 32, "max_response_length": SAMPLING.max_tokens},
             "algorithm": {"adv_estimator": "grpo"},
             "actor": {"optim": {"lr": 1e-3}},
-            "trainer": {"worker_timeout": 240, "node_timeout": 240},
+            "trainer": {"worker_timeout": 240, "node_timeout": 240, **trainer},
         }
     )
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterEngine]:
+    config = settings("gloo")
     logs = tmp_path_factory.mktemp("run") / "logs"
     given = pickle.dumps(tokenizer)
     engine = ClusterEngine(config, given, total_steps=4, placement=PLACEMENT, logs=logs)
@@ -84,6 +92,36 @@ def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
     return float(
         ((annotated.old_logprobs_BT - sampled_BT) * annotated.response_mask_BT).abs().max()
     )
+
+
+# The first test of the file: the fixture `engine`, which the others share, holds a Ray of its own.
+def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
+    prompts: list[Prompt], tokenizer: Any, tmp_path: Path
+) -> None:
+    # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
+    devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
+    config = settings("auto", **devices)
+    told: list[str] = []
+    engine = ClusterEngine(
+        config, pickle.dumps(tokenizer), total_steps=4,
+        placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=told.append,
+    )  # fmt: skip
+    try:
+        (line,) = [text for text in told if "weight_transfer" in text]
+        assert line.startswith("Weights do not travel by nccl here (RuntimeError: ")
+        assert line.endswith("rollout.weight_transfer=auto takes memory from now on.")
+        assert "\n" not in line and engine.weight_transfer == "memory"
+        for version in range(2):
+            rollouts = list(engine.generate(prompts[:4], SAMPLING))
+            assert {rollout.weight_version for rollout in rollouts} == {version}
+            batch = build_batch(rollouts, tokenizer.pad_token_id)
+            annotated = engine.annotate(batch)
+            assert gap(annotated, batch.sampler_logprobs_BT) < TOLERANCE
+            sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=False))
+            assert sums["perf/weights_by_memory"] == (1.0, 1.0)
+            engine.publish()
+    finally:
+        engine.close()
 
 
 def test_both_samplers_hold_the_learners_weights_after_each_publish(
