@@ -26,7 +26,6 @@ from ppo_cli.rewards.judge.prompt import (
 )
 from ppo_cli.rewards.judge.providers import Endpoint, Key, provider_class
 from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
-from ppo_cli.rewards.judge.providers.negotiation import Negotiation
 from ppo_cli.rewards.judge.sanitise import content_free
 
 RESPONSE = "response"
@@ -78,11 +77,10 @@ def wire_form(
     kind = provider_class(api.type)
     endpoint = kind.locate(replace(given, model=api.model or UNNAMED), environ)
     provider = kind(endpoint, Key(NO_KEY, ""))
-    form = Negotiation("", provider.options()).form()
     asked = (
         provider.decide(Recorder(), question, api.timeout)
         if api.mode == "decision"
-        else provider.judge(Recorder(), question, form, api.timeout)
+        else provider.judge(Recorder(), question, provider.form(), api.timeout)
     )
     try:
         asyncio.run(asked)

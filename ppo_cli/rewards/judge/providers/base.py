@@ -1,7 +1,11 @@
-"""What the four providers share: one call with a time limit, negotiation, and clean errors.
+"""What the providers share: one call with a time limit, optional parameters, and clean errors.
 
-A subclass builds the request for a form (which options are in it), sends it through its SDK and
-reads the reply. The client is made on the event loop that asks first, SDK retries off.
+A subclass builds the request with the options that are left, sends it through its SDK and reads
+the reply. The client is made on the event loop that asks first, SDK retries off.
+
+An option that the model refuses by name is dropped for the life of the provider (or goes on in
+its next form). A refusal that names nothing drops options, the most exotic first, until the call
+goes through; only before the first success, for after it the text is at fault.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ import asyncio
 import json
 import logging
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,9 +34,37 @@ from ppo_cli.rewards.judge.providers.failures import (
     read_symptoms,
     shorten,
 )
-from ppo_cli.rewards.judge.providers.negotiation import Form, Negotiation, Option
 
 logger = logging.getLogger(__name__)
+
+Form = Mapping[str, str]  # the options of a call by name, each with its form
+
+
+@dataclass(frozen=True)
+class Option:
+    """An optional parameter: its name, its forms, and the words by which errors may call it."""
+
+    name: str
+    forms: tuple[str, ...] = ("on",)
+    words: tuple[str, ...] = ()
+
+    def place_in(self, text: str) -> int | None:
+        """Where an error message (or its `param`) first speaks of this option; None if nowhere."""
+        # A form such as `json` or `OFF` is an everyday word; one with an underscore is a name.
+        forms = {form for form in self.forms if "_" in form}
+        places = [place_of(text, word) for word in {self.name, *self.words, *forms}]
+        return min((place for place in places if place is not None), default=None)
+
+    def called(self, form: str) -> str:
+        """How a form of this option is told to people."""
+        return self.name if form == "on" else f"{self.name}={form}"
+
+
+def place_of(text: str, name: str) -> int | None:
+    """Where a text has a name as words of their own: a_b, aB, a-b or `a b`; None if nowhere."""
+    parts = r"[\s_-]?".join(re.escape(part) for part in re.split(r"[\s_-]", name))
+    found = re.search(rf"(?<![A-Za-z]){parts}(?![A-Za-z])", text, re.IGNORECASE)
+    return found.start() if found else None
 
 
 class SdkProvider(ABC):
@@ -54,8 +87,9 @@ class SdkProvider(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,
                                 endpoint.flags)  # fmt: skip
-        options = [] if endpoint.mode == "decision" else self.options()
-        self._negotiation = Negotiation(self._context.label, options)
+        self._options = [] if endpoint.mode == "decision" else self.options()
+        self._dropped: dict[str, str] = {}
+        self._worked: Form | None = None  # the last form in which a call went through
 
     def __repr__(self) -> str:
         return f"Judge(name={self.name!r}, model={self.model!r}, base_url={self.base_url!r})"
@@ -121,16 +155,25 @@ class SdkProvider(ABC):
 
     def dropped(self) -> Mapping[str, str]:
         """Parameters that the model did not take, each with the provider's words."""
-        return self._negotiation.dropped()
+        return dict(self._dropped)
+
+    def form(self, guessed: Collection[str] = ()) -> Form:
+        """Options to send, each in its first form that is neither dropped nor guessed to be bad."""
+        form: dict[str, str] = {}
+        for option in self._options:
+            for one in option.forms:
+                if option.called(one) not in (*self._dropped, *guessed):
+                    form.setdefault(option.name, one)
+        return form
 
     async def ask(self, question: Question, *, timeout: float) -> Reply:
-        """Make one call (or a few, while parameters are negotiated); raises only JudgeError."""
+        """Make one call (or a few, while parameters are dropped); raises only JudgeError."""
         failure: JudgeError | None = None
         try:
             # Importing an SDK takes seconds, which no call should pay for.
             client = self._connected()
             async with asyncio.timeout(timeout):
-                reply = await self._negotiate(client, question, timeout)
+                reply = await self._call(client, question, timeout)
             return replace(reply, text=redact(reply.text))
         except JudgeError as error:
             failure = self._cleaned(error)
@@ -167,40 +210,69 @@ class SdkProvider(ABC):
             said = self._clean(f"{type(error).__name__}: {error}")
             raise JudgeError(Failure.FATAL, "sdk", told + said) from None
 
-    async def _negotiate(self, client: Any, question: Question, timeout: float) -> Reply:
-        form = self._negotiation.begin()
-        refused: list[Form] = []
+    async def _call(self, client: Any, question: Question, timeout: float) -> Reply:
+        guessed: list[str] = []
+        told = ""
         while True:
+            form = self.form(guessed)
             try:
-                reply = await self._call(client, question, form, timeout)
+                if self.endpoint.mode == "decision":
+                    reply = await self.decide(client, question, timeout)
+                else:
+                    reply = await self.judge(client, question, form, timeout)
             except JudgeError as error:
                 if error.kind is not Failure.RETRYABLE:
-                    # A refusal, too, is an answer to the form.
-                    self._negotiation.succeed(form, refused)
+                    self._settle(form, guessed, told)  # a refusal, too, is an answer to the form
                 raise
             except Exception as error:
                 symptoms = read_symptoms(error)
-                told = self._clean(symptoms.message, symptoms.longest)
-                refused.append(form)
-                other = None
-                if about_the_form(symptoms):
-                    other = self._negotiation.refuse(form, told, symptoms.param)
-                if other is None:
+                if not about_the_form(symptoms):
                     raise
-                form = other
+                told = self._clean(symptoms.message, symptoms.longest)
+                if form != self.form(guessed):
+                    continue  # another call has dropped something since this one was sent
+                if (named := self._named(form, told, symptoms.param)) is not None:
+                    self._drop(named.called(form[named.name]), told)
+                elif self._worked is None and form:
+                    first = next(option for option in self._options if option.name in form)
+                    guessed.append(first.called(form[first.name]))
+                else:
+                    raise
             else:
-                self._negotiation.succeed(form, refused)
+                self._settle(form, guessed, told)
                 return reply
 
-    async def _call(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
-        if self.endpoint.mode == "decision":
-            return await self.decide(client, question, timeout)
-        return await self.judge(client, question, form, timeout)
+    def _named(self, form: Form, told: str, param: str | None) -> Option | None:
+        """The option that a refusal names; once this form has worked, only outright."""
+        sent = [option for option in self._options if option.name in form]
+        by_param = [option for option in sent if param and option.place_in(param) is not None]
+        if by_param or form == self._worked:
+            return next(iter(by_param), None)
+        # The form in use is a better clue than the option's other names.
+        ways = ((option, form[option.name]) for option in sent)
+        exact = [o for o, way in ways if "_" in way and place_of(told, way) is not None]
+        named = exact or [option for option in sent if option.place_in(told) is not None]
+        return min(named, key=lambda option: option.place_in(told) or 0, default=None)
+
+    def _settle(self, form: Form, guessed: Sequence[str], told: str) -> None:
+        """Keep in mind what has worked, and with it what had to be left out for that."""
+        if self._worked is None:
+            for called in guessed:
+                self._drop(called, told)
+        if form == self.form():
+            self._worked = form
+
+    def _drop(self, called: str, told: str) -> None:
+        self._dropped[called] = told
+        name = called.partition("=")[0]
+        now = self.form().get(name)
+        then = f"trying {now}" if now else "left out"
+        logger.info("%s does not take %s, %s: %s", self._context.label, called, then, told)
 
     def _explain(self, error: Exception) -> JudgeError:
         symptoms = read_symptoms(error)
         symptoms = replace(symptoms, message=self._clean(symptoms.message, symptoms.longest))
-        found = diagnose(symptoms, self._context, proven=self._negotiation.proven)
+        found = diagnose(symptoms, self._context, proven=self._worked is not None)
         if found.cause == "unknown":
             logger.warning("%s", found)
         return found

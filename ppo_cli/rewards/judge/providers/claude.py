@@ -7,6 +7,8 @@ from typing import Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    Form,
+    Option,
     SdkProvider,
     TokenFields,
     attribute,
@@ -15,7 +17,6 @@ from ppo_cli.rewards.judge.providers.base import (
     read_usage,
     refused,
 )
-from ppo_cli.rewards.judge.providers.negotiation import Form, Option
 from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, verdict_schema
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    Form,
+    Option,
     SdkProvider,
     TokenFields,
     attribute,
@@ -16,7 +18,6 @@ from ppo_cli.rewards.judge.providers.base import (
     read_usage,
     refused,
 )
-from ppo_cli.rewards.judge.providers.negotiation import Form, Option
 from ppo_cli.rewards.judge.providers.verdict_schema import (
     FORMAT_WORDS,
     QUESTION,

@@ -1,0 +1,237 @@
+"""Parameters that a model refuses are dropped once, remembered and told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
+from ppo_cli.rewards.judge.providers.base import Option, SdkProvider
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
+from tests.judge_server.faults import holds_key
+
+# Each optional parameter by its name on the wire, and by its name in `dropped()`.
+PARAMETERS = {
+    "openai": {
+        "seed": "seed", "temperature": "temperature", "max_tokens": "max_tokens=max_tokens",
+        "response_format": "response_format=json_object",
+    },
+    "claude": {
+        "thinking": "thinking=disabled", "output_config": "output_config=json_schema",
+        "temperature": "temperature",
+    },
+    "gemini": {
+        "seed": "seed", "temperature": "temperature", "maxOutputTokens": "max_output_tokens",
+        "safetySettings": "safety_settings=BLOCK_NONE", "thinkingConfig": "thinking=level LOW",
+        "responseJsonSchema": "response_schema=json_schema",
+    },
+    "dashscope": {
+        "seed": "seed", "temperature": "temperature", "max_tokens": "max_tokens",
+        "enable_thinking": "enable_thinking", "response_format": "response_format=json_object",
+    },
+}  # fmt: skip
+PARAMETERS["dashscope-compatible"] = PARAMETERS["dashscope"]
+MESSAGES = [
+    ("openai", "logits: json_schema is not supported", "response_format=json_schema"),
+    ("gemini", "Budget 0 is invalid: this model thinks.", "thinking=budget 0"),
+    ("gemini", "Schema is too complex for this model", "response_schema=json_schema"),
+    ("dashscope", "parameter.enable_thinking must be set to true", "enable_thinking"),
+    (
+        "dashscope",
+        "'messages' must contain the word 'json' to use 'response_format'",
+        "response_format=json_schema",
+    ),
+    ("claude", "output_config.format.schema: unsupported", "output_config=json_schema"),
+    ("claude", "structured outputs are not available", "output_config=json_schema"),
+    (
+        "gemini", "JSON mode is not enabled for models/gemma-3-27b-it",
+        "response_schema=json_schema",
+    ),
+    ("gemini", "Invalid responseMimeType for it", "response_schema=json_schema"),
+    ("gemini", "response schema and mime type: no", "response_schema=json_schema"),
+    (
+        "gemini", "Developer instruction is not enabled for models/gemma-3-27b-it",
+        "system_instruction=apart",
+    ),
+    ("gemini", "System instruction is not enabled", "system_instruction=apart"),
+    ("openai", "System role not supported", "system_message=apart"),
+    ("openai", "response_format is not supported", "response_format=json_schema"),
+    ("openai", "Structured outputs are off here", "response_format=json_schema"),
+    ("openai", "guided_json: no backend", "response_format=json_schema"),
+    ("openai", "Failed to compile the grammar", "response_format=json_schema"),
+    ("openai", "Unsupported temperature; seed is taken", "temperature"),
+    ("dashscope", "Json mode response is not supported", "response_format=json_schema"),
+    ("dashscope", "guided decoding failed", "response_format=json_schema"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_refused_parameter_is_dropped_for_good(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
+) -> None:
+    problems = []
+    for name, dropped in PARAMETERS[wire].items():
+        server.reset()
+        caplog.clear()
+        server.fail("reject_param", param=name)
+        judge = judge_at(server, wire, temperature=0.5)
+        with caplog.at_level(logging.INFO, logger="ppo_cli"):
+            replies = on_a_loop(judge, ask_twice)
+        refused = [call for call in server.calls if holds_key(call.body, name)]
+        told = judge.dropped()
+        seen = {
+            "replies": len(replies),
+            "calls": server.count - len(refused),
+            "one line for each form": caplog.text.count("does not take") == len(refused),
+            "forms": len(told) == len(refused),
+            "only this one": {key.partition("=")[0] for key in told},
+            "words": name in told.get(dropped, "") or "not supported" in told.get(dropped, ""),
+        }
+        wanted = {"replies": 2, "calls": 2, "one line for each form": True, "forms": True,
+                  "only this one": {dropped.partition("=")[0]}, "words": True}  # fmt: skip
+        if seen != wanted:
+            problems.append((name, told, seen))
+    assert not problems
+
+
+async def ask_twice(judge: SdkProvider) -> list[Reply]:
+    return [await judge.ask(make_question(), timeout=10) for _ in range(2)]
+
+
+def test_twenty_calls_at_once_repeat_once_each(server: JudgeServer) -> None:
+    server.state.latency = 0.05  # all twenty are on the way before the first is refused
+    server.fail("reject_param", param="temperature")
+    judge = judge_at(server, "openai")
+
+    async def many(judge: SdkProvider) -> list[Reply]:
+        return await asyncio.gather(*(judge.ask(make_question(), timeout=10) for _ in range(20)))
+
+    assert len(on_a_loop(judge, many)) == 20
+    with_it = [call for call in server.calls if "temperature" in call.body]
+    assert 1 <= len(with_it) <= 20
+    assert server.count == len(with_it) + 20
+    assert list(judge.dropped()) == ["temperature"]
+    server.reset()
+
+
+def test_the_limit_is_sent_under_the_name_that_the_model_takes(server: JudgeServer) -> None:
+    server.fail("reject_param", param="max_tokens", message="Use 'max_completion_tokens' instead.")
+    judge = judge_at(server, "openai")
+    assert isinstance(ask_once(judge, make_question(max_tokens=50)), Reply)
+    assert server.calls[-1].body["max_completion_tokens"] == 50
+    assert list(judge.dropped()) == ["max_tokens=max_tokens"]
+
+
+def test_parameters_are_known_by_the_message(server: JudgeServer) -> None:
+    problems = []
+    for wire, message, dropped in MESSAGES:
+        server.reset()
+        server.fail(400, times=1, message=message)
+        judge = judge_at(server, wire)
+        reply = ask_once(judge)
+        if not isinstance(reply, Reply) or (set(judge.dropped()), server.count) != ({dropped}, 2):
+            problems.append((wire, message, judge.dropped()))
+    assert not problems
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_unclear_400_costs_one_option_after_another_until_a_call_goes_through(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
+) -> None:
+    server.fail(400, times=2, message="Something here is not for me.")
+    judge = judge_at(server, wire)
+    with caplog.at_level(logging.INFO, logger="ppo_cli"):
+        assert isinstance(ask_once(judge), Reply)
+    assert server.count == 3
+    forms = [option.called(form) for option in judge.options() for form in option.forms]
+    assert list(judge.dropped()) == forms[:2]
+    assert caplog.text.count("does not take") == 2
+
+
+def test_guesses_that_lead_nowhere_cost_nothing(server: JudgeServer) -> None:
+    server.fail(400, message="No.")
+    judge = judge_at(server, "gemini")
+    error = ask_once(judge)
+    assert isinstance(error, JudgeError)
+    assert error.kind is Failure.FATAL
+    assert server.count == 1 + sum(len(option.forms) for option in judge.options())
+    assert judge.dropped() == {}
+    server.heal()
+    assert isinstance(ask_once(judge), Reply)
+    assert judge.dropped() == {}
+    assert server.calls[-1].body == server.calls[0].body
+
+
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [("gemini", "Developer instruction is not enabled"), ("openai", "System role not supported")],
+)
+def test_a_model_without_system_texts_reads_them_in_the_prompt(wire: str, message: str) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def score(system: str, user: str) -> int:
+        seen.append((system, user))
+        return 5
+
+    question = make_question()
+    with JudgeServer(score) as server:
+        server.fail(400, times=1, message=message)
+        assert isinstance(ask_once(judge_at(server, wire), question), Reply)
+    assert seen == [("", f"{question.system}\n\n{question.user}")]
+
+
+def test_once_a_form_has_worked_a_400_is_about_the_text(server: JudgeServer) -> None:
+    judge = judge_at(server, "openai")
+
+    async def work(judge: SdkProvider) -> JudgeError:
+        await judge.ask(make_question(), timeout=10)
+        server.fail(400, message="I dislike the temperature of this text.")
+        with pytest.raises(JudgeError) as caught:
+            await judge.ask(make_question(), timeout=10)
+        return caught.value
+
+    error = on_a_loop(judge, work)
+    assert (error.kind, error.cause) == (Failure.REFUSED, "bad_request")
+    assert judge.dropped() == {}
+    assert server.count == 2
+
+
+def test_an_sdk_that_does_not_know_an_argument(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = judge_at(server, "openai")
+    honest = judge._parameters  # type: ignore[attr-defined]
+    monkeypatch.setattr(judge, "_parameters", lambda *a: rename_seed(honest(*a)))
+    assert isinstance(ask_once(judge), Reply)
+    assert list(judge.dropped()) == ["seed"]
+    assert server.count == 1
+
+
+def rename_seed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Hand the seed over under a name that create() does not have."""
+    return {("sampling_seed" if k == "seed" else k): v for k, v in parameters.items()}
+
+
+def test_a_weird_first_reply_costs_no_option(server: JudgeServer) -> None:
+    for fault in ("html", "empty", "not_json", "cut", 500, 429):
+        server.fail(fault, times=1)
+        judge = judge_at(server, "openai")
+        assert isinstance(ask_once(judge), JudgeError)
+        assert judge.dropped() == {}
+
+
+def test_names_are_found_as_whole_words() -> None:
+    def named(option: Option, text: str) -> bool:
+        return option.place_in(text) is not None
+
+    option = Option("max_output_tokens")
+    assert named(option, "Unknown name 'maxOutputTokens'")
+    assert named(option, "generation_config.max_output_tokens: bad")
+    assert not named(option, "max_output_tokensx")
+    assert not named(Option("seed"), "seeded")
+    assert not named(Option("schema", ("json",)), "Invalid JSON payload received")
+    assert named(Option("schema", ("json_object",)), "type 'json_object' is unknown")
