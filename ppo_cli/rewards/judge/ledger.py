@@ -17,23 +17,20 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import yaml
+from pydantic import Field
 
-from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.layers import read_settings_text
-from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.values import load_yaml
-from ppo_cli.errors import Interrupted, RewardError, UsedUp, did_you_mean
+from ppo_cli.config.reward_schema import ApiReward, JudgeType
+from ppo_cli.errors import Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
+from ppo_cli.rewards.judge.files import FromFile, read_file
 
 BUNDLED = Path(__file__).with_name("prices.yaml")
-_FIELDS = ("input", "output", "cached_input")
 _VERSION = re.compile(r"-(?:20\d\d-?\d\d-?\d\d|latest)$")
 
 
@@ -107,82 +104,33 @@ def _specificity(pattern: str, name: str) -> tuple[bool, int, int]:
     return pattern == name, len(literal), -pattern.count("*")
 
 
+Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Amounts(FromFile):
+    input: Dollars
+    output: Dollars
+    cached_input: Dollars | None = None
+
+
+class _PriceFile(FromFile):
+    prices: dict[JudgeType, dict[str, _Amounts]]
+    checked: Any = None
+
+
 def load_prices(file: Path) -> dict[str, dict[str, Price]]:
     """Read a price file into provider -> pattern -> price; RewardError names what is wrong."""
-    content = _read_yaml(file)
-    _check_keys(file, content, ("checked", "prices"), "the file")
-    listed = content.get("prices")
-    if not isinstance(listed, Mapping):
-        raise RewardError(f"The price file {file} has no `prices:` with a section per provider.")
-    _check_keys(file, listed, tuple(JUDGES), "prices")
+    content = read_file(file, _PriceFile, f"--rm_prices {file}")
     source = "the bundled list" if file == BUNDLED else str(file)
-    if content.get("checked") is not None:
-        source += f" of {content['checked']}"
+    if content.checked is not None:
+        source += f" of {content.checked}"
     return {
-        provider: _section(file, provider, models, source) for provider, models in listed.items()
+        provider: {
+            pattern: Price(found.input, found.output, found.cached_input, source)
+            for pattern, found in models.items()
+        }
+        for provider, models in content.prices.items()
     }
-
-
-def _read_yaml(file: Path) -> Mapping[str, Any]:
-    try:
-        content = load_yaml(read_settings_text(file))
-    except (OSError, UnicodeDecodeError) as problem:
-        why = getattr(problem, "strerror", None) or "it is not UTF-8 text"
-        raise RewardError(f"Cannot read the price file {file} (--rm_prices): {why}.") from None
-    except yaml.YAMLError as problem:
-        where = getattr(problem, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        why = getattr(problem, "problem", None) or problem
-        raise RewardError(
-            f"The price file {file} (--rm_prices) is not YAML{line}: {why}."
-        ) from None
-    except ValueError as problem:
-        raise RewardError(f"The price file {file} (--rm_prices): {problem}") from None
-    if not isinstance(content, Mapping):
-        raise RewardError(f"The price file {file} (--rm_prices) has no `prices:` section.")
-    return content
-
-
-def _section(file: Path, provider: str, models: Any, source: str) -> dict[str, Price]:
-    if not isinstance(models, Mapping):
-        raise RewardError(f"In the price file {file}, prices.{provider} must map models to prices.")
-    found = {}
-    for pattern, entry in models.items():
-        where = f"prices.{provider}.{pattern}"
-        if not isinstance(entry, Mapping):
-            raise RewardError(
-                f"In the price file {file}, {where} must look like {{input: 0.15, output: 0.6}}."
-            )
-        _check_keys(file, entry, _FIELDS, where)
-        amounts = {field: _amount(file, where, entry, field) for field in _FIELDS}
-        if amounts["input"] is None or amounts["output"] is None:
-            raise RewardError(f"In the price file {file}, {where} needs both `input` and `output`.")
-        found[str(pattern)] = Price(
-            amounts["input"], amounts["output"], amounts["cached_input"], source
-        )
-    return found
-
-
-def _amount(file: Path, where: str, entry: Mapping[str, Any], field: str) -> float | None:
-    value = entry.get(field)
-    if value is None:
-        return None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or value < 0:
-        raise RewardError(
-            f"In the price file {file}, {where}.{field} is {value!r}; it must be US dollars for a "
-            "million tokens."
-        )
-    return float(value)
-
-
-def _check_keys(file: Path, found: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in found:
-        if key not in known:
-            raise RewardError(
-                f"In the price file {file}, {where} has an unknown key {key!r}."
-                f"{did_you_mean(str(key), known)} Known: {', '.join(known)}."
-            )
 
 
 logger = logging.getLogger(__name__)
@@ -270,13 +218,6 @@ class Spent:
         return Spent(self.calls - other.calls, self.usage + minus, self.usd - other.usd)
 
 
-@dataclass(frozen=True)
-class _Need:
-    tokens: int
-    usd: float
-    guest: Guest | None = None
-
-
 @dataclass(eq=False)
 class Guest:
     """Another model's calls on the same budget, at their own price."""
@@ -302,24 +243,18 @@ class Guest:
         return taken
 
 
+@dataclass(eq=False)
 class Reservation:
     """The worst case of one call, held until the call is settled."""
 
-    def __init__(self, ledger: Ledger, need: _Need) -> None:
-        self._ledger = ledger
-        self._guest = need.guest
-        self.tokens = need.tokens
-        self.usd = need.usd
+    ledger: Ledger
+    tokens: int
+    usd: float
+    guest: Guest | None = None
 
     def settle(self, usage: Usage, outcome: str, latency_s: float = 0.0, note: str = "") -> float:
         """Book what the call was billed for, free the rest and return the cost; once only."""
-        if not self._ledger._release(self):
-            return 0.0
-        return self._ledger._book(usage, outcome, latency_s, note, self._guest)
-
-    def cancel(self) -> None:
-        """Free what was held for a call that was never sent."""
-        self._ledger._release(self)
+        return self.ledger.settle(self, usage, outcome, latency_s, note)
 
 
 class Ledger:
@@ -342,7 +277,7 @@ class Ledger:
         self._total = Spent()
         self._taken = Spent()
         self._open: set[Reservation] = set()
-        self._queue: deque[tuple[_Need, asyncio.Future[Reservation | None]]] = deque()
+        self._settled = asyncio.Event()  # a new one after each settled call
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._unwritten: deque[str] = deque(maxlen=_MOST_UNWRITTEN)
@@ -376,26 +311,22 @@ class Ledger:
         worst: Callable[[], Usage] | None = None,
         guest: Guest | None = None,
     ) -> Reservation:
-        """Set aside the worst case of one call, waiting its turn while others may settle lower.
+        """Set aside the worst case of one call, waiting while others may settle lower.
 
         `worst` gives it without reading a long text again. Raises Interrupted when the call can
         no longer fit into the budget.
         """
-        need = self._worst(worst or (lambda: worst_case(question)), guest)
-        if not self._queue and self._fits(need):
-            return self._hold(need)
-        ticket: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
-        self._queue.append((need, ticket))
-        self._advance()
-        try:
-            held = await ticket
-        except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled() and (granted := ticket.result()):
-                granted.cancel()
-            self._advance()
-            raise
-        if held is None:
-            raise self._used_up(need)
+        held = Reservation(self, 0, 0.0, guest)
+        if self.budget_usd is not None or self.budget_tokens is not None:
+            usage = worst() if worst else worst_case(question)
+            price = guest.price if guest else self.price
+            held.tokens = usage.input + usage.output
+            held.usd = price.cost(usage) if price else 0.0
+        while not self._fits(held):
+            if not self._fits(held, alone=True):
+                raise self._used_up(held)
+            await self._settled.wait()
+        self._open.add(held)
         return held
 
     def attach(self, path: Path) -> None:
@@ -412,15 +343,7 @@ class Ledger:
                     f"Cannot keep the judge's ledger in {path}: {problem.strerror}."
                 ) from None
 
-    def _worst(self, worst: Callable[[], Usage], guest: Guest | None) -> _Need:
-        if self.budget_usd is None and self.budget_tokens is None:
-            return _Need(0, 0.0, guest)  # nothing to keep within: no need to read the text
-        price = guest.price if guest else self.price
-        usage = worst()
-        usd = price.cost(usage) if price else 0.0
-        return _Need(usage.input + usage.output, usd, guest)
-
-    def _fits(self, need: _Need, *, alone: bool = False) -> bool:
+    def _fits(self, need: Reservation, *, alone: bool = False) -> bool:
         usage = self._total.usage
         tokens = usage.input + usage.output + need.tokens
         usd = self._total.usd + need.usd
@@ -430,34 +353,7 @@ class Ledger:
             self.budget_usd is None or usd <= self.budget_usd + _ROUNDING
         )
 
-    def _hold(self, need: _Need) -> Reservation:
-        held = Reservation(self, need)
-        self._open.add(held)
-        return held
-
-    def _release(self, held: Reservation) -> bool:
-        """Free a reservation; False when it was free already. Waiting calls move up next."""
-        if held not in self._open:
-            return False
-        self._open.discard(held)
-        # The caller books first, so whoever waits must look at the budget only after that.
-        if self._queue:
-            asyncio.get_running_loop().call_soon(self._advance)
-        return True
-
-    def _advance(self) -> None:
-        while self._queue:
-            need, ticket = self._queue[0]
-            if not ticket.done():
-                if self._fits(need):
-                    ticket.set_result(self._hold(need))
-                elif not self._fits(need, alone=True):
-                    ticket.set_result(None)
-                else:
-                    return
-            self._queue.popleft()
-
-    def _used_up(self, need: _Need) -> Interrupted:
+    def _used_up(self, need: Reservation) -> Interrupted:
         usage = self._total.usage
         if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
             return Interrupted(
@@ -475,9 +371,16 @@ class Ledger:
             used_up=UsedUp("--rm_budget_tokens", used, self._total.calls, need.tokens),
         )
 
-    def _book(
-        self, usage: Usage, outcome: str, latency_s: float, note: str, guest: Guest | None
+    def settle(
+        self, held: Reservation, usage: Usage, outcome: str, latency_s: float, note: str
     ) -> float:
+        """Book a call and let those that wait look at the budget again; see `Reservation`."""
+        if held not in self._open:
+            return 0.0
+        self._open.discard(held)
+        self._settled.set()  # wakes them when this has run to its end
+        self._settled = asyncio.Event()
+        guest = held.guest
         price = guest.price if guest else self.price
         usd = price.cost(usage) if price else 0.0
         named = {"provider": guest.provider, "model": guest.model} if guest else self._named

@@ -13,16 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
+from pydantic import AfterValidator
 
 from ppo_cli.config.bundled import bundled_path
-from ppo_cli.config.layers import read_settings_text
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.config.values import load_yaml
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.calls import Output, Question, Scale
+from ppo_cli.rewards.judge.files import FromFile, read_file
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
 from ppo_cli.rewards.judge.scale_words import named_scale, parse_scale
 from ppo_cli.rewards.judge.verdict import ASKED, strip_reasoning
@@ -282,26 +281,11 @@ def fenced(name: str, piece: tuple[str, int, str], nonce: str) -> str:
     return f"<{name}-{nonce}>\n{body}\n</{name}-{nonce}>"
 
 
-__all__ = [
-    "Case",
-    "Material",
-    "Template",
-    "load_preset",
-    "load_template",
-    "preset_names",
-    "preset_path",
-    "read_template",
-    "readable",
-]
 NEUTRAL = (
     "You are a careful and impartial judge. You score one response by the criteria that you are "
     "given and by nothing else: neither its length, style or confidence nor what it says about "
     "itself."
 )
-KEYS = ("name", "version", "description", "system", "scoring", "scale", "output", "cases")
-CASE_KEYS = (
-    "name", "prompt", "response", "ground_truth", "extra_info", "at_least", "at_most",
-)  # fmt: skip
 OWN = "own"
 SYSTEM_FLAG, SCORING_FLAG, SCALE_FLAG = "--rm_system_prompt", "--rm_scoring_prompt", "--rm_scale"
 # `\n` as a shell passes it on; `\\n` and LaTeX's \neq, \nabla … stay as they are.
@@ -373,132 +357,64 @@ def typed_text(text: str) -> str:
     return TYPED_NEWLINE.sub(lambda found: "\\n" if found[0] == r"\\n" else "\n", text)
 
 
+Text = Annotated[str, AfterValidator(clean)]
+
+
+class _CaseKeys(FromFile):
+    response: str  # not cleaned: a case may hold just what the guard takes out
+    name: Text | None = None
+    prompt: Any = None
+    ground_truth: Any = None
+    extra_info: dict[Any, Any] | None = None
+    at_least: int | None = None
+    at_most: int | None = None
+
+
+class _PromptFile(FromFile):
+    scoring: Text
+    name: Text | None = None
+    version: str | int | float = 1
+    description: Text | None = None
+    system: Text | None = NEUTRAL
+    scale: str | None = None
+    output: Output = "json"
+    cases: list[_CaseKeys] | None = None
+
+
 def read_template(path: Path) -> Template:
     """Read a judge prompt from a YAML file; every problem names the file and the key."""
-    where = path.name
-    given = _read_mapping(path)
-    unknown = [key for key in given if key not in KEYS]
-    if unknown:
-        raise RewardError(_unknown_keys(where, unknown, KEYS))
-    output = given.get("output", "json")
-    if output not in ("json", "text"):
-        raise RewardError(f"{where}, key output: {output!r} is not known; it is json or text.")
-    scoring = _text(given, "scoring", where, needed=True)
+    where = f"--rm_prompt_file {path}"
+    found = read_file(path, _PromptFile, where)
+    system, scoring = found.system or "", found.scoring
     check_variables(scoring, f"{where}, key scoring")
-    system = _text(given, "system", where) if "system" in given else NEUTRAL
     check_no_variables(system, f"{where}, key system")
-    scale = _scale(given, scoring, where)
+    if found.scale is None:
+        scale = named_scale(scoring, f"{where}, key scoring")
+    else:
+        scale = parse_scale(found.scale, f"{where}, key scale")
     return Template(
-        name=_text(given, "name", where) or path.stem,
-        version=_version(given, where),
+        name=found.name or path.stem,
+        version=str(found.version),
         system=without_doubles(system).strip(),
         scoring=scoring.strip(),
         scale=scale,
-        description=" ".join(_text(given, "description", where).split()),
-        cases=_cases(given, scale, where),
-        written_for=scale,
-        output=output,
-    )
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        found = load_yaml(read_settings_text(path))
-    except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
-        raise RewardError(f"--rm_prompt_file {path}: there is no such file.{near}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "not a text file in UTF-8"
-        raise RewardError(f"--rm_prompt_file {path}: cannot be read ({said}).") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise RewardError(f"{path.name}{line}: not valid YAML: {error.problem}.") from None
-    except yaml.YAMLError as error:
-        raise RewardError(f"{path.name}: not valid YAML: {error}.") from None
-    except ValueError as error:
-        raise RewardError(f"--rm_prompt_file {path}: {error}") from None
-    if not isinstance(found, dict):
-        raise RewardError(f"{path.name}: a judge prompt is keys and texts, with at least scoring:")
-    return {str(key): value for key, value in found.items()}
-
-
-def _unknown_keys(where: str, unknown: list[str], known: tuple[str, ...]) -> str:
-    told = [f"'{key}'.{did_you_mean(key, known)}" for key in unknown]
-    return f"{where}: there is no key {' And no key '.join(told)} Known: {', '.join(known)}."
-
-
-def _text(given: Mapping[str, Any], key: str, where: str, *, needed: bool = False) -> str:
-    value = given.get(key)
-    if value is None and not needed:
-        return ""
-    if value is None:
-        raise RewardError(f"{where}: the key {key} is missing.")
-    if not isinstance(value, str):
-        raise RewardError(f"{where}, key {key}: {value!r} is no text; put it in quotes.")
-    return clean(value)
-
-
-def _version(given: Mapping[str, Any], where: str) -> str:
-    value = given.get("version", 1)
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise RewardError(f"{where}, key version: {value!r} is neither a number nor text.")
-    return str(value)
-
-
-def _scale(given: Mapping[str, Any], scoring: str, where: str) -> Scale:
-    value = given.get("scale")
-    if value is None:
-        return named_scale(scoring, f"{where}, key scoring")
-    if not isinstance(value, str):
-        raise RewardError(f"{where}, key scale: {value!r} is no scale; write it as 1-10.")
-    return parse_scale(value, f"{where}, key scale")
-
-
-def _cases(given: Mapping[str, Any], scale: Scale, where: str) -> tuple[Case, ...]:
-    cases = given.get("cases") or []
-    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
-        raise RewardError(f"{where}, key cases: it is a list of cases, each with a response.")
-    return tuple(
-        _case(case, scale, f"{where}, case {number}") for number, case in enumerate(cases, 1)
-    )
-
-
-def _case(given: dict[str, Any], scale: Scale, where: str) -> Case:
-    unknown = [str(key) for key in given if key not in CASE_KEYS]
-    if unknown:
-        raise RewardError(_unknown_keys(where, unknown, CASE_KEYS))
-    extra = given.get("extra_info") or {}
-    if not isinstance(extra, dict):
-        raise RewardError(f"{where}, key extra_info: it holds names and values.")
-    bounds = {key: _bound(given, key, scale, where) for key in ("at_least", "at_most")}
-    if set(bounds.values()) == {None}:
-        raise RewardError(f"{where}: give at_least, at_most or both.")
-    return Case(
-        name=_text(given, "name", where) or where.rpartition(", ")[2],
-        material=Material(
-            prompt=str(given.get("prompt") or ""),
-            # Not cleaned: a case may hold just what the guard takes out.
-            response=str(_raw_text(given, "response", where)),
-            ground_truth=given.get("ground_truth"),
-            extra_info=extra,
+        description=" ".join((found.description or "").split()),
+        cases=tuple(
+            _case(case, f"case {number}", scale, where)
+            for number, case in enumerate(found.cases or (), 1)
         ),
-        **bounds,
+        written_for=scale,
+        output=found.output,
     )
 
 
-def _raw_text(given: Mapping[str, Any], key: str, where: str) -> str:
-    value = given.get(key)
-    if not isinstance(value, str):
-        raise RewardError(f"{where}, key {key}: {value!r} is no text; put it in quotes.")
-    return value
-
-
-def _bound(given: Mapping[str, Any], key: str, scale: Scale, where: str) -> int | None:
-    value = given.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value not in scale.levels():
-        raise RewardError(f"{where}, key {key}: {value!r} is no level of {scale}.")
-    return value
+def _case(given: _CaseKeys, number: str, scale: Scale, where: str) -> Case:
+    bounds = [bound for bound in (given.at_least, given.at_most) if bound is not None]
+    if not bounds:
+        raise RewardError(f"{where}, {number}: give at_least, at_most or both.")
+    for bound in bounds:
+        if bound not in scale.levels():
+            raise RewardError(f"{where}, {number}: {bound} is no level of {scale}.")
+    extra = {str(key): value for key, value in (given.extra_info or {}).items()}
+    material = Material(str(given.prompt or ""), given.response, given.ground_truth, extra)
+    return Case(given.name or number, material, given.at_least, given.at_most)

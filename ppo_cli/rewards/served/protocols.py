@@ -19,7 +19,6 @@ from urllib.parse import urlsplit, urlunsplit
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Message, Prompt
-from ppo_cli.rewards.judge.providers.failures import is_page, read_words
 from ppo_cli.rewards.local.base import TooLong
 from ppo_cli.rewards.local.formats import (
     PLACE,
@@ -29,6 +28,7 @@ from ppo_cli.rewards.local.formats import (
     question_of,
     served_format,
 )
+from ppo_cli.rewards.remote.http import is_page, read_words
 from ppo_cli.rewards.returned import LARGEST
 from ppo_cli.rewards.self_test import conversation_of
 

@@ -120,35 +120,37 @@ def test_the_most_specific_pattern_wins(tmp_path: Path) -> None:
     assert [price.input for price in found if price] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("prices: {opnai: {}}", "unknown key 'opnai'. Did you mean 'openai'"),
-        ("price: {}", "unknown key 'price'. Did you mean 'prices'"),
-        ("checked: 2026-01-01", "no `prices:`"),
-        ("[]", "no `prices:`"),
-        ("prices: {openai: 3}", "prices.openai must map"),
-        ("prices: {openai: {m: 3}}", "prices.openai.m must look like"),
-        ("prices: {openai: {m: {inputs: 1, output: 2}}}", "Did you mean 'input'"),
-        ("prices: {openai: {m: {input: 1}}}", "needs both"),
-        ("prices: {openai: {m: {input: -1, output: 2}}}", "prices.openai.m.input is -1"),
-        ("prices: {openai: {m: {input: free, output: 2}}}", "is 'free'"),
-        ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
-        ("prices: {openai: {m: {input: true, output: 2}}}", "is True"),
-        ("prices: {openai: {m: {input: 1, input: 2, output: 2}}}", "the key 'input' stands twice"),
-        ("prices: {openai: [", "is not YAML at line 1"),
-    ],
-)
-def test_a_wrong_file_is_named_with_its_key(tmp_path: Path, text: str, message: str) -> None:
-    own = write(tmp_path, text)
-    with pytest.raises(RewardError) as caught:
-        find_price(api("m", prices=own))
-    assert message in str(caught.value)
-    assert own in str(caught.value)
+MISTAKES = [
+    ("prices: {opnai: {}}", "prices.opnai.[key]: must be 'dashscope', 'openai'"),
+    ("price: {}", "there is no key 'price'. Did you mean 'prices'"),
+    ("checked: 2026-01-01", "key prices: the key is missing"),
+    ("[]", "there must be keys here: prices"),
+    ("prices: {openai: 3}", "prices.openai: must be a valid dictionary, but is 3"),
+    ("prices: {openai: {m: 3}}", "prices.openai.m: there must be keys here: input, output"),
+    ("prices: {openai: {m: {inputs: 1, output: 2}}}", "Did you mean 'input'"),
+    ("prices: {openai: {m: {input: 1}}}", "prices.openai.m.output: the key is missing"),
+    ("prices: {openai: {m: {input: -1, output: 2}}}", "m.input: must be greater than or equal"),
+    ("prices: {openai: {m: {input: free, output: 2}}}", "is 'free'"),
+    ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
+    ("prices: {openai: {m: {input: true, output: 2}}}", "is True"),
+    ("prices: {openai: {m: {input: 1, input: 2, output: 2}}}", "the key 'input' stands twice"),
+    ("prices: {openai: [", "line 1: not valid YAML"),
+]
+
+
+def test_a_wrong_file_is_named_with_its_key(tmp_path: Path) -> None:
+    unlike = []
+    for text, message in MISTAKES:
+        own = write(tmp_path, text)
+        with pytest.raises(RewardError) as caught:
+            find_price(api("m", prices=own))
+        if message not in str(caught.value) or f"--rm_prices {own}" not in str(caught.value):
+            unlike.append((text, str(caught.value)))
+    assert not unlike
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"nowhere\.yaml \(--rm_prices\): No such file"):
+    with pytest.raises(RewardError, match=r"--rm_prices .*nowhere\.yaml: there is no such file"):
         find_price(api(prices=str(tmp_path / "nowhere.yaml")))
 
 

@@ -366,34 +366,47 @@ def test_a_file_needs_only_its_scoring_part(tmp_path: Path) -> None:
     assert "judge" in template.system
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("scorin: '{response}'", "mine.yaml: there is no key 'scorin'. Did you mean 'scoring'?"),
-        ("system: x", "mine.yaml: the key scoring is missing"),
-        ("scoring: '{reply}'", "mine.yaml, key scoring: there is no variable {reply}"),
-        ("scoring: '{prompt}'", "mine.yaml, key scoring: {response} is missing"),
-        ("scoring: 7", "mine.yaml, key scoring: 7 is no text"),
-        ("scoring: '{response}'\nscale: 10", "mine.yaml, key scale: 10 is no scale"),
-        ("scoring: '{response}'\nscale: high", "mine.yaml, key scale: 'high' is not LOW-HIGH"),
-        ("scoring: '{response}'\nsystem: '{prompt}'", "mine.yaml, key system: {prompt} belongs"),
-        ("scoring: '{response}'\nversion: [1]", "mine.yaml, key version"),
-        ("scoring: '{response}'\noutput: xml", "mine.yaml, key output: 'xml' is not known"),
-        ("scoring: '{response}'\ncases: 3", "mine.yaml, key cases"),
-        ("scoring: '{response}'\ncases: [{respons: a}]", "case 1: there is no key 'respons'"),
-        ("scoring: '{response}'\ncases: [{response: a}]", "case 1: give at_least, at_most"),
-        ("scoring: '{response}'\ncases: [{response: 1, at_most: 2}]", "case 1, key response"),
-        ("scoring: '{response}'\ncases: [{response: a, at_most: 11}]", "11 is no level of 1-10"),
-        ("scoring: '{response}'\ncases: [{response: a, at_most: true}]", "True is no level"),
-        ("scoring: [", "mine.yaml line 1: not valid YAML"),
-        ("just text", "mine.yaml: a judge prompt is keys and texts"),
-        ("", "mine.yaml: a judge prompt is keys and texts"),
-    ],
-)
-def test_a_wrong_file_is_told_with_file_and_key(tmp_path: Path, text: str, said: str) -> None:
+MISTAKES = [
+    ("scorin: '{response}'", ": there is no key 'scorin'. Did you mean 'scoring'?"),
+    ("system: x", ", key scoring: the key is missing"),
+    ("scoring: '{reply}'", ", key scoring: there is no variable {reply}"),
+    ("scoring: '{prompt}'", ", key scoring: {response} is missing"),
+    ("scoring: 7", ", key scoring: must be a valid string, but is 7"),
+    ("scoring: '{response}'\nscale: 10", ", key scale: must be a valid string, but is 10"),
+    ("scoring: '{response}'\nscale: high", ", key scale: 'high' is not LOW-HIGH"),
+    ("scoring: '{response}'\nsystem: '{prompt}'", ", key system: {prompt} belongs"),
+    ("scoring: '{response}'\nversion: [1]", ", key version"),
+    ("scoring: '{response}'\noutput: xml", ", key output: must be 'json' or 'text', but is 'xml'"),
+    ("scoring: '{response}'\ncases: 3", ", key cases: must be a valid list, but is 3"),
+    ("scoring: '{response}'\ncases: [{respons: a}]", "cases.1: there is no key 'respons'."),
+    ("scoring: '{response}'\ncases: [{response: a}]", ", case 1: give at_least, at_most"),
+    ("scoring: '{response}'\ncases: [{response: 1, at_most: 2}]", ", key cases.1.response: must"),
+    (
+        "scoring: '{response}'\ncases: [{response: a, at_most: 11}]",
+        "case 1: 11 is no level of 1-10",
+    ),
+    (
+        "scoring: '{response}'\ncases: [{response: a, at_most: true}]",
+        "at_most: must be a valid int",
+    ),
+    ("scoring: [", " line 1: not valid YAML"),
+    ("just text", ": there must be keys here: scoring"),
+    ("", ": there must be keys here: scoring"),
+]
+
+
+def test_a_wrong_file_is_told_with_file_and_key(tmp_path: Path) -> None:
+    unlike = []
+    for text, said in MISTAKES:
+        with pytest.raises(RewardError) as caught:
+            load_template(write(tmp_path, text))
+        message = str(caught.value)
+        if said not in message or f"--rm_prompt_file {tmp_path / 'mine.yaml'}" not in message:
+            unlike.append((text, message))
+    assert not unlike
     with pytest.raises(RewardError) as caught:
-        load_template(write(tmp_path, text))
-    assert said in str(caught.value)
+        load_template(write(tmp_path, "scoring: 7\noutput: xml"))
+    assert len(str(caught.value).splitlines()) == 2
 
 
 def test_a_missing_file_is_told_with_its_nearest(tmp_path: Path) -> None:

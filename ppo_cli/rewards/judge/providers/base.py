@@ -26,14 +26,12 @@ from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key, clean_url
 from ppo_cli.rewards.judge.providers.failures import (
-    LONGEST,
     Context,
     about_the_form,
     diagnose,
-    one_line,
     read_symptoms,
-    shorten,
 )
+from ppo_cli.rewards.remote.http import LONGEST, one_line, shorten
 
 logger = logging.getLogger(__name__)
 

@@ -6,75 +6,20 @@ turns what it found into a JudgeError.
 
 from __future__ import annotations
 
-import html
 import json
-import math
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-
-# Where the words stand, the most telling place first.
-_PLACES = (
-    "message", "msg", "detail", "details", "error_description", "error_message", "error",
-    "errors", "description", "reason", "title",
-)  # fmt: skip
-_DEEPEST = 6
-_MOST = 3
-_PAGE = re.compile(r"(?i)<\s*(!doctype|html|head|title|body|center|div|h1|p)\b")
-_SILENT = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->")
-_TAG = re.compile(r"(?s)<[^>]*>")
-
-
-def read_words(body: Any, depth: int = 0) -> str:
-    """The words of a body (an object, a list, JSON, a page, plain text) in one line, or ''."""
-    if depth > _DEEPEST:
-        return ""
-    if isinstance(body, str):
-        return _of_text(body, depth)
-    if isinstance(body, Mapping):
-        return _of_object({str(key).lower(): value for key, value in body.items()}, depth)
-    if isinstance(body, Sequence) and not isinstance(body, bytes):
-        said = [read_words(item, depth + 1) for item in body[:_MOST]]
-        return "; ".join(part for part in said if part)
-    return ""
-
-
-def is_page(text: Any) -> bool:
-    """Whether a text is a page of HTML, which a proxy sent instead of the provider."""
-    return isinstance(text, str) and bool(_PAGE.search(text))
-
-
-def one_line(text: str) -> str:
-    """The text with every run of blanks and line breaks as one blank."""
-    return " ".join(text.split())
-
-
-def _of_text(text: str, depth: int) -> str:
-    if text.lstrip().startswith(("{", "[")):
-        try:
-            return read_words(json.loads(text), depth + 1) or one_line(text)
-        except (ValueError, RecursionError):
-            pass
-    if is_page(text):
-        text = html.unescape(_TAG.sub(" ", _SILENT.sub(" ", text)))
-    return one_line(text)
-
-
-def _of_object(body: Mapping[str, Any], depth: int) -> str:
-    said = (read_words(body.get(place), depth + 1) for place in _PLACES)
-    words = next((part for part in said if part), "")
-    # A checker of requests tells the place, a router what the provider behind it said.
-    loc, behind = body.get("loc"), body.get("metadata")
-    if words and isinstance(loc, list | tuple):
-        return f"{'.'.join(map(str, loc))}: {words}"
-    inner = read_words(behind.get("raw"), depth + 1) if isinstance(behind, Mapping) else ""
-    return f"{words}: {inner}" if words and inner else words or inner
-
+from ppo_cli.rewards.remote.http import (
+    LONGEST,
+    is_page,
+    read_retry_after,
+    read_seconds,
+    read_words,
+)
 
 _FILTER_CODES = {
     "content_filter", "content_policy_violation", "datainspectionfailed",
@@ -112,7 +57,6 @@ _TOO_LONG = re.compile(
     r"|(range|length) of input|input token count"
 )
 _RETRYABLE = {408, 409, 425, 429, 529}
-LONGEST = 600
 _EXCERPT = 200  # of a page, or of a text that no provider wrote
 
 
@@ -234,31 +178,6 @@ def _body(error: BaseException) -> dict[str, Any]:
     return {}
 
 
-def read_seconds(text: str) -> float | None:
-    """Seconds in a header value: a number that is not negative, else None."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and value >= 0 else None
-
-
-def read_retry_after(headers: Mapping[str, str], *, now: float | None = None) -> float | None:
-    """Seconds that a reply asks to wait: retry-after-ms, or Retry-After as seconds or a date."""
-    milliseconds = read_seconds(headers.get("retry-after-ms", ""))
-    if milliseconds is not None:
-        return milliseconds / 1000.0
-    told = headers.get("retry-after", "")
-    seconds = read_seconds(told)
-    if seconds is not None or not told:
-        return seconds
-    try:
-        moment = parsedate_to_datetime(told).timestamp()
-    except (TypeError, ValueError):
-        return None
-    return max(0.0, moment - (time.time() if now is None else now))
-
-
 def about_the_form(symptoms: Symptoms) -> bool:
     """Whether a refusal may be about a parameter, so that another form is worth a try."""
     if symptoms.what == "request":
@@ -374,8 +293,3 @@ def _hint(symptoms: Symptoms, context: Context) -> str:
         where = f"the key in {context.key_variable}" if context.key_variable else "the key"
         return f"Check {where}; keys belong to one provider, and often to one region."
     return f"Check {context.flags}_model (now '{context.model}') and {context.flags}_base_url."
-
-
-def shorten(text: str, longest: int = LONGEST) -> str:
-    """At most a few lines of a provider's words."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
