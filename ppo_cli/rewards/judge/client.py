@@ -2,7 +2,7 @@
 
 Equal questions share one call; calls pass the admission and the ledger; what failed for a moment
 is tried again, what cannot be read is asked again. Everything here runs on one event loop,
-except `waiting_for()` and `counters`.
+except `waiting_for()`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What the client did since it was last asked: counted on its thread, taken from another."""
+"""What the client did since it was last asked: counted, and taken, on its event loop."""
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counters:
     """Counts since the last `take()`.
 
@@ -24,60 +23,41 @@ class Counters:
     cached: int = 0
     shared: int = 0
     refused: int = 0
-    unread: Mapping[str, int] = field(default_factory=dict)
-    errors: Mapping[str, int] = field(default_factory=dict)
-    latencies: tuple[float, ...] = ()
+    unread: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
     concurrency: int = 0
     open_seconds: float = 0.0
 
 
 class Tally:
-    """The running counts behind `Counters`; `gauge` tells calls in flight and seconds closed."""
+    """The running `Counters`; `gauge` tells calls in flight and seconds closed."""
 
     def __init__(self, gauge: Callable[[], tuple[int, float]] = lambda: (0, 0.0)) -> None:
         self._gauge = gauge
         self._open_before = 0.0
-        self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._unread: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._latencies: list[float] = []
+        self._counts = Counters()
 
     def add(self, name: str) -> None:
         """Count one more of `name`, a whole-number field of `Counters`."""
-        with self._lock:
-            self._counts[name] += 1
+        setattr(self._counts, name, getattr(self._counts, name) + 1)
 
     def add_unread(self, cause: str) -> None:
         """Count one reply that no score was read from."""
-        with self._lock:
-            self._unread[cause] += 1
+        self._counts.unread[cause] += 1
 
     def add_error(self, cause: str) -> None:
         """Count one failed call."""
-        with self._lock:
-            self._errors[cause] += 1
+        self._counts.errors[cause] += 1
 
     def add_latency(self, seconds: float) -> None:
         """Note how long a call took that a score was read from."""
-        with self._lock:
-            self._latencies.append(seconds)
+        self._counts.latencies.append(seconds)
 
     def take(self) -> Counters:
         """Return the counts and start again from nothing."""
-        with self._lock:
-            concurrency, open_seconds = self._gauge()
-            taken = Counters(
-                **self._counts,
-                unread=dict(self._unread),
-                errors=dict(self._errors),
-                latencies=tuple(self._latencies),
-                concurrency=concurrency,
-                open_seconds=open_seconds - self._open_before,
-            )
-            self._open_before = open_seconds
-            self._clear()
+        taken, self._counts = self._counts, Counters()
+        taken.concurrency, open_seconds = self._gauge()
+        taken.open_seconds = open_seconds - self._open_before
+        self._open_before = open_seconds
         return taken

@@ -126,13 +126,13 @@ class SdkProvider(ABC):
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """Ask for a written verdict."""
 
-    @abstractmethod
     async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
         """Ask a decision endpoint for the probability of each level."""
+        raise NotImplementedError(f"{self.name} has no decision endpoint")
 
-    @abstractmethod
     async def disconnect(self, client: Any) -> None:
         """Close the SDK's client."""
+        await client.close()
 
     def settings(self) -> Mapping[str, Any]:
         """Configured parameters that may change an answer; part of the identity."""

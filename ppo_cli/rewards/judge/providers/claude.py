@@ -59,10 +59,6 @@ class Judge(SdkProvider):
 
         return AsyncAnthropic(api_key=key, base_url=self.base_url, max_retries=0)
 
-    async def disconnect(self, client: Any) -> None:
-        """Close the connection pool."""
-        await client.close()
-
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One message."""
         chosen: dict[str, Any] = {"system": question.system} if question.system else {}
@@ -81,10 +77,6 @@ class Judge(SdkProvider):
             **chosen,
         )
         return read_message(reply)
-
-    async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
-        """Never reached: the mode is refused when the provider is built."""
-        raise NotImplementedError("Claude has no decision endpoint")
 
 
 def read_message(reply: Any) -> Reply:

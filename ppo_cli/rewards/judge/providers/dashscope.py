@@ -13,17 +13,13 @@ from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
     attribute,
-    bad_body,
-    finish,
     hush,
     read_usage,
-    refused,
 )
-from ppo_cli.rewards.judge.providers.openai import chat_messages
+from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
 from ppo_cli.rewards.judge.providers.verdict_schema import (
     FORMAT_WORDS,
-    QUESTION,
-    by_level,
+    read_decision,
     response_format,
     score_question,
 )
@@ -102,7 +98,7 @@ class Judge(SdkProvider):
         reply = await client.chat.completions.create(
             model=self.model, messages=chat_messages(question), timeout=timeout, **chosen
         )
-        return read_completion(reply)
+        return read_completion(reply, TOKENS)
 
     async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
         """One decision."""
@@ -112,26 +108,4 @@ class Judge(SdkProvider):
             questions=score_question(question),
             timeout=timeout,
         )
-        usage = read_usage(attribute(reply, "usage"), TOKENS)
-        shares = attribute(reply, "answers", QUESTION, "probabilities")
-        if not isinstance(shares, dict):
-            raise bad_body(f"no answers in a {type(reply).__name__}")
-        levels = range(len(question.scale.levels()))
-        return by_level([shares.get(str(i)) for i in levels], question.scale, usage)
-
-
-def read_completion(reply: Any) -> Reply:
-    """Read a chat completion of either protocol."""
-    choice = attribute(reply, "choices", 0)
-    message = attribute(choice, "message")
-    if message is None:
-        raise bad_body(f"no choices in a {type(reply).__name__}")
-    usage = read_usage(attribute(reply, "usage"), TOKENS)
-    ended = attribute(choice, "finish_reason")
-    declined = attribute(message, "refusal")
-    content = attribute(message, "content")
-    if declined or ended == "refusal":
-        raise refused("refusal", str(declined or content), usage)
-    if ended == "content_filter":
-        raise refused("content_filter", "The provider's filter withheld the answer.", usage)
-    return finish(content, usage, truncated=ended == "length")
+        return read_decision(reply, question.scale, read_usage(attribute(reply, "usage"), TOKENS))

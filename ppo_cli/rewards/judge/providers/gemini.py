@@ -20,8 +20,7 @@ from ppo_cli.rewards.judge.providers.base import (
     refused,
 )
 from ppo_cli.rewards.judge.providers.verdict_schema import (
-    QUESTION,
-    by_level,
+    read_decision,
     score_question,
     verdict_schema,
 )
@@ -151,11 +150,7 @@ class Judge(SdkProvider):
         usage = read_usage(attribute(reply, "usage"), DECISION_TOKENS)
         if blocked := attribute(reply, "prompt_feedback", "block_reason"):
             raise refused("content_filter", f"The prompt was blocked: {blocked}", usage)
-        shares = attribute(reply, "answers", QUESTION, "probabilities")
-        if not isinstance(shares, dict):
-            raise bad_body(f"no answers in a {type(reply).__name__}")
-        levels = range(len(question.scale.levels()))
-        return by_level([shares.get(str(i)) for i in levels], question.scale, usage)
+        return read_decision(reply, question.scale, usage)
 
 
 def _contents(question: Question, form: Form) -> str:

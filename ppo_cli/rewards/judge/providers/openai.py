@@ -78,10 +78,6 @@ class Judge(SdkProvider):
 
         return AsyncOpenAI(api_key=key, base_url=self.base_url, max_retries=0)
 
-    async def disconnect(self, client: Any) -> None:
-        """Close the connection pool."""
-        await client.close()
-
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One chat completion."""
         reply = await client.chat.completions.create(
@@ -141,19 +137,18 @@ def chat_messages(question: Question, *, apart: bool = True) -> list[Mapping[str
     return [*system, {"role": "user", "content": question.user}]
 
 
-def read_completion(reply: Any) -> Reply:
+def read_completion(reply: Any, tokens: TokenFields = TOKENS) -> Reply:
     """Read a chat completion; anything else (a page of HTML comes as a str) is a bad body."""
     choice = attribute(reply, "choices", 0)
     message = attribute(choice, "message")
     if message is None:
         message = attribute(reply, "error", "message")
         raise bad_body(str(message) if message else f"no choices in a {type(reply).__name__}")
-    usage = read_usage(attribute(reply, "usage"), TOKENS)
-    ended = attribute(choice, "finish_reason")
+    usage = read_usage(attribute(reply, "usage"), tokens)
+    ended, content = attribute(choice, "finish_reason"), attribute(message, "content")
     declined = attribute(message, "refusal")
-    if declined:
-        raise refused("refusal", str(declined), usage)
+    if declined or ended == "refusal":
+        raise refused("refusal", str(declined or content), usage)
     if ended == "content_filter":
         raise refused("content_filter", "The provider's filter withheld the answer.", usage)
-    content = attribute(message, "content")
     return finish(content if isinstance(content, str) else None, usage, truncated=ended == "length")

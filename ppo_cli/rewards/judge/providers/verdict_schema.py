@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.providers.base import attribute, bad_body
 
 QUESTION = "verdict"
 
@@ -27,6 +28,14 @@ def score_question(question: Question) -> dict[str, dict[str, object]]:
     """The question as Gemini and DashScope take it."""
     asked = {"type": "score", "criteria": criteria(question.scale)}
     return {QUESTION: {**asked, "instructions": question.system or "Score the response."}}
+
+
+def read_decision(reply: Any, scale: Scale, usage: Usage | None) -> Reply:
+    """Read what `score_question` is answered with: the probability of each level by its index."""
+    shares = attribute(reply, "answers", QUESTION, "probabilities")
+    if not isinstance(shares, dict):
+        raise bad_body(f"no answers in a {type(reply).__name__}")
+    return by_level([shares.get(str(i)) for i in range(len(scale.levels()))], scale, usage)
 
 
 def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) -> Reply:
