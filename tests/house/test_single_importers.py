@@ -31,6 +31,9 @@ STANDS = {
     "rewards.code.probe": "a program of its own, inside the sandbox",
     "rewards.code.sandboxes": "what a process is started in; check runs the tests there",
     "rewards.code.sandlock_launcher": "a program of its own",
+    "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
+    "rewards.judge.scale_words": "which scale a text names: a reader of its own",
+    "rewards.judge.providers.failures": "what goes wrong; with it, base is over the cap",
     "rewards.judge.providers.openai": "one provider of several",
     "run.engines": "starts engines, and restarts them after a failure",
     "trust.attacks": "the attacks; audit has the checks",
@@ -39,8 +42,7 @@ STANDS = {
 }
 # Files that are still to be folded into their importer, or to be given a reason above.
 TO_FOLD = {
-    "rewards.composite", "rewards.mixing", "rewards.judge.breaker", "rewards.judge.monitor",
-    "rewards.judge.scale_words",
+    "rewards.composite", "rewards.mixing", "rewards.judge.breaker",
 }  # fmt: skip
 
 

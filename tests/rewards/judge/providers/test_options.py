@@ -152,14 +152,15 @@ def test_an_unclear_400_costs_one_option_after_another_until_a_call_goes_through
     assert caplog.text.count("does not take") == 2
 
 
-def test_guesses_that_lead_nowhere_cost_nothing(server: JudgeServer) -> None:
-    server.fail(400, message="No.")
-    judge = judge_at(server, "gemini")
+@pytest.mark.parametrize("wire", WIRES)
+def test_guesses_that_lead_nowhere_cost_nothing(server: JudgeServer, wire: str) -> None:
+    server.fail(400, message="This gateway wants something else.")
+    judge = judge_at(server, wire)
     error = ask_once(judge)
     assert isinstance(error, JudgeError)
-    assert error.kind is Failure.FATAL
+    assert (error.kind, error.cause) == (Failure.FATAL, "http_400")
+    assert "This gateway wants something else." in str(error)
     assert server.count == 1 + sum(len(option.forms) for option in judge.options())
-    assert judge.dropped() == {}
     server.heal()
     assert isinstance(ask_once(judge), Reply)
     assert judge.dropped() == {}
