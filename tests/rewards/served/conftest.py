@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,31 +27,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward, "FIRST_PAUSE_S", 0.01)
 
 
-@pytest.fixture
-def server() -> Iterator[RewardServer]:
-    with RewardServer() as running:
-        yield running
+class Bench:
+    """A reward server on loopback, rewards that ask it, and rollouts made by hand."""
 
+    def __init__(self, server: RewardServer) -> None:
+        self.server = server
+        self.made: list[ServedModelReward] = []
 
-@pytest.fixture
-def make(server: RewardServer) -> Iterator[Callable[..., ServedModelReward]]:
-    """Build rewards that ask the server; all of them are closed in the end."""
-    made: list[ServedModelReward] = []
-
-    def build(wire: str = "vllm", *, name: str = "model", **changes: Any) -> ServedModelReward:
-        usual: dict[str, Any] = {"path": server.url(PATHS[wire]), "timeout": 5.0}
+    def make(self, wire: str = "vllm", *, name: str = "model", **changes: Any) -> ServedModelReward:
+        usual: dict[str, Any] = {"path": self.server.url(PATHS[wire]), "timeout": 5.0}
         settings = ModelReward(**(usual | changes))
-        made.append(ServedModelReward(settings, name=name, environ={"MY_KEY": SECRET}))
-        return made[-1]
+        self.made.append(ServedModelReward(settings, name=name, environ={"MY_KEY": SECRET}))
+        return self.made[-1]
 
-    yield build
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
-def prompt() -> Callable[..., Prompt]:
-    def make_prompt(number: int = 0, **changes: Any) -> Prompt:
+    def prompt(self, number: int = 0, **changes: Any) -> Prompt:
         text = f"What is {number} + 1?"
         known: dict[str, Any] = {
             "text": text, "messages": ({"role": "user", "content": text},),
@@ -60,24 +49,23 @@ def prompt() -> Callable[..., Prompt]:
         }  # fmt: skip
         return Prompt(str(number), **(known | changes))
 
-    return make_prompt
-
-
-@pytest.fixture
-def rollout(prompt: Callable[..., Prompt]) -> Callable[..., Rollout]:
-    def make_rollout(number: int, text: str | None = None, sample: int = 0, **more: Any) -> Rollout:
+    def rollout(
+        self, number: int, text: str | None = None, sample: int = 0, **more: Any
+    ) -> Rollout:
         said = f"It is {number + 1}." if text is None else text
-        asked = prompt(number, **more)
+        asked = self.prompt(number, **more)
         return Rollout(asked, sample, (1,), np.zeros(1, np.float32), said, "stop")
 
-    return make_rollout
-
-
-@pytest.fixture
-def score_all() -> Callable[..., list[Score]]:
-    def run(reward: ServedModelReward, rollouts: list[Rollout]) -> list[Score]:
+    def score_all(self, reward: ServedModelReward, rollouts: list[Rollout]) -> list[Score]:
         futures = [reward.submit(rollout) for rollout in rollouts]
         reward.settle()
         return [future.result(25) for future in futures]
 
-    return run
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with RewardServer() as server:
+        bench = Bench(server)
+        yield bench
+        for each in bench.made:
+            each.close()

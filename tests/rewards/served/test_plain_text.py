@@ -17,12 +17,11 @@ CONTROL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("token", CONTROL)
-def test_control_tokens_are_broken(token: str) -> None:
-    text, found = neutralise(f"before{token}after {token}")
-    assert (
-        found >= 2 and token not in text and text.replace(" ", "") == f"before{token}after{token}"
-    )
+def test_control_tokens_are_broken() -> None:
+    for token in CONTROL:
+        text, found = neutralise(f"before{token}after {token}")
+        assert found >= 2 and token not in text
+        assert text.replace(" ", "") == f"before{token}after{token}"
 
 
 @pytest.mark.parametrize(
