@@ -91,7 +91,7 @@ MISTAKES = {
         f"{JUDGE} --rm_model of-nobody --rm_budget_usd 3", "budget of .3", "--rm_price_input", KEY
     ),
     "file of prices": Mistake(
-        f"{JUDGE} --rm_prices no.yaml", "price file no.yaml", "--rm_prices.*No such file", KEY
+        f"{JUDGE} --rm_prices no.yaml", "--rm_prices no.yaml", "there is no such file", KEY
     ),
     "failure rate": Mistake(f"{JUDGE} --rm_max_failure_rate 20", "20", "at most 1", KEY),
     "judge's variable": Mistake(
