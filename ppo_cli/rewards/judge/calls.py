@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 # What a judge is asked to answer with, and so what counts as an answer.
 Output = Literal["json", "text"]
@@ -148,27 +148,3 @@ class JudgeError(Exception):
         self.retry_after = retry_after
         self.usage = usage or Usage()
         self.reply = reply
-
-
-class Provider(Protocol):
-    """One judge at one provider; every method runs on the judge's own event loop."""
-
-    name: str
-    model: str
-
-    @property
-    def identity(self) -> str:
-        """Everything but the question that may change an answer, for the cache key."""
-        ...
-
-    async def ask(self, question: Question, *, timeout: float) -> Reply:
-        """Make one HTTP call; raises JudgeError and nothing else."""
-        ...
-
-    def dropped(self) -> Mapping[str, str]:
-        """Parameters that the model did not take, each with the provider's words."""
-        ...
-
-    async def close(self) -> None:
-        """Close connections. Safe to call twice."""
-        ...

@@ -20,7 +20,6 @@ from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
 from ppo_cli.rewards.judge.calls import (
     Failure,
     JudgeError,
-    Provider,
     Question,
     Reply,
     Usage,
@@ -28,6 +27,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill, worst_case
 from ppo_cli.rewards.judge.metrics import Tally
+from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 from ppo_cli.rewards.remote.limiter import Limits
 
@@ -78,7 +78,7 @@ class JudgeClient:
 
     def __init__(
         self,
-        provider: Provider,
+        provider: SdkProvider,
         *,
         limits: Limits,
         ledger: Ledger | Guest,

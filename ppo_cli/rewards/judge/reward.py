@@ -31,7 +31,7 @@ from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
 from ppo_cli.rewards.judge.prompt import load_template, readable
 from ppo_cli.rewards.judge.providers import Endpoint, build_provider
 from ppo_cli.rewards.judge.sanitise import content_free
-from ppo_cli.rewards.judge.scoring import gated_score, material_of, score_of, worthless
+from ppo_cli.rewards.judge.scoring import WORTHLESS, gated_score, material_of, score_of
 from ppo_cli.rewards.remote.limiter import Limits
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 
@@ -504,7 +504,7 @@ class JudgeReward(Reward):
 
     def _canary_questions(self, prompt: Prompt) -> list[Question]:
         self._canaries.due = False
-        return [self._question(prompt, text) for text in worthless()]
+        return [self._question(prompt, text) for text in WORTHLESS]
 
     async def _measure(self) -> dict[str, float]:
         metrics = self._report.take(self._client.counters.take(), self._ledger)

@@ -10,12 +10,8 @@ from ppo_cli.rewards.judge.calls import Failure, JudgeError, Scale, Usage, Verdi
 from ppo_cli.rewards.judge.prompt import Material
 
 PART = "judge"
-_WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
-
-
-def worthless() -> tuple[str, ...]:
-    """Replies that say nothing and that weak judges reward (arXiv 2507.08794)."""
-    return _WORTHLESS
+# Replies that say nothing and that weak judges reward (arXiv 2507.08794).
+WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
 
 
 def material_of(prompt: Prompt, response: str) -> Material:

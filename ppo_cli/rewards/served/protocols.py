@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ppo_cli.config.reward_schema import ModelReward
@@ -333,21 +333,6 @@ def _plain_json(value: Any) -> Any:
 RAW_SWITCHES = ("use_activation", "activation", "softmax")
 
 
-class Wire(Protocol):
-    """One protocol at one address."""
-
-    url: str
-    may_batch: bool
-
-    def write(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Build the body of a request."""
-        ...
-
-    def read(self, reply: Any, count: int) -> list[Row]:
-        """Read the reply, in the order of the samples; raises ServerFault."""
-        ...
-
-
 class Vllm:
     """`POST /classify`: token ids or text made here, or else the chat form, a sample a request."""
 
@@ -432,6 +417,9 @@ class Rerank:
     def read(self, reply: Any, count: int) -> list[Row]:
         """Read the ranks, which come with the best first."""
         return [row_of(item.get("score")) for item in in_order(reply, count, "the reply")]
+
+
+Wire = Vllm | OpenRlhf | Rerank
 
 
 def endpoint(address: str, path: str, drop: tuple[str, ...] = ()) -> str:

@@ -44,6 +44,7 @@ from ppo_cli.rewards.served.protocols import (
     ServerFault,
     UnfitError,
     Vllm,
+    Wire,
     Writer,
 )
 
@@ -53,7 +54,7 @@ SAME = 1e-3
 
 
 async def until_answered(
-    client: ServedModelClient, wire: object, where: str, *, outage_wait: float, patient: bool,
+    client: ServedModelClient, wire: Wire, where: str, *, outage_wait: float, patient: bool,
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Find the model's name and score one sample; wait for the server only if `patient`."""
@@ -379,7 +380,7 @@ def _end(entries: Sequence[_Entry], error: Exception) -> None:
             entry.future.set_exception(error)
 
 
-def _wire_for(settings: ModelReward, adapter: str, *, chat: bool) -> Vllm | OpenRlhf | Rerank:
+def _wire_for(settings: ModelReward, adapter: str, *, chat: bool) -> Wire:
     if adapter == "vllm":
         return Vllm(settings, chat=chat)
     return OpenRlhf(settings) if adapter == "openrlhf" else Rerank(settings)
