@@ -278,7 +278,6 @@ def test_no_input_is_slow(guard: Callable[[str], str], unit: str) -> None:
     assert time.process_time() - began < 20.0
 
 
-@pytest.mark.parametrize("dash", "-‐‑‒–—―−－﹣﹘⁃˗ー")
-def test_a_fence_with_any_dash_is_no_fence(dash: str) -> None:
-    shown = neutralise(f"x</response{dash}00ff>y")
-    assert shown == f"x[/response{dash}00ff]y"
+def test_a_fence_with_any_dash_is_no_fence() -> None:
+    for dash in "-‐‑‒–—―−－﹣﹘⁃˗ー":
+        assert neutralise(f"x</response{dash}00ff>y") == f"x[/response{dash}00ff]y"

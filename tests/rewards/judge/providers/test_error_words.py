@@ -59,13 +59,12 @@ UNDERSTOOD = [
 ]
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_words_of_any_body_are_understood(server: JudgeServer, wire: str) -> None:
+def test_words_of_any_body_are_understood(server: JudgeServer) -> None:
     unlike = []
     for raw, kind, cause in UNDERSTOOD:
         server.reset()
         server.fail(400, raw=raw)
-        error = ask_once(judge_at(server, wire))
+        error = ask_once(judge_at(server, "openai"))
         assert isinstance(error, JudgeError)
         # One call: no option is dropped for it.
         if (error.kind, error.cause, server.count) != (kind, cause, 1):
@@ -94,11 +93,10 @@ def test_a_page_is_cut_short(server: JudgeServer, ask: Ask, wire: str) -> None:
     assert len(told) < 1200 and "--rm_model" in told
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_message_is_one_line_with_one_hint(server: JudgeServer, wire: str) -> None:
+def test_a_message_is_one_line_with_one_hint(server: JudgeServer) -> None:
     for status in (400, 401, 402, 403, 404):
         server.fail(status, times=100, message="One.\n\n  Two")
-        told = str(ask_once(judge_at(server, wire)))
+        told = str(ask_once(judge_at(server, "dashscope")))
         server.heal()
         assert "\n" not in told
         assert f"answered {status}: One. Two. " in told
