@@ -10,14 +10,14 @@ import datetime
 import json
 import os
 import pickle
-import pickletools
 import struct
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
@@ -28,14 +28,6 @@ SAFETENSORS = ".safetensors"
 # Pickles that hold no weights: the optimizer and the settings of the run that made them.
 NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
 _LONGEST_HEADER = 100_000_000  # the format's own limit
-# What an instruction leaves on the stack, as far as it matters here.
-_PUSHES = {
-    "SHORT_BINUNICODE": "text:", "BINUNICODE": "text:", "BINUNICODE8": "text:", "UNICODE": "text:",
-    "GLOBAL": "call:", "REDUCE": "made:",
-}  # fmt: skip
-_REBUILDS = "call:torch._utils _rebuild_tensor"
-_STORES = {"BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"}
-_RECALLS = {"BINGET", "LONG_BINGET", "GET"}
 # A file of the older layout holds these pickles before the one with the names is through.
 _OLD_LAYOUT_PICKLES = 4
 
@@ -85,17 +77,58 @@ def names_in_safetensors(file: Path) -> set[str]:
 
 
 def names_in_pickle(file: Path) -> set[str]:
-    """Names in a file of torch.save: what stands before each call that rebuilds a tensor."""
+    """Names in a file of torch.save: the keys of its tensors. No code of the file runs."""
     try:
         if not zipfile.is_zipfile(file):
             with file.open("rb") as stream:
-                return _names_in_old_layout(stream)
-        with zipfile.ZipFile(file) as archive:
-            inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            with archive.open(inside) as stream:
-                return set(_rebuilt(stream))
-    except (OSError, ValueError, StopIteration, zipfile.BadZipFile, pickle.PickleError) as error:
+                held = [_InertUnpickler(stream).load() for _ in range(_OLD_LAYOUT_PICKLES)]
+        else:
+            with zipfile.ZipFile(file) as archive:
+                inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+                with archive.open(inside) as stream:
+                    held = [_InertUnpickler(stream).load()]
+        return {name for one in held for name in _tensor_keys(one)}
+    except Exception as error:  # damaged pickles raise errors of every kind
         raise _damaged(file, error) from error
+
+
+class _Inert(dict[Any, Any]):
+    """Stands for every object of a pickle: keeps the items of a mapping, and does nothing."""
+
+    __hash__ = object.__hash__
+    tensor = False
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__()
+        self.tensor = self.tensor or any(getattr(part, "tensor", False) for part in parts)
+
+    def extend(self, items: object) -> None:
+        """Drop what belongs to a list."""
+
+    append = __setstate__ = extend
+
+
+class _InertTensor(_Inert):
+    tensor = True
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Finds no class and no function but those above."""
+
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        rebuilds = module == "torch._utils" and name.startswith("_rebuild_tensor")
+        return _InertTensor if rebuilds else _Inert
+
+    def persistent_load(self, pid: object) -> None:
+        """Leave the numbers where they are."""
+
+
+def _tensor_keys(held: object) -> Iterator[str]:
+    for key, value in held.items() if isinstance(held, dict) else ():
+        if getattr(value, "tensor", False) and isinstance(key, str):
+            yield key
+        else:
+            yield from _tensor_keys(value)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -132,45 +165,6 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _names_in_old_layout(stream: IO[bytes]) -> set[str]:
-    names: set[str] = set()
-    for _ in range(_OLD_LAYOUT_PICKLES):
-        names |= set(_rebuilt(stream))
-    return names
-
-
-def _rebuilt(stream: IO[bytes]) -> Iterator[str]:
-    """Follow the text on a pickle's stack far enough to know the key of each tensor.
-
-    A key is the last text before the call that rebuilds its tensor, or before the recall of a
-    tensor that another key has too.
-    """
-    memo: dict[int, str] = {}
-    texts: list[str] = []
-    pushed = ""
-    for opcode, argument, _ in pickletools.genops(stream):
-        name, before = opcode.name, pushed
-        if name in _STORES:
-            memo[len(memo) if name == "MEMOIZE" else _index(argument)] = pushed
-            continue
-        if name in _RECALLS:
-            pushed = memo.get(_index(argument), "")
-        elif name == "STACK_GLOBAL":
-            pushed = "call:" + " ".join(texts[-2:])
-            del texts[-2:]
-        else:
-            pushed = f"{_PUSHES[name]}{argument}" if name in _PUSHES else ""
-        if pushed.startswith("text:"):
-            texts.append(pushed.removeprefix("text:"))
-        shared = name in _RECALLS and pushed.startswith("made:") and before.startswith("text:")
-        if texts and (shared or pushed.startswith(_REBUILDS)):
-            yield texts[-1]
-
-
-def _index(argument: object) -> int:
-    return int(str(argument))
-
-
 def _damaged(file: Path, error: Exception) -> ModelError:
     why = str(error).strip() or type(error).__name__
     return ModelError(f"{file} is damaged or cut off ({why}): fetch or save it again.")
@@ -178,83 +172,28 @@ def _damaged(file: Path, error: Exception) -> ModelError:
 
 @dataclass(frozen=True)
 class JudgeApi:
-    """A provider of judges, as far as settings and prices go; its calls are the class `Judge` in
-    `rewards/judge/providers/NAME.py`.
-    """
+    """A provider of judges, as far as settings go: a row of judges.toml, which explains them."""
 
-    keys: tuple[str, ...]  # variables in which a key is looked for, in this order
+    keys: tuple[str, ...]
     url: str
-    url_variables: tuple[str, ...]  # by which its SDK lets the address be changed
-    example: str  # a model to name in messages
-    decides: str | None  # a model of its decision endpoint; None where there is no such endpoint
-    default: str | None = None  # only a name that stays while the weights behind it change
-    keyless: bool = False  # whether servers of one's own speak its protocol, often without a key
-    # Names (and what follows them after a dash) by the day of their shutdown, as announced until
-    # November 2026; no day: it stays, although a shorter name of its line goes.
+    url_variables: tuple[str, ...]
+    example: str
+    decides: str | None = None
+    default: str | None = None
+    keyless: bool = False
     shutdowns: Mapping[str, str] = field(default_factory=dict)
 
 
-# A new provider is a row here and its file; prices of its models go into prices.yaml.
-JUDGES: dict[str, JudgeApi] = {
-    "dashscope": JudgeApi(
-        keys=("DASHSCOPE_API_KEY",),
-        url="https://dashscope.aliyuncs.com/api/v1",
-        url_variables=("DASHSCOPE_BASE_URL", "DASHSCOPE_HTTP_BASE_URL"),
-        example="qwen-plus",
-        decides="decision-model-preview",
-        default="qwen-plus",
-        shutdowns={"2026-07-13": "qwen-max qwen-turbo"},
-    ),
-    "openai": JudgeApi(
-        keys=("OPENAI_API_KEY",),
-        url="https://api.openai.com/v1",
-        url_variables=("OPENAI_BASE_URL",),
-        example="gpt-6-luna",
-        decides="gpt-6-luna",
-        keyless=True,
-        shutdowns={
-            "2025-07-28": "o1-preview",
-            "2025-10-27": "o1-mini",
-            "2026-02-17": "chatgpt-4o-latest",
-            "2026-07-23": "gpt-5-chat-latest gpt-5.1-chat-latest gpt-5.1-codex",
-            "2026-08-10": "gpt-5.2-chat-latest gpt-5.3-chat-latest",
-            "2026-10-23": "gpt-3.5-turbo gpt-4 gpt-4-turbo gpt-4.1-nano gpt-4o-2024-05-13 o1 "
-            "o3-mini o4-mini",
-            "2026-12-11": "gpt-5 o3",
-            "2027-01-14": "gpt-4.1 gpt-4o",
-            "2027-04-01": "gpt-5.1 gpt-5.4-nano",
-        },
-    ),
-    "gemini": JudgeApi(
-        keys=("GEMINI_API_KEY", "GOOGLE_API_KEY"),
-        url="https://generativelanguage.googleapis.com",
-        url_variables=("GOOGLE_GEMINI_BASE_URL",),
-        example="gemini-3.5-flash-lite",
-        decides="gemini-decision-1",
-        shutdowns={
-            "2025-09-24": "gemini-1.5",
-            "2026-12-01": "gemini-2.5-flash gemini-2.5-pro",
-            "": "gemini-2.5-flash-lite",
-        },
-    ),
-    "claude": JudgeApi(
-        keys=("ANTHROPIC_API_KEY", "CLAUDE_API_KEY"),
-        url="https://api.anthropic.com",
-        url_variables=("ANTHROPIC_BASE_URL",),
-        example="claude-haiku-5-5",
-        decides=None,
-        shutdowns={
-            "2024-11-06": "claude-1.3 claude-instant-1.1 claude-instant-1.2",
-            "2025-07-21": "claude-2.0 claude-2.1 claude-3-sonnet",
-            "2026-01-05": "claude-3-opus",
-            "2026-02-19": "claude-3-5-haiku claude-3-7-sonnet",
-            "2026-04-20": "claude-3-haiku",
-            "2026-06-15": "claude-opus-4-0 claude-opus-4-20250514 claude-sonnet-4-0 "
-            "claude-sonnet-4-20250514",
-            "2026-11-30": "claude-sonnet-4-5",
-        },
-    ),
-}
+def _judges() -> dict[str, JudgeApi]:
+    rows = tomllib.loads(Path(__file__).with_name("judges.toml").read_text(encoding="utf-8"))
+    lists = ("keys", "url_variables")
+    return {
+        name: JudgeApi(**{k: tuple(v) if k in lists else v for k, v in row.items()})
+        for name, row in rows.items()
+    }
+
+
+JUDGES: dict[str, JudgeApi] = _judges()
 
 
 def retirement(provider: str, model: str) -> datetime.date | None:

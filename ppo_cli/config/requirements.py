@@ -1,15 +1,15 @@
 """What a run cannot have: absent parts and inputs, and settings that would change nothing.
 
-One table of the latter: key (`x.*` covers everything below x), when it has no effect, why, and
-what to use.
+The latter are listed in unused.toml; here are the conditions under which they are so.
 """
 
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from pathlib import Path
 from typing import Final
 
 from ppo_cli.config.derived import (
@@ -40,10 +40,8 @@ def missing_parts(
 ) -> list[str]:
     """Return one sentence for each thing that is asked for and cannot be honoured."""
     config, there = resolved.config, gpu_count() if gpus is None else gpus
-    wrong = _gpus(config.trainer.n_gpus_per_node, there, environ)
-    verl = config.trainer.engine == "verl"
     return [
-        *([wrong] if wrong and not verl else []),
+        *(missing_gpus(config, there, environ) if config.trainer.engine != "verl" else []),
         *_missing_packages(config, there),
         *refused_settings(resolved, there),
     ]
@@ -146,36 +144,30 @@ def missing_gpus(
 ) -> list[str]:
     """Say why a number of GPUs cannot be had; of a running cluster this machine may know none."""
     there = gpu_count() if gpus is None else gpus
-    said = _gpus(config.trainer.n_gpus_per_node, there, environ)
-    return [said] if said else []
-
-
-def _gpus(wanted: int | None, there: int, environ: Mapping[str, str]) -> str:
+    wanted = config.trainer.n_gpus_per_node
     if wanted is None or wanted == there or environ.get("RAY_ADDRESS"):
-        return ""
+        return []
+    key = "trainer.n_gpus_per_node"
     if wanted == 0:
-        return (
-            f"trainer.n_gpus_per_node is 0, but {there} GPU(s) are visible and would be used; "
+        return [
+            f"{key} is 0, but {there} GPU(s) are visible and would be used; "
             'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out.'
-        )
+        ]
     if there == 0:
-        return (
-            f"trainer.n_gpus_per_node is {wanted}, but no GPU is visible here; leave --n_gpus "
-            "out to train on the CPU."
-        )
+        return [
+            f"{key} is {wanted}, but no GPU is visible here; leave --n_gpus out to train on the "
+            "CPU."
+        ]
     if wanted > there:
-        return f"trainer.n_gpus_per_node is {wanted}, but {there} GPU(s) are visible; use {there}."
-    return ""
+        return [f"{key} is {wanted}, but {there} GPU(s) are visible; use {there}."]
+    return []
 
 
 @dataclass(frozen=True)
 class Idle:
-    """When a setting changes nothing; `absent` means that its part is not there.
+    """Why a setting changes nothing: a row of unused.toml, which explains it."""
 
-    A setting of memory or speed (`tuning`) is only remarked on: results are what was asked for.
-    """
-
-    when: Callable[[Config], bool]
+    condition: str
     text: str
     absent: bool = False
     tuning: bool = False
@@ -221,239 +213,83 @@ def _no_code(config: Config) -> bool:
     return all(r.function is not None or r.rule not in (None, "code") for r in rules)
 
 
-_JUDGE = Idle(
-    lambda c: not judges_of(c.reward),
-    "no LLM judge scores this run (reward.api.enable is off); leave it out",
-    absent=True,
-)
-_MODEL = Idle(
-    lambda c: not models_of(c.reward),
-    "no reward model scores this run; name one with --reward_model, or leave it out",
-    absent=True,
-)
-_MONITOR = Idle(
-    _every_judge(lambda api: api.monitor.model is None),
-    "no second judge is named; set --rm_monitor_model, or leave it out",
-)
-_RULES = Idle(
-    lambda c: not rules_of(c.reward),
-    "rules and functions use it, and none of them scores this run; judges and reward models have "
-    "settings under reward.api and reward.model, or leave it out",
-)
-_DECISION = Idle(
-    _every_judge(lambda api: api.mode == "decision"),
-    "a decision endpoint writes no text (reward.api.mode decision); leave it out",
-)
-_OTHER_RULES = Idle(
-    _all_rules_own,
-    "no part of the mixture is scored by it; add --reward rule:0.5, or leave it out",
-    absent=True,
-)
-_LOCAL = Idle(
-    _every_model(served=True),
-    "the reward model runs at its server, which has settings of its own; leave it out",
-)
-_AT_SERVER = Idle(
-    _every_model(served=False),
-    "only a served reward model (--reward_model http://HOST) uses it; leave it out",
-)
-_MIXTURE = Idle(
-    lambda c: c.reward.composite.enable is False,
-    "the mixture is off (reward.composite.enable false); leave that out, or this",
-)
+def _one_process(config: Config) -> bool:
+    return engine_name(config) == "local"
 
-REWARD_EFFECTS: Final[dict[str, Idle]] = {
-    "reward.api.*": _JUDGE,
-    "reward.api.monitor.*": _MONITOR,
-    "reward.api.output": _DECISION,
-    "reward.api.temperature": _DECISION,
-    "reward.api.max_tokens": _DECISION,
-    "reward.api.prompt_preset": Idle(
-        _every_judge(lambda api: (api.prompt_file, api.scoring_prompt) != (None, None)),
-        "the judge has a prompt of your own (reward.api.prompt_file or scoring_prompt); leave "
-        "one of them out",
+
+# By the name of a table in unused.toml.
+CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
+    "no_judge": lambda c: not judges_of(c.reward),
+    "no_reward_model": lambda c: not models_of(c.reward),
+    "no_rule": lambda c: not rules_of(c.reward),
+    "no_code": _no_code,
+    "no_monitor": _every_judge(lambda api: api.monitor.model is None),
+    "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
+    "own_judge_prompt": _every_judge(
+        lambda api: (api.prompt_file, api.scoring_prompt) != (None, None)
     ),
-    "reward.api.prices": Idle(
-        _every_judge(lambda api: None not in (api.price_input, api.price_output)),
-        "reward.api.price_input and price_output say what a token costs; leave one of them out",
+    "own_prices": _every_judge(lambda api: None not in (api.price_input, api.price_output)),
+    "hedge_after_timeout": _every_judge(lambda api: (api.hedge_after or 0) >= api.timeout),
+    "every_rule_its_own": _all_rules_own,
+    "every_model_its_own": _all_paths_own,
+    "model_is_served": _every_model(served=True),
+    "model_is_local": _every_model(served=False),
+    "mixture_off": lambda c: c.reward.composite.enable is False,
+    "no_overlong_buffer": lambda c: c.reward.shaping.overlong_buffer is None,
+    "no_repetition_penalty": lambda c: c.reward.shaping.repetition_penalty is None,
+    "hf_sampler": lambda c: sampler_name(c) == "hf",
+    "on_gpus": lambda c: gpus_per_node(c) > 0,
+    "nothing_sharded": _one_process,
+    "no_workers": _one_process,
+    "nothing_to_offload": lambda c: _one_process(c) and gpus_per_node(c) == 0,
+    "no_lora": lambda c: c.model.lora_rank == 0,
+    "no_adapter_sent": lambda c: c.model.lora_rank == 0 or _one_process(c),
+    "one_node": lambda c: c.trainer.nnodes == 1,
+    "no_critic": lambda c: not uses_critic(c),
+    "not_grpo": lambda c: c.algorithm.adv_estimator != "grpo",
+    "no_kl_in_reward": lambda c: not c.algorithm.use_kl_in_reward,
+    "kl_is_fixed": lambda c: (
+        not c.algorithm.use_kl_in_reward or c.algorithm.kl_ctrl.type == "fixed"
     ),
-    "reward.api.hedge_after": Idle(
-        _every_judge(lambda api: (api.hedge_after or 0) >= api.timeout),
-        "a call has ended by then (reward.api.timeout); set a shorter time, or leave it out",
-    ),
-    "reward.timeout": _RULES,
-    "reward.num_workers": _RULES,
-    "reward.function_kwargs": _RULES,
-    "reward.function": _OTHER_RULES,
-    "reward.rule": _OTHER_RULES,
-    "reward.model.path": Idle(
-        _all_paths_own,
-        "no part of the mixture is scored by it; add --reward model:0.5, or leave it out",
-        absent=True,
-    ),
-    "reward.model.*": _MODEL,
-    **dict.fromkeys(
-        [f"reward.model.{k}" for k in ("dtype", "device", "offload", "batch_tokens", "outputs")],
-        _LOCAL,
-    ),
-    "reward.model.revision": _LOCAL,
-    **dict.fromkeys(
-        [f"reward.model.{k}" for k in ("timeout", "concurrency", "request_rows", "outage_wait")],
-        _AT_SERVER,
-    ),
-    "reward.model.model_name": _AT_SERVER,
-    "reward.model.key_env": _AT_SERVER,
-    "reward.code.*": Idle(
-        _no_code,
-        "no rule runs code in this run; set --rule code, or leave it out",
-    ),
-    "reward.parts": _MIXTURE,
-    "reward.composite.weights": _MIXTURE,
-    "reward.composite.parts": _MIXTURE,
-    "reward.shaping.overlong_penalty": Idle(
-        lambda c: c.reward.shaping.overlong_buffer is None,
-        "the over-long penalty is off; set --overlong_buffer TOKENS, or leave it out",
-    ),
-    "reward.shaping.repetition_ngram": Idle(
-        lambda c: c.reward.shaping.repetition_penalty is None,
-        "the repetition penalty is off; set --repetition_penalty, or leave it out",
-    ),
+    "no_kl_loss": lambda c: not c.actor.use_kl_loss,
+    "no_reference": lambda c: not uses_reference(c),
+    "no_importance_weights": lambda c: rollout_is(c) is None,
+    "no_validation": lambda c: not c.data.val_files,
 }
 
 
-_SAMPLER = Idle(
-    lambda c: sampler_name(c) == "hf",
-    "the hf sampler has no such setting; use --rollout_name vllm, or leave it out",
-    tuning=True,
-)
-_SHARDS = Idle(
-    lambda c: engine_name(c) == "local",
-    "one process holds whole models and shards nothing; leave it out",
-    tuning=True,
-)
-_OFFLOAD = Idle(
-    lambda c: engine_name(c) == "local" and gpus_per_node(c) == 0,
-    "in one process without a GPU everything is in host memory; leave it out",
-    tuning=True,
-)
-_RESTARTS = Idle(
-    lambda c: engine_name(c) == "local",
-    "one process has no workers and no nodes to lose; leave it out",
-    tuning=True,
-)
-_LORA = Idle(
-    lambda c: c.model.lora_rank == 0,
-    "without LoRA (model.lora_rank 0) it changes nothing; leave it out",
-)
-_MERGE = Idle(
-    lambda c: c.model.lora_rank == 0 or engine_name(c) == "local",
-    "it is for LoRA in several processes; leave it out",
-)
-_NODES = Idle(lambda c: c.trainer.nnodes == 1, "with one node it changes nothing; leave it out")
-_GAE = Idle(
-    lambda c: not uses_critic(c),
-    "only the estimator gae uses it; set --adv_estimator gae, or leave it out",
-)
-_REWARD_KL = Idle(
-    lambda c: not c.algorithm.use_kl_in_reward,
-    "the KL in the reward is off; set algorithm.use_kl_in_reward=true, or leave it out",
-)
-_ADAPTIVE = Idle(
-    lambda c: not c.algorithm.use_kl_in_reward or c.algorithm.kl_ctrl.type == "fixed",
-    "only the adaptive controller of the KL in the reward uses it; set "
-    "algorithm.use_kl_in_reward=true and algorithm.kl_ctrl.type=adaptive, or leave it out",
-)
-_KL_LOSS = Idle(
-    lambda c: not c.actor.use_kl_loss,
-    "the KL loss is off; set actor.use_kl_loss=true, or leave it out",
-)
-_WEIGHTS = Idle(
-    lambda c: rollout_is(c) is None,
-    "the importance weights are off; set algorithm.rollout_correction.rollout_is=token, or "
-    "leave it out",
-)
+def _read_effects() -> dict[str, Idle]:
+    rows = tomllib.loads(Path(__file__).with_name("unused.toml").read_text(encoding="utf-8"))
+    found = {}
+    for condition, row in rows.items():
+        found |= dict.fromkeys(row.pop("keys"), Idle(condition, **row))
+    return found
 
-MODELS = ("actor", "critic")
-SHARDING = ("fsdp_size", "reshard_after_forward")
-OFFLOADED = ("param", "optimizer")
 
-EFFECTS: dict[str, Idle] = {
-    "rollout.gpu_memory_utilization": _SAMPLER,
-    "rollout.max_num_batched_tokens": _SAMPLER,
-    "rollout.enforce_eager": _SAMPLER,
-    "rollout.enable_prefix_caching": _SAMPLER,
-    "rollout.num_samplers": Idle(
-        lambda c: gpus_per_node(c) > 0,
-        "on GPUs it follows from their number and --rollout_tp; leave it out",
-    ),
-    **{f"{who}.fsdp_config.{name}": _SHARDS for who in MODELS for name in SHARDING},
-    **{f"{who}.fsdp_config.{name}_offload": _OFFLOAD for who in MODELS for name in OFFLOADED},
-    "ref.param_offload": _OFFLOAD,
-    "model.lora_alpha": _LORA,
-    "model.target_modules": _LORA,
-    "model.lora_merge": _MERGE,
-    "trainer.max_restarts": _RESTARTS,
-    "trainer.worker_timeout": _RESTARTS,
-    "trainer.node_timeout": _RESTARTS,
-    "trainer.master_addr": _NODES,
-    "trainer.master_port": _NODES,
-    "trainer.node_rank": _NODES,
-    "critic.*": _GAE,
-    "algorithm.lam": _GAE,
-    "algorithm.whiten_advantages": _GAE,
-    "algorithm.norm_adv_by_std_in_grpo": Idle(
-        lambda c: c.algorithm.adv_estimator != "grpo",
-        "only the estimator grpo uses it; set --adv_estimator grpo, or leave it out",
-    ),
-    "algorithm.kl_penalty": _REWARD_KL,
-    "algorithm.kl_ctrl.kl_coef": _REWARD_KL,
-    "algorithm.kl_ctrl.horizon": _ADAPTIVE,
-    "algorithm.kl_ctrl.target_kl": _ADAPTIVE,
-    "actor.kl_loss_coef": _KL_LOSS,
-    "actor.kl_loss_type": _KL_LOSS,
-    "ref.path": Idle(
-        lambda c: not uses_reference(c),
-        "no reference is used; set algorithm.use_kl_in_reward=true or actor.use_kl_loss=true, "
-        "or leave it out",
-    ),
-    "algorithm.rollout_correction.rollout_is_threshold": _WEIGHTS,
-    "algorithm.rollout_correction.rollout_is_batch_normalize": _WEIGHTS,
-    "data.val_max_samples": Idle(
-        lambda c: not c.data.val_files,
-        "there are no validation prompts; name them with --val_files, or leave it out",
-    ),
-    **REWARD_EFFECTS,
-}
+EFFECTS: Final = _read_effects()
 
 
 def idle_settings(resolved: Resolved, gpus: int | None = None) -> tuple[list[str], list[str]]:
     """Return what to refuse, and what only to note, of settings that change nothing."""
+    config = resolved.config
+    # With the number of GPUs filled in no condition looks for them.
+    known = {"n_gpus_per_node": gpus_per_node(config, gpus)}
+    counted = config.model_copy(update={"trainer": config.trainer.model_copy(update=known)})
     refused: dict[tuple[str, str], list[str]] = {}
     noted: dict[tuple[str, str], list[str]] = {}
-    for key, idle in _idle(resolved, _counted(resolved.config, gpus)):
+    for key, setting in table().items():
         origin = resolved.origins[key]
-        to = refused if _is_refused(resolved, key, idle) else noted
-        to.setdefault((origin, idle.text), []).append(key)
+        if origin == DEFAULT or value_of(config, key) == setting.default:
+            continue
+        idle = next((row for row in _rows(key) if CONDITIONS[row.condition](counted)), None)
+        if idle is not None:
+            to = refused if _is_refused(resolved, key, idle) else noted
+            to.setdefault((origin, idle.text), []).append(key)
     return _told(refused), _told(noted)
-
-
-def _counted(config: Config, gpus: int | None) -> Config:
-    """Return the settings with the number of GPUs filled in, so that no row looks for them."""
-    known = {"n_gpus_per_node": gpus_per_node(config, gpus)}
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=known)})
 
 
 def _told(found: dict[tuple[str, str], list[str]]) -> list[str]:
     return [f"{o}: {', '.join(keys)} has no effect: {text}." for (o, text), keys in found.items()]
-
-
-def _idle(resolved: Resolved, counted: Config) -> Iterator[tuple[str, Idle]]:
-    for key, setting in table().items():
-        same = value_of(resolved.config, key) == setting.default
-        if same or resolved.origins[key] == "default":
-            continue
-        rows = (row for row in _rows(key) if row.when(counted))
-        yield from ((key, row) for row in islice(rows, 1))
 
 
 def _rows(key: str) -> Iterator[Idle]:
@@ -472,7 +308,7 @@ def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
         return False
     if idle.absent:
         return True
-    if idle is _NODES and origin.startswith("env "):
+    if idle.condition == "one_node" and origin.startswith("env "):
         return False  # launchers set MASTER_ADDR and NODE_RANK for one node, too
     twin = key.replace("critic.", "actor.", 1)
     if key.startswith("critic.") and resolved.origins.get(twin) == origin:
