@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ppo_cli.cli.screen import aligned
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.derived import lowered_batches
@@ -133,8 +134,7 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
 
 def print_plain(title: str, rows: Table) -> None:
     """Print a table as aligned text."""
-    width = max(len(name) for name, _ in rows)
-    typer.echo("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows), ""]))
+    typer.echo("\n".join([title, *(f"  {line}" for line in aligned(rows)), ""]))
 
 
 def print_rich(title: str, rows: Table) -> None:
@@ -172,33 +172,7 @@ data_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Files = Annotated[
-    list[str],
-    typer.Argument(help="JSON, JSONL (.gz too) or parquet files, or hub sets.", show_default=False),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Model whose tokenizer and chat template are used; the bundled one by default.",
-    ),
-]
-MaxPromptLength = Annotated[
-    int, typer.Option("--max_prompt_length", min=1, help="Longest prompt, in tokens.")
-]
-PromptKey = Annotated[str, typer.Option("--prompt_key", help="Column that holds the prompt.")]
-SourceKey = Annotated[
-    str, typer.Option("--reward_fn_key", help="Column that chooses the reward rule.")
-]
-SystemPrompt = Annotated[
-    str | None,
-    typer.Option("--system_prompt", help="Put in front of prompts without a system message."),
-]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="No chat template: prompts are used as they stand.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 _DEFAULTS = Data()
 
 
@@ -207,13 +181,35 @@ _DEFAULTS = Data()
     epilog="Example: ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B --max_prompt_length 1024",
 )
 def check(
-    files: Files,
-    model: Model = None,
-    max_prompt_length: MaxPromptLength = _DEFAULTS.max_prompt_length,
-    prompt_key: PromptKey = _DEFAULTS.prompt_key,
-    reward_fn_key: SourceKey = _DEFAULTS.reward_fn_key,
-    system_prompt: SystemPrompt = None,
-    raw: Raw = False,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="JSON, JSONL (.gz too) or parquet files, or hub sets.", show_default=False
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Model whose tokenizer and chat template are used; the bundled one by default.",
+        ),
+    ] = None,
+    max_prompt_length: Annotated[
+        int, typer.Option("--max_prompt_length", min=1, help="Longest prompt, in tokens.")
+    ] = _DEFAULTS.max_prompt_length,
+    prompt_key: Annotated[
+        str, typer.Option("--prompt_key", help="Column that holds the prompt.")
+    ] = _DEFAULTS.prompt_key,
+    reward_fn_key: Annotated[
+        str, typer.Option("--reward_fn_key", help="Column that chooses the reward rule.")
+    ] = _DEFAULTS.reward_fn_key,
+    system_prompt: Annotated[
+        str | None,
+        typer.Option("--system_prompt", help="Put in front of prompts without a system message."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="No chat template: prompts are used as they stand.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Count rows, sources and lengths, name bad rows, show one prompt; exit 2 on bad rows."""

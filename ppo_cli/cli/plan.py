@@ -18,8 +18,9 @@ from ppo_cli.cli.flags import Given, add_command, switch
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import too_few_rows, train_rows
 from ppo_cli.config.judge_checks import missing_keys
-from ppo_cli.config.mixture import Judge, judges_of, rules_of
-from ppo_cli.config.model_checks import broken_models, check_folder
+from ppo_cli.config.mixture import judges_of, rules_of
+from ppo_cli.config.model_checks import check_folder
+from ppo_cli.config.placement import PlanPart
 from ppo_cli.config.plan import Plan, make_plan
 from ppo_cli.config.requirements import (
     missing_gpus,
@@ -47,7 +48,9 @@ def plan(given: Given) -> None:
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
     if given.extras["json"]:
-        print(json.dumps(plan_dict(resolved) | {"problems": problems}, indent=2))
+        made, judge = _lay_out(resolved)
+        facts = made.as_dict() | judge.facts | {"problems": problems}
+        print(json.dumps(facts, indent=2))
     else:
         print_plan(resolved, every=bool(given.extras["all"]), problems=problems)
     if problems:
@@ -63,7 +66,7 @@ def refusals(resolved: Resolved) -> list[str]:
     if config.trainer.node_rank:  # node 0 has the files, and compares the rest
         return []
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
-    found = [*missing_parts(resolved), *missing_inputs(config), *broken_models(config)]
+    found = [*missing_parts(resolved), *missing_inputs(config)]
     problems = [line for line in found if line not in allowed]
     problems += _failing(_file_checks(config))
     return [redact(line) for line in dict.fromkeys(problems)]
@@ -162,77 +165,64 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
 def print_plan(resolved: Resolved, *, every: bool = False, problems: Sequence[str] = ()) -> None:
     """Print the plan for people: what was set first, then what it comes to.
 
-    Problems are printed later and are left out of the notes.
+    Without `every`, settings at their default are counted only. Problems are printed later and
+    are left out of the notes.
     """
-    said, _ = _judge(resolved.config)
-    said = [line for line in said if line.removeprefix(NO_FORECAST) not in problems]
-    made = make_plan(resolved)
-    notes = [note for note in made.notes if note not in problems]
-    made = replace(made, notes=(*notes, *unread_rows(resolved.config)))
-    print("\n".join(plan_lines(made, every=every, judge=said)), flush=True)
-
-
-def plan_dict(resolved: Resolved) -> dict[str, Any]:
-    """Return the plan for programs; with judges, their forecast under `judge`."""
-    _, forecasts = _judge(resolved.config)
-    made = make_plan(resolved)
-    made = replace(made, notes=(*made.notes, *unread_rows(resolved.config)))
-    return made.as_dict() | ({"judge": forecasts} if forecasts else {})
-
-
-def _judge(config: Config) -> tuple[list[str], dict[str, Any]]:
-    """Forecast what judges take, as lines and for JSON, or say why not; empty without any."""
-    forecasts: dict[str, dict[str, Any]] = {}
-    lines: list[str] = []
-    for judge in judges_of(config.reward):
-        said, found = _forecast(alone(config, judge))
-        if judge.only_if:
-            said.append(f"it is asked only if {judge.only_if}: so much at most")
-        several = judge.part not in (None, "judge")
-        lines += [f"{judge.part}: {line}" for line in said] if several else said
-        forecasts[judge.part or "judge"] = found | (
-            {"only_if": judge.only_if} if judge.only_if else {}
-        )
-    if not forecasts:
-        return [], {}
-    first = next(iter(forecasts.values()))
-    return lines, first if len(forecasts) == 1 else first | {"judges": forecasts}
-
-
-def alone(config: Config, judge: Judge) -> Config:
-    """Return the settings of a run that this judge would score by itself."""
-    only = {"api": judge.settings, "parts": (), "composite": Composite(), "model": ModelReward()}
-    return config.model_copy(update={"reward": config.reward.model_copy(update=only)})
-
-
-def _forecast(config: Config) -> tuple[list[str], dict[str, Any]]:
-    from ppo_cli.trust.forecast import forecast
-
-    try:
-        found = forecast(config)
-    except UserError as error:
-        problem = redact(str(error))
-        return [f"{NO_FORECAST}{problem}"], {"problem": problem}
-    return found.lines(), found.as_dict()
-
-
-def plan_lines(made: Plan, *, every: bool = False, judge: Sequence[str] = ()) -> list[str]:
-    """Return the lines of a plan; without `every`, settings at their default are counted."""
+    made, judge = _lay_out(resolved)
     rows = [(k, _shown(v), o) for k, (v, o) in made.values.items() if every or o != "default"]
     rows.sort(key=lambda row: row[2] == "default")
-    hidden = len(made.values) - len(rows)
     lines = ["Settings", *_columns(rows)]
-    if hidden:
+    if hidden := len(made.values) - len(rows):
         lines.append(f"  and {hidden} at their default (--all shows them)")
-    lines += ["", "Arithmetic", *(f"  {line}" for line in made.sentences)]
-    lines += ["", "Devices", *(f"  {line}" for line in made.placement.sentences)]
-    if reward := made.reward.lines():
-        lines += ["", "Reward", *(f"  {line}" for line in reward)]
-    if judge:
-        lines += ["", "Judge", *(f"  {line}" for line in judge)]
-    if made.notes:
-        lines += ["", "Notes", *(f"  {note}" for note in made.notes)]
-    return lines
+    parts = {
+        "Arithmetic": made.sentences,
+        "Devices": made.placement.sentences,
+        "Reward": made.reward.sentences,
+        "Judge": judge.sentences,
+        "Notes": made.notes,
+    }
+    for title, sentences in parts.items():
+        said = [f"  {s}" for s in sentences if s.removeprefix(NO_FORECAST) not in problems]
+        lines += ["", title, *said] if said else []
+    print("\n".join(lines), flush=True)
+
+
+def _lay_out(resolved: Resolved) -> tuple[Plan, PlanPart]:
+    """Return the plan of a run and what its judges will take."""
+    made = make_plan(resolved)
+    notes = (*made.notes, *unread_rows(resolved.config))
+    return replace(made, notes=notes), _judge_plan(resolved.config)
+
+
+def _judge_plan(config: Config) -> PlanPart:
+    """Forecast what judges take, or say why not; empty without any."""
+    judges = judges_of(config.reward)
+    if not judges:
+        return PlanPart((), {})
+    from ppo_cli.trust.forecast import forecast
+
+    forecasts: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    for judge in judges:
+        only = {
+            "api": judge.settings, "parts": (), "composite": Composite(), "model": ModelReward(),
+        }  # fmt: skip
+        alone = config.model_copy(update={"reward": config.reward.model_copy(update=only)})
+        try:
+            found = forecast(alone)
+            said, facts = found.lines(), found.as_dict()
+        except UserError as error:
+            facts = {"problem": redact(str(error))}
+            said = [f"{NO_FORECAST}{facts['problem']}"]
+        if judge.only_if:
+            said.append(f"it is asked only if {judge.only_if}: so much at most")
+            facts["only_if"] = judge.only_if
+        several = judge.part not in (None, "judge")
+        lines += [f"{judge.part}: {line}" for line in said] if several else said
+        forecasts[judge.part or "judge"] = facts
+    first = next(iter(forecasts.values()))
+    whole = first if len(judges) == 1 else first | {"judges": forecasts}
+    return PlanPart(tuple(lines), {"judge": whole})
 
 
 def _columns(rows: list[tuple[str, str, str]]) -> list[str]:

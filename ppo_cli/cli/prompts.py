@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
-from ppo_cli.cli.screen import fit
+from ppo_cli.cli.screen import aligned, fit
 from ppo_cli.config.bundled import prompt_files
 
 app = typer.Typer(
@@ -45,9 +45,8 @@ def list_prompts(
         ]
         print(json.dumps(rows, ensure_ascii=False, indent=2))
         return
-    width = max(len(t.name) for t in found)
-    for t in found:
-        print(f"{t.name:<{width}}  v{t.version}  {t.scale!s:<5}  {t.description}")
+    rows = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in found]
+    print("\n".join(aligned(rows, left=4)))
 
 
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")
@@ -95,7 +94,7 @@ def render(given: Given) -> None:
 
 def request_text(facts: dict[str, Any]) -> str:
     """Return a rendered request for people."""
-    model = facts["model"] or "no model chosen"
+    model, sent = facts["model"] or "no model chosen", facts["request"]
     lines = [
         f"Judge prompt {facts['prompt']} v{facts['version']}, scale {facts['scale']}, for "
         f"{facts['type']} ({model})"
@@ -105,26 +104,13 @@ def request_text(facts: dict[str, Any]) -> str:
             f"This response gets the lowest score (--rm_gate), without a call: "
             f"{facts['answered_without_a_call']}."
         )
-    system = facts["system"] or "(none)"
-    return "\n".join(
-        [
-            *lines,
-            *(f"{RULE} {name}\n{text}" for name, text in _request(facts)),
-            f"{RULE} system",
-            system,
-            f"{RULE} user",
-            facts["user"],
-        ]
-    )
-
-
-def _request(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where the request goes and its parameters; the texts stand below, in full."""
-    sent = facts["request"]
+    # The texts stand below, in full.
     texts = {facts["system"]: "(below)", facts["user"]: "(below)"}
     parameters = json.dumps(_shortened(sent["arguments"], texts), ensure_ascii=False, indent=2)
     where = f"{sent['endpoint']}  {sent['method']}  mode {sent['mode']}"
-    return [("request", f"{where}\n{parameters}")]
+    lines += [f"{RULE} request", where, parameters]
+    lines += [f"{RULE} system", facts["system"] or "(none)", f"{RULE} user", facts["user"]]
+    return "\n".join(lines)
 
 
 def _shortened(value: Any, texts: dict[str, str]) -> Any:

@@ -15,7 +15,7 @@ import typer
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
 from ppo_cli.cli.reward_fit import EXAMPLE as FIT_EXAMPLE
 from ppo_cli.cli.reward_fit import fit as run_fit
-from ppo_cli.cli.screen import clean, duration, fit, make_screen, number
+from ppo_cli.cli.screen import aligned, clean, duration, fit, make_screen, number
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
@@ -84,13 +84,7 @@ def _grid(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> 
     cells = [["", *there.values()]]
     for name, row in rows.items():
         cells.append([name, *(_cell(key, row.get(key)) for key in there)])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [
-        f"  {line[0]:<{widths[0]}}"
-        + "".join(f"  {cell:>{w}}" for cell, w in zip(line[1:], widths[1:], strict=True))
-        for line in cells
-    ]
-    return [title, *lines]
+    return [title, *(f"  {line}" for line in aligned(cells, left=1))]
 
 
 def _cell(key: str, value: float | None) -> str:
@@ -227,8 +221,7 @@ def _shown(value: Any) -> str:
 
 def table(title: str, rows: Pairs) -> list[str]:
     """A titled table as aligned text."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    return [title, *(f"  {line}" for line in aligned(rows))]
 
 
 reward_app = typer.Typer(

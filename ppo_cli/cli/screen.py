@@ -156,6 +156,18 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
+    """Pad cells to the width of their column; those behind the first `left` columns on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def _change(before: float | None, after: float, arrow: str, declined: bool) -> str:
     """Return `0.5 → 0.9`; one number where it was measured once."""
     first, last = number(before), number(after)
@@ -184,8 +196,7 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     if summary.model_dir is not None:
         rows.append(("model", str(summary.model_dir)))
     rows.append(("run folder", str(summary.run_dir)))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines = aligned(rows)
     if summary.warning:
         lines += ["", f"warning: {summary.warning}"]
     if summary.next_steps:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.screen import COLUMNS, clean, fit, number, validation_value
+from ppo_cli.cli.screen import COLUMNS, aligned, clean, fit, number, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo
@@ -183,10 +183,7 @@ def steps_table(steps: Sequence[Line]) -> str:
     if any(v is not None for v in values):
         for row, cell in zip(rows, ["val", *map(number, values)], strict=True):
             row.append(cell)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
-    )
+    return "\n".join(aligned(rows, left=0))
 
 
 def recent_table(found: Mapping[str, float]) -> str:
@@ -194,12 +191,11 @@ def recent_table(found: Mapping[str, float]) -> str:
     names = [key.removesuffix("_std") for key in found if key.endswith("_std")]
     if not names:
         return "No step is finished yet."
-    width = max(map(len, names))
-    rows = [f"{'metric':<{width}}  {'mean':>8}  {'std':>8}"]
-    for name in names:
-        mean, std = number(found[f"{name}_mean"]), number(found[f"{name}_std"])
-        rows.append(f"{name:<{width}}  {mean:>8}  {std:>8}")
-    return "\n".join(rows)
+    rows = [["metric", f"{'mean':>8}", f"{'std':>8}"]]
+    rows += [
+        [name, *(number(found[f"{name}_{what}"]) for what in ("mean", "std"))] for name in names
+    ]
+    return "\n".join(aligned(rows, left=1))
 
 
 def rollout_text(line: Line) -> str:

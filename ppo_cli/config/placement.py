@@ -182,25 +182,15 @@ def _count(number: int, what: str) -> str:
 
 
 @dataclass(frozen=True)
-class DevicePlan:
-    """The devices of a run: where it runs, who samples, and the sentences about it."""
+class PlanPart:
+    """A part of a plan: sentences for people, and for programs what JSON takes."""
 
-    engine: str
-    sampler: str
-    learner_ranks: int
-    data_ranks: int
-    placement: Placement
     sentences: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON takes it."""
-        shown = asdict(self)
-        where = shown.pop("placement") | {"sleepers": self.placement.sleepers}
-        return {"engine": shown.pop("engine"), **where, **shown}
+    facts: dict[str, Any]
 
 
-def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:
-    """Work out who works where; `gpus` are those visible on this node, None looks."""
+def device_plan(config: Config, gpus: int | None = None) -> PlanPart:
+    """Lay out who works where; `gpus` are those visible on this node, None looks."""
     placement = placement_of(config, gpus)
     engine, sampler = engine_name(config, gpus), sampler_name(config, gpus)
     said = describe(placement)
@@ -208,8 +198,16 @@ def device_plan(config: Config, gpus: int | None = None) -> DevicePlan:
         said += [*_layout(config, gpus), f"the sampler is {sampler}, the processes are Ray's"]
     if sampler == "vllm":
         said.append(f"new weights travel by {weight_transfer(config, gpus)}")
-    ranks = learner_ranks(config, gpus)
-    return DevicePlan(engine, sampler, ranks, data_ranks(config, gpus), placement, tuple(said))
+    facts = {
+        "engine": engine,
+        **asdict(placement),
+        "sleepers": placement.sleepers,
+        "sampler": sampler,
+        "learner_ranks": learner_ranks(config, gpus),
+        "data_ranks": data_ranks(config, gpus),
+        "sentences": tuple(said),
+    }
+    return PlanPart(tuple(said), facts)
 
 
 def _layout(config: Config, gpus: int | None) -> list[str]:

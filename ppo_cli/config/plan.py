@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +12,9 @@ from ppo_cli.config.algorithm_schema import Trained
 from ppo_cli.config.derived import critic_mini_batch, data_ranks, train_rows, uses_critic, val_rows
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.known_models import find_adapter
-from ppo_cli.config.mixture import (
-    Judge,
-    MixPart,
-    Scorer,
-    judges_of,
-    mixture_line,
-    mixture_of,
-    models_of,
-)
+from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.model_checks import template_remark
-from ppo_cli.config.placement import DevicePlan, device_plan
+from ppo_cli.config.placement import PlanPart, device_plan
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_schema import Reward
@@ -34,77 +25,34 @@ from ppo_cli.redact import mask_secrets, redact
 SHOWN = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "only_if", "on_failure")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A reward model and how it is read; or the problem that it cannot be."""
+def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
+    """Lay out a reward that scores this many responses.
 
-    model: Scorer
-    adapter: str | None
-    reason: str
-
-    def line(self) -> str:
-        """Return it in one sentence."""
-        path = redact(str(self.model.settings.path))
-        name = self.model.name.removeprefix("the ")
-        if self.adapter is None:
-            return f"{name}: {path} cannot be read: {self.reason}"
-        return f"{name}: {path} is read as {self.adapter} ({self.reason})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        path = redact(str(self.model.settings.path))
-        why = {"problem": self.reason} if self.adapter is None else {"reason": self.reason}
-        return {"part": self.model.part, "path": path, "adapter": self.adapter, **why}
-
-
-@dataclass(frozen=True)
-class RewardPlan:
-    """Where scores come from; empty where one rule, function or judge scores alone."""
-
-    parts: tuple[MixPart, ...]
-    models: tuple[Reading, ...]
-    judge_calls: tuple[tuple[Judge, int | None], ...]
-
-    def lines(self) -> list[str]:
-        """Return it as people read it."""
-        mixed = [mixture_line(self.parts)] if self.parts else []
-        return [*mixed, *(model.line() for model in self.models), *self._calls()]
-
-    def _calls(self) -> Iterator[str]:
-        for judge, calls in self.judge_calls:
-            said = "unknown calls" if calls is None else f"{calls:,} calls"
-            fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
-            yield f"{judge.name.removeprefix('the ')}: {said} in the run{fewer}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        calls = {str(judge.part): calls for judge, calls in self.judge_calls}
-        return {
-            "total": mixture_line(self.parts) if self.parts else None,
-            "parts": [part.model_dump(include=set(SHOWN)) for part in self.parts],
-            "models": [model.as_dict() for model in self.models],
-            "judge_calls": calls,
-        }
-
-
-def reward_plan(reward: Reward, sums: Mapping[str, int | None]) -> RewardPlan:
-    """Lay out a reward; `sums` is the arithmetic of the run."""
+    Its sentences are none where one rule, function or judge scores alone.
+    """
     parts = mixture_of(reward)
-    responses = sums["reward_calls"]
-    calls = [
-        (judge, None if responses is None else responses * judge.settings.votes)
-        for judge in judges_of(reward)
-        if judge.part is not None
-    ]
-    return RewardPlan(parts, tuple(_read(model) for model in models_of(reward)), tuple(calls))
-
-
-def _read(model: Scorer) -> Reading:
-    try:
-        found = find_adapter(str(model.settings.path), model.settings.adapter)
-    except UserError as error:
-        return Reading(model, None, redact(str(error)))
-    return Reading(model, found.adapter, redact(found.reason))
+    total = mixture_line(parts) if parts else None
+    said, models, calls = [total] if total else [], [], {}
+    for model in models_of(reward):
+        path, name = redact(str(model.settings.path)), model.name.removeprefix("the ")
+        facts: dict[str, Any] = {"part": model.part, "path": path, "adapter": None}
+        try:
+            found = find_adapter(str(model.settings.path), model.settings.adapter)
+            facts |= {"adapter": found.adapter, "reason": redact(found.reason)}
+            said.append(f"{name}: {path} is read as {found.adapter} ({facts['reason']})")
+        except UserError as error:
+            facts["problem"] = redact(str(error))
+            said.append(f"{name}: {path} cannot be read: {facts['problem']}")
+        models.append(facts)
+    for judge in judges_of(reward):
+        if judge.part is not None:
+            count = calls[judge.part] = _times(responses, judge.settings.votes)
+            number = "unknown calls" if count is None else f"{count:,} calls"
+            fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
+            said.append(f"{judge.name.removeprefix('the ')}: {number} in the run{fewer}")
+    shown = [part.model_dump(include=set(SHOWN)) for part in parts]
+    laid = {"total": total, "parts": shown, "models": models, "judge_calls": calls}
+    return PlanPart(tuple(said), laid)
 
 
 @dataclass(frozen=True)
@@ -115,8 +63,8 @@ class Plan:
     arithmetic: dict[str, int | None]
     sentences: tuple[str, ...]
     notes: tuple[str, ...]
-    reward: RewardPlan
-    placement: DevicePlan
+    reward: PlanPart
+    placement: PlanPart
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON takes it."""
@@ -124,8 +72,8 @@ class Plan:
         return {
             "values": values,
             "arithmetic": self.arithmetic,
-            "placement": self.placement.as_dict(),
-            "reward": self.reward.as_dict(),
+            "placement": self.placement.facts,
+            "reward": self.reward.facts,
             "notes": list(self.notes),
         }
 
@@ -154,7 +102,7 @@ def make_plan(resolved: Resolved) -> Plan:
         sums,
         tuple(_sentences(sums)),
         tuple(dict.fromkeys(redact(note) for note in notes)),
-        reward_plan(resolved.config.reward, sums),
+        reward_plan(resolved.config.reward, sums["reward_calls"]),
         device_plan(resolved.config),
     )
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 
 from ppo_cli.errors import EXIT_BUG, EXIT_RESUMABLE, ConfigError, Interrupted, PpoError, WorkerLost
 from ppo_cli.launch.addresses import (
@@ -84,7 +85,7 @@ class Membership:
         job, nonce = os.environ.get("SLURM_JOB_ID", ""), fresh() if self._secret else ""
         try:
             self._line.send(
-                "hello", protocol=PROTOCOL, run=key, facts=self._facts.as_dict(),
+                "hello", protocol=PROTOCOL, run=key, facts=asdict(self._facts),
                 settings=dict(settings), job=job, nonce=nonce,
             )  # fmt: skip
             examine_head(self._line, self._secret, key, self._facts.rank, nonce)
@@ -145,7 +146,9 @@ class Membership:
             self._welcome = True
             self._tell(f"node {self._facts.rank} is with node 0 ({self._line.there})")
         elif kind == "check":
-            self._check(words(message.get("address")))
+            host, _, port = words(message.get("address")).rpartition(":")
+            found = port.isdecimal() and reaches(host.strip("[]"), int(port), self._line.here)
+            self._line.send("checked", reaches=found, listens=self._listener.getsockname()[1])
         elif kind == "start":
             address, seed = words(message.get("address")), words(message.get("seed"))
             self._where = address, self._secret.token(seed, address)
@@ -153,11 +156,6 @@ class Membership:
         elif kind == "end":
             return self._end(message.get("code"))
         return None
-
-    def _check(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        found = port.isdecimal() and reaches(host.strip("[]"), int(port), self._line.here)
-        self._line.send("checked", reaches=found, listens=self._listener.getsockname()[1])
 
     def _begin_ray(self) -> None:
         if self._where is None:

@@ -145,9 +145,8 @@ class Nodes:
 def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     """Bring the nodes together on node 0 and return them when all of them work."""
     trainer = config.trainer
-    check_variables(config, environ)
-    if environ.get("RAY_ADDRESS", "").strip():
-        return _existing(config, environ, tell)
+    if address := _given_cluster(config, environ):
+        return _existing(address, config, environ, tell)
     if trainer.nnodes == 1:
         return _alone(config, environ, tell)
     own_address(environ.get("NODE_ADDR"))
@@ -173,9 +172,8 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
 def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
     """Give this node to node 0 until the run ends; returns node 0's exit code."""
     trainer = config.trainer
-    check_variables(config, environ)
-    if not trainer.node_rank or trainer.master_addr is None:
-        raise ConfigError("a node that joins needs NODE_RANK above 0 and MASTER_ADDR of node 0.")
+    _given_cluster(config, environ)
+    assert trainer.node_rank and trainer.master_addr is not None
 
     def start_ray(address: str, token: str, own: str) -> RayProcess:
         options = ["--address", address, "--node-ip-address", own, *_resources(config, environ)]
@@ -195,28 +193,15 @@ def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
     )
 
 
-def check_variables(config: Config, environ: Mapping[str, str]) -> None:
-    """Name what is wrong with the start of this node, before anything is started."""
-    trainer, address = config.trainer, environ.get("RAY_ADDRESS", "").strip()
-    if address and trainer.node_rank:
+def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:
+    """Return RAY_ADDRESS; a ConfigError where this machine should also join as a node."""
+    address, rank = environ.get("RAY_ADDRESS", "").strip(), config.trainer.node_rank
+    if address and rank:
         raise ConfigError(
             f"RAY_ADDRESS {address} names a cluster that runs already, so ppo is started once, "
-            f"not as node {trainer.node_rank}: leave out NODE_RANK, or RAY_ADDRESS."
+            f"not as node {rank}: leave out NODE_RANK, or RAY_ADDRESS."
         )
-    if address or trainer.nnodes == 1:
-        return
-    rank = trainer.node_rank
-    if rank is None:
-        raise ConfigError(
-            f"{trainer.nnodes} nodes need the rank of this one: NODE_RANK=0 on the first."
-        )
-    if rank >= trainer.nnodes:
-        raise ConfigError(
-            f"NODE_RANK {rank} does not exist among {trainer.nnodes} nodes; ranks go from 0 to "
-            f"{trainer.nnodes - 1}."
-        )
-    if rank and trainer.master_addr is None:
-        raise ConfigError(f"node {rank} needs the address of node 0: MASTER_ADDR=HOST.")
+    return address
 
 
 def _gather(
@@ -347,8 +332,7 @@ def _alone(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     )
 
 
-def _existing(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
-    address = environ["RAY_ADDRESS"].strip()
+def _existing(address: str, config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     found = re.fullmatch(r"\[?([^\[\]/]+)\]?:(\d{1,5})", address)
     if address != "auto" and found is None:
         raise ConfigError(

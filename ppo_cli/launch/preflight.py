@@ -7,9 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
+import pydantic.dataclasses
 
 import ppo_cli
 from ppo_cli.config.derived import gpu_count
@@ -27,25 +30,27 @@ _ABSENT = "none"
 MOST_KEYS_NAMED = 6
 
 
-@dataclass(frozen=True)
+Count = Annotated[int, pydantic.Field(strict=True, ge=0, lt=2**31)]
+Text = Annotated[
+    str, pydantic.Field(strict=True), pydantic.AfterValidator(lambda said: words(said, 80))
+]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class NodeFacts:
     """One node, as it tells of itself."""
 
-    rank: int
-    nnodes: int
-    host: str
-    pid: int
-    gpus: int
-    wanted_gpus: int
-    ppo: str
-    python: str
-    ray: str
-    torch: str
-    vllm: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts as they travel."""
-        return asdict(self)
+    rank: Count
+    nnodes: Count
+    host: Text
+    pid: Count
+    gpus: Count
+    wanted_gpus: Count
+    ppo: Text
+    python: Text
+    ray: Text
+    torch: Text
+    vllm: Text
 
 
 @dataclass(frozen=True)
@@ -81,20 +86,10 @@ def wanted_gpus(config: Config, environ: Mapping[str, str]) -> int:
 
 def read_facts(raw: object) -> NodeFacts | None:
     """Read facts that came over the wire; None where they are not facts."""
-    if not isinstance(raw, dict):
+    try:
+        return pydantic.TypeAdapter(NodeFacts).validate_python(raw)
+    except pydantic.ValidationError:
         return None
-    values: dict[str, Any] = {}
-    for part in fields(NodeFacts):
-        value = raw.get(part.name)
-        if part.type == "int":
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-                return None
-            values[part.name] = value
-        elif isinstance(value, str):
-            values[part.name] = words(value, 80)
-        else:
-            return None
-    return NodeFacts(**values)
 
 
 def run_key(config: Config) -> str:
@@ -108,7 +103,7 @@ def fingerprint(config: Config) -> dict[str, str]:
     """Return a short digest of every setting that the nodes must share."""
     salt = run_key(config)
     return {
-        key: _digest([salt, key, _plain(value_of(config, key))], 8)
+        key: _digest([salt, key, value_of(config, key)], 8)
         for key in table()
         if key not in OWN_KEYS
     }
@@ -185,16 +180,6 @@ def _version(package: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return _ABSENT
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def _digest(parts: list[Any], length: int) -> str:

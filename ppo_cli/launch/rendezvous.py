@@ -120,11 +120,12 @@ HELLO_S = 10.0
 BEAT_S = 1.0
 SILENCE_S = 10.0
 MOST_CONNECTIONS = 4096
+HERE = ("here", "checked", "started", "ready")  # a node's phases until it is gone
 
 
 @dataclass
 class Member:
-    """A node that is or was here; `phase` is here, checked, started, ready or gone."""
+    """A node that is or was here; `phase` is one of HERE, or gone."""
 
     facts: NodeFacts
     line: Line
@@ -185,7 +186,7 @@ class Rendezvous:
 
     def missing(self) -> list[str]:
         """Return the names of the nodes that are not here."""
-        here = self.in_phase("here", "checked", "started", "ready")
+        here = self.in_phase(*HERE)
         return [self.label(rank) for rank in self.others() if rank not in here]
 
     def offer(self, address: str, seed: str) -> None:
@@ -230,7 +231,7 @@ class Rendezvous:
             self._send(member, "end", code=code)
         deadline = time.monotonic() + timeout
         with self.changed:
-            while self.in_phase("here", "checked", "started", "ready"):
+            while self.in_phase(*HERE):
                 if not self.changed.wait(max(0.0, deadline - time.monotonic())):
                     break
         self.close()
@@ -314,12 +315,12 @@ class Rendezvous:
         rank, last = facts.rank, self.facts.nnodes - 1
         if rank > last:
             return f"NODE_RANK {rank} does not exist: node 0 has NNODES={last + 1}, so 0 to {last}."
-        taken = rank == 0 or bool(self.in_phase_of(rank))
+        taken = rank == 0 or rank in self.in_phase(*HERE)
         if taken:
             host = self.facts.host if rank == 0 else self.members[rank].facts.host
             there = line.here if rank == 0 else self.members[rank].line.there
             return f"NODE_RANK {rank} is taken by {host} ({there}): each node needs its own."
-        same = [r for r in self.in_phase("here", "checked", "started", "ready")
+        same = [r for r in self.in_phase(*HERE)
                 if self.members[r].line.there == line.there]  # fmt: skip
         if facts.wanted_gpus and (same or line.there == line.here):
             other = same[0] if same else 0
@@ -328,11 +329,6 @@ class Rendezvous:
                 "node, and takes all its GPUs by N_GPUS."
             )
         return None
-
-    def in_phase_of(self, rank: int) -> str:
-        """Return the phase of a node that is here, or an empty string."""
-        member = self.members.get(rank)
-        return member.phase if member is not None and member.phase != "gone" else ""
 
     def _follow(self, member: Member) -> None:
         """Read a node until it is gone; silence counts as gone."""
@@ -349,7 +345,7 @@ class Rendezvous:
                 if self._hear(member, message):
                     return
         except Broken as error:
-            self._gone(member, str(error))
+            self._enter(member, "gone", str(error))
 
     def _hear(self, member: Member, message: Message) -> bool:
         """Act on one message; True when the node says goodbye."""
@@ -363,7 +359,7 @@ class Rendezvous:
         elif kind == "stop_asked":
             self.stop_asked = f"{self.label(member.facts.rank)} was asked to stop"
         elif kind in ("bye", "left"):
-            self._gone(member, words(message.get("why") or "left"))
+            self._enter(member, "gone", words(message.get("why") or "left"))
             return True
         return False
 
@@ -385,10 +381,8 @@ class Rendezvous:
             )
         member.problems = [Problem(rank, text) for text in found]
         self._enter(member, "checked")
-        if self.started:
-            self._start_late(member)
-
-    def _start_late(self, member: Member) -> None:
+        if not self.started:
+            return
         labels = {rank: self.label(rank) for rank in range(self.facts.nnodes)}
         problems = self._problems_of(member, labels)
         if problems:
@@ -413,9 +407,6 @@ class Rendezvous:
         with self.changed:
             member.phase, member.why = phase, why
             self.changed.notify_all()
-
-    def _gone(self, member: Member, why: str) -> None:
-        self._enter(member, "gone", why)
 
     def _send(self, member: Member, kind: str, **fields: object) -> None:
         # A node that cannot be written to is found gone by its reader.

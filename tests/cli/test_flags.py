@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.flags import flag_keys, help_line, spread
-from ppo_cli.cli.foreign_flags import ALIASES, POINTERS, translate, unknown_flag
+from ppo_cli.cli.foreign_flags import listed, translate, unknown_flag
 from ppo_cli.config.keys import table
 from ppo_cli.config.layers import DATA_FOLDER
 
@@ -120,10 +120,11 @@ def test_every_variable_gives_its_setting_and_there_are_no_others() -> None:
 def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
     known = {key.flag for key in table().values() if key.flag} | set(table())
     known |= {DATA_FOLDER}
-    assert {name: to for name, to in ALIASES.items() if to not in known} == {}
-    assert set(ALIASES) & set(flag_keys()) == set()
-    assert set(POINTERS) & (set(flag_keys()) | set(ALIASES)) == set()
-    words = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(POINTERS.values()))
+    aliases, pointers = listed()["aliases"], listed()["pointers"]
+    assert {name: to for name, to in aliases.items() if to not in known} == {}
+    assert set(aliases) & set(flag_keys()) == set()
+    assert set(pointers) & (set(flag_keys()) | set(aliases)) == set()
+    words = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(pointers.values()))
     assert {word for word in words if word not in known} == {"actor.fsdp_config"}
 
 

@@ -141,7 +141,7 @@ def scored(*overrides: str, mix: tuple[str, ...] = ()) -> Plan:
 
 
 def test_a_plain_reward_adds_nothing_to_the_plan() -> None:
-    assert scored().reward.lines() == []
+    assert scored().reward.sentences == ()
     empty = {"total": None, "parts": [], "models": [], "judge_calls": {}}
     assert scored().as_dict()["reward"] == empty
 
@@ -149,17 +149,17 @@ def test_a_plain_reward_adds_nothing_to_the_plan() -> None:
 def test_a_reward_model_is_shown_with_how_it_is_read() -> None:
     name = "berkeley-nest/Starling-RM-7B-alpha"
     made = scored(f"reward.model.path={name}")
-    (line,) = made.reward.lines()
+    (line,) = made.reward.sentences
     assert line.startswith(f"reward model: {name} is read as starling (")
     (model,) = made.as_dict()["reward"]["models"]
     assert (model["path"], model["adapter"], model["part"]) == (name, "starling", None)
     forced = scored(f"reward.model.path={name}", "reward.model.adapter=value_head")
-    assert "is read as value_head (reward.model.adapter says so" in forced.reward.lines()[0]
+    assert "is read as value_head (reward.model.adapter says so" in forced.reward.sentences[0]
 
 
 def test_a_reward_model_that_is_not_there_is_told_in_the_plan() -> None:
     made = scored("reward.model.path=./no_such")
-    (line,) = made.reward.lines()
+    (line,) = made.reward.sentences
     assert line.startswith("reward model: ./no_such cannot be read")
     assert "problem" in made.as_dict()["reward"]["models"][0]
     assert any("no_such" in note for note in made.notes)
@@ -171,7 +171,7 @@ def test_a_mixture_is_shown_in_a_line_with_its_judges_calls() -> None:
         "reward.api.model=m",
         mix=("judge:0.7", "judge:helpful:0.2", "rule:0.1"),
     )
-    assert made.reward.lines() == [
+    assert list(made.reward.sentences) == [
         "total = 0.7 x zscore(judge) + 0.2 x zscore(helpful) (if rule >= 1) + 0.1 x zscore(rule)",
         "judge: 12 calls in the run",
         "judge 'helpful': 36 calls in the run at most: it is asked only if rule >= 1",

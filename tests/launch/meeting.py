@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ppo_cli.config.schema import Config
@@ -79,7 +79,7 @@ class Meeting:
         return Line(socket.create_connection(("127.0.0.1", self.port), 5))
 
     def hello(self, rank: int = 1, **change: Any) -> Line:
-        line, facts = self.raw(), replace(HEAD, rank=rank, host="host-x").as_dict()
+        line, facts = self.raw(), asdict(replace(HEAD, rank=rank, host="host-x"))
         fields = {"protocol": 1, "run": KEY, "facts": facts, "settings": SETTINGS, "job": ""}
         line.send("hello", **{**fields, **change})
         return line

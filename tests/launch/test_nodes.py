@@ -38,19 +38,6 @@ def refusal(settings: Config, environ: dict[str, str] | None = None) -> str:
     return str(caught.value)
 
 
-def test_a_rank_is_needed() -> None:
-    assert "2 nodes need the rank of this one" in refusal(config(node_rank=None))
-
-
-def test_a_rank_above_the_count() -> None:
-    assert "NODE_RANK 2 does not exist among 2 nodes" in refusal(config(node_rank=2))
-
-
-def test_joining_needs_an_address() -> None:
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        join_cluster(config(node_rank=1), {}, print)
-
-
 def test_a_name_that_nobody_knows() -> None:
     said = refusal(config(master_addr="no-such-host.invalid"))
     assert "MASTER_ADDR 'no-such-host.invalid' is not a name" in said

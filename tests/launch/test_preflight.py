@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -111,15 +111,15 @@ def test_a_node_without_ray_is_named() -> None:
 
 
 def test_facts_travel() -> None:
-    assert read_facts(OTHER.as_dict()) == OTHER
-    assert read_facts({**OTHER.as_dict(), "host": "a\nb" + "x" * 500}) is not None
+    assert read_facts(asdict(OTHER)) == OTHER
+    assert read_facts({**asdict(OTHER), "host": "a\nb" + "x" * 500}) is not None
 
 
 @pytest.mark.parametrize(
     "change", [{"rank": -1}, {"rank": "1"}, {"gpus": True}, {"host": 3}, {"pid": 2**40}]
 )
 def test_facts_that_are_none(change: dict[str, Any]) -> None:
-    assert read_facts({**OTHER.as_dict(), **change}) is None
+    assert read_facts({**asdict(OTHER), **change}) is None
     assert read_facts([]) is None
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -90,7 +90,7 @@ def test_a_rank_that_lives_is_taken(meeting: Meeting) -> None:
 
 
 def test_two_ranks_cannot_share_the_gpus_of_a_machine(meeting: Meeting) -> None:
-    facts = replace(HEAD, rank=1, gpus=8, wanted_gpus=8).as_dict()
+    facts = asdict(replace(HEAD, rank=1, gpus=8, wanted_gpus=8))
     assert "once a node" in why(meeting.hello(facts=facts))
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_a_false_node_0_does_not_get_the_node(answers: list[str], wanted: str) -
             rays.append(FakeRay())
             return rays[-1]
 
-        facts = type(HEAD)(**{**HEAD.as_dict(), "rank": 1})
+        facts = type(HEAD)(**{**asdict(HEAD), "rank": 1})
         kept = Secret({VARIABLE: WORD})
         stay = Membership(line, facts, start_ray, 0, print, kept)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=wanted):
