@@ -28,56 +28,47 @@ KEY = "rollout.weight_transfer"
 LEAVE = "or leave it out"
 
 
-def transfer_clashes(config: Config, gpus: int) -> Iterator[Clash]:
-    """Return the clash of `rollout.weight_transfer`, if any; the placement must be readable."""
+def _transfer(config: Config, gpus: int) -> Iterator[Clash]:
+    """Check `rollout.weight_transfer`; the placement must be readable."""
     way = config.rollout.weight_transfer
     if way in ("auto", "memory"):
         return
+    said = f"{KEY} {way}"
     if sampler_name(config, gpus) != "vllm":
         yield Clash(
             (KEY, "rollout.name"),
-            f"{KEY} {way} is a way to vLLM, and the sampler here is hf; use --rollout_name vllm, "
+            f"{said} is a way to vLLM, and the sampler here is hf; use --rollout_name vllm, "
             f"{LEAVE}.",
         )
     elif publishes_adapter(config):
         yield Clash(
             (KEY, "model.lora_rank", "model.lora_merge"),
-            f"{KEY} {way} takes whole weights, but only the LoRA adapter travels here; use "
+            f"{said} takes whole weights, but only the LoRA adapter travels here; use "
             f"model.lora_merge=true, {LEAVE}.",
         )
-    elif way != "gloo":
-        yield from _between_gpus(config, gpus)
-
-
-def _between_gpus(config: Config, gpus: int) -> Iterator[Clash]:
-    way, shared = config.rollout.weight_transfer, shared_samplers(config)
-    if gpus_per_node(config, gpus) == 0:
+    elif way != "gloo" and gpus_per_node(config, gpus) == 0:
         yield Clash(
             (KEY, "trainer.n_gpus_per_node"),
-            f"{KEY} {way} goes from GPU to GPU, and none is used; use memory or gloo, or name the "
+            f"{said} goes from GPU to GPU, and none is used; use memory or gloo, or name the "
             "GPUs with --n_gpus.",
         )
-    elif shared == "some":
-        yield Clash(
-            (KEY, "trainer.placement"),
-            f"{KEY} {way} needs samplers that all share the GPUs that train (ipc) or all have "
-            "their own (nccl), and here some of their GPUs train too; use memory or gloo, "
-            f"{LEAVE}.",
-        )
-    elif way == "nccl" and shared == "all":
-        yield Clash(
-            (KEY, "trainer.placement"),
-            f"{KEY} nccl needs samplers on GPUs of their own, and here they share those that "
-            f"train; use ipc, {LEAVE}.",
-        )
-    elif way == "ipc" and shared == "none":
-        yield Clash(
-            (KEY, "trainer.placement"),
-            f"{KEY} ipc needs samplers on the GPUs that train, and here they have their own; use "
-            f"nccl, {LEAVE}.",
-        )
+    elif wrong := SHARED_GPUS.get((way, shared_samplers(config))):
+        yield Clash((KEY, PLACEMENT), f"{said} {wrong}, {LEAVE}.")
 
 
+SOME = (
+    "needs samplers that all share the GPUs that train (ipc) or all have their own (nccl), and "
+    "here some of their GPUs train too; use memory or gloo"
+)
+# What is wrong with a way of the weights between GPUs, by how many samplers share GPUs that train.
+SHARED_GPUS = {
+    ("nccl", "some"): SOME,
+    ("ipc", "some"): SOME,
+    ("nccl", "all"): "needs samplers on GPUs of their own, and here they share those that train; "
+    "use ipc",
+    ("ipc", "none"): "needs samplers on the GPUs that train, and here they have their own; use "
+    "nccl",
+}
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
 SHARED = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
@@ -93,7 +84,7 @@ def cluster_clashes(config: Config, gpus: int) -> Iterator[Clash]:
         yield from _ranks(config, gpus)
         yield from _samplers(config, gpus)
         yield from _ahead(config, gpus)
-        yield from transfer_clashes(config, gpus)
+        yield from _transfer(config, gpus)
 
 
 def _not_offered(config: Config) -> Iterator[Clash]:

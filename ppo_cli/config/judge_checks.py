@@ -97,16 +97,10 @@ def scale_ends(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _keys(judge: Judge, *leaves: str) -> tuple[str, ...]:
-    """Return where settings of a judge stand: in its part, or else among the run's."""
-    own = [f"{judge.key}.{leaf}" for leaf in leaves]
-    return tuple(dict.fromkeys([*own, *(f"reward.api.{leaf}" for leaf in leaves)]))
-
-
 def _model(judge: Judge) -> Iterator[Clash]:
     api = judge.settings
     if not (api.model or "").strip():
-        keys = _keys(judge, "enable", "model")
+        keys = judge.keys("enable", "model")
         yield Clash(
             keys if judge.part is None else (*keys, "reward.api.type", *MIXTURE),
             f"{judge.name} has no model: name one of {api.type}'s with --rm_model, such as "
@@ -119,7 +113,7 @@ def _prices(judge: Judge) -> Iterator[Clash]:
     absent = [name for name, price in given.items() if price is None]
     if len(absent) == 1:
         yield Clash(
-            _keys(judge, "price_input", "price_output"),
+            judge.keys("price_input", "price_output"),
             f"one price is given, and --rm_price_{absent[0]} is missing; give both, in US "
             f"dollars for a million tokens ({judge.key}.price_input and price_output).",
         )
@@ -129,14 +123,14 @@ def _scale(judge: Judge) -> Iterator[Clash]:
     try:
         scale_ends(judge.settings.scale or "1-10")
     except ValueError as error:
-        yield Clash(_keys(judge, "scale"), f"{judge.key}.scale (--rm_scale): {error}.")
+        yield Clash(judge.keys("scale"), f"{judge.key}.scale (--rm_scale): {error}.")
 
 
 def _decision(judge: Judge) -> Iterator[Clash]:
     kind = judge.settings.type
     if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
         yield Clash(
-            _keys(judge, "mode", "type"),
+            judge.keys("mode", "type"),
             f"{kind} has no decision endpoint; use --rm_mode text, or the decision model of "
             f"{' or '.join(name for name, api in JUDGES.items() if api.decides)}.",
         )

@@ -286,11 +286,16 @@ def find_folder(path: str) -> Path | None:
     if local.exists():
         raise ModelError(f"--reward_model {path} is a file; give the folder that it lies in.")
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        parent = local.parent
-        names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-        near = did_you_mean(local.name, names)
-        raise ModelError(f"--reward_model: there is no model folder {path}.{near}")
+        raise ModelError(absent_folder(path, "--reward_model"))
     return _cached(path)
+
+
+def absent_folder(path: str, flag: str) -> str:
+    """Say that there is no such model folder, with the nearest that there is."""
+    local = Path(path).expanduser()
+    parent = local.parent
+    names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+    return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"
 
 
 def read_signs(folder: Path) -> Signs:

@@ -92,7 +92,7 @@ class MixPart(Section):
 
     @property
     def gate(self) -> Condition | None:
-        """What `only_if` says; ValueError where it cannot be read."""
+        """What `only_if` says."""
         return None if self.only_if is None else read_condition(self.only_if)
 
     @property
@@ -323,6 +323,11 @@ class _Reader:
         known = set(MixPart.model_fields) - {"name"}
         values = self._read(MixPart, _spelt_out(dict(given or {})), key, known)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
+        try:
+            read_condition(values.get("only_if") or f"{name} > 0")
+        except ValueError as error:
+            self._wrong(f"{key}.only_if", f"{key}.only_if: {error}.")
+            del values["only_if"]
         if weight is not None:
             self._weigh(part, weight, f"{key}.weight", f"{key}.weight")
         part.settings = values
@@ -525,6 +530,11 @@ class Source(Generic[S]):
         what = "the judge" if judge else "the reward model"
         own = self.part not in (None, "judge" if judge else "model")
         return f"{what} '{self.part}'" if own else what
+
+    def keys(self, *leaves: str) -> tuple[str, ...]:
+        """Return where settings of it stand: in its part, or else among the run's."""
+        run = "reward.api" if isinstance(self.settings, ApiReward) else "reward.model"
+        return tuple(dict.fromkeys(f"{at}.{leaf}" for at in (self.key, run) for leaf in leaves))
 
 
 Judge = Source[ApiReward]

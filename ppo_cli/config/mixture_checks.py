@@ -8,7 +8,6 @@ from ppo_cli.config.keys import Clash
 from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
-    Condition,
     MixPart,
     Mixture,
     has_mixture,
@@ -97,12 +96,7 @@ def _gates(found: Mixture) -> Iterator[Clash]:
     names = list(found.told)
     opens: dict[str, str] = {}
     for part in found.parts:
-        key = f"{PARTS}.{part.name}.only_if"
-        try:
-            condition = part.gate
-        except ValueError as error:
-            yield Clash((key,), f"{key}: {error}.")
-            continue
+        key, condition = f"{PARTS}.{part.name}.only_if", part.gate
         if condition is None:
             continue
         if condition.part not in names or condition.part == part.name:
@@ -137,7 +131,7 @@ def _circle(opens: dict[str, str]) -> tuple[str, ...]:
 
 def _weights(found: Mixture) -> Iterator[Clash]:
     """Refuse parts that count for nothing; one that opens another part's gate may."""
-    gates = {c.part for part in found.parts if (c := _read(part)) is not None}
+    gates = {part.gate.part for part in found.parts if part.gate is not None}
     for part in found.parts:
         if part.weight == 0 and part.name not in gates:
             yield Clash(
@@ -145,13 +139,6 @@ def _weights(found: Mixture) -> Iterator[Clash]:
                 f"part {part.name} has the weight 0 and would be scored for nothing; leave it out, "
                 "or let another part wait for it with only_if.",
             )
-
-
-def _read(part: MixPart) -> Condition | None:
-    try:
-        return part.gate
-    except ValueError:
-        return None
 
 
 def _unheard(found: Mixture, reward: Reward) -> Iterator[Clash]:

@@ -13,10 +13,17 @@ from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.judge_checks import VARIABLE, is_address
 from ppo_cli.config.keys import Clash
-from ppo_cli.config.known_models import SERVED, find_adapter, is_url, read_json, tensor_names
+from ppo_cli.config.known_models import (
+    SERVED,
+    absent_folder,
+    find_adapter,
+    is_url,
+    read_json,
+    tensor_names,
+)
 from ppo_cli.config.mixture import Scorer, models_of
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ModelError, UserError, did_you_mean, ppo
+from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.redact import redact
 
 TENSOR = "trainer.tensor_parallel_size"
@@ -104,31 +111,17 @@ def check_folder(path: str, flag: str) -> None:
         raise ModelError(absent_folder(path, flag))
 
 
-def absent_folder(path: str, flag: str) -> str:
-    """Say that there is no such model folder, with the nearest that there is."""
-    local = Path(path).expanduser()
-    parent = local.parent
-    names = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
-    return f"{flag}: there is no model folder {path}.{did_you_mean(local.name, names)}"
-
-
-def _keys(model: Scorer, *leaves: str) -> tuple[str, ...]:
-    """Return where settings of a model stand: in its part, or else among the run's."""
-    own = [f"{model.key}.{leaf}" for leaf in leaves]
-    return tuple(dict.fromkeys([*own, *(f"reward.model.{leaf}" for leaf in leaves)]))
-
-
 def _path(model: Scorer) -> Iterator[Clash]:
     path, adapter = str(model.settings.path), model.settings.adapter
     if path == EMBEDDED:
         yield Clash(
-            _keys(model, "path"),
+            model.keys("path"),
             "'embedded' is a small model to train, not a reward model; "
             f"`{ppo('reward fit')}` makes one from it.",
         )
     elif "://" in path and not is_address(path):
         yield Clash(
-            _keys(model, "path"),
+            model.keys("path"),
             f"{model.key}.path '{redact(path)}' is no address; write it with http:// or "
             "https://, such as http://localhost:8000.",
         )
@@ -136,7 +129,7 @@ def _path(model: Scorer) -> Iterator[Clash]:
         what = "reads a server's answers" if adapter in SERVED else "reads a model in a folder"
         mend = "http://HOST:PORT" if adapter in SERVED else "vllm, openrlhf or rerank"
         yield Clash(
-            _keys(model, "adapter", "path"),
+            model.keys("adapter", "path"),
             f"the adapter {adapter} {what}, but the reward model is {redact(path)}; use {mend}, "
             "or leave --reward_model_adapter out.",
         )
@@ -156,7 +149,7 @@ def _device(model: Scorer, gpus: int) -> Iterator[Clash]:
         said = f"is {device}, but no GPU is visible here; use cpu, or leave it out."
     else:
         said = f"is {device}, but the last of {gpus} GPU(s) is cuda:{gpus - 1}."
-    yield Clash(_keys(model, "device"), f"{model.key}.device {said}")
+    yield Clash(model.keys("device"), f"{model.key}.device {said}")
 
 
 def _asked(model: Scorer) -> Iterator[Clash]:
@@ -164,13 +157,13 @@ def _asked(model: Scorer) -> Iterator[Clash]:
     template, name = model.settings.template, model.settings.key_env
     if template is not None and "{response}" not in template:
         yield Clash(
-            _keys(model, "template"),
+            model.keys("template"),
             f"{model.key}.template has no {{response}}, so every response would get one score; "
             "write it as '{prompt} {response}'.",
         )
     if name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):
         yield Clash(
-            _keys(model, "key_env"),
+            model.keys("key_env"),
             f"{model.key}.key_env takes the name of a variable, such as RM_KEY, not the key "
             "itself.",
         )

@@ -277,21 +277,19 @@ def _lines(resolved: Resolved) -> Iterator[str]:
         yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin)}"
 
 
+class _OnOneLine(yaml.SafeDumper):
+    """Writes texts in quotes, so that none is taken for something else."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
+
+
+_OnOneLine.add_representer(str, _OnOneLine.represent_str)
+
+
 def _as_yaml(value: Any) -> str:
-    """Write a value on one line; texts are quoted so that none is taken for something else."""
-    if isinstance(value, str):
-        return _quoted(redact(value))
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_as_yaml(item) for item in value)}]"
-    if isinstance(value, dict):
-        inside = ", ".join(f"{_quoted(k)}: {_as_yaml(v)}" for k, v in value.items())
-        return f"{{{inside}}}"
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9)
+    text: str = yaml.dump(
+        value, Dumper=_OnOneLine, default_flow_style=True, width=10**9, allow_unicode=True,
+        line_break="\n", sort_keys=False,
+    )  # fmt: skip
     return text.removesuffix("...\n").strip()
-
-
-def _quoted(text: str) -> str:
-    said: str = yaml.safe_dump(
-        text, default_style='"', width=10**9, allow_unicode=True, line_break="\n"
-    )
-    return said.strip()

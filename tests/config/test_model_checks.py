@@ -84,27 +84,6 @@ def test_what_has_an_effect_is_taken(given: str) -> None:
     assert missing_parts(settle(*given.split()), gpus=0) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("reward.model.offload=true", "no reward model scores this run"),
-        (f"{RM} reward.model.timeout=3", "only a served reward model"),
-        (f"{URL} reward.model.offload=true", "the reward model runs at its server"),
-        (f"{RM} reward.timeout=3", "none of them scores this run"),
-        (f"{RM} reward.code.score=share", "no rule runs code"),
-        (f"{RM} reward.parts=[rule:1]", "add --reward model:0.5, or leave it out"),
-        ("reward.parts=[judge:1] reward.rule=exact", "add --reward rule:0.5, or leave it out"),
-        ("reward.parts=[rule:format:1] reward.function=f.py", "no part of the mixture is scored"),
-        ("reward.parts=[rule:format:1] reward.code.score=share", "no rule runs code"),
-        ("reward.parts=[rule:1] reward.api.votes=3", "no LLM judge scores this run"),
-    ],
-)
-def test_what_changes_nothing_is_refused(given: str, said: str) -> None:
-    (line,) = missing_parts(settle(*given.split()), gpus=0)
-    assert "has no effect" in line
-    assert said in line
-
-
 def test_a_reward_model_alone_is_the_reward() -> None:
     assert missing_parts(settle(RM), gpus=0) == []
     assert missing_inputs(settle(RM).config, {}) == []
