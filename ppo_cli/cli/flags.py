@@ -127,17 +127,21 @@ def add_command(
         )
 
     command.__doc__ = run.__doc__
-    command.__name__ = run.__name__
     flags = [_parameter(name, key) for name, key in keys.items()]
     for parameter in flags:
         parameter.default.hidden = not keys[parameter.name].name.startswith(shown)
     # The file comes before the overrides, which take every word that is left.
     files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     others = [p for p in extras if p not in files]
-    signature = inspect.Signature([*files, *_layers(), *others, *flags])
-    command.__signature__ = signature  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    app.command(run.__name__, cls=SettingsCommand, epilog=example)(command)
+    parameters = [*files, *_layers(), *others, *flags]
+    app.command(run.__name__, cls=SettingsCommand, epilog=example)(taking(command, parameters))
+
+
+def taking(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Any:
+    """Tell Typer which arguments and flags a function takes."""
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def switch(name: str, said: str) -> inspect.Parameter:
@@ -146,13 +150,14 @@ def switch(name: str, said: str) -> inspect.Parameter:
 
 
 def own_flag(
-    name: str, kind: type, default: Any, said: str, metavar: str, *, least: int | None = None
+    name: str, kind: Any, default: Any, said: str, metavar: str | None = None, **more: Any
 ) -> inspect.Parameter:
-    """Make a flag of a command's own; without a default it may be left out."""
-    option = typer.Option(
-        default, f"--{name}", help=said, metavar=metavar, show_default=default is not None,
-        min=least,
-    )  # fmt: skip
+    """Make a flag of a command's own; without a default it may be left out.
+
+    `more` are other arguments of typer.Option, such as `min`.
+    """
+    shown = {"show_default": default is not None} | more
+    option = typer.Option(default, f"--{name}", help=said, metavar=metavar, **shown)
     return _keyword(name, kind if default is not None else kind | None, option)
 
 

@@ -127,7 +127,7 @@ add_command(
     "Example: ppo prompts render rows.jsonl --row 3 --response 'x = 4' --rm_prompt_preset math",
     [
         own_file("Data rows, or `embedded`.", required=True),
-        own_flag("row", int, 1, "Line or row of the file.", "INTEGER", least=1),
+        own_flag("row", int, 1, "Line or row of the file.", "INTEGER", min=1),
         own_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
         switch("json", "Machine-readable, to stdout."),
     ],

@@ -12,8 +12,9 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
+from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
 from ppo_cli.cli.reward_fit import EXAMPLE as FIT_EXAMPLE
+from ppo_cli.cli.reward_fit import FLAGS as FIT_FLAGS
 from ppo_cli.cli.reward_fit import fit as run_fit
 from ppo_cli.cli.screen import aligned, clean, duration, fit, make_screen, number
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
@@ -385,4 +386,4 @@ _add(
     own_flag("rows", int, 6, "Most rows to attack with.", "N"),
     own_flag("items", str, None, "Bundled rows: math, code, dialogue or safety.", "NAME"),
 )
-reward_app.command("fit", epilog=FIT_EXAMPLE)(run_fit)
+reward_app.command("fit", epilog=FIT_EXAMPLE)(taking(run_fit, FIT_FLAGS))
