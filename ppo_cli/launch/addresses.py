@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
@@ -51,37 +52,27 @@ class Line:
         while b"\n" not in self._rest:
             if len(self._rest) >= LONGEST:
                 raise Broken("sent a line without end")
-            if not self._ready(timeout):
-                return None
-            self._take()
+            poll = select.poll()
+            try:
+                poll.register(self._socket, select.POLLIN)
+                if not poll.poll(timeout * 1000):
+                    return None
+                data = self._socket.recv(_CHUNK)
+            except ValueError as error:  # it was closed here
+                raise Broken("closed the connection") from error
+            except OSError as error:
+                raise Broken(f"cannot be read from ({error})") from error
+            if not data:
+                raise Broken("closed the connection")
+            self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         return _parse(line)
 
     def close(self) -> None:
         """Hang up; a reader in another thread sees the end."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        finally:
-            self._socket.close()
-
-    def _ready(self, timeout: float) -> bool:
-        poll = select.poll()
-        try:
-            poll.register(self._socket, select.POLLIN)
-        except ValueError as error:
-            raise Broken("closed the connection") from error
-        return bool(poll.poll(timeout * 1000))
-
-    def _take(self) -> None:
-        try:
-            data = self._socket.recv(_CHUNK)
-        except OSError as error:
-            raise Broken(f"cannot be read from ({error})") from error
-        if not data:
-            raise Broken("closed the connection")
-        self._rest += data
+        self._socket.close()
 
 
 def _parse(line: bytes) -> Message:
@@ -152,37 +143,24 @@ def listen(master: str | None, port: int) -> socket.socket:
     # A name may stand for 127.0.1.1 here and for the right address elsewhere.
     door = address if master and (is_literal(master) or not is_loopback(address)) else ""
     try:
-        return _serve(door, port, _family(address) if address else socket.AF_INET)
+        return socket.create_server((door, port), family=_family(address), backlog=64)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(_who_holds(address or "127.0.0.1", port)) from error
-        raise ConfigError(f"port {port} cannot be opened: {error.strerror}; MASTER_PORT=…") from (
-            error
-        )
-
-
-def _serve(door: str, port: int, family: socket.AddressFamily) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Lets a run start right after another; a port that is listened on stays taken.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((door, port))
-        sock.listen(64)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+        why = os.strerror(error.errno or 0)
+        raise ConfigError(f"port {port} cannot be opened: {why}; MASTER_PORT=…") from error
 
 
 def free_port(address: str, preferred: int = 0) -> int:
     """Return the preferred port when it is free at this address, or any that is."""
     for port in (preferred, 0):
         try:
-            with _serve(address, port if port <= 65535 else 0, _family(address)) as probe:
+            at = (address, port if port <= 65535 else 0)
+            with socket.create_server(at, family=_family(address)) as probe:
                 return int(probe.getsockname()[1])
         except OSError as error:
             failure = error
-    raise ConfigError(f"no port can be opened at {address}: {failure.strerror}.")
+    raise ConfigError(f"no port can be opened at {address}: {os.strerror(failure.errno or 0)}.")
 
 
 def reaches(address: str, port: int, own: str | None = None) -> bool:
@@ -198,24 +176,19 @@ def reaches(address: str, port: int, own: str | None = None) -> bool:
 def _who_holds(address: str, port: int) -> str:
     """Say who has the port: another run of ours, an old Ray, or something else."""
     other = f"MASTER_PORT={port + 1000 if port < 64000 else port - 1000}"
-    try:
-        line = Line(socket.create_connection((address, port), PROBE_S))
-    except OSError:
-        line = None
-    if line is not None:
-        try:
-            line.send("who")
-            answer = line.read(WHO_S)
-        except Broken:
-            answer = None
-        finally:
-            line.close()
-        if answer is not None and answer.get("type") == "ppo":
-            pid = words(answer.get("pid"), 20)
-            return (
-                f"a run is going on here already: process {pid} is node 0 on port {port}. Each "
-                f"node is started once; for a second run beside it say {other} on every node."
-            )
+    answer: Message | None = None
+    with (
+        contextlib.suppress(OSError),
+        contextlib.closing(Line(socket.create_connection((address, port), PROBE_S))) as line,
+    ):
+        line.send("who")
+        answer = line.read(WHO_S)
+    if answer is not None and answer.get("type") == "ppo":
+        pid = words(answer.get("pid"), 20)
+        return (
+            f"a run is going on here already: process {pid} is node 0 on port {port}. Each "
+            f"node is started once; for a second run beside it say {other} on every node."
+        )
     ray = " (Ray's own port: is an old `ray start --head` running?)" if port == RAY_PORT else ""
     return f"port {port} is in use by another program{ray}: say {other} on every node."
 

@@ -16,7 +16,6 @@ from ppo_cli.launch.addresses import (
     Broken,
     Line,
     Message,
-    own_address,
     reaches,
     resolve_host,
     strerror,
@@ -199,22 +198,3 @@ class Membership:
                 self._line.send("beat")
             except Broken:
                 return
-
-
-def join(
-    master: str,
-    port: int,
-    facts: NodeFacts,
-    key: str,
-    settings: Mapping[str, str],
-    ray: Callable[[str, str, str], RayProcess],
-    *,
-    environ: Mapping[str, str],
-    timeout: float,
-    restarts: int,
-    tell: Tell,
-) -> int:
-    """Find node 0, join it, and return its exit code."""
-    own, secret = own_address(environ.get("NODE_ADDR")), Secret(environ)
-    line = find_head(master, port, own, timeout, tell)
-    return Membership(line, facts, ray, restarts, tell, secret).run(key, settings)

@@ -21,7 +21,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, WorkerLost, exit_code_of
 from ppo_cli.launch.addresses import free_port, listen, own_address, reaches
 from ppo_cli.launch.environment import outside_step, slurm_hosts
-from ppo_cli.launch.member import join
+from ppo_cli.launch.member import Membership, find_head
 from ppo_cli.launch.preflight import (
     describe,
     facts_here,
@@ -179,18 +179,11 @@ def join_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> int:
         options = ["--address", address, "--node-ip-address", own, *_resources(config, environ)]
         return RayProcess(options, {**environ, **ray_variables(token)}, "this node")
 
-    return join(
-        trainer.master_addr,
-        trainer.master_port,
-        facts_here(config, environ, trainer.node_rank, socket.gethostname()),
-        run_key(config),
-        fingerprint(config),
-        start_ray,
-        environ=environ,
-        timeout=trainer.node_timeout,
-        restarts=trainer.max_restarts,
-        tell=tell,
-    )
+    own, secret = own_address(environ.get("NODE_ADDR")), Secret(environ)
+    line = find_head(trainer.master_addr, trainer.master_port, own, trainer.node_timeout, tell)
+    facts = facts_here(config, environ, trainer.node_rank, socket.gethostname())
+    stay = Membership(line, facts, start_ray, trainer.max_restarts, tell, secret)
+    return stay.run(run_key(config), fingerprint(config))
 
 
 def _given_cluster(config: Config, environ: Mapping[str, str]) -> str:

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import ppo_cli
 from ppo_cli.errors import WorkerLost
@@ -52,7 +51,7 @@ def keeps_silent(address: str, environ: Mapping[str, str], timeout: float) -> bo
 
 
 class RayProcess:
-    """`ray start --block` under a keeper; as a context it is stopped at the end."""
+    """`ray start --block` under a keeper; stop it at the end."""
 
     def __init__(self, options: list[str], environ: Mapping[str, str], label: str) -> None:
         self._label = label
@@ -95,17 +94,6 @@ class RayProcess:
             self._process.kill()
             self._process.wait(keeper.GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> RayProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     def _start(self, options: list[str]) -> subprocess.Popen[bytes]:
         # -P: a folder called ray beside the run must not be taken for Ray.

@@ -263,12 +263,8 @@ class Rendezvous:
 
     def _meet(self, sock: socket.socket) -> None:
         try:
-            with contextlib.suppress(Broken, OSError):
-                line = Line(sock)
-                try:
-                    self._greet(line)
-                finally:
-                    line.close()
+            with contextlib.suppress(OSError), contextlib.closing(Line(sock)) as line:
+                self._greet(line)
         finally:
             self._open -= 1
 

@@ -37,11 +37,6 @@ def values(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, dict[str
     return found
 
 
-def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert main(list(args)) == 2
-    return capsys.readouterr().err
-
-
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for args in (["--help"], ["-h"], []):
         assert main(args) == 0
@@ -112,45 +107,6 @@ def test_flags_and_overrides_reach_the_plan(
     args: list[str], key: str, value: object, origin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert values(capsys, *PRESET, *args)[key] == {"value": value, "origin": origin}
-
-
-def test_config_files_are_merged(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.yaml").write_text("actor:\n  ppo_epochs: 3\nrollout: {n: 2}\n")
-    Path("b.yaml").write_text("rollout: {n: 6}\n")
-    found = values(capsys, "--config", "a.yaml", "--config", "b.yaml")
-    assert found["actor.ppo_epochs"] == {"value": 3, "origin": "a.yaml line 2"}
-    assert found["rollout.n"] == {"value": 6, "origin": "b.yaml line 1"}
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
-        (["train", "--batch_sise", "3"], "--batch_size"),
-        (["plan", "--lr"], "requires an argument"),
-        (["train", "--lr", "1e-5x"], "error: flag --lr: actor.optim.lr: '1e-5x' is not a number"),
-        (["train", "--lr", "-1"], "flag --lr: actor.optim.lr must be at least 0"),
-        (["train", "--preset", "embeded"], "Did you mean 'embedded'?"),
-        (["train", "--config", "no.yaml"], "no.yaml: there is no such settings file"),
-        (["train", "--engine", "verl"], "The engine 'verl' is not offered: this program trains by"),
-        (["train", "--model", "a/b", "data.train_files=[]"], "There are no prompts to train on"),
-        (["train", "rolout.n=3"], "Did you mean 'rollout.n'?"),
-        (["presets", "show", "embeded"], "Did you mean 'embedded'?"),
-        (["train", "--rm_api_type", "opnai"], "Did you mean 'openai'?"),
-    ],
-)
-def test_a_mistake_is_one_message_and_exit_2(
-    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    err = failure(capsys, *args)
-    assert said in err
-    assert "Traceback" not in err
-    assert list(Path().iterdir()) == []
-
-
-def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    err = failure(capsys, "train", "--lr", "x", "--seed", "y")
-    assert err.startswith("2 things are wrong:\n  ")
 
 
 def test_the_plan_of_a_small_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from ppo_cli.cli.screen import (
     BLOCKS,
     COLUMNS,
     PlainScreen,
-    TerminalScreen,
     Unread,
     clean,
     duration,
@@ -28,7 +27,7 @@ from ppo_cli.cli.screen import (
     step_line,
     summary_lines,
 )
-from ppo_cli.report.tracker import SilentScreen, Summary
+from ppo_cli.report.tracker import Summary
 
 METRICS = {"reward_mean": 0.5, "kl_divergence": 0.00012, "entropy": 1.25, "time/step_s": 2.04}
 SCRIPT = """
@@ -145,12 +144,6 @@ def test_an_output_that_knows_only_ascii_gets_ascii() -> None:
 def test_importing_the_screen_brings_no_torch() -> None:
     script = "import sys, ppo_cli.cli.screen, ppo_cli.cli.show; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
-
-
-def test_each_screen_has_all_methods() -> None:
-    for kind in (PlainScreen, TerminalScreen, SilentScreen):
-        for name in ("phase", "step", "note", "health", "summary", "close"):
-            assert callable(getattr(kind, name))
 
 
 def test_a_screen_that_nobody_reads_ends_the_run() -> None:

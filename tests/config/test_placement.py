@@ -6,15 +6,7 @@ import json
 
 import pytest
 
-from ppo_cli.config import derived
-from ppo_cli.config.derived import (
-    data_ranks,
-    engine_name,
-    has_package,
-    learner_ranks,
-    rollout_is,
-    sampler_name,
-)
+from ppo_cli.config.derived import data_ranks, has_package, learner_ranks
 from ppo_cli.config.placement import describe, device_plan, placement_of
 from ppo_cli.config.plan import arithmetic, make_plan
 from ppo_cli.config.schema import Config
@@ -28,51 +20,6 @@ PARTLY = "trainer.n_gpus_per_node=8 trainer.placement=train:0-5,rollout:4-7"
 
 def config(given: str) -> Config:
     return settle(*given.split()).config
-
-
-@pytest.mark.parametrize(
-    ("given", "gpus", "engine"),
-    [
-        ("", 0, "local"),
-        ("", 1, "local"),
-        ("", 8, "local"),
-        ("trainer.n_gpus_per_node=1", 1, "local"),
-        ("trainer.n_gpus_per_node=2", 2, "ray"),
-        ("trainer.nnodes=2 trainer.node_rank=0", 1, "ray"),
-        ("trainer.num_workers=1", 0, "local"),
-        ("trainer.num_workers=2", 0, "ray"),
-        ("rollout.num_samplers=2", 0, "ray"),
-        ("rollout.num_samplers=2", 1, "local"),
-        ("rollout.name=hf", 1, "local"),
-        ("rollout.name=vllm", 0, "ray"),
-        ("trainer.placement=train:0,rollout:1", 0, "ray"),
-        ("trainer.async_steps=1", 0, "ray"),
-        ("trainer.engine=ray", 0, "ray"),
-        ("trainer.engine=local", 1, "local"),
-    ],
-)
-def test_one_process_works_unless_something_needs_several(
-    given: str, gpus: int, engine: str
-) -> None:
-    assert engine_name(config(given), gpus) == engine
-
-
-@pytest.mark.parametrize(
-    ("given", "gpus", "installed", "sampler"),
-    [
-        ("trainer.n_gpus_per_node=2", 2, True, "vllm"),
-        ("trainer.n_gpus_per_node=2", 2, False, "hf"),
-        ("trainer.n_gpus_per_node=2 rollout.name=hf", 2, True, "hf"),
-        ("trainer.num_workers=2", 0, True, "hf"),
-        ("trainer.n_gpus_per_node=1", 1, True, "hf"),
-        ("rollout.name=vllm", 0, False, "vllm"),
-    ],
-)
-def test_vllm_samples_where_ray_runs_on_gpus(
-    given: str, gpus: int, installed: bool, sampler: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(derived, "has_package", lambda name: name == "vllm" and installed)
-    assert sampler_name(config(given), gpus) == sampler
 
 
 def test_a_package_is_looked_for_and_not_imported() -> None:
@@ -265,10 +212,3 @@ def test_the_plan_has_the_placement_for_programs() -> None:
     assert (told["engine"], told["sampler"], told["learner_ranks"]) == ("ray", "hf", 2)
     found = json.loads(json.dumps(told))
     assert (found["rollout"], found["sleepers"]) == ([[2]], [])
-
-
-def test_stale_responses_are_weighted_by_token_unless_set() -> None:
-    assert rollout_is(config("")) is None
-    assert rollout_is(config("trainer.async_steps=1")) == "token"
-    level = "algorithm.rollout_correction.rollout_is=sequence"
-    assert rollout_is(config(f"trainer.async_steps=1 {level}")) == "sequence"

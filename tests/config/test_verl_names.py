@@ -192,17 +192,6 @@ def test_two_names_in_one_layer_must_agree() -> None:
     assert "both set actor.ppo_epochs, differently" in said
 
 
-def test_clip_ratio_works_by_itself_and_low_high_win_when_set() -> None:
-    from ppo_cli.config.derived import clip_high, clip_low
-
-    actor = settle("actor.clip_ratio=0.1").config.actor
-    assert (clip_low(actor), clip_high(actor)) == (0.1, 0.1)
-    actor = settle("actor.clip_ratio=0.1", "actor.clip_ratio_high=0.28").config.actor
-    assert (clip_low(actor), clip_high(actor)) == (0.1, 0.28)
-    actor = settle("actor.clip_ratio=0.1", "actor.clip_ratio_low=0.05").config.actor
-    assert (clip_low(actor), clip_high(actor)) == (0.05, 0.1)
-
-
 @pytest.mark.parametrize(
     ("key", "same", "other", "own"),
     [

@@ -183,12 +183,14 @@ def test_a_taken_port_gives_another() -> None:
 
 
 def test_ray_that_cannot_start_says_why() -> None:
-    with RayProcess(["--no-such-option"], {"PATH": "/usr/bin:/bin"}, "node 1 (host-b)") as ray:
-        folder = Path(ray.folder)
+    ray = RayProcess(["--no-such-option"], {"PATH": "/usr/bin:/bin"}, "node 1 (host-b)")
+    try:
         with pytest.raises(WorkerLost, match=r"Ray stopped on node 1 \(host-b\) \(exit 2\)"):
             ray.wait(60)
         assert "no-such-option" in ray.tail()
-    assert not folder.exists()
+    finally:
+        ray.stop()
+    assert not ray.folder.exists()
 
 
 def test_nothing_to_close_is_fine() -> None:
