@@ -48,7 +48,9 @@ def _run(resolved: Resolved) -> None:
 
     screen = make_screen()
     if resolved.config.trainer.node_rank:
-        raise typer.Exit(_join(resolved, screen))
+        from ppo_cli.launch.nodes import join_cluster
+
+        raise typer.Exit(join_cluster(resolved.config, os.environ, screen.note))
     for note in (*resolved.notes, *remarks(resolved)):
         screen.note(note)
     try:
@@ -61,13 +63,6 @@ def _run(resolved: Resolved) -> None:
         if expected:
             raise
         raise Crash(Path(resolved.config.trainer.output_dir)) from error
-
-
-def _join(resolved: Resolved, screen: Screen) -> int:
-    """Give this machine to node 0; returns the exit code of the run."""
-    from ppo_cli.launch.nodes import join_cluster
-
-    return join_cluster(resolved.config, os.environ, screen.note)
 
 
 def _drive(resolved: Resolved, screen: Screen) -> None:

@@ -79,11 +79,10 @@ def _slurm(env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     nodes, origin = _first(env, _NODES)
     if env.get("SLURM_NODEID") is None or not nodes:
         return {}
+    _refuse_tasks(env)
     # Settings of one's own say how many nodes there are: then SLURM's count means nothing.
     if _count(env.get("NNODES", nodes)) <= 1:
-        _refuse_tasks(env)
         return {}
-    _refuse_tasks(env)
     found = {"NNODES": (nodes, origin), "NODE_RANK": (env["SLURM_NODEID"], "SLURM_NODEID")}
     hosts = slurm_hosts(env)
     if hosts:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
+from ppo_cli.config.derived import gpu_count, gpus_per_node
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, WorkerLost, exit_code_of
 from ppo_cli.launch.addresses import free_port, listen, own_address, reaches
@@ -28,7 +29,6 @@ from ppo_cli.launch.preflight import (
     fingerprint,
     own_problems,
     run_key,
-    wanted_gpus,
 )
 from ppo_cli.launch.ray_process import STOP_S, RayProcess, keeps_silent, ray_variables
 from ppo_cli.launch.rendezvous import Rendezvous, Secret, fresh
@@ -353,7 +353,7 @@ def _head(config: Config, environ: Mapping[str, str], own: str, port: int) -> Ra
 
 def _resources(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return what a node offers; without GPUs enough logical CPUs for every rank and sampler."""
-    gpus = wanted_gpus(config, environ)
+    gpus = gpus_per_node(config, gpu_count(environ))
     ranks = (config.trainer.num_workers or 1) + (config.rollout.num_samplers or 1)
     cpus = max(os.cpu_count() or 1, 0 if gpus else ranks + 2)
     agent = ["--dashboard-agent-listen-port", "0"]

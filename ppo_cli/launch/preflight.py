@@ -15,7 +15,7 @@ import pydantic
 import pydantic.dataclasses
 
 import ppo_cli
-from ppo_cli.config.derived import gpu_count
+from ppo_cli.config.derived import gpu_count, gpus_per_node
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.schema import Config
 from ppo_cli.launch.addresses import words
@@ -63,25 +63,18 @@ class Problem:
 
 def facts_here(config: Config, environ: Mapping[str, str], rank: int, host: str) -> NodeFacts:
     """Gather the facts of this node; no package is imported for it."""
+    gpus = gpu_count(environ)
     return NodeFacts(
         rank=rank,
         nnodes=config.trainer.nnodes,
         host=host,
         pid=os.getpid(),
-        gpus=gpu_count(environ),
-        wanted_gpus=wanted_gpus(config, environ),
+        gpus=gpus,
+        wanted_gpus=gpus_per_node(config, gpus),
         ppo=ppo_cli.__version__,
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         **{name: _version(name) for name in _PACKAGES},
     )
-
-
-def wanted_gpus(config: Config, environ: Mapping[str, str]) -> int:
-    """Return how many GPUs the run takes on each node."""
-    trainer = config.trainer
-    if trainer.n_gpus_per_node is not None:
-        return trainer.n_gpus_per_node
-    return 0 if trainer.num_workers else min(1, gpu_count(environ))
 
 
 def read_facts(raw: object) -> NodeFacts | None:

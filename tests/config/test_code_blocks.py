@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os.path import expandvars
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.config import derived
@@ -28,284 +28,14 @@ from ppo_cli.report import tracker
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "asked_for"
 GPUS = 8
 LARGEST_BATCH = 1024  # every plan reads so many rows
-SMALL, INSTRUCT = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
-DEBERTA = "OpenAssistant/reward-model-deberta-v3-large"
-ARMO = "RLHFlow/ArmoRM-Llama3-8B-v0.1"
-ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu"
-CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu"
-TP, TRAIN_TP = "rollout.tensor_model_parallel_size", "trainer.tensor_parallel_size"
-N_GPUS, NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
-BATCH, MINI = "data.train_batch_size", "actor.ppo_mini_batch_size"
-LR, CRITIC_LR = "actor.optim.lr", "critic.optim.lr"
-KL_COEF, REWARD_KL = "algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"
-JUDGE = {"reward.api.enable": True}
 Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A YAML file with what it must come to; `beside` are flags that its text takes for granted."""
-
-    values: Values
-    beside: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The outcomes of the plans of a block, in order: values, or what a refusal says."""
-
-    outcomes: tuple[Values | str, ...]
-
-
-TEXT, OTHER, SKETCH, ROWS, FUNCTION = "text", "other programs", "sketch", "rows", "function"
-MEGATRON = "sharded with FSDP2"
-
-BLOCKS: dict[str, Settings | Lines | str] = {
-    "000_00": Settings(
-        {
-            LR: 1e-6, BATCH: 32, MINI: 8, "actor.ppo_epochs": 3, "critic.ppo_epochs": 3,
-            "actor.clip_ratio": 0.2, "critic.value_loss_coef": 0.5, "actor.entropy_coeff": 0.01,
-            "actor.grad_clip": 1.0, "critic.grad_clip": 1.0,
-        }
-    ),
-    "000_01": Lines(
-        (
-            {
-                "model.path": "models/qwen2.5-7b", LR: 1e-6, BATCH: 32,
-                "data.train_files": ["data/gsm8k_processed/train.parquet"],
-                "data.val_files": ["data/gsm8k_processed/test.parquet"],
-            },
-        )
-    ),
-    "000_02": Settings(
-        {
-            "algorithm.whiten_advantages": True, "algorithm.adv_estimator": "gae",
-            "algorithm.lam": 0.95,
-        }
-    ),
-    "000_03": Settings(
-        {
-            "algorithm.kl_ctrl.target_kl": 0.01, KL_COEF: 0.1,
-            "algorithm.kl_ctrl.type": "adaptive", REWARD_KL: True,
-        }
-    ),
-    "000_04": Settings(
-        {
-            "actor.grad_clip": 1.0, "critic.grad_clip": 1.0, "actor.clip_grad_value": None,
-            "critic.clip_grad_value": None,
-        }
-    ),
-    "000_05": Settings(
-        {
-            "model.enable_gradient_checkpointing": True, ACTOR_MICRO: None,
-            "actor.fsdp_config.optimizer_offload": True,
-            "critic.fsdp_config.optimizer_offload": True,
-        }
-    ),
-    "000_06": Settings(
-        {N_GPUS: 8, TRAIN_TP: 2, TP: 1, "trainer.pipeline_parallel_size": 1}
-    ),
-    "001_00": Lines(
-        (
-            {
-                N_GPUS: 1, TP: 1, "trainer.logger": ["console"], "critic.model.path": SMALL,
-                "model.path": SMALL, BATCH: 256, MINI: 64, ACTOR_MICRO: 2, CRITIC_MICRO: 2,
-            },
-        )
-    ),
-    "002_00": TEXT,
-    "002_01": OTHER,
-    "002_02": OTHER,
-    "002_03": OTHER,
-    "002_04": Lines(({}, {N_GPUS: 2, "trainer.total_epochs": 20, LR: 5e-7})),
-    "002_05": TEXT,
-    "002_06": Lines(
-        (
-            {
-                "algorithm.adv_estimator": "gae", BATCH: 256, "model.path": SMALL,
-                "critic.model.path": SMALL, MINI: 64, LR: 1e-6, CRITIC_LR: 1e-5, N_GPUS: 2,
-                "trainer.total_epochs": 15,
-            },
-            {},
-        )
-    ),
-    "002_07": Lines(
-        ({"model.path": INSTRUCT, "reward.model.path": DEBERTA, N_GPUS: 8}, {})
-    ),
-    "002_08": Settings(
-        {
-            "algorithm.gamma": 0.99, "algorithm.lam": 0.95, REWARD_KL: False,
-            "algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.type": "fixed", KL_COEF: 0.001,
-        }
-    ),
-    "002_09": Settings(
-        {
-            BATCH: 512, "data.max_prompt_length": 1024, "data.max_response_length": 512,
-            "data.filter_overlong_prompts": True, "data.truncation": "error",
-            "data.train_files": ["~/data/gsm8k/train.parquet"],
-        }
-    ),
-    "002_10": Settings(
-        {
-            LR: 1e-6, "actor.optim.weight_decay": 0.01, "actor.optim.lr_warmup_steps": 0,
-            MINI: 128, ACTOR_MICRO: 4, "actor.ppo_epochs": 1, "actor.clip_ratio": 0.2,
-            "actor.use_kl_loss": False, "actor.kl_loss_type": "kl",
-            "actor.fsdp_config.param_offload": False, "model.enable_gradient_checkpointing": True,
-        }
-    ),
-    "002_11": Settings(
-        {
-            "critic.model.path": INSTRUCT, "critic.model.enable_gradient_checkpointing": True,
-            CRITIC_LR: 1e-5, "critic.ppo_mini_batch_size": 128, CRITIC_MICRO: 4,
-            "critic.ppo_epochs": 1,
-        }
-    ),
-    "002_12": Settings(
-        {
-            "rollout.name": "vllm", TP: 2, "rollout.gpu_memory_utilization": 0.4, N_GPUS: None,
-            "rollout.temperature": 1.0, "rollout.top_p": 1.0, "rollout.top_k": -1, "rollout.n": 1,
-            "ref.log_prob_max_token_len_per_gpu": 4 * 1024,
-        }
-    ),
-    "002_13": Settings(
-        {
-            N_GPUS: 2, NODES: 1, "trainer.total_epochs": 15, "trainer.save_freq": 5,
-            "trainer.test_freq": 5, "trainer.logger": ["console", "wandb"],
-            "trainer.project_name": "verl_ppo", "trainer.experiment_name": "qwen2.5_gsm8k",
-            "trainer.critic_warmup": 0,
-        }
-    ),
-    "002_14": Lines(
-        ({BATCH: 256, MINI: 64, ACTOR_MICRO: 1, CRITIC_MICRO: 1, N_GPUS: 2},)
-    ),
-    "002_15": Lines(
-        (
-            {
-                BATCH: 512, "model.path": "Qwen/Qwen2-7B-Instruct", MINI: 128, TP: 2, N_GPUS: 8,
-                "trainer.total_epochs": 20,
-            },
-            {},
-        )
-    ),
-    "002_16": Lines(
-        ({"reward.model.path": DEBERTA, REWARD_KL: True, KL_COEF: 0.01, N_GPUS: 8}, {})
-    ),
-    "002_17": Lines(
-        (
-            {
-                "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.001, REWARD_KL: False,
-                "actor.kl_loss_type": "kl",
-            },
-        )
-    ),
-    "002_18": Lines(
-        (
-            {
-                BATCH: 1024, TP: 4, N_GPUS: 8, NODES: 4, "trainer.node_rank": 0,
-                "trainer.master_addr": "192.168.1.100", "trainer.master_port": 29500,
-            },
-        )
-    ),
-    "002_19": Lines(({}, MEGATRON)),
-    "002_20": TEXT,
-    "002_21": Lines(
-        (
-            {BATCH: 256, MINI: 64},
-            {ACTOR_MICRO: 2, CRITIC_MICRO: 2},
-            {
-                "model.enable_gradient_checkpointing": True,
-                "critic.model.enable_gradient_checkpointing": True,
-            },
-            {
-                "actor.fsdp_config.param_offload": True,
-                "actor.fsdp_config.optimizer_offload": True,
-            },
-            {"rollout.gpu_memory_utilization": 0.3},
-            {TP: 4},
-        )
-    ),
-    "002_22": TEXT,
-    "002_23": Lines(
-        (
-            {LR: 5e-7, CRITIC_LR: 5e-6},
-            {"actor.clip_ratio": 0.1},
-            {"actor.grad_clip": 1.0, "critic.grad_clip": 1.0},
-            {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01, REWARD_KL: False},
-            {"actor.ppo_epochs": 1},
-        )
-    ),
-    "002_24": OTHER,
-    "002_25": Lines(({CRITIC_LR: 1e-5}, {"trainer.critic_warmup": 10}, {BATCH: 512})),
-    "002_26": Lines(
-        (
-            {"algorithm.gamma": 0.99, "algorithm.lam": 0.95},
-            {"algorithm.gamma": 0.95, "algorithm.lam": 0.9},
-            {"algorithm.gamma": 0.99, "algorithm.lam": 0.97},
-        )
-    ),
-    "002_27": Lines(({"rollout.name": "vllm"}, "rollout.name sglang is not offered")),
-    "002_28": Lines(({"trainer.logger": ["console", "tensorboard"]},)),
-    "002_29": Lines(
-        (
-            {
-                "trainer.logger": ["console", "wandb"], "trainer.project_name": "my_ppo_project",
-                "trainer.experiment_name": "qwen2.5_gsm8k_v1",
-            },
-        )
-    ),
-    "002_30": TEXT,
-    "002_31": Lines(({"model.path": SMALL, "critic.model.path": SMALL},)),
-    "002_32": Lines(({},)),
-    "003_00": TEXT,
-    **dict.fromkeys((f"003_{number:02}" for number in range(1, 16)), SKETCH),
-    "004_00": ROWS,
-    "004_01": Lines(
-        (
-            {"reward.model.path": None, "reward.api.enable": False},
-            {"reward.model.path": ARMO},
-            {"model.path": "Qwen/Qwen2.5-7B", "trainer.total_epochs": 20, LR: 5e-7},
-        )
-    ),
-    "004_02": Lines(
-        (
-            {**JUDGE, "reward.api.type": "dashscope", "reward.api.model": "qwen-plus"},
-            {**JUDGE, "reward.api.type": "openai", "reward.api.model": "gpt-4o-mini"},
-            {**JUDGE, "reward.api.type": "gemini", "reward.api.model": "gemini-1.5-flash"},
-            {**JUDGE, "reward.api.type": "claude", "reward.api.model": "claude-3-haiku-20240307"},
-            *(
-                {**JUDGE, "reward.api.prompt_preset": preset}
-                for preset in ("math", "code", "dialogue", "safety")
-            ),
-        )
-    ),
-    "004_03": Lines(
-        (
-            {
-                "reward.api.system_prompt": "你是数学评分专家，请评估解答的正确性...",
-                "reward.api.scoring_prompt": "问题：{prompt}\\n解答：{response}\\n"
-                "答案：{ground_truth}\\n请评分1-10...",
-            },
-        )
-    ),
-    "004_04": Lines(({"reward.model.path": ARMO},)),
-    "004_05": FUNCTION,
-    "004_06": Settings(
-        {"reward.composite.weights": {"rm_score": 0.7, "rule_score": 0.3}},
-        ("--reward_model", ARMO),
-    ),
-    "004_07": TEXT,
-    "004_08": TEXT,
-    "004_09": Settings({"ref.param_offload": True}),
-    "004_10": Lines(({"model.lora_rank": 8, "model.lora_alpha": 16.0},)),
-    "004_11": Lines(({BATCH: 128},)),
-    "004_12": Lines(
-        (
-            {N_GPUS: 8},
-            {N_GPUS: 8, NODES: 2, "trainer.node_rank": 0, "trainer.master_addr": "192.168.1.1"},
-            {N_GPUS: 8, NODES: 2, "trainer.node_rank": 1, "trainer.master_addr": "192.168.1.1"},
-        )
-    ),
-}  # fmt: skip
+# By block: `settings` of a YAML file (`beside`: flags that its text takes for granted), `lines`
+# with the values of each plan or what its refusal says, or what kind of block it is.
+BLOCKS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("code_blocks.yaml").read_text(encoding="utf-8")
+)
+SETTINGS = {block: kind for block, kind in BLOCKS.items() if "settings" in kind}
+LINES = {block: kind["lines"] for block, kind in BLOCKS.items() if "lines" in kind}
 
 
 def read(block: str) -> str:
@@ -388,12 +118,11 @@ def test_settings_plan_with_the_values_of_their_block(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = {}
-    for block, kind in BLOCKS.items():
-        if isinstance(kind, Settings):
-            (desk / "block.yaml").write_text(read(block), encoding="utf-8")
-            found = planned(["--config", "block.yaml", *kind.beside], capsys)
-            if wrong := differs(kind.values, *found):
-                failed[block] = wrong
+    for block, kind in SETTINGS.items():
+        (desk / "block.yaml").write_text(read(block), encoding="utf-8")
+        found = planned(["--config", "block.yaml", *kind.get("beside", ())], capsys)
+        if wrong := differs(kind["settings"], *found):
+            failed[block] = wrong
     assert failed == {}
 
 
@@ -409,13 +138,11 @@ def test_command_lines_plan_or_are_refused_for_the_right_reason(
     desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = {}
-    for block, kind in BLOCKS.items():
-        if not isinstance(kind, Lines):
-            continue
+    for block, outcomes in LINES.items():
         calls = list(plans(read(block)))
-        if len(calls) != len(kind.outcomes):
+        if len(calls) != len(outcomes):
             failed[block] = f"{len(calls)} lines"
-        for number, (call, expected) in enumerate(zip(calls, kind.outcomes, strict=False)):
+        for number, (call, expected) in enumerate(zip(calls, outcomes, strict=False)):
             variables, args = call
             with monkeypatch.context() as around:
                 for name, value in variables.items():
@@ -439,12 +166,12 @@ def test_megatron_is_named_and_no_setting_of_the_sampler_is_suggested(
 
 
 def test_other_programs_and_texts_ask_nothing_of_this_one(desk: Path) -> None:
-    quiet = [block for block, kind in BLOCKS.items() if kind in (TEXT, OTHER)]
+    quiet = [block for block, kind in BLOCKS.items() if kind in ("text", "other programs")]
     assert {block: calls for block in quiet if (calls := list(plans(read(block))))} == {}
 
 
 def test_sketches_are_classes_and_functions(desk: Path) -> None:
-    for block in [block for block, kind in BLOCKS.items() if kind == SKETCH]:
+    for block in [block for block, kind in BLOCKS.items() if kind == "sketch"]:
         bodies = ast.parse(read(block)).body
         assert {type(node) for node in bodies} <= {ast.ClassDef, ast.FunctionDef}, block
 

@@ -18,7 +18,6 @@ from ppo_cli.launch.preflight import (
     own_problems,
     read_facts,
     run_key,
-    wanted_gpus,
 )
 
 HEAD = NodeFacts(0, 2, "host-a", 10, 8, 8, "1.0", "3.11", "2.60.0", "2.13.0", "0.32.0")
@@ -130,6 +129,7 @@ def test_facts_of_this_machine() -> None:
     assert "no GPU" in describe(facts, "node 1")
 
 
-def test_gpus_that_are_wanted() -> None:
-    assert wanted_gpus(config(n_gpus_per_node=8), {}) == 8
-    assert wanted_gpus(config(), {"CUDA_VISIBLE_DEVICES": ""}) == 0
+def test_gpus_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_cli.launch.preflight.gpu_count", lambda environ: 8)
+    for given, wanted in (({"n_gpus_per_node": 4}, 4), ({}, 1), ({"tensor_parallel_size": 2}, 2)):
+        assert facts_here(config(**given), {}, 0, "here").wanted_gpus == wanted
