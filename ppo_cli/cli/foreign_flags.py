@@ -7,7 +7,6 @@ Both are listed in foreign_flags.toml.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,8 @@ NEAR = 0.75  # below this share of equal letters a suggestion only confuses
 @cache
 def listed() -> dict[str, dict[str, str]]:
     """Return `aliases` and `pointers`: by flag what means the same, and what to do instead."""
+    import tomllib
+
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 

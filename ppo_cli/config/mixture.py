@@ -324,7 +324,8 @@ class _Reader:
         values = self._read(MixPart, _spelt_out(dict(given or {})), key, known)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
         try:
-            read_condition(values.get("only_if") or f"{name} > 0")
+            if values.get("only_if") is not None:
+                read_condition(values["only_if"])
         except ValueError as error:
             self._wrong(f"{key}.only_if", f"{key}.only_if: {error}.")
             del values["only_if"]

@@ -15,6 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from ppo_cli.config.derived import gpu_count, gpus_per_node
@@ -40,32 +41,24 @@ GRACE_S = 30.0
 Tell = Callable[[str], None]
 
 
+@dataclass(eq=False)
 class Nodes:
     """What a driver needs of its nodes; close it, or use it as a context."""
 
-    def __init__(
-        self,
-        address: str,
-        names: dict[int, str],
-        *,
-        ips: Mapping[int, str] | None = None,
-        variables: Mapping[str, str] | None = None,
-        ray: RayProcess | None = None,
-        meeting: Rendezvous | None = None,
-        timeout: float = 300.0,
-        tell: Tell = print,
-    ) -> None:
-        self.address, self.names = address, names
-        # Where Ray knows each node, and what its driver needs set before it imports ray.
-        self.ips, self.variables = dict(ips or {}), dict(variables or {})
-        self._ray, self._meeting = ray, meeting
-        self._timeout, self._tell = timeout, tell
+    address: str
+    names: dict[int, str]
+    ips: Mapping[int, str] = field(default_factory=dict)  # where Ray knows each node
+    variables: Mapping[str, str] = field(default_factory=dict)  # for a driver that imports ray
+    ray: RayProcess | None = None
+    meeting: Rendezvous | None = None
+    timeout: float = 300.0
+    tell: Tell = print
 
     def lost(self) -> str | None:
         """Say which node is gone, and how; None while all are here."""
-        if self._ray is not None and not self._ray.alive():
-            return self._ray.ended()
-        meeting = self._meeting
+        if self.ray is not None and not self.ray.alive():
+            return self.ray.ended()
+        meeting = self.meeting
         if meeting is None:
             return None
         with meeting.changed:
@@ -81,7 +74,7 @@ class Nodes:
 
     def stop_asked(self) -> str | None:
         """Say that a node was asked to stop by a signal, when one was."""
-        return self._meeting.stop_asked if self._meeting is not None else None
+        return self.meeting.stop_asked if self.meeting is not None else None
 
     def wait_until_whole(
         self,
@@ -93,12 +86,12 @@ class Nodes:
 
         Raises WorkerLost when that takes too long, Interrupted when a stop is asked for.
         """
-        limit = self._timeout if timeout is None else timeout
+        limit = self.timeout if timeout is None else timeout
         deadline, said = time.monotonic() + limit, -SAY_S
         while (lost := self.lost()) is not None:
             if reason := stop_requested():
                 raise Interrupted(f"Stopped while waiting for a node ({reason}).")
-            if self._ray is not None and not self._ray.alive():
+            if self.ray is not None and not self.ray.alive():
                 raise WorkerLost(
                     f"{lost} The other nodes depend on it: start the same line again on all nodes."
                 )
@@ -108,14 +101,14 @@ class Nodes:
                     f"{lost} It did not come back within {limit:g} s (trainer.node_timeout)."
                 )
             if now - said > SAY_S:
-                self._tell(f"{lost} Waiting for it: start the same line there again.")
+                self.tell(f"{lost} Waiting for it: start the same line there again.")
                 said = now
             self._pause(min(0.5, max(0.0, deadline - now)))
 
     def close(self, exit_code: int) -> None:
         """Send every node home with this exit code, and stop what was started here."""
-        meeting, self._meeting = self._meeting, None
-        ray, self._ray = self._ray, None
+        meeting, self.meeting = self.meeting, None
+        ray, self.ray = self.ray, None
         try:
             if meeting is not None:
                 meeting.end(exit_code, STOP_S)
@@ -135,11 +128,11 @@ class Nodes:
         self.close(exit_code_of(error))
 
     def _pause(self, seconds: float) -> None:
-        if self._meeting is None:
+        if self.meeting is None:
             time.sleep(seconds)
             return
-        with self._meeting.changed:
-            self._meeting.changed.wait(seconds)
+        with self.meeting.changed:
+            self.meeting.changed.wait(seconds)
 
 
 def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:

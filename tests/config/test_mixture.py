@@ -205,6 +205,7 @@ def test_a_wrong_flag_is_told_with_its_mend(given: str, said: str) -> None:
         ("parts.rule={only_if: 'rule > 1'}", "a part cannot wait for its own score"),
         ("parts.rule={only_if: 'judge > x'}", "write PART >= NUMBER"),
         ("parts.rule={only_if: 'judge = 1'}", "write PART >= NUMBER"),
+        ("parts.rule={only_if: ''}", "write PART >= NUMBER"),
         ("enable=true", "the mixture has no parts: add --reward"),
         ("weights=0.5", "is not a group such as {name: value}"),
         ("parts.judge={weight: ", "is not a value; put text that has signs into quotes"),

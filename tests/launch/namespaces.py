@@ -123,17 +123,6 @@ class Pair:
                 raise AssertionError(f"left on node {rank}: {self._describe(rank)}")
             time.sleep(0.1)
 
-    def pull_cable(self) -> None:
-        """Cut the nodes from each other, silently; only between namespaces."""
-        self._cable("down")
-
-    def plug_cable(self) -> None:
-        self._cable("up")
-
-    def _cable(self, state: str) -> None:
-        assert self.kind == "namespaces"
-        _ip("-n", self.names[1], "link", "set", "wire", state)
-
     def _describe(self, rank: int) -> list[str]:
         said = []
         for pid in self.left(rank):

@@ -1,7 +1,7 @@
 """One node of a run without training: started by the tests as `ppo train` is on each machine.
 
-Node 0 says `whole`, then waits for a file to appear: `lose` (watch for a loss, wait for the node
-to come back, say `whole again`) or `end-N` (end with exit code N). SETTINGS are key=value.
+Node 0 says `whole`, names each loss, waits for the node to come back and says `whole again` (and
+how many nodes Ray counts, where there is a file `count`). SETTINGS are key=value.
 """
 
 from __future__ import annotations
@@ -47,12 +47,7 @@ def count_alive(nodes: Nodes) -> int:
 
 def drive(nodes: Nodes, folder: Path) -> int:
     say(f"whole: {nodes.names}")
-    if (folder / "count").exists():
-        say(f"alive: {count_alive(nodes)}")
     while True:
-        ends = list(folder.glob("end-*"))
-        if ends:
-            return int(ends[0].name.removeprefix("end-"))
         lost = nodes.lost()
         if lost:
             say(f"lost: {lost}")
@@ -74,9 +69,6 @@ def main() -> int:
     code = 1
     try:
         code = drive(nodes, folder)
-    except PpoError as error:
-        code = error.exit_code
-        raise
     finally:
         nodes.close(code)
     return code
