@@ -168,69 +168,47 @@ def test_no_reward_model_at_all(tmp_path: Path) -> None:
         find_adapter(str(twins.plain_causal_twin(tmp_path)))
 
 
-def _empty(folder: Path) -> None:
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+SHARDS = {"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}
+# What is said, and what was done to the folder before.
+HARM: dict[str, Callable[[Path], object]] = {
+    "holds no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "is a LoRA adapter": lambda folder: (folder / "config.json").rename(
+        folder / "adapter_config.json"
+    ),
+    "holds no config.json": lambda folder: (folder / "config.json").unlink(),
+    "config.json is damaged": lambda folder: (folder / "config.json").write_text("{"),
+    "should hold a JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    "its header would be": lambda folder: (folder / WEIGHTS).write_bytes(b"\xff" * 64),
+    "model.safetensors is damaged": lambda folder: (folder / WEIGHTS).write_bytes(
+        (folder / WEIGHTS).read_bytes()[:100]
+    ),
+    "pytorch_model.bin is damaged": lambda folder: (
+        (folder / WEIGHTS)
+        .rename(folder / "pytorch_model.bin")
+        .write_bytes(b"<html>not found</html>")
+    ),
+    "lists no weights": lambda folder: (folder / INDEX).write_text("{}"),
+    "lacks 1 of its 2 weight files": lambda folder: (folder / INDEX).write_text(json.dumps(SHARDS)),
+}
 
 
-def _adapter_only(folder: Path) -> None:
-    (folder / "config.json").rename(folder / "adapter_config.json")
-
-
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _bad_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def _listed_config(folder: Path) -> None:
-    (folder / "config.json").write_text("[]")
-
-
-def _cut_header(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-
-
-def _huge_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-
-
-def _not_a_pickle(folder: Path) -> None:
-    _empty(folder)
-    (folder / "pytorch_model.bin").write_bytes(b"<html>not found</html>")
-
-
-def _empty_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("{}")
-
-
-def _missing_shard(folder: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (_empty, "holds no weights"),
-        (_adapter_only, "is a LoRA adapter"),
-        (_no_config, "holds no config.json"),
-        (_bad_config, "config.json is damaged"),
-        (_listed_config, "should hold a JSON object"),
-        (_cut_header, "model.safetensors is damaged"),
-        (_huge_header, "model.safetensors is damaged"),
-        (_not_a_pickle, "pytorch_model.bin is damaged"),
-        (_empty_index, "lists no weights"),
-        (_missing_shard, "lacks 1 of its 2 weight files"),
-    ],
-)
-def test_a_damaged_folder(harm: Callable[[Path], None], words: str, tmp_path: Path) -> None:
-    harm(twins.skywork_llama_twin(tmp_path))
+@pytest.mark.parametrize("words", HARM)
+def test_a_damaged_folder(words: str, tmp_path: Path) -> None:
+    HARM[words](twins.skywork_llama_twin(tmp_path))
     with pytest.raises(ModelError, match=words):
         find_adapter(str(tmp_path))
+
+
+def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:
+    made, file = tmp_path / "made", tmp_path / "a.bin"
+    call = f"cos\nsystem\n(S'touch {made}'\ntR.".encode()
+    file.write_bytes(call * 4)  # the older layout has several pickles
+    assert names_in_pickle(file) == set()
+    assert not made.exists()
+    file.write_bytes(call)
+    with pytest.raises(ModelError, match="is damaged"):
+        names_in_pickle(file)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -46,13 +46,38 @@ def test_node_lists_that_cannot_be_read(listed: str) -> None:
         expand_hosts(listed)
 
 
-def test_a_step_of_three_nodes() -> None:
-    assert node_variables(STEP).values == {
-        "NNODES": "3",
-        "NODE_RANK": "2",
-        "MASTER_ADDR": "gpu-07",
-        "N_GPUS": "8",
-    }
+WHOLE = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "gpu-07", "N_GPUS": "8"}
+OLDER = {**STEP, "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": ""}
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "values"),
+    [
+        (STEP, [], WHOLE),
+        # What is said outright stays.
+        ({**STEP, "MASTER_ADDR": "10.0.0.1", "N_GPUS": "4"}, [], {"NNODES": "3", "NODE_RANK": "2"}),
+        (STEP, ["trainer.node_rank"], {k: v for k, v in WHOLE.items() if k != "NODE_RANK"}),
+        ({**STEP, "NNODES": "1"}, [], {}),
+        (OLDER, [], {**WHOLE, "NNODES": "4"}),
+        ({**STEP, "SLURM_GPUS_ON_NODE": ""}, [], {k: WHOLE[k] for k in list(WHOLE)[:3]}),
+        # One node, and a line outside of a step, need nothing.
+        ({**STEP, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}, [], {}),
+        ({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "8"}, [], {}),
+        ({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}, [], {}),
+        ({}, [], {}),
+        ({"RANK": "0"}, [], {}),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, [], {}),
+    ],
+)
+def test_a_node_is_read_from_slurm(
+    env: dict[str, str], given: list[str], values: dict[str, str]
+) -> None:
+    assert node_variables(env, given).values == values
+
+
+def test_a_line_outside_of_a_step() -> None:
+    assert outside_step({"SLURM_NNODES": "2"})
+    assert not outside_step(STEP)
 
 
 def test_origins_name_slurm() -> None:
@@ -60,40 +85,6 @@ def test_origins_name_slurm() -> None:
     assert origins["NODE_RANK"] == "env SLURM_NODEID"
     assert origins["NNODES"] == "env SLURM_NNODES"
     assert origins.keys() == node_variables(STEP).values.keys()
-
-
-def test_what_is_said_outright_stays() -> None:
-    found = node_variables({**STEP, "MASTER_ADDR": "10.0.0.1", "N_GPUS": "4"}).values
-    assert found == {"NNODES": "3", "NODE_RANK": "2"}
-
-
-def test_what_a_flag_says_stays() -> None:
-    assert "NODE_RANK" not in node_variables(STEP, given=["trainer.node_rank"]).values
-
-
-def test_one_node_needs_nothing() -> None:
-    assert node_variables({**STEP, "SLURM_NNODES": "1", "SLURM_NODEID": "0"}).values == {}
-
-
-def test_nnodes_of_ones_own_stands_before_slurm() -> None:
-    assert node_variables({**STEP, "NNODES": "1"}).values == {}
-
-
-def test_outside_a_step_nothing_is_guessed() -> None:
-    assert node_variables({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}).values == {}
-    assert outside_step({"SLURM_NNODES": "2"})
-    assert not outside_step(STEP)
-
-
-def test_the_older_name_of_the_count() -> None:
-    env = {**STEP, "SLURM_JOB_NUM_NODES": "4"}
-    del env["SLURM_NNODES"]
-    assert node_variables(env).values["NNODES"] == "4"
-
-
-def test_without_gpus_none_are_named() -> None:
-    env = {**STEP, "SLURM_GPUS_ON_NODE": ""}
-    assert "N_GPUS" not in node_variables(env).values
 
 
 @pytest.mark.parametrize(
@@ -111,11 +102,6 @@ def test_several_tasks_on_a_node_are_a_mistake(more: dict[str, str]) -> None:
         node_variables({**STEP, **more})
 
 
-def test_one_node_with_tasks_for_other_steps_is_none() -> None:
-    alone = {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "8"}
-    assert node_variables(alone).values == {}
-
-
 def test_torchrun_is_named() -> None:
     env = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8"}
     with pytest.raises(ConfigError, match=r"RANK=3 LOCAL_RANK=3 WORLD_SIZE=8 .* once a node, not"):
@@ -127,11 +113,6 @@ def test_torchrun_is_named() -> None:
 def test_ranks_that_may_count_nodes_are_named_with_the_mend() -> None:
     with pytest.raises(ConfigError, match="NNODES=2 NODE_RANK=1"):
         node_variables({"RANK": "1", "WORLD_SIZE": "2"})
-
-
-@pytest.mark.parametrize("env", [{}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_a_plain_shell_is_fine(env: dict[str, str]) -> None:
-    assert node_variables(env).values == {}
 
 
 def test_hosts_for_names() -> None:

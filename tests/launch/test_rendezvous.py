@@ -53,32 +53,29 @@ def test_who_is_missing_is_named_with_the_host(meeting: Meeting) -> None:
     assert meeting.room.missing() == ["node 2 (host-c)"]
 
 
-def test_a_stranger_is_refused(meeting: Meeting) -> None:
-    said = why(meeting.hello(run="0" * 32))
-    assert "is another one" in said
-    assert meeting.room.members == {}
-
-
-def test_another_protocol_is_refused(meeting: Meeting) -> None:
-    assert "another version of ppo-cli" in why(meeting.hello(protocol=2))
-
-
-def test_another_job_is_refused(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"run": "0" * 32}, "is another one"),
+        ({"protocol": 2}, "another version of ppo-cli"),
+        ({"job": "8"}, "SLURM job 8"),
+        ({"facts": 3}, "its hello is malformed"),
+        ({"facts": {}}, "its hello is malformed"),
+        ({"settings": []}, "its hello is malformed"),
+        ({"rank": 3}, "NODE_RANK 3 does not exist: node 0 has NNODES=3"),
+        ({"rank": 0}, "NODE_RANK 0 is taken by host-a"),
+        (
+            {"facts": asdict(replace(HEAD, rank=1, gpus=8, wanted_gpus=8))},
+            "once a node",
+        ),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "SLURM job 8" in why(meeting.hello(job="8"))
-
-
-@pytest.mark.parametrize("change", [{"facts": 3}, {"facts": {}}, {"settings": []}])
-def test_facts_that_cannot_be_read_are_refused(meeting: Meeting, change: dict[str, Any]) -> None:
-    assert "its hello is malformed" in why(meeting.hello(**change))
-
-
-def test_a_rank_that_is_too_high_is_refused(meeting: Meeting) -> None:
-    assert "NODE_RANK 3 does not exist: node 0 has NNODES=3" in why(meeting.hello(3))
-
-
-def test_rank_zero_is_taken(meeting: Meeting) -> None:
-    assert "NODE_RANK 0 is taken by host-a" in why(meeting.hello(0))
+    assert said in why(meeting.hello(**change))
+    assert meeting.room.members == {}
 
 
 def test_a_rank_that_lives_is_taken(meeting: Meeting) -> None:
@@ -87,11 +84,6 @@ def test_a_rank_that_lives_is_taken(meeting: Meeting) -> None:
     said = why(meeting.hello(1))
     assert said == "NODE_RANK 1 is taken by host-b (127.0.0.1): each node needs its own."
     meeting.until(lambda: any("Refused a node at 127.0.0.1" in line for line in meeting.said))
-
-
-def test_two_ranks_cannot_share_the_gpus_of_a_machine(meeting: Meeting) -> None:
-    facts = asdict(replace(HEAD, rank=1, gpus=8, wanted_gpus=8))
-    assert "once a node" in why(meeting.hello(facts=facts))
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 70_000, b"{}\n", b""])
