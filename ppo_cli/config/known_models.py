@@ -95,7 +95,7 @@ def names_in_pickle(file: Path) -> set[str]:
 class _Inert(dict[Any, Any]):
     """Stands for every object of a pickle: keeps the items of a mapping, and does nothing."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
     tensor = False
 
     def __init__(self, *parts: object) -> None:
@@ -185,12 +185,11 @@ class JudgeApi:
 
 
 def _judges() -> dict[str, JudgeApi]:
-    rows = tomllib.loads(Path(__file__).with_name("judges.toml").read_text(encoding="utf-8"))
-    lists = ("keys", "url_variables")
-    return {
-        name: JudgeApi(**{k: tuple(v) if k in lists else v for k, v in row.items()})
-        for name, row in rows.items()
-    }
+    text = Path(__file__).with_name("judges.toml").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = tomllib.loads(text)
+    for row in rows.values():
+        row |= {name: tuple(row[name]) for name in ("keys", "url_variables")}
+    return {name: JudgeApi(**row) for name, row in rows.items()}
 
 
 JUDGES: dict[str, JudgeApi] = _judges()
