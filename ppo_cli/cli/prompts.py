@@ -45,8 +45,8 @@ def list_prompts(
         ]
         print(json.dumps(rows, ensure_ascii=False, indent=2))
         return
-    rows = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in found]
-    print("\n".join(aligned(rows, left=4)))
+    lines = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in found]
+    print("\n".join(aligned(lines, left=4)))
 
 
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")

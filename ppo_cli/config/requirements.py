@@ -260,7 +260,7 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
 
 def _read_effects() -> dict[str, Idle]:
     rows = tomllib.loads(Path(__file__).with_name("unused.toml").read_text(encoding="utf-8"))
-    found = {}
+    found: dict[str, Idle] = {}
     for condition, row in rows.items():
         found |= dict.fromkeys(row.pop("keys"), Idle(condition, **row))
     return found
