@@ -119,6 +119,23 @@ def test_closing_stops_what_runs(
         reward.submit(rollout(slow, TESTS))
 
 
+def test_limits_are_those_that_were_set(
+    make_reward: Callable[..., RuleReward], rollout: MakeRollout
+) -> None:
+    right = "    return n + 1"
+    asleep = f"import time\ndef f(n):\n    time.sleep(8)\n{right}"
+    flood = f"import os\ndef f(n):\n    os.write(1, bytes(2**19))\n{right}"
+    reward = make_reward(timeout=2, cpu_seconds=60, output_kb=100)
+    slow, loud = (reward.submit(rollout(reply, TESTS[:1])) for reply in (asleep, flood))
+    assert (slow.result(PATIENCE).value, slow.result().reason) == (0.0, "timed out after 2 s")
+    assert (loud.result(PATIENCE).value, loud.result().reason) == (
+        0.0, "wrote more than 100 KB of output",
+    )  # fmt: skip
+    patient = make_reward(timeout=60, cpu_seconds=2, output_kb=600)
+    assert [patient.submit(rollout(reply, TESTS[:1])).result(PATIENCE).value
+            for reply in (asleep, flood)] == [1.0, 1.0]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "source", ["openai_humaneval", "openai/openai_humaneval", "HumanEval", "mbpp", "code", "taco"]
 )
