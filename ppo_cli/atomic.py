@@ -1,12 +1,14 @@
 """Atomic writes: a file, folder or link is replaced when the new one is complete, or not at all.
 
 What is written lies beside its target under a hidden name until it is complete and synced to the
-disk. A process that is killed leaves the hidden name, which the next write removes.
+disk. The name holds the number of the process, so two that write the same target do not meet: the
+last one to finish wins. What a killed process left is removed by the next write of that target.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,14 +19,14 @@ UNFINISHED = ".unfinished-"
 
 def unfinished(path: Path) -> Path:
     """Return the hidden name under which `path` is written."""
-    return path.with_name(f"{UNFINISHED}{path.name}")
+    return path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the hidden name to write; on leaving it becomes `path`, on an error it is removed."""
     fresh = unfinished(path)
-    remove(fresh)
+    _sweep(path)
     try:
         yield fresh
         install(fresh, path)
@@ -58,9 +60,31 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _sweep(path: Path) -> None:
+    """Remove what this process and killed ones left of `path`; what others write now stays."""
+    name = re.compile(rf"{re.escape(UNFINISHED)}(\d+)-{re.escape(path.name)}")
+    for left in path.parent.glob(f"{UNFINISHED}*"):
+        found = name.fullmatch(left.name)
+        if found and not _another_lives(int(found[1])):
+            remove(left)
+
+
+def _another_lives(process: int) -> bool:
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _set_aside(folder: Path) -> Path:
-    old = folder.with_name(f"{UNFINISHED}old-{folder.name}")
-    remove(old)
+    renamed = folder.with_name(f"old-{folder.name}")
+    _sweep(renamed)
+    old = unfinished(renamed)
     os.replace(folder, old)
     return old
 

@@ -49,16 +49,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["rm"]
 
 
-def test_what_a_killed_fit_left_is_swept(tmp_path: Path) -> None:
-    (tmp_path / ".unfinished-rm").mkdir()
-    (tmp_path / ".unfinished-rm" / "junk").write_text("x")
-    write(ModelFolder(tmp_path / "rm"))
-    assert sorted(p.name for p in (tmp_path / "rm").iterdir()) == [
-        "config.json", "fit.json", "tokenizer.json"
-    ]  # fmt: skip
-    assert [p.name for p in tmp_path.iterdir()] == ["rm"]
-
-
 def test_a_fitted_model_is_replaced_only_when_asked(tmp_path: Path) -> None:
     write(ModelFolder(tmp_path / "rm"), "first")
     with pytest.raises(ConfigError, match=r"holds a fitted model already.*--overwrite"):

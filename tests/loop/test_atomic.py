@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ppo_cli.atomic import discard, replacing
+
+GONE = 2**22 + 1  # above the largest process number of Linux
+WRITE_SLOWLY = """
+import sys
+from pathlib import Path
+from ppo_cli.atomic import replacing
+with replacing(Path("a.json")) as fresh:
+    fresh.write_text("half")
+    print(flush=True)
+    sys.stdin.read()
+    fresh.write_text("of the other process")
+"""
 
 
 def names(folder: Path) -> list[str]:
@@ -16,7 +30,7 @@ def names(folder: Path) -> list[str]:
 def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text("old")
-    (tmp_path / ".unfinished-a.json").write_text("of a killed process")
+    (tmp_path / f".unfinished-{GONE}-a.json").write_text("of a killed process")
     with replacing(file) as fresh:
         assert not fresh.exists()
         fresh.write_text("new")
@@ -25,11 +39,27 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.json"]
 
 
+def test_two_processes_may_write_the_same_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    command = [sys.executable, "-c", WRITE_SLOWLY]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe) as other:
+        assert other.stdin and other.stdout
+        other.stdout.readline()
+        with replacing(file) as fresh:
+            fresh.write_text("of this process")
+        assert file.read_text() == "of this process"
+        other.stdin.close()
+    assert other.returncode == 0
+    assert file.read_text() == "of the other process"
+    assert names(tmp_path) == ["a.json"]
+
+
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     (folder / "gone").write_text("x")
-    (tmp_path / ".unfinished-old-model" / "deep").mkdir(parents=True)
+    (tmp_path / f".unfinished-{GONE}-old-model" / "deep").mkdir(parents=True)
     with replacing(folder) as fresh:
         (fresh / "sub").mkdir(parents=True)
         (fresh / "sub" / "kept").write_text("x")
@@ -59,7 +89,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, stop: type[BaseException
 
 
 def test_a_folder_is_deleted_with_what_a_killed_deletion_left(tmp_path: Path) -> None:
-    for name in ("model", ".unfinished-old-model"):
+    for name in ("model", f".unfinished-{GONE}-old-model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     discard(tmp_path / "model")
