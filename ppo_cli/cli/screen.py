@@ -216,7 +216,7 @@ def make_screen(file: TextIO | None = None) -> Screen:
     return PlainScreen(file)
 
 
-class PlainScreen:
+class PlainScreen(Screen):
     """Plain lines without control codes, for files, pipes and logs."""
 
     def __init__(self, file: TextIO) -> None:
@@ -272,7 +272,7 @@ class _TimeLeft(TimeRemainingColumn):
         return Text(shown, style="progress.remaining")
 
 
-class TerminalScreen:
+class TerminalScreen(Screen):
     """A bar for the run and one for each phase of the present step, lines above them."""
 
     def __init__(self, console: Console) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ppo_cli.data_sets.problems import RowProblem
-from ppo_cli.data_sets.render import Rendered, Renderer
-from ppo_cli.data_sets.rows import Row, RowSet, load_rows
+from ppo_cli.data_sets.render import Renderer
+from ppo_cli.data_sets.rows import Row, load_rows
 
 EXAMPLES = 5
 PERCENTILES = (50, 90, 95, 99)
@@ -92,6 +92,12 @@ def check(
     problems = [problem for found in sets for problem in found.problems] + refused
     usable = [item.row for item in rendered]
     words = [item for item in rendered if item.control_words]
+    long = [item for item in rendered if len(item.token_ids) > max_prompt_length]
+    sample = None
+    if rendered:
+        item, row = rendered[0], rendered[0].row
+        place, tokens = str(row.place), len(item.token_ids)
+        sample = Sample(place, item.text, tokens, row.data_source, row.ground_truth)
     return Report(
         files=tuple(found.source for found in sets),
         rows=len(rows) + len({p.place for found in sets for p in found.problems}),
@@ -103,11 +109,11 @@ def check(
         characters=percentiles([count_characters(row) for row in usable]),
         tokens=percentiles([len(item.token_ids) for item in rendered]),
         max_prompt_length=max_prompt_length,
-        overlong=find(long_prompts(rendered, max_prompt_length)),
+        overlong=find([f"{i.row.place}: {len(i.token_ids)} tokens" for i in long]),
         control_words=find([f"{i.row.place}: {', '.join(i.control_words)}" for i in words]),
-        unused_columns=unused_columns(sets),
+        unused_columns=tuple(dict.fromkeys(n for found in sets for n in found.columns.unused)),
         notes=tuple(note for found in sets for note in found.notes),
-        sample=sample_of(rendered),
+        sample=sample,
     )
 
 
@@ -143,28 +149,3 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
     values = np.percentile(lengths, PERCENTILES, method="higher")
     middle = {f"p{p}": int(v) for p, v in zip(PERCENTILES, values, strict=True)}
     return {"min": min(lengths), **middle, "max": max(lengths)}
-
-
-def long_prompts(rendered: Sequence[Rendered], limit: int) -> list[str]:
-    """Name the prompts above the limit."""
-    long = [item for item in rendered if len(item.token_ids) > limit]
-    return [f"{item.row.place}: {len(item.token_ids)} tokens" for item in long]
-
-
-def unused_columns(sets: Sequence[RowSet]) -> tuple[str, ...]:
-    """Return the columns that nothing reads, once each."""
-    return tuple(dict.fromkeys(name for found in sets for name in found.columns.unused))
-
-
-def sample_of(rendered: Sequence[Rendered]) -> Sample | None:
-    """Return the first prompt as the model reads it."""
-    if not rendered:
-        return None
-    item = rendered[0]
-    return Sample(
-        str(item.row.place),
-        item.text,
-        len(item.token_ids),
-        item.row.data_source,
-        item.row.ground_truth,
-    )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.data_sets.problems import Place, RowProblem
-from ppo_cli.errors import DataError, MissingPart, did_you_mean
+from ppo_cli.errors import DataError, did_you_mean
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
@@ -61,33 +61,22 @@ def parse_hub_name(source: str) -> HubName:
 def read_hub(source: str) -> Records:
     """Load one split of a hub set; every failure is reported in one sentence."""
     hub = parse_hub_name(source)
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingPart(
-            f"'{source}' is no file here, and hub sets need the datasets package: "
-            "pip install datasets"
-        ) from error
+    from datasets import load_dataset
+
     try:
         rows = load_dataset(hub.name, hub.config, split=hub.split).to_list()
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(hub_failure(source, hub, error)) from error
+        config = f", config '{hub.config}'" if hub.config else ""
+        near = nearest_file(Path(source))
+        raise DataError(
+            f"'{source}' is no file here, and the hub set '{hub.name}'{config}, split "
+            f"'{hub.split}' did not load ({first_line(error)}); a local JSON, JSONL or parquet "
+            f"file works without the hub.{near if 'Did you mean' in near else ''}"
+        ) from error
     if not rows:
         raise DataError(f"{source}: split '{hub.split}' of the hub set holds no rows.")
     found = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
     return Records(source, hub.label, found)
-
-
-def hub_failure(source: str, hub: HubName, error: Exception) -> str:
-    """Say what was tried, why it failed, and that a local file works too."""
-    config = f", config '{hub.config}'" if hub.config else ""
-    near = nearest_file(Path(source))
-    near = near if "Did you mean" in near else ""
-    return (
-        f"'{source}' is no file here, and the hub set '{hub.name}'{config}, split '{hub.split}' "
-        f"did not load ({first_line(error)}); a local JSON, JSONL or parquet file works "
-        f"without the hub.{near}"
-    )
 
 
 SHOWN_FILES = 5
@@ -187,10 +176,8 @@ def nearest_file(path: Path) -> str:
 
 def read_parquet(path: Path, at_most: int | None = None) -> Found:
     """Read the rows of a parquet file as plain Python values."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
+    from pyarrow.parquet import ParquetFile
+
     try:
         with ParquetFile(path) as file:
             table = file.read() if at_most is None else _first_rows(file, at_most)
@@ -243,8 +230,39 @@ def _count_parquet(path: Path) -> int:
 
 
 def read_json(path: Path, at_most: int | None = None) -> Found:
-    """Read a JSON document of rows, or JSONL that has the wrong suffix."""
-    found, problems = read_document(path, _not_empty(path, read_bytes(path)))
+    """Read a JSON list of rows, or an object whose `data` is one; or JSONL of the wrong suffix."""
+    data = read_bytes(path)
+    try:
+        document, twice = parse_json(data)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
+            found, problems = read_lines(path, data)
+            return found[:at_most], problems
+        where = f"line {error.lineno} column {error.colno}"
+        raise DataError(f"{path} {where}: not JSON ({error.msg}).") from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path} line {line}: {json_problem(error)}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: {json_problem(error)}") from error
+    rows = document
+    if isinstance(document, dict):
+        rows = document.get("data")
+        if not isinstance(rows, list):
+            keys = ", ".join(map(repr, list(document)[:8])) or "none"
+            raise DataError(
+                f"{path} is one JSON object (keys: {keys}), not rows. "
+                'Give a list of rows, {"data": [rows]}, or one row a line as .jsonl.'
+            )
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds {name_type(document)}, not a list of rows.")
+    found, problems = [], []
+    for number, row in enumerate(rows, start=1):
+        place = Place(str(path), number)
+        try:
+            found.append((place, as_record(row, twice)))
+        except ValueError as error:
+            problems.append(RowProblem(place, "", str(error)))
     return found[:at_most], problems
 
 
@@ -258,19 +276,13 @@ def _count_json(path: Path) -> int | None:
 
 def read_jsonl(path: Path, at_most: int | None = None) -> Found:
     """Read JSONL, or a JSON list that has the wrong suffix."""
-    data = _not_empty(path, read_bytes(path, at_most))
+    data = read_bytes(path, at_most)
     return read_json(path, at_most) if data.lstrip().startswith(b"[") else read_lines(path, data)
 
 
 def _count_jsonl(path: Path) -> int:
     with _opened(path) as file:
         return sum(1 for line in file if line.strip())
-
-
-def _not_empty(path: Path, data: bytes) -> bytes:
-    if not data.strip():
-        raise DataError(f"{path} is empty. Give a file with at least one prompt.")
-    return data
 
 
 def _opened(path: Path) -> IO[bytes] | gzip.GzipFile:
@@ -288,7 +300,10 @@ def read_bytes(path: Path, lines: int | None = None) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path} is UTF-16. Save it as UTF-8.")
-    return data.removeprefix(b"\xef\xbb\xbf")
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if not data.strip():
+        raise DataError(f"{path} is empty. Give a file with at least one prompt.")
+    return data
 
 
 def read_lines(path: Path, data: bytes) -> Found:
@@ -304,31 +319,6 @@ def read_lines(path: Path, data: bytes) -> Found:
             found.append((place, as_record(row, twice)))
         except (ValueError, RecursionError) as error:
             problems.append(RowProblem(place, "", json_problem(error)))
-    return found, problems
-
-
-def read_document(path: Path, data: bytes) -> Found:
-    """Parse a JSON list of rows, or an object whose `data` is one; JSONL by mistake is read too."""
-    try:
-        document, twice = parse_json(data)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and data.lstrip().startswith(b"{"):
-            return read_lines(path, data)
-        where = f"line {error.lineno} column {error.colno}"
-        raise DataError(f"{path} {where}: not JSON ({error.msg}).") from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path} line {line}: {json_problem(error)}") from error
-    except RecursionError as error:
-        raise DataError(f"{path}: {json_problem(error)}") from error
-    found: list[tuple[Place, Record]] = []
-    problems: list[RowProblem] = []
-    for number, row in enumerate(rows_of(path, document), start=1):
-        place = Place(str(path), number)
-        try:
-            found.append((place, as_record(row, twice)))
-        except ValueError as error:
-            problems.append(RowProblem(place, "", str(error)))
     return found, problems
 
 
@@ -356,32 +346,13 @@ def _repeated_key(value: Any, twice: Mapping[int, str]) -> str | None:
     return next((key for key in inner if key is not None), None)
 
 
-def rows_of(path: Path, document: Any) -> list[Any]:
-    """Return the list of rows inside a JSON document."""
-    if isinstance(document, list):
-        return document
-    if isinstance(document, dict) and isinstance(document.get("data"), list):
-        return list(document["data"])
-    if isinstance(document, dict):
-        keys = ", ".join(map(repr, list(document)[:8])) or "none"
-        raise DataError(
-            f"{path} is one JSON object (keys: {keys}), not rows. "
-            'Give a list of rows, {"data": [rows]}, or one row a line as .jsonl.'
-        )
-    raise DataError(f"{path} holds {name_type(document)}, not a list of rows.")
-
-
-class NotARecord(ValueError):
-    """A row that is valid JSON but no object, or one with a key that stands twice."""
-
-
 def as_record(value: Any, twice: Mapping[int, str]) -> Record:
-    """Return a row that is a JSON object without repeated keys; else raise NotARecord."""
+    """Return a row that is a JSON object without repeated keys; else raise ValueError."""
     if isinstance(value, dict):
         if twice and (key := _repeated_key(value, twice)) is not None:
-            raise NotARecord(f"the key {key!r} stands twice in one object; keep one of them")
+            raise ValueError(f"the key {key!r} stands twice in one object; keep one of them")
         return value
-    raise NotARecord(f'the row is {name_type(value)}, not an object such as {{"prompt": …}}')
+    raise ValueError(f'the row is {name_type(value)}, not an object such as {{"prompt": …}}')
 
 
 def json_problem(error: Exception) -> str:
@@ -423,21 +394,14 @@ class Format:
     suffixes: tuple[str, ...]
     read: Callable[[Path, int | None], Found]
     count: Callable[[Path], int | None]
-    gzipped: bool = False
-
-    @property
-    def all_suffixes(self) -> tuple[str, ...]:
-        """The suffixes, those of gzipped files included."""
-        gzipped = tuple(f"{suffix}.gz" for suffix in self.suffixes) if self.gzipped else ()
-        return self.suffixes + gzipped
 
 
 FORMATS = (
-    Format((".json",), read_json, _count_json, gzipped=True),
-    Format((".jsonl", ".ndjson"), read_jsonl, _count_jsonl, gzipped=True),
+    Format((".json", ".json.gz"), read_json, _count_json),
+    Format((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), read_jsonl, _count_jsonl),
     Format((".parquet",), read_parquet, _count_parquet),
 )
-BY_SUFFIX = {suffix: found for found in FORMATS for suffix in found.all_suffixes}
+BY_SUFFIX = {suffix: found for found in FORMATS for suffix in found.suffixes}
 SUFFIXES = tuple(sorted(BY_SUFFIX, key=lambda suffix: suffix.endswith(".gz")))
 
 

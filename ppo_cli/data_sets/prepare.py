@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ppo_cli.data_sets.files import (
 from ppo_cli.data_sets.messages import is_transcript, split_transcript
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import read_records, read_source
-from ppo_cli.errors import DataError, MissingPart, did_you_mean, ppo
+from ppo_cli.errors import DataError, did_you_mean, ppo
 from ppo_cli.records import Message
 
 GSM8K = "openai/gsm8k"
@@ -98,15 +99,21 @@ def _gsm8k_files(source: str, split: str) -> list[str]:
     if not folder.is_dir():
         name = f"{GSM8K}/main" if source == GSM8K else source
         return [f"{name}:{split}"]
-    for place in (folder, folder / "main"):
-        exact = [place / f"{split}{suffix}" for suffix in SUFFIXES]
-        files = [path for path in exact if path.is_file()][:1]
-        shards = sorted(p for p in place.glob(f"{split}-*") if file_suffix(p) in SUFFIXES)
-        if files or shards:
-            return [str(path) for path in files or shards]
+    exact = [f"{split}{suffix}" for suffix in SUFFIXES]
+    if found := _first_files((folder, folder / "main"), (*exact, f"{split}-*")):
+        return found
     raise DataError(
         f"{folder} holds no '{split}' split; expected {split}.jsonl or {split}.parquet."
     )
+
+
+def _first_files(places: Sequence[Path], patterns: Sequence[str]) -> list[str]:
+    """Return the data files that the first fitting pattern finds, in order."""
+    for place, pattern in product(places, patterns):
+        found = sorted(str(p) for p in place.glob(pattern) if file_suffix(p) in SUFFIXES)
+        if found:
+            return found
+    return []
 
 
 def _gsm8k_row(place: Place, record: Record) -> dict[str, Any]:
@@ -190,11 +197,9 @@ def humaneval_files(source: str) -> list[str]:
         return [str(path)]
     if not path.is_dir():
         return [f"{source}:{HUMANEVAL_SPLIT}"]
-    for place in (path, path / "openai_humaneval"):
-        for pattern in ("HumanEval*", "humaneval*", f"{HUMANEVAL_SPLIT}*"):
-            found = sorted(one for one in place.glob(pattern) if file_suffix(one) in SUFFIXES)
-            if found:
-                return [str(one) for one in found]
+    names = ("HumanEval*", "humaneval*", f"{HUMANEVAL_SPLIT}*")
+    if found := _first_files((path, path / "openai_humaneval"), names):
+        return found
     raise DataError(
         f"{path} holds no HumanEval file; expected HumanEval.jsonl.gz, or test-*.parquet."
     )
@@ -327,9 +332,15 @@ def prepare(
     there = [path.name for path in targets.values() if path.exists()]
     if there and not force:
         raise DataError(f"{folder} already holds {' and '.join(there)}. Add --force to replace.")
+    import pyarrow
+    from pyarrow import parquet
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_all({targets[split]: rows for split, rows in splits.items()})
+        with ExitStack() as all_written:
+            for split, rows in splits.items():
+                fresh = all_written.enter_context(replacing(targets[split]))
+                parquet.write_table(pyarrow.Table.from_pylist(rows), fresh)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error}).") from error
     files = [Prepared(split, path, len(splits[split])) for split, path in targets.items()]
@@ -338,16 +349,3 @@ def prepare(
         note = f"{count} rows left out, such as {built.left_out[0]}."
         files[-1] = replace(files[-1], note=note)
     return files
-
-
-def write_all(files: Mapping[Path, list[dict[str, Any]]]) -> None:
-    """Write every file under a hidden name, then give them their names."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingPart("Parquet files need pyarrow: pip install pyarrow") from error
-    with ExitStack() as all_written:
-        for path, rows in files.items():
-            fresh = all_written.enter_context(replacing(path))
-            parquet.write_table(pyarrow.Table.from_pylist(rows), fresh)

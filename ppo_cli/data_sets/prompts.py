@@ -64,7 +64,12 @@ def load_prompts(
         problems.extend(refused)
         found.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
     raise_problems(problems)
-    notes = [note for rows in sets for note in rows.notes] + control_word_notes(found)
+    notes = [note for rows in sets for note in rows.notes]
+    if hit := [item for _, item in found if item.control_words]:
+        notes.append(
+            f"{len(hit)} prompts hold control words that the model reads as control tokens, first "
+            f"{hit[0].row.place}: {', '.join(hit[0].control_words)}."
+        )
     if apply_chat_template and not renderer.uses_template:
         notes.append(NO_TEMPLATE)
     return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)
@@ -89,18 +94,6 @@ def unique_labels(sets: Sequence[RowSet]) -> list[str]:
     return labels
 
 
-def control_word_notes(found: Iterable[tuple[str, Rendered]]) -> list[str]:
-    """Warn of prompts whose own text holds words that become control tokens."""
-    hit = [item for _, item in found if item.control_words]
-    if not hit:
-        return []
-    first = hit[0]
-    return [
-        f"{len(hit)} prompts hold control words that the model reads as control tokens, first "
-        f"{first.row.place}: {', '.join(first.control_words)}."
-    ]
-
-
 def fit(
     found: Sequence[tuple[str, Rendered]],
     tokenizer: Tokenizer,
@@ -112,23 +105,25 @@ def fit(
     """Drop, cut or refuse prompts above the limit, and count what was done."""
     long = [item for _, item in found if len(item.token_ids) > limit]
     if long and not filter_overlong and truncation == "error":
-        raise DataError(overlong_message(long, limit))
+        first, longest = long[0], max(len(item.token_ids) for item in long)
+        raise DataError(
+            f"{first.row.place}: the prompt has {len(first.token_ids)} tokens, the limit is "
+            f"{limit} ({len(long)} such rows, the longest has {longest}). Raise "
+            "--max_prompt_length, drop them with data.filter_overlong_prompts=true, or cut them "
+            "with data.truncation=left (keeps the end) or right (keeps the start)."
+        )
     prompts: list[Prompt] = []
     per_file = {item.row.place.file: 0 for _, item in found}
     for uid, item in found:
         if filter_overlong and len(item.token_ids) > limit:
             continue
         per_file[item.row.place.file] += 1
-        done = cut(item, tokenizer, limit, truncation)
-        prompts.append(
-            replace(
-                prompt_of("", item.row),
-                uid=uid,
-                messages=done.messages,
-                rendered=done.text,
-                token_ids=done.token_ids,
-            )
-        )
+        text, ids = item.text, item.token_ids
+        if len(ids) > limit:
+            ids = ids[-limit:] if truncation == "left" else ids[:limit]
+            text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
+        row = prompt_of("", item.row)
+        prompts.append(replace(row, uid=uid, messages=item.messages, rendered=text, token_ids=ids))
     if not prompts:
         longest = max(len(item.token_ids) for item in long)
         raise DataError(
@@ -137,40 +132,18 @@ def fit(
         )
     dropped = len(found) - len(prompts)
     truncated = 0 if filter_overlong else len(long)
-    remarks = [*notes, *fit_notes(dropped, truncated, len(found), limit, truncation)]
-    return PromptSet(tuple(prompts), per_file, dropped, truncated, tuple(remarks))
-
-
-def overlong_message(long: Sequence[Rendered], limit: int) -> str:
-    """Name the first overlong row, its length, the limit and the three mends."""
-    first = long[0]
-    longest = max(len(item.token_ids) for item in long)
-    return (
-        f"{first.row.place}: the prompt has {len(first.token_ids)} tokens, the limit is {limit} "
-        f"({len(long)} such rows, the longest has {longest}). Raise --max_prompt_length, drop "
-        "them with data.filter_overlong_prompts=true, or cut them with data.truncation=left "
-        "(keeps the end) or right (keeps the start)."
-    )
-
-
-def fit_notes(dropped: int, cut_: int, total: int, limit: int, truncation: str) -> list[str]:
-    """Say how many prompts were dropped or cut."""
+    told = list(notes)
     if dropped:
-        return [f"{dropped} of {total} prompts are longer than {limit} tokens and were dropped."]
-    if cut_:
+        told.append(
+            f"{dropped} of {len(found)} prompts are longer than {limit} tokens and were dropped."
+        )
+    if truncated:
         kept = "end" if truncation == "left" else "start"
-        return [f"{cut_} of {total} prompts were cut to {limit} tokens; their {kept} was kept."]
-    return []
-
-
-def cut(item: Rendered, tokenizer: Tokenizer, limit: int, truncation: Truncation) -> Rendered:
-    """Return the prompt within the limit: `left` keeps the end, `right` keeps the start."""
-    ids = item.token_ids
-    if len(ids) <= limit:
-        return item
-    kept = ids[-limit:] if truncation == "left" else ids[:limit]
-    text = str(tokenizer.decode(list(kept), skip_special_tokens=False))
-    return replace(item, token_ids=kept, text=text)
+        told.append(
+            f"{truncated} of {len(found)} prompts were cut to {limit} tokens; their {kept} was "
+            "kept."
+        )
+    return PromptSet(tuple(prompts), per_file, dropped, truncated, tuple(told))
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:

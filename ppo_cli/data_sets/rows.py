@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,10 +85,20 @@ def load_sets(
         left = None if left is None else max(1, left - len(sets[-1].rows))
     raise_problems([problem for rows in sets for problem in rows.problems])
     if max_samples >= 0:
-        sets = keep_first(sets, max_samples)
-    if not any(rows.rows for rows in sets):
-        raise DataError(no_rows_message(sources, max_samples))
-    return sets
+        kept: list[RowSet] = []
+        for rows in sets:
+            most = max_samples - sum(len(earlier.rows) for earlier in kept)
+            kept.append(replace(rows, rows=rows.rows[:most]))
+        sets = kept
+    if any(rows.rows for rows in sets):
+        return sets
+    if not sources:
+        raise DataError("No prompt files were given. Name some with --train_files.")
+    if max_samples == 0:
+        raise DataError(
+            "The sample limit 0 leaves no prompts; -1 uses all (data.train_max_samples)."
+        )
+    raise DataError(f"{', '.join(sources)}: no usable rows.")
 
 
 def load_rows(
@@ -103,27 +114,9 @@ def load_rows(
         columns = Columns(prompt_key, "", source_key, ())
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
     columns = find_columns(raw, prompt_key, source_key)
-    rows, problems = read_records(raw, lambda place, record: read_row(place, record, columns))
+    rows, problems = read_records(raw, partial(read_row, columns=columns))
     notes = tuple(alias_notes(raw.source, columns, prompt_key))
     return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
-
-
-def keep_first(sets: Sequence[RowSet], most: int) -> list[RowSet]:
-    """Return the sets with only the first rows, counted over all of them."""
-    kept = []
-    for rows in sets:
-        kept.append(replace(rows, rows=rows.rows[:most]))
-        most -= len(kept[-1].rows)
-    return kept
-
-
-def no_rows_message(sources: Sequence[str], max_samples: int) -> str:
-    """Say why there is not one prompt."""
-    if not sources:
-        return "No prompt files were given. Name some with --train_files."
-    if max_samples == 0:
-        return "The sample limit 0 leaves no prompts; -1 uses all (data.train_max_samples)."
-    return f"{', '.join(sources)}: no usable rows."
 
 
 def prompt_of(label: str, row: Row) -> Prompt:
@@ -215,13 +208,16 @@ def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:
 
 def read_row(place: Place, record: Record, columns: Columns) -> Row:
     """Turn one record into a row; whatever is wrong with it is a RowError."""
-    return Row(
-        place=place,
-        prompt=read_prompt(record.get(columns.prompt), columns.prompt),
-        ground_truth=read_ground_truth(record, columns.ground_truth),
-        data_source=read_data_source(record, columns.data_source),
-        extra_info=read_extra_info(record.get("extra_info")),
-    )
+    prompt = read_prompt(record.get(columns.prompt), columns.prompt)
+    ground_truth = read_ground_truth(record, columns.ground_truth)
+    named = record.get(columns.data_source) if columns.data_source else None
+    source = read_plain(named, columns.data_source)
+    if source is not None and not isinstance(source, str):
+        raise RowError(columns.data_source, f"is {name_type(source)}, not text")
+    extra_info = read_plain(record.get("extra_info"), "extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise RowError("extra_info", f"is {name_type(extra_info)}, not an object")
+    return Row(place, prompt, ground_truth, source or "", extra_info or {})
 
 
 def read_ground_truth(record: Record, column: str) -> Any:
@@ -238,23 +234,3 @@ def read_ground_truth(record: Record, column: str) -> Any:
     if flat is not None and nested is not None and flat != nested:
         raise RowError(column, f"is {flat!r} but reward_model.ground_truth is {nested!r}; keep one")
     return nested if flat is None else flat
-
-
-def read_data_source(record: Record, column: str) -> str:
-    """Return the name that chooses the rule; empty when the row has none."""
-    value = read_plain(record.get(column), column) if column else None
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise RowError(column, f"is {name_type(value)}, not text")
-    return value
-
-
-def read_extra_info(value: Any) -> Mapping[str, Any]:
-    """Return the row's extra facts as plain values."""
-    plain = read_plain(value, "extra_info")
-    if plain is None:
-        return {}
-    if not isinstance(plain, dict):
-        raise RowError("extra_info", f"is {name_type(plain)}, not an object")
-    return plain

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, User
 from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.fitting.preferences import (
     EncodedPair,
-    Pair,
     Split,
     count,
     encode_pairs,
@@ -36,7 +36,6 @@ from ppo_cli.fitting.preferences import (
 from ppo_cli.fitting.training import (
     Figures,
     FitSettings,
-    Stepped,
     Trainer,
     batches,
     choose_lr,
@@ -56,9 +55,6 @@ class ModelFolder:
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
         self.path = out.expanduser()
         self._place = self.path.resolve()
-        self._check(overwrite)
-
-    def _check(self, overwrite: bool) -> None:
         if self._place.exists() and not self._place.is_dir():
             raise ConfigError(f"--out {self.path} is a file; name a folder.")
         if self._place.is_dir() and any(self._place.iterdir()):
@@ -105,29 +101,6 @@ LINES = 20  # lines about steps in a fit
 MEASURED = 4  # times that the held-out pairs are scored, besides at the start
 
 
-@dataclass(frozen=True)
-class Material:
-    """Encoded pairs of both sides, and what was dropped on the way."""
-
-    train: tuple[EncodedPair, ...]
-    held_out: tuple[EncodedPair, ...]
-    dropped: dict[str, int]
-
-
-@dataclass
-class Course:
-    """How the fit went so far."""
-
-    total_steps: int
-    before: Figures
-    best: Figures | None = None
-    best_step: int = 0
-    last: Figures | None = None
-    step: int = 0
-    skipped: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-
-
 def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     """Fit and save; returns the record that lies beside the model. Interrupted: see there."""
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
@@ -141,19 +114,28 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         template=settings.template,
         max_length=settings.max_length,
     )
-    material = encode(loaded, settings, split, dropped, screen)
-    return Fit(settings, loaded, material, folder, screen).run()
+    form = whole_format(loaded, settings.model)
+    sides: list[tuple[EncodedPair, ...]] = []
+    with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
+        for what, pairs in (("training", split.train), ("held-out", split.held_out)):
+            found = encode_pairs(form, pairs, loaded.max_length, advance)
+            if not settings.skip_bad_rows:
+                refuse_refused(found)
+            tell(screen, tell_left_out(found, what, loaded.max_length))
+            dropped.update(too_long=len(found.too_long), refused=len(found.refused))
+            sides.append(found.pairs)
+    return Fit(settings, loaded, sides[0], sides[1], +dropped, folder, screen).run()
 
 
-def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, dict[str, int]]:
-    """Read the pairs and set the held-out ones apart."""
+def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
+    """Read the pairs and set the held-out ones apart; also count what was dropped and why."""
     found = load_pairs(settings.data, skip_bad_rows=settings.skip_bad_rows)
     tell(screen, found.notes)
     if not found.pairs:
         raise DataError("No usable pair is left in --data.")
+    dropped = Counter(found.dropped)
     if not settings.val_data:
-        split = split_by_prompt(found.pairs, settings.val_share, settings.recipe.seed)
-        return split, found.dropped
+        return split_by_prompt(found.pairs, settings.val_share, settings.recipe.seed), dropped
     held_out = load_pairs(settings.val_data, skip_bad_rows=settings.skip_bad_rows)
     tell(screen, held_out.notes)
     if not held_out.pairs:
@@ -161,34 +143,8 @@ def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, dict[str, 
     split = keep_apart(found.pairs, held_out.pairs)
     if shared := len(found.pairs) - len(split.train):
         screen.note(f"{count(shared, 'pair')} left out: the prompt is in --val_data too.")
-        return split, found.dropped | {"in_val_data": shared}
-    return split, found.dropped
-
-
-def encode(
-    loaded: LoadedModel,
-    settings: FitSettings,
-    split: Split,
-    dropped: dict[str, int],
-    screen: Screen,
-) -> Material:
-    """Encode both sides by the format that the fitted model will be scored with."""
-    form = whole_format(loaded, settings.model)
-    sides: list[tuple[EncodedPair, ...]] = []
-    lost = {"too_long": 0, "refused": 0}
-    named: list[tuple[str, Sequence[Pair]]] = [
-        ("training", split.train), ("held-out", split.held_out)
-    ]  # fmt: skip
-    with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
-        for what, pairs in named:
-            found = encode_pairs(form, pairs, loaded.max_length, advance)
-            if not settings.skip_bad_rows:
-                refuse_refused(found)
-            tell(screen, tell_left_out(found, what, loaded.max_length))
-            lost["too_long"] += len(found.too_long)
-            lost["refused"] += len(found.refused)
-            sides.append(found.pairs)
-    return Material(sides[0], sides[1], dropped | {k: n for k, n in lost.items() if n})
+        dropped["in_val_data"] = shared
+    return split, dropped
 
 
 class Fit:
@@ -198,122 +154,129 @@ class Fit:
         self,
         settings: FitSettings,
         loaded: LoadedModel,
-        material: Material,
+        train: Sequence[EncodedPair],
+        held_out: Sequence[EncodedPair],
+        dropped: Mapping[str, int],
         folder: ModelFolder,
         screen: Screen,
     ) -> None:
         assert isinstance(loaded.network, ScoreNetwork)
-        self._network = loaded.network
-        self._settings = settings
-        self._loaded = loaded
-        self._material = material
-        self._folder = folder
-        self._screen = screen
+        self._network, self._loaded = loaded.network, loaded
+        self._settings, self._folder, self._screen = settings, folder, screen
+        self._train, self._held_out, self._dropped = train, held_out, dropped
         self._lr = choose_lr(settings.recipe, self._network.size())
-        total = steps_of(len(material.train), settings.recipe)
-        self._trainer = Trainer(self._network, settings.recipe, self._lr, total)
-        self._total_steps = total
+        self._total = steps_of(len(train), settings.recipe)
+        self._trainer = Trainer(self._network, settings.recipe, self._lr, self._total)
+        self._step = self._best_step = 0
+        self._before: Figures | None = None
+        self._best: Figures | None = None
+        self._history: list[dict[str, float]] = []
 
     def run(self) -> dict[str, Any]:
         """Do all steps, or as many as a signal allows; the best model lies in the folder."""
-        self._tell_start()
+        recipe = self._settings.recipe
+        tell(self._screen, self._network.notes)
+        size = self._network.size()
+        chosen = "" if recipe.lr else " (unset: chosen by what is trained)"
+        what = "the head alone" if recipe.freeze_body else f"{size:,} weights"
+        self._screen.note(
+            f"{count(len(self._train), 'pair')} to train on, {len(self._held_out)} held out; "
+            f"{count(self._total, 'step')} of {recipe.batch_size}, {what}, lr {self._lr:g}{chosen}."
+        )
         with StopOnSignal(self._screen.note) as stop:
-            course = Course(self._total_steps, self._measure())
-            if not math.isfinite(course.before.loss):
+            self._before = self._measure()
+            if not math.isfinite(self._before.loss):
                 raise ModelError(
                     f"{self._settings.model} gives scores that are not finite: its weights are "
                     "damaged, or --dtype is too small for it."
                 )
-            self._screen.note(told_figures(0, course.total_steps, course.before))
-            self._steps(course, stop.reason)
-        if reason := stop.reason():
-            self._interrupt(course, reason)
-        record = self._record(course, finished=True)
+            self._screen.note(self._told(self._before))
+            self._steps(stop.reason)
+        reason = stop.reason()
+        if reason and self._best is None:
+            raise Interrupted(
+                f"{self._stopped(reason)} Nothing was saved; run the same command again."
+            )
+        record = self._record(finished=not reason)
         self._folder.finish(record)
+        if reason and self._best:
+            raise Interrupted(
+                f"{self._stopped(reason)} {self._folder.path} holds the best model so far (step "
+                f"{self._best_step}, held-out accuracy {self._best.accuracy:.3f}), whole and ready "
+                "for --reward_model. A fit does not go on from there: for all of it run the same "
+                "command with --overwrite."
+            )
         return record
 
-    def _steps(self, course: Course, stopped: Callable[[], str | None]) -> None:
-        recipe, total = self._settings.recipe, course.total_steps
+    def _stopped(self, reason: str) -> str:
+        return f"{reason}: stopped after {self._step} of {self._total} steps."
+
+    def _steps(self, stopped: Callable[[], str | None]) -> None:
+        recipe, total = self._settings.recipe, self._total
         every = max(1, total // LINES)
         marks = {round(total * (i + 1) / MEASURED) for i in range(MEASURED)} | {total}
         with self._screen.phase("fit", total) as advance:
-            for number, pairs in enumerate(batches(self._material.train, recipe, total)):
+            for number, pairs in enumerate(batches(self._train, recipe, total)):
                 if stopped():
                     break
                 done = self._trainer.step(number, pairs)
-                course.step, course.skipped = number + 1, self._trainer.skipped
+                self._step = number + 1
                 advance(1)
                 if not done.updated:
-                    self._screen.health(f"step {course.step}: not finite, skipped.")
-                if course.step % every == 0:
-                    self._screen.note(told_step(course.step, total, done))
-                if course.step in marks:
-                    self._keep(course)
-        if course.step and course.step not in marks:
-            self._keep(course)
+                    self._screen.health(f"step {self._step}: not finite, skipped.")
+                if self._step % every == 0:
+                    figures = done.figures
+                    self._screen.note(
+                        f"step {self._step}/{total}  loss {done.loss:.4f}  "
+                        f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}  "
+                        f"grad_norm {done.grad_norm:.3g}"
+                    )
+                if self._step in marks:
+                    self._keep()
+        if self._step and self._step not in marks:
+            self._keep()
 
-    def _keep(self, course: Course) -> None:
+    def _keep(self) -> None:
         """Measure on the held-out pairs, and save when it is the best so far."""
-        course.last = figures = self._measure()
-        course.history.append({"step": course.step, **figures.as_dict()})
-        better = math.isfinite(figures.loss) and figures.better_than(course.best)
-        kept = "; kept" if better else ""
-        self._screen.note(told_figures(course.step, course.total_steps, figures) + kept)
+        figures = self._measure()
+        self._history.append({"step": self._step, **asdict(figures)})
+        better = math.isfinite(figures.loss) and figures.better_than(self._best)
+        self._screen.note(self._told(figures) + ("; kept" if better else ""))
         if better:
-            course.best, course.best_step = figures, course.step
-            record = self._record(course, finished=False)
+            self._best, self._best_step = figures, self._step
+            record = self._record(finished=False)
             self._folder.write(self._network.module, self._loaded.tokenizer, record)
 
     def _measure(self) -> Figures:
-        pairs = self._material.held_out
-        with self._screen.phase("held out", 2 * len(pairs)) as advance:
-            return measure(self._network, pairs, self._settings.recipe.batch_tokens, advance)
+        with self._screen.phase("held out", 2 * len(self._held_out)) as advance:
+            tokens = self._settings.recipe.batch_tokens
+            return measure(self._network, self._held_out, tokens, advance)
 
-    def _tell_start(self) -> None:
-        size = self._network.size()
-        tell(self._screen, self._network.notes)
-        chosen = "" if self._settings.recipe.lr else " (unset: chosen by what is trained)"
-        what = "the head alone" if self._settings.recipe.freeze_body else f"{size:,} weights"
-        self._screen.note(
-            f"{count(len(self._material.train), 'pair')} to train on, "
-            f"{len(self._material.held_out)} held out; {count(self._total_steps, 'step')} of "
-            f"{self._settings.recipe.batch_size}, {what}, lr {self._lr:g}{chosen}."
+    def _told(self, figures: Figures) -> str:
+        return (
+            f"held out after step {self._step}/{self._total}: loss {figures.loss:.4f}  "
+            f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}"
         )
 
-    def _interrupt(self, course: Course, reason: str) -> None:
-        done = f"{reason}: stopped after {course.step} of {course.total_steps} steps."
-        if course.best is None:
-            raise Interrupted(f"{done} Nothing was saved; run the same command again.")
-        self._folder.finish(self._record(course, finished=False))
-        raise Interrupted(
-            f"{done} {self._folder.path} holds the best model so far (step {course.best_step}, "
-            f"held-out accuracy {course.best.accuracy:.3f}), whole and ready for --reward_model. "
-            "A fit does not go on from there: for all of it run the same command with --overwrite."
-        )
-
-    def _record(self, course: Course, *, finished: bool) -> dict[str, Any]:
-        best = course.best
-        assert best is not None
-        recipe = self._settings.recipe.model_dump() | {"lr": self._lr}
+    def _record(self, *, finished: bool) -> dict[str, Any]:
+        assert self._best is not None and self._before is not None
         return {
             "model": self._settings.model,
             "out": str(self._folder.path),
             "finished": finished,
             "data": list(self._settings.data),
             "val_data": list(self._settings.val_data),
-            "pairs": {
-                "train": len(self._material.train), "held_out": len(self._material.held_out)
-            },
-            "dropped": self._material.dropped,
+            "pairs": {"train": len(self._train), "held_out": len(self._held_out)},
+            "dropped": dict(self._dropped),
             "steps": {
-                "done": course.step, "all": course.total_steps, "skipped": course.skipped,
-                "kept": course.best_step,
+                "done": self._step, "all": self._total, "skipped": self._trainer.skipped,
+                "kept": self._best_step,
             },
-            "before": course.before.as_dict(),
-            "after": best.as_dict(),
-            "scores": {"mean": best.mean, "std": best.std},
-            "history": course.history,
-            "recipe": recipe,
+            "before": asdict(self._before),
+            "after": asdict(self._best),
+            "scores": {"mean": self._best.mean, "std": self._best.std},
+            "history": self._history,
+            "recipe": self._settings.recipe.model_dump() | {"lr": self._lr},
             "max_length": self._loaded.max_length,
             "torch": torch.__version__.split("+")[0],
         }  # fmt: skip
@@ -323,20 +286,3 @@ def tell(screen: Screen, notes: Sequence[str]) -> None:
     """Show remarks."""
     for note in notes:
         screen.note(note)
-
-
-def told_step(step: int, total: int, done: Stepped) -> str:
-    """Return the line of a step."""
-    figures = done.figures
-    return (
-        f"step {step}/{total}  loss {done.loss:.4f}  accuracy {figures.accuracy:.3f}  "
-        f"margin {figures.margin:+.3f}  grad_norm {done.grad_norm:.3g}"
-    )
-
-
-def told_figures(step: int, total: int, figures: Figures) -> str:
-    """Return the line of a measurement on the held-out pairs."""
-    return (
-        f"held out after step {step}/{total}: loss {figures.loss:.4f}  "
-        f"accuracy {figures.accuracy:.3f}  margin {figures.margin:+.3f}"
-    )

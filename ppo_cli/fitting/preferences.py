@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -36,67 +37,6 @@ from ppo_cli.rewards.local.base import Encoded, Format, LoadedModel
 from ppo_cli.rewards.local.formats import ControlToken, format_for
 
 RESPONSE, SCORE = "response", "score"
-Better = tuple[Place, tuple[Message, ...], str, str]
-Group = list[tuple[float, Place, str]]
-
-
-def is_scored(names: Sequence[str]) -> bool:
-    """Tell whether the columns of a file are those of scored responses."""
-    return {RESPONSE, SCORE} <= set(names)
-
-
-def rank(raw: Records, prompt: str) -> tuple[list[Better], list[RowProblem], str]:
-    """Return (place, messages, better, worse) of a file, its bad rows, and what was found."""
-    groups: dict[str, tuple[tuple[Message, ...], Group]] = {}
-    problems = list(raw.problems)
-    unscored = 0
-    for place, record in raw.records:
-        try:
-            messages, response, score = read_scored(record, prompt)
-        except RowError as error:
-            problems.append(RowProblem(place, error.column, str(error)))
-            continue
-        if score is None:
-            unscored += 1
-            continue
-        key = json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False)
-        groups.setdefault(key, (messages, []))[1].append((score, place, response))
-    found = [pair for messages, group in groups.values() for pair in rank_group(messages, group)]
-    told = f"{raw.source}: {len(found)} pairs out of scored responses to {len(groups)} prompts"
-    lost = f", {unscored} without a score left out" if unscored else ""
-    return found, problems, f"{told}{lost}."
-
-
-def rank_group(messages: tuple[Message, ...], group: Group) -> list[Better]:
-    """Pair the responses to one prompt; the same text counts once, equal scores make no pair."""
-    once = {response: (score, place) for score, place, response in reversed(group)}
-    ordered = sorted(once.items(), key=lambda item: -item[1][0])
-    return [
-        (place, messages, better, worse)
-        for (better, (high, place)), (worse, (low, _)) in combinations(ordered, 2)
-        if high > low
-    ]
-
-
-def read_scored(record: Record, prompt: str) -> tuple[tuple[Message, ...], str, float | None]:
-    """Return the prompt, the response and the score of a row; None for a score that failed."""
-    given = read_prompt(record.get(prompt), prompt)
-    messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
-    response = read_plain(record.get(RESPONSE), RESPONSE)
-    if not isinstance(response, str):
-        raise RowError(RESPONSE, f"is {name_type(response)}, not text")
-    return messages, response, read_score(as_plain(record.get(SCORE)))
-
-
-def read_score(value: Any) -> float | None:
-    """Return a score; null is one that failed."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RowError(SCORE, f"is {value!r}, not a number")
-    return float(value)
-
-
 CHOSEN, REJECTED, PROMPT, MARGIN = "chosen", "rejected", "prompt", "margin"
 SHOWN = 5
 EXPECTED = (
@@ -119,7 +59,12 @@ class Pair:
     @property
     def prompt_id(self) -> str:
         """The same text for the same prompt."""
-        return json.dumps([[m["role"], m["content"]] for m in self.messages], ensure_ascii=False)
+        return text_of(self.messages)
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """The same text for the same turns."""
+    return json.dumps([[m["role"], m["content"]] for m in messages], ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -142,17 +87,27 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
         prompt = PROMPT if PROMPT in names else sole(PROMPT_ALIASES, names)
         if prompt not in (PROMPT, ""):
             notes.append(f"{raw.source}: the prompt is read from column '{prompt}'.")
-        if prompt and is_scored(names) and not {CHOSEN, REJECTED} & set(names):
-            ranked, bad, told = rank(raw, prompt)
-            found = [Pair(*pair) for pair in ranked]
+        columns = set(names)
+        if prompt and {RESPONSE, SCORE} <= columns and not {CHOSEN, REJECTED} & columns:
+            found, bad, told = rank(raw, prompt)
             notes.append(told)
         else:
-            check_columns(raw, names)
-            found, bad = read_pairs(raw, prompt)
+            for column in (CHOSEN, REJECTED) if raw.records else ():
+                if column not in names:
+                    raise DataError(
+                        f"{raw.source}: no column '{column}'. Its columns: {list_names(names)}."
+                        f"{did_you_mean(column, names)} {EXPECTED}"
+                    )
+            found, bad = read_records(raw, partial(read_pair, prompt=prompt))
         pairs += found
         problems += bad
     if problems and not skip_bad_rows:
-        raise DataError(tell_problems(problems))
+        rows = len({problem.place for problem in problems})
+        lines = [f"{count(rows, 'bad row')}:", *(str(problem) for problem in problems[:SHOWN])]
+        if len(problems) > SHOWN:
+            lines.append(f"… and {len(problems) - SHOWN} more.")
+        way = "Mend them, or leave them out with --skip_bad_rows."
+        raise DataError("\n".join([*lines, EXPECTED, way]))
     dropped: dict[str, int] = {}
     if problems:
         dropped["bad"] = len({problem.place for problem in problems})
@@ -168,19 +123,53 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
     return PairSet(kept, tuple(notes), dropped)
 
 
-def read_pairs(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem]]:
-    """Read the records of one source."""
-    return read_records(raw, lambda place, record: read_pair(place, record, prompt))
+@dataclass(frozen=True)
+class ScoredRow:
+    """A response with its score; None for a score that failed."""
+
+    place: Place
+    messages: tuple[Message, ...]
+    response: str
+    score: float | None
 
 
-def check_columns(raw: Records, names: Sequence[str]) -> None:
-    """See that both replies have their column."""
-    for column in (CHOSEN, REJECTED) if raw.records else ():
-        if column not in names:
-            raise DataError(
-                f"{raw.source}: no column '{column}'. Its columns: {list_names(names)}."
-                f"{did_you_mean(column, names)} {EXPECTED}"
-            )
+def rank(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
+    """Return the pairs of a file of scored responses, its bad rows, and what was found.
+
+    The same text counts once, and equal scores make no pair.
+    """
+    rows, problems = read_records(raw, partial(read_scored, prompt=prompt))
+    groups: dict[str, dict[str, tuple[float, ScoredRow]]] = {}
+    for row in rows:
+        if row.score is not None:
+            group = groups.setdefault(text_of(row.messages), {})
+            group.setdefault(row.response, (row.score, row))
+    found = [
+        Pair(better.place, better.messages, better.response, worse.response)
+        for group in groups.values()
+        for (high, better), (low, worse) in combinations(
+            sorted(group.values(), key=lambda scored: -scored[0]), 2
+        )
+        if high > low
+    ]
+    told = f"{raw.source}: {len(found)} pairs out of scored responses to {len(groups)} prompts"
+    unscored = sum(row.score is None for row in rows)
+    lost = f", {unscored} without a score left out" if unscored else ""
+    return found, problems, f"{told}{lost}."
+
+
+def read_scored(place: Place, record: Record, prompt: str) -> ScoredRow:
+    """Turn one record into a scored response; whatever is wrong with it is a RowError."""
+    given = read_prompt(record.get(prompt), prompt)
+    messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
+    response = read_plain(record.get(RESPONSE), RESPONSE)
+    if not isinstance(response, str):
+        raise RowError(RESPONSE, f"is {name_type(response)}, not text")
+    score = as_plain(record.get(SCORE))
+    number = isinstance(score, int | float) and not isinstance(score, bool)
+    if score is not None and not (number and math.isfinite(score)):
+        raise RowError(SCORE, f"is {score!r}, not a number")
+    return ScoredRow(place, messages, response, None if score is None else float(score))
 
 
 def read_pair(place: Place, record: Record, prompt: str) -> Pair:
@@ -189,9 +178,14 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
     rejected_before, rejected = read_side(record.get(REJECTED), REJECTED)
     given = read_plain(record.get(prompt), prompt) if prompt else None
     if given is not None:
-        messages = with_system(read_given(given, prompt), chosen_before)
-        check_opening(chosen_before, messages, CHOSEN)
-        check_opening(rejected_before, messages, REJECTED)
+        messages = read_given(given, prompt)
+        # A system message may stand in the dialogues and not in the prompt column.
+        if len(chosen_before) == len(messages) + 1 and chosen_before[0]["role"] == "system":
+            messages = (chosen_before[0], *messages)
+        for before, column in ((chosen_before, CHOSEN), (rejected_before, REJECTED)):
+            if before and plain_turns(before) != plain_turns(messages):
+                said = "holds other turns than `prompt` before its reply; they must agree"
+                raise RowError(column, said)
     else:
         messages = shared_opening(chosen_before, rejected_before)
     return Pair(place, messages, chosen, rejected, read_margin(record.get(MARGIN)))
@@ -223,19 +217,6 @@ def read_given(value: Any, column: str) -> tuple[Message, ...]:
         turns = [dict(m) for m in split_transcript(prompt) if m["content"]]
         return read_messages(turns, column)
     return ({"role": "user", "content": prompt},)
-
-
-def with_system(messages: tuple[Message, ...], before: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Take over a system message that stands in the dialogues but not in the prompt column."""
-    if len(before) == len(messages) + 1 and before[0]["role"] == "system":
-        return (before[0], *messages)
-    return messages
-
-
-def check_opening(before: Sequence[Message], messages: Sequence[Message], column: str) -> None:
-    """See that the turns in front of a response, where there are any, are the prompt."""
-    if before and plain_turns(before) != plain_turns(messages):
-        raise RowError(column, "holds other turns than `prompt` before its reply; they must agree")
 
 
 def shared_opening(
@@ -272,15 +253,6 @@ def read_margin(value: Any) -> float:
     if not math.isfinite(plain) or plain < 0:
         raise RowError(MARGIN, f"is {plain}; a margin is a number from 0 up")
     return float(plain)
-
-
-def tell_problems(problems: Sequence[RowProblem]) -> str:
-    """Name the first bad rows, what a row should be, and the way around them."""
-    rows = len({problem.place for problem in problems})
-    lines = [f"{count(rows, 'bad row')}:", *(str(problem) for problem in problems[:SHOWN])]
-    if len(problems) > SHOWN:
-        lines.append(f"… and {len(problems) - SHOWN} more.")
-    return "\n".join([*lines, EXPECTED, "Mend them, or leave them out with --skip_bad_rows."])
 
 
 def count(number: int, what: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -100,10 +100,6 @@ class Figures:
     def better_than(self, other: Figures | None) -> bool:
         """Higher accuracy; on a tie, the lower loss."""
         return other is None or (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the figures by name."""
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -130,17 +130,15 @@ def _last(steps: History, key: str, count: int) -> list[float]:
     return whole if len(whole) == count else []
 
 
-def _moves(values: Sequence[float]) -> bool:
-    """Whether the second half differs from the first by more than chance."""
-    half = len(values) // 2
-    first, second = values[:half], values[half:]
-    noise = math.sqrt(pvariance(first) / len(first) + pvariance(second) / len(second))
-    return abs(fmean(second) - fmean(first)) > max(2 * noise, 1e-9)
-
-
 def _reward_stands_still(steps: History) -> bool:
+    """Whether the second half differs from the first by no more than chance."""
     rewards = _last(steps, "reward_mean", LONG)
-    return bool(rewards) and not _moves(rewards)
+    half = LONG // 2
+    first, second = rewards[:half], rewards[half:]
+    if not rewards:
+        return False
+    noise = math.sqrt(pvariance(first) / half + pvariance(second) / half)
+    return abs(fmean(second) - fmean(first)) <= max(2 * noise, 1e-9)
 
 
 def _collapsed(steps: History, limits: Limits) -> str:
@@ -174,32 +172,23 @@ def _collapsed(steps: History, limits: Limits) -> str:
 
 
 def _kl_high(steps: History, limits: Limits) -> str:
-    kl = _last(steps, "kl_divergence", 1)
-    if not kl or not _far_off(steps, limits):
-        return ""
-    return (
-        f"kl {kl[-1]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
-        f"Raise {limits.kl_setting} or lower --lr."
-    )
-
-
-def _far_off(steps: History, limits: Limits) -> bool:
     """Far above the limit at once; a little above when it stays and does not pay.
 
     A rule cannot be fooled: there a reward that rises is worth some distance.
     """
     newest, two = _last(steps, "kl_divergence", 1), _last(steps, "kl_divergence", 2)
-    if newest and newest[0] > FAR * limits.kl[1]:
-        return True
-    if len(steps) < SETTLE_STEPS or not two or min(two) <= limits.kl[1]:
-        return False
-    return limits.judged or not _reward_rises(steps)
-
-
-def _reward_rises(steps: History) -> bool:
-    rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
-    few = rewards[-SETTLE_STEPS:]
-    return len(rewards) > 1 and fmean(few) > rewards[0]
+    if not newest:
+        return ""
+    if newest[0] <= FAR * limits.kl[1]:
+        rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
+        rises = len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
+        lasts = len(steps) >= SETTLE_STEPS and bool(two) and min(two) > limits.kl[1]
+        if not lasts or (rises and not limits.judged):
+            return ""
+    return (
+        f"kl {newest[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
+        f"Raise {limits.kl_setting} or lower --lr."
+    )
 
 
 def _kl_low(steps: History, limits: Limits) -> str:
@@ -277,23 +266,17 @@ def _entropy_collapse(steps: History, limits: Limits) -> str:
     early, late = _last(steps[:3], "entropy", 3), _last(steps, "entropy", 3)
     if len(steps) < 2 * SETTLE_STEPS or not early or not late:
         return ""
-    collapsed = fmean(late) < limits.entropy_share * fmean(early)
-    if not collapsed or _is_solved(steps[-1]):
+    if fmean(late) >= limits.entropy_share * fmean(early):
+        return ""
+    mean, low, high = (steps[-1].get(n) for n in ("reward_mean", "score/min", "score/max"))
+    # Where nearly all responses get the best reward, low entropy is success.
+    if None not in (mean, low, high) and mean >= high - 0.1 * (high - low):
         return ""
     return (
         f"entropy fell from {fmean(early):.2g} to {fmean(late):.2g}: the model says nearly the "
         "same each time and stops exploring. Raise actor.entropy_coeff (0.001 is a start), "
         f"--temperature or {limits.kl_setting}, or lower --lr."
     )
-
-
-def _is_solved(line: Mapping[str, Any]) -> bool:
-    """Whether nearly all responses get the best reward: then low entropy is success."""
-    values = [line.get(name) for name in ("reward_mean", "score/min", "score/max")]
-    if any(v is None for v in values):
-        return False
-    mean, low, high = (float(v) for v in values if v is not None)
-    return mean >= high - 0.1 * (high - low)
 
 
 def _critic_stuck(steps: History, limits: Limits) -> str:
@@ -432,7 +415,8 @@ def _part_dominated(steps: History, limits: Limits) -> str:
         if std <= 1e-6 or share >= weight / 2:
             continue
         loud = max(names, key=lambda n: float(line.get(f"reward/{n}/share") or 0.0))
-        raw = max((loud, name), key=lambda n: abs(math.log(_scaled_std(line, n))))
+        scaled = {n: float(line.get(f"reward/{n}/scaled_std") or 0.0) for n in (loud, name)}
+        raw = max(scaled, key=lambda n: abs(math.log(max(1e-9, scaled[n]))))
         return (
             f"The reward's part '{name}' is dominated: it makes {share:.0%} of the total's spread, "
             f"its weight says {weight:.0%}. Set the scaling of '{raw}' to zscore (or affine)."
@@ -460,10 +444,6 @@ def _prompts_cut(steps: History, limits: Limits) -> str:
         f"{sum(found)} prompts were cut to fit the reward model, from the left. Raise "
         "--reward_model_max_length if it can read more, or shorten them (--max_prompt_length)."
     )
-
-
-def _scaled_std(line: Mapping[str, Any], name: str) -> float:
-    return max(1e-9, float(line.get(f"reward/{name}/scaled_std") or 0.0))
 
 
 def _memory_ran_out(steps: History, limits: Limits) -> str:

@@ -88,8 +88,16 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         opinion = any({"judge_reply", "mixture"} & s.score.info.keys() for s in scored)
         if prefix and not opinion and np.isin(values, (0.0, 1.0)).all():
             metrics[f"{prefix}accuracy"] = float(values.mean())
-    metrics |= _part_metrics(scored, prefix)
-    return metrics | (_source_metrics(scored, prefix) if prefix else {})
+    groups: dict[str, list[float]] = defaultdict(list)
+    for s in scored:
+        if s.score.value is not None and s.score.judged:
+            for name, part in s.score.parts.items():
+                if part.raw is not None:
+                    groups[f"reward/{name}"].append(part.raw)
+            if prefix:
+                source = s.rollout.prompt.data_source or "unnamed"
+                groups[f"reward_mean/{source}"].append(s.score.value)
+    return metrics | {f"{prefix}{name}": float(np.mean(found)) for name, found in groups.items()}
 
 
 def recent(lines: Sequence[Mapping[str, Any]], most: int = 100) -> dict[str, float]:
@@ -120,26 +128,6 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
     """1 - Var(returns - values) / Var(returns); NaN when the returns do not vary."""
     spread = float(np.var(returns)) if len(returns) else 0.0
     return 1 - float(np.var(returns - values)) / spread if spread > 1e-12 else math.nan
-
-
-def _part_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
-    parts: dict[str, list[float]] = defaultdict(list)
-    for s in scored:
-        for name, part in s.score.parts.items():
-            if part.raw is not None and s.score.judged:
-                parts[f"{prefix}reward/{name}"].append(part.raw)
-    return {name: float(np.mean(values)) for name, values in parts.items()}
-
-
-def _source_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
-    sources: dict[str, list[float]] = defaultdict(list)
-    for s in scored:
-        if s.score.value is not None and s.score.judged:
-            sources[s.rollout.prompt.data_source or "unnamed"].append(s.score.value)
-    return {
-        f"{prefix}reward_mean/{source}": float(np.mean(values))
-        for source, values in sources.items()
-    }
 
 
 Lines = Sequence[Mapping[str, Any]]
@@ -331,10 +319,10 @@ def _rewards(lines: Lines) -> tuple[float, ...]:
 
 def _parts(lines: Lines) -> dict[str, float]:
     """The raw mean of each part of a mixture over some steps."""
-    values: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         for name, value in mixture_parts(line).items():
-            values.setdefault(f"reward {name}", []).append(value)
+            values[f"reward {name}"].append(value)
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.schema import Config
@@ -36,27 +36,15 @@ from ppo_cli.run_folder.folder import (
 )
 
 
-class Sink(Protocol):
-    """Takes the metrics of each step."""
-
-    def open(self, step: int, *, resumed: bool) -> None:
-        """Make ready; `step` is the first that will come, `resumed` whether others came before."""
-        ...
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one step."""
-        ...
-
-    def close(self) -> None:
-        """See everything to its place. Safe to call twice."""
-        ...
-
-
 def check_loggers(loggers: Sequence[str]) -> None:
     """Raise MissingPart when a logger's package is not installed; imports nothing."""
     for package in ("tensorboard", "wandb"):
         if package in loggers and find_spec(package) is None:
-            raise MissingPart(_missing(package))
+            raise MissingPart(
+                f"--logger {package} needs the package {package}. Install it with "
+                f"`{shlex.quote(sys.executable)} -m pip install {package}`, or leave it out of "
+                "--logger."
+            )
 
 
 def make_sinks(
@@ -68,6 +56,7 @@ def make_sinks(
     config: Mapping[str, Any],
 ) -> list[Sink]:
     """Build what `--logger` asks for; raises MissingPart when a package is not installed."""
+    check_loggers(loggers)
     sinks: list[Sink] = []
     if "tensorboard" in loggers:
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
@@ -80,11 +69,9 @@ class TensorBoardSink:
     """Event files in `tensorboard/`, written without torch."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise MissingPart(_missing("tensorboard")) from error
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._events, self._summaries = event_pb2, summary_pb2
         self._make_writer = EventFileWriter
         self._folder = folder
@@ -122,10 +109,8 @@ class WandbSink:
     def __init__(
         self, run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingPart(_missing("wandb")) from error
+        import wandb
+
         self._wandb = wandb
         self._run_dir = run_dir
         self._settings = {
@@ -163,13 +148,7 @@ class WandbSink:
             run.finish()
 
 
-def _missing(package: str) -> str:
-    return (
-        f"--logger {package} needs the package {package}. Install it with "
-        f"`{shlex.quote(sys.executable)} -m pip install {package}`, or leave it out of --logger."
-    )
-
-
+Sink = TensorBoardSink | WandbSink
 Advance = Callable[[int], None]
 RECENT_STEPS = 10
 BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases outside of time/step_s
@@ -201,55 +180,27 @@ class Summary:
     warning: str = ""
 
 
-class Screen(Protocol):
-    """Where a run speaks to the person who watches it."""
+class Screen:
+    """Where a run speaks to the person who watches it; this one shows nothing."""
 
     def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
         """Show the progress of a phase; the function it gives takes how many more are done."""
-        ...
-
-    def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Show one line for a finished step."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show a remark."""
-        ...
-
-    def health(self, text: str) -> None:
-        """Show that something looks wrong, and what to change."""
-        ...
-
-    def summary(self, summary: Summary) -> None:
-        """Show what the run came to."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was. Safe to call twice."""
-        ...
-
-
-class SilentScreen:
-    """A screen that shows nothing."""
-
-    def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
-        """Show nothing."""
         return nullcontext(lambda done: None)
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Show nothing."""
+        """Show one line for a finished step."""
 
     def note(self, text: str) -> None:
-        """Show nothing."""
+        """Show a remark."""
 
     def health(self, text: str) -> None:
-        """Show nothing."""
+        """Show that something looks wrong, and what to change."""
 
     def summary(self, summary: Summary) -> None:
-        """Show nothing."""
+        """Show what the run came to."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Leave the terminal as it was. Safe to call twice."""
 
 
 class Tracker:
@@ -314,18 +265,9 @@ class Tracker:
             key = f"time/{name.replace(' ', '_')}_s"
             self._seconds[key] += time.perf_counter() - started
 
-    def rollouts(
-        self,
-        step: int,
-        scored: Sequence[Scored],
-        advantages: Sequence[float] | None = None,
-        split: str = "train",
-    ) -> None:
+    def rollouts(self, step: int, scored: Sequence[Scored], split: str = "train") -> None:
         """Write every response of a step with its score, whole or not at all."""
-        extra: list[dict[str, Any]] = [{} for _ in scored]
-        if advantages is not None:
-            extra = [{"advantage": float(a)} for a in advantages]
-        lines = [rollout_line(step, s) | more for s, more in zip(scored, extra, strict=True)]
+        lines = [rollout_line(step, s) for s in scored]
         with self._telling_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
 

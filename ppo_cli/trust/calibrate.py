@@ -6,9 +6,10 @@ Each number comes with a sentence that says what it means.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,19 @@ from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
-from ppo_cli.records import Rollout
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust import statistics as st
 from ppo_cli.trust.rows import Labelled
-from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, cause_of, judged, score_all
+from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, judged, score_all
 from ppo_cli.trust.sources import kind_of, unsteady, verdicts_each
 from ppo_cli.trust.summary import (
     Column,
     add_spending,
     column_of,
     columns_of,
+    failures,
     is_kept,
     part_facts,
     spending,
@@ -56,20 +57,51 @@ LENGTH_MEND = {"judge": "say in the prompt to ignore it"}
 
 def advise(result: Facts) -> list[str]:
     """Return one sentence for each finding, the most important first."""
-    kind = result.get("kind", "judge")
-    found = [_failures(result), _auc(result["agreement"]["AUC"], kind)]
-    found += [_rank(result["agreement"]["Spearman"], result["agreement"]["AUC"])]
+    kind, agreement = result.get("kind", "judge"), result["agreement"]
+    auc, rank, found = agreement["AUC"], agreement["Spearman"], []
+    if lost := result["rows"] - result["scored"]:
+        share = lost / result["rows"]
+        found.append(f"{share:.0%} of the rows got no score; the numbers speak of the others.")
+    found.append(_auc(auc, kind))
+    if rank["value"] is None:
+        found.append(f"Spearman: {rank['why']}.")
+    elif auc["value"] is None:
+        word = "weak" if rank["value"] < 0.4 else "fair" if rank["value"] < 0.7 else "strong"
+        order = f"{word} agreement with the order of the labels."
+        found.append(f"Spearman {_interval(rank)}: {order}")
     found += _parts(result)
-    found += [_threshold(result["agreement"], kind), _length(result["bias"], kind)]
-    found += [_position(name, facts) for name, facts in result["bias"].items() if "pos" in name]
-    found += [_repeats(result["repeated"], kind)]
+    half, best = agreement["accuracy at 0.5"], agreement["accuracy at the best threshold"]
+    if None not in (half["value"], best["value"]) and best["value"] - half["value"] >= 0.05:
+        found.append(
+            f"Accuracy is {best['value']:.2f} at {best['at']:.3g} but {half['value']:.2f} at 0.5: "
+            f"the {kind} is too kind or too harsh; training minds the order of scores, not their "
+            "level."
+        )
+    found.append(_length(result["bias"], kind))
+    for name, facts in result["bias"].items():
+        if "pos" in name and facts["value"] is not None and _beyond(facts):
+            what = "is the file sorted by quality?"
+            if not name.endswith("file"):
+                what = "is the better answer always in one place?"
+            found.append(f"Scores follow the {name} ({_interval(facts)}): {what}")
+    if result["repeated"] is not None:
+        found.append(_repeats(result["repeated"], kind))
     found += [
-        f"{name}: {_repeats(facts.get('repeated'), 'judge')}"
+        f"{name}: {_repeats(facts['repeated'], 'judge')}"
         for name, facts in result.get("parts", {}).items()
         if facts.get("repeated") is not None
     ]
-    found += [STEADY if result.get("steady") else "", _paid(result.get("per_1000") or {})]
-    return [sentence for sentence in found if sentence]
+    if result.get("steady"):
+        found.append(STEADY)
+    paid = result.get("per_1000") or {}
+    if calls := paid.get("paid_calls"):
+        cost = paid.get("cost_usd")
+        said = "The cost" if cost is None else f"${cost:.3f}"
+        found.append(
+            f"{said} for 1,000 responses rests on the {calls:,.0f} calls made here, repeats "
+            "included."
+        )
+    return found
 
 
 def _parts(result: Facts) -> list[str]:
@@ -96,14 +128,6 @@ def _interval(facts: Facts) -> str:
     return value if facts["low"] is None else f"{value} [{facts['low']:.2f}, {facts['high']:.2f}]"
 
 
-def _failures(result: Facts) -> str:
-    lost = result["rows"] - result["scored"]
-    if not lost:
-        return ""
-    share = lost / result["rows"]
-    return f"{share:.0%} of the rows got no score; the numbers speak of the others."
-
-
 def _auc(facts: Facts, kind: str) -> str:
     if facts["value"] is None:
         return f"AUC: {facts['why']}."
@@ -117,27 +141,6 @@ def _auc(facts: Facts, kind: str) -> str:
     if facts["value"] < STRONG:
         return said + (f"usable; {SHARPER[kind]}." if kind in SHARPER else "usable.")
     return said + "separates good from bad answers well."
-
-
-def _rank(facts: Facts, auc: Facts) -> str:
-    """Only where there is no AUC to speak of."""
-    if facts["value"] is None:
-        return f"Spearman: {facts['why']}."
-    if auc["value"] is not None:
-        return ""
-    word = "weak" if facts["value"] < 0.4 else "fair" if facts["value"] < 0.7 else "strong"
-    return f"Spearman {_interval(facts)}: {word} agreement with the order of the labels."
-
-
-def _threshold(agreement: Facts, kind: str) -> str:
-    half = agreement["accuracy at 0.5"]
-    best = agreement["accuracy at the best threshold"]
-    if half["value"] is None or best["value"] is None or best["value"] - half["value"] < 0.05:
-        return ""
-    return (
-        f"Accuracy is {best['value']:.2f} at {best['at']:.3g} but {half['value']:.2f} at 0.5: the "
-        f"{kind} is too kind or too harsh; training minds the order of scores, not their level."
-    )
 
 
 def _length(bias: Facts, kind: str) -> str:
@@ -154,45 +157,20 @@ def _length(bias: Facts, kind: str) -> str:
     return said + "no strong pull to long or short answers."
 
 
-def _position(name: str, facts: Facts) -> str:
-    if facts["value"] is None:
-        return ""
-    if not _beyond(facts):
-        return ""
-    if name.endswith("file"):
-        return f"Scores follow the {name} ({_interval(facts)}): is the file sorted by quality?"
-    return (
-        f"Scores follow the {name} ({_interval(facts)}): is the better answer always in one place?"
-    )
-
-
 def _beyond(facts: Facts) -> bool:
     """Large, and its interval clear of zero."""
     clear = facts["low"] is None or facts["low"] > 0 or facts["high"] < 0
     return bool(clear and abs(facts["value"]) >= BIASED)
 
 
-def _repeats(facts: Facts | None, kind: str) -> str:
-    if facts is None:
-        return ""
-    gap = facts["mean_gap"]
-    same = f"{facts['same']:.0%}"
-    said = f"Asked again, {same} of verdicts are the same; they differ by {gap:.2f} on average: "
-    if gap <= NOISY:
+def _repeats(facts: Facts, kind: str) -> str:
+    said = (
+        f"Asked again, {facts['same']:.0%} of verdicts are the same; they differ by "
+        f"{facts['mean_gap']:.2f} on average: "
+    )
+    if facts["mean_gap"] <= NOISY:
         return said + "steady enough."
     return said + ("noisy; --rm_votes 3 averages it out." if kind == "judge" else "noisy.")
-
-
-def _paid(facts: Facts) -> str:
-    """Say on how many calls the cost rests."""
-    calls = facts.get("paid_calls")
-    if not calls:
-        return ""
-    cost = facts.get("cost_usd")
-    said = "The cost" if cost is None else f"${cost:.3f}"
-    return (
-        f"{said} for 1,000 responses rests on the {calls:,.0f} calls made here, repeats included."
-    )
 
 
 FEWEST = 10
@@ -218,7 +196,10 @@ def calibrate(
     """Score the rows, ask a sample again, and hold everything against the labels."""
     rollouts = [row.rollout for row in labelled.rows]
     asked_twice = unsteady(settings) if repeat > 1 else {}
-    again = _sample(rollouts) if asked_twice else []
+    again = rollouts if asked_twice else []
+    if len(again) > SAMPLE:
+        chosen = np.random.default_rng(0).choice(len(rollouts), SAMPLE, replace=False)
+        again = [rollouts[i] for i in sorted(chosen)]
     screen.note(_forecast(settings, len(rollouts), len(again), repeat))
     with screen.phase("score", len(rollouts)) as advance:
         scoring = score_all(reward, rollouts, Watch(advance, screen.note))
@@ -230,32 +211,37 @@ def calibrate(
     took = time.monotonic() - before
     spent = add_spending(spending(scoring.scores, scoring), repeats.metrics)
     columns = _columns(labelled, column_of(scoring.scores, None))
-    facts = part_facts(settings, rollouts, scoring.scores)
+    judges = [judge.settings for judge in judges_of(settings)]
+
+    def repeated(name: str) -> dict[str, Any] | None:
+        found = st.agreement(repeats.verdicts.get(name, []))
+        return None if found is None else {**asdict(found), "verdicts": repeat}
+
     result: dict[str, Any] = {
         "kind": kind_of(settings),
         "rows": len(rollouts),
         "scored": len(columns.scores),
-        "failed": dict(
-            Counter(cause_of(s) for s in scoring.scores if judged(s) is None).most_common()
-        ),
+        "failed": failures(scoring.scores),
         "labels": labelled.said,
         "agreement": agreement_of(columns),
         "bias": bias_of(columns),
-        **facts,
-        "repeated": _repeated(repeats.verdicts.get(kind_of(settings), []), repeat),
+        **part_facts(settings, rollouts, scoring.scores),
+        "repeated": repeated(kind_of(settings)),
         "steady": repeat > 1 and not asked_twice,
         "spent": spent,
         "per_1000": per_thousand(
-            scoring, spent | {"seconds": scoring.seconds + took},
-            _verdicts(repeats), verdicts_of_judges(settings), _at_once(settings),
+            scoring,
+            spent | {"seconds": scoring.seconds + took},
+            sum(len(values) for rows in repeats.verdicts.values() for values in rows),
+            max(1, sum(judge.votes for judge in judges)),
+            min((judge.concurrency for judge in judges), default=1),
         ),
         "stopped": redact(repeats.stopped),
-    }  # fmt: skip
+    }
     if result["kind"] == "mixture":
         for name, column in columns_of(settings, scoring.scores).items():
-            result["parts"][name] |= _of_part(
-                _columns(labelled, column), repeats.verdicts.get(name, []), repeat
-            )
+            alone = agreement_of(_columns(labelled, column))
+            result["parts"][name] |= {"agreement": alone, "repeated": repeated(name)}
     return {**result, "advice": advise(result)}
 
 
@@ -268,28 +254,6 @@ def _forecast(settings: RewardSettings, rows: int, again: int, repeat: int) -> s
         times = f" x {each} verdicts of {len(columns_of(settings, ()))} parts"
     twice = f", and {again} of them {repeat} times again" if again else ""
     return f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
-
-
-def _of_part(columns: Columns, verdicts: Sequence[Sequence[float]], repeat: int) -> dict[str, Any]:
-    """What a part says of the labels by itself."""
-    return {"agreement": agreement_of(columns), "repeated": _repeated(verdicts, repeat)}
-
-
-def _verdicts(repeats: Repeats) -> int:
-    """Fresh verdicts of judges."""
-    return sum(len(values) for rows in repeats.verdicts.values() for values in rows)
-
-
-def verdicts_of_judges(settings: RewardSettings) -> int:
-    """How many verdicts of judges one response takes at most; 1 without any."""
-    return max(1, sum(judge.settings.votes for judge in judges_of(settings)))
-
-
-def _sample(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    if len(rollouts) <= SAMPLE:
-        return list(rollouts)
-    chosen = np.random.default_rng(0).choice(len(rollouts), SAMPLE, replace=False)
-    return [rollouts[i] for i in sorted(chosen)]
 
 
 def _columns(labelled: Labelled, column: Column) -> Columns:
@@ -309,35 +273,33 @@ def _columns(labelled: Labelled, column: Column) -> Columns:
 def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     """Accuracy, AUC and correlations with the labels, each with its interval."""
     x, y, good = columns.scores, columns.labels, columns.positive
-    found: dict[str, dict[str, Any]] = {}
-    classes = "labels of two classes are needed" if good is None else ""
     flags = np.zeros(len(x), dtype=bool) if good is None else good
     level, labels = st.coded(x), st.coded(y)
+    estimate = partial(_estimate, len(x))
 
     def best(rows: Rows) -> float | None:
         chosen = st.best_threshold(level[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
-    unfit = classes or _one_class(flags) or _flat("score", x)
-    threshold = st.best_threshold(x, flags)
-    found["accuracy at the best threshold"] = _estimate(columns, best, unfit, share=True) | {
-        "at": None if unfit or threshold is None else min(threshold[0], 1e9)
-    }
-    found["accuracy at 0.5"] = _estimate(
-        columns,
-        lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5),
-        classes or _off_scale(x),
-        share=True,
-    )
-    found["AUC"] = _estimate(
-        columns, lambda rows: st.auc(level[rows], flags[rows]), unfit, share=True
-    )
+    classes = "labels of two classes are needed" if good is None else ""
+    same = "" if flags.any() and not flags.all() else "every scored row has the same label"
+    unfit = classes or same or _flat("score", x)
+    # A reward model's 20 says nothing of 0.5.
+    inside = not len(x) or (x.min() >= 0.0 and x.max() <= 1.0)
+    off_scale = "" if inside else "the scores do not lie between 0 and 1"
     flat = _flat("score", x) or _flat("label", y)
-    found["Spearman"] = _estimate(
-        columns, lambda rows: st.spearman(level[rows], labels[rows]), flat
-    )
-    found["Pearson"] = _estimate(columns, lambda rows: st.pearson(x[rows], y[rows]), flat)
-    return found | _pair_accuracy(columns)
+    threshold = st.best_threshold(x, flags)
+    at = None if unfit or threshold is None else min(threshold[0], 1e9)
+    return {
+        "accuracy at the best threshold": estimate(best, unfit, share=True) | {"at": at},
+        "accuracy at 0.5": estimate(
+            lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5), classes or off_scale, share=True
+        ),
+        "AUC": estimate(lambda rows: st.auc(level[rows], flags[rows]), unfit, share=True),
+        "Spearman": estimate(lambda rows: st.spearman(level[rows], labels[rows]), flat),
+        "Pearson": estimate(lambda rows: st.pearson(x[rows], y[rows]), flat),
+        **_pair_accuracy(columns),
+    }
 
 
 def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
@@ -357,7 +319,7 @@ def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
 
     few = f"{len(pairs)} prompts with better and worse answers; at least {FEWEST} are needed"
     why = few if len(pairs) < FEWEST else ""
-    made = _estimate(columns, share, why, max(FEWEST, len(pairs)), share=True)
+    made = _estimate(max(FEWEST, len(pairs)), share, why, share=True)
     return {"pairs of one prompt in order": made}
 
 
@@ -374,27 +336,28 @@ def bias_of(columns: Columns) -> dict[str, dict[str, Any]]:
     size, order = st.coded(columns.lengths), st.coded(columns.order)
     same_score = _flat("score", columns.scores)
     flat = same_score or _flat("response's length", columns.lengths)
+    estimate = partial(_estimate, len(x))
     found = {
-        "length": _estimate(columns, lambda rows: st.spearman(x[rows], size[rows]), flat),
-        "length, labels held equal": _estimate(
-            columns,
+        "length": estimate(lambda rows: st.spearman(x[rows], size[rows]), flat),
+        "length, labels held equal": estimate(
             lambda rows: st.partial_spearman(x[rows], size[rows], y[rows]),
             flat or _flat("label", columns.labels),
         ),
     }
     groups = _groups(columns.prompts)
     if not groups:
-        found["position in the file"] = _estimate(
-            columns, lambda rows: st.spearman(x[rows], order[rows]), same_score
+        found["position in the file"] = estimate(
+            lambda rows: st.spearman(x[rows], order[rows]), same_score
         )
         return found
-    scores, places = _within_groups(columns.scores, groups)
+    # Scores less their group's mean, and places less theirs, of all rows in groups.
+    scores = np.concatenate([columns.scores[rows] - columns.scores[rows].mean() for rows in groups])
+    places = np.concatenate([np.arange(len(rows)) - (len(rows) - 1) / 2 for rows in groups])
     within, place = st.coded(np.round(scores, 9)), st.coded(places)
     found["position among answers to one prompt"] = _estimate(
-        columns,
+        len(scores),
         lambda rows: st.spearman(within[rows], place[rows]),
         _flat("score within a prompt", scores),
-        len(scores),
     )
     return found
 
@@ -406,24 +369,9 @@ def _groups(prompts: Sequence[str]) -> list[list[int]]:
     return [rows for rows in found.values() if len(rows) > 1]
 
 
-def _within_groups(
-    scores: st.Floats, groups: Sequence[Sequence[int]]
-) -> tuple[st.Floats, st.Floats]:
-    """Scores less their group's mean, and places less theirs, of all rows in groups."""
-    values = [scores[i] - np.mean(scores[list(rows)]) for rows in groups for i in rows]
-    places = [k - (len(rows) - 1) / 2 for rows in groups for k in range(len(rows))]
-    return st.as_floats(values), st.as_floats(places)
-
-
 def _estimate(
-    columns: Columns,
-    statistic: Callable[[Rows], float | None],
-    why_not: str,
-    count: int | None = None,
-    *,
-    share: bool = False,
+    rows: int, statistic: Callable[[Rows], float | None], why_not: str, *, share: bool = False
 ) -> dict[str, Any]:
-    rows = len(columns.scores) if count is None else count
     if rows < FEWEST:
         why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
     if why_not:
@@ -433,28 +381,8 @@ def _estimate(
     return {**asdict(made), "why": why}
 
 
-def _one_class(flags: NDArray[np.bool_]) -> str:
-    return "every scored row has the same label" if flags.all() or not flags.any() else ""
-
-
-def _off_scale(scores: st.Floats) -> str:
-    """A reward model's 20 says nothing of 0.5."""
-    inside = not len(scores) or (scores.min() >= 0.0 and scores.max() <= 1.0)
-    return "" if inside else "the scores do not lie between 0 and 1"
-
-
 def _flat(what: str, values: st.Floats) -> str:
     return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
-
-
-def _repeated(verdicts: Sequence[Sequence[float]], times: int) -> dict[str, Any] | None:
-    found = st.agreement(verdicts)
-    return None if found is None else {**asdict(found), "verdicts": times}
-
-
-def _at_once(settings: RewardSettings) -> int:
-    """Most calls that the slowest judge has under way at once; 1 where none is asked."""
-    return min((judge.settings.concurrency for judge in judges_of(settings)), default=1)
 
 
 def per_thousand(

@@ -38,10 +38,6 @@ class Amount:
     input: float
     output: float
 
-    def times(self, calls: int) -> Amount:
-        """Return the tokens of so many times as many calls."""
-        return Amount(self.input * calls, self.output * calls)
-
     def __add__(self, other: Amount) -> Amount:
         """Return the tokens of both."""
         return Amount(self.input + other.input, self.output + other.output)
@@ -63,6 +59,11 @@ class Bill:
     calls: int
     low: Amount
     high: Amount
+
+    def times(self, calls: int) -> Bill:
+        """Return the bill of so many times as many calls."""
+        low, high = (Amount(a.input * calls, a.output * calls) for a in (self.low, self.high))
+        return Bill(self.calls * calls, low, high)
 
     def __add__(self, other: Bill) -> Bill:
         """Return both on one bill."""
@@ -131,17 +132,19 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """Return the forecast as people read it."""
-        name = self.config.reward.api.model
-        if self.run is None:
-            said = [
-                f"judge: {_bill_line(self.a_step, self.price)} a step{_priced(name, self.price)}"
-            ]
-        else:
-            said = [
-                f"judge: {_bill_line(self.run, self.price)}{_priced(name, self.price)}",
-                f"a step: {_bill_line(self.a_step, self.price)}",
-            ]
-        said += [*self._on_budget(), *self._monitored()]
+        api, price = self.config.reward.api, self.price
+        each = ""
+        if price is not None:
+            each = f" ({api.model}: ${price.input:g} in, ${price.output:g} out per M)"
+        whole, where = (self.a_step, " a step") if self.run is None else (self.run, "")
+        said = [f"judge: {_bill_line(whole, price)}{where}{each}"]
+        if self.run is not None:
+            said.append(f"a step: {_bill_line(self.a_step, price)}")
+        said += self._on_budget()
+        if api.monitor.model is not None:
+            calls = round(whole.calls / api.votes * api.monitor.share)
+            model = api.monitor.model
+            said.append(f"about {calls:,} calls{where} to the monitor {model} come on top")
         return [*said, f"assumed: {self.assumed()}"]
 
     def _on_budget(self) -> Iterator[str]:
@@ -166,14 +169,6 @@ class Forecast:
             yield f"with {named} it may not be enough: the run may stop from step {first:,} on"
         else:
             yield f"with {named} the run would stop at about step {when} of {self.steps:,}"
-
-    def _monitored(self) -> Iterator[str]:
-        monitor = self.config.reward.api.monitor
-        if monitor.model is not None:
-            whole = self.a_step if self.run is None else self.run
-            calls = round(whole.calls / self.config.reward.api.votes * monitor.share)
-            where = " a step" if self.run is None else ""
-            yield f"about {calls:,} calls{where} to the monitor {monitor.model} come on top"
 
     def assumed(self) -> str:
         """Say what the figures rest on."""
@@ -200,13 +195,13 @@ def forecast(config: Config) -> Forecast:
     calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
     run = None
     if calls is not None and validation is not None:
-        run = _bill(a_call, (calls - validation) * votes)
+        run = a_call.times((calls - validation) * votes)
         if validation:
-            run += _bill(_a_call(template, chosen_val, config), validation * votes)
+            run += _a_call(template, chosen_val, config).times(validation * votes)
     return Forecast(
         config=config,
         price=find_price(config.reward.api),
-        a_step=_bill(a_call, (sums["reward_calls_per_step"] or 0) * votes),
+        a_step=a_call.times((sums["reward_calls_per_step"] or 0) * votes),
         run=run,
         steps=sums["total_steps"],
         rows=len(train) + len(val),
@@ -234,7 +229,7 @@ def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
     return prompts if len(prompts) <= SAMPLE else random.Random(seed).sample(prompts, SAMPLE)
 
 
-def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> tuple[Amount, Amount]:
+def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> Bill:
     """Return the mean tokens of a call, with responses of half and of full length."""
     template.check([material_of(prompt, "") for prompt in prompts])
     short, full = _response_tokens(config)
@@ -242,7 +237,7 @@ def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> tu
     coarse, fine = TOKEN_BYTES
     low = fmean(_input_bytes(template, p, short * coarse, config) for p in prompts) / coarse
     high = fmean(_input_bytes(template, p, full * fine, config) for p in prompts) / fine
-    return Amount(low, brief), Amount(high + REQUEST_OVERHEAD, long)
+    return Bill(1, Amount(low, brief), Amount(high + REQUEST_OVERHEAD, long))
 
 
 def _input_bytes(template: Template, prompt: Prompt, length: int, config: Config) -> int:
@@ -272,11 +267,6 @@ def _verdict_tokens(config: Config) -> tuple[int, int]:
     return min(most, VERDICT_TOKENS[0]), min(most, VERDICT_TOKENS[1])
 
 
-def _bill(a_call: tuple[Amount, Amount], calls: int) -> Bill:
-    low, high = a_call
-    return Bill(calls, low.times(calls), high.times(calls))
-
-
 def _bill_line(bill: Bill, price: Price | None) -> str:
     """Say a bill in one line: `10,240 calls, 4.1 to 6.1 M tokens, $1.20 to $1.50`."""
     said = f"{bill.calls:,} calls, {_tokens(bill.low.total, bill.high.total)} tokens"
@@ -295,7 +285,3 @@ def _dollars(low: float, high: float) -> str:
     digits = 2 if high >= 0.1 else 4
     ends = [f"${n:,.{digits}f}" for n in (low, high)]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
-
-
-def _priced(name: str | None, price: Price | None) -> str:
-    return "" if price is None else f" ({name}: ${price.input:g} in, ${price.output:g} out per M)"

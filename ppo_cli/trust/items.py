@@ -75,12 +75,11 @@ def load_items(
         raise ConfigError(
             f"--items {name}: there is no such set.{did_you_mean(name, bundled())} Known: {known}."
         )
-    return [_item(name, n, row) for n, row in enumerate(bundled()[name], start=1)][:most]
-
-
-def _item(name: str, number: int, row: Mapping[str, str]) -> Item:
-    prompt = plain_prompt(f"{name}:{number}", row["prompt"], row["ground_truth"], SOURCES[name])
-    return Item(f"{name} {number}", prompt, row["good"], row["partial"], row["bad"])
+    items = []
+    for n, row in enumerate(bundled()[name][:most], start=1):
+        prompt = plain_prompt(f"{name}:{n}", row["prompt"], row["ground_truth"], SOURCES[name])
+        items.append(Item(f"{name} {n}", prompt, row["good"], row["partial"], row["bad"]))
+    return items
 
 
 def plain_prompt(
@@ -100,27 +99,23 @@ def _from_rows(rows: Sequence[Answered]) -> list[Item]:
 
     A short ground truth states a right answer, and that of another row a wrong one.
     """
-    truths = [_short(row.rollout.prompt.ground_truth) for row in rows]
-    return [_of_row(row, truths, index) for index, row in enumerate(rows)]
-
-
-def _of_row(row: Answered, truths: Sequence[str], index: int) -> Item:
-    truth = truths[index]
-    given = {name: _text(row.record.get(name)) for name in ("good", "partial", "bad")}
-    around = [*truths[index + 1 :], *truths[:index]]
-    wrong = next((other for other in around if other and other != truth), "")
-    return Item(
-        place=str(row.place),
-        prompt=row.rollout.prompt,
-        good=given["good"] or (_stated(truth) if truth else ""),
-        partial=given["partial"] or row.rollout.text,
-        bad=given["bad"] or (_stated(wrong) if truth and wrong else ""),
-    )
-
-
-def _short(truth: Any) -> str:
-    text = _text(truth)
-    return text if len(text) <= LONGEST_ANSWER else ""
+    truths = [_text(row.rollout.prompt.ground_truth) for row in rows]
+    truths = [text if len(text) <= LONGEST_ANSWER else "" for text in truths]
+    items = []
+    for index, (row, truth) in enumerate(zip(rows, truths, strict=True)):
+        good, partial, bad = (_text(row.record.get(name)) for name in ("good", "partial", "bad"))
+        around = [*truths[index + 1 :], *truths[:index]]
+        wrong = next((other for other in around if other and other != truth), "")
+        items.append(
+            Item(
+                place=str(row.place),
+                prompt=row.rollout.prompt,
+                good=good or (_stated(truth) if truth else ""),
+                partial=partial or row.rollout.text,
+                bad=bad or (_stated(wrong) if truth and wrong else ""),
+            )
+        )
+    return items
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.data_sets.files import name_type
 from ppo_cli.data_sets.messages import question_of
 from ppo_cli.data_sets.problems import RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, find_columns, read_row, read_source
@@ -27,8 +26,8 @@ from ppo_cli.rewards.judge.prompt import (
 from ppo_cli.rewards.judge.providers import Endpoint, Key, provider_class
 from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
 from ppo_cli.rewards.judge.sanitise import content_free
+from ppo_cli.trust.rows import RESPONSE, read_response
 
-RESPONSE = "response"
 UNNAMED = "no-model"
 
 
@@ -149,11 +148,3 @@ def find_row(
     except RowError as error:
         raise DataError(str(RowProblem(place, error.column, str(error)))) from error
     return row, own
-
-
-def read_response(record: Mapping[str, Any]) -> str | None:
-    """Return a row's own response, None when it has none."""
-    value = record.get(RESPONSE)
-    if value is not None and not isinstance(value, str):
-        raise RowError(RESPONSE, f"is {name_type(value)}, not text")
-    return value

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.atomic import replacing
-from ppo_cli.data_sets.files import Record, Records, file_suffix, name_type
+from ppo_cli.data_sets.files import Record, file_suffix, name_type
 from ppo_cli.data_sets.messages import as_plain
 from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import (
@@ -23,6 +23,7 @@ from ppo_cli.data_sets.rows import (
     find_columns,
     list_names,
     prompt_of,
+    read_records,
     read_row,
     read_source,
 )
@@ -76,24 +77,40 @@ def read_answered(
     raw = read_source(file)
     if not raw.records:
         raise_problems(raw.problems)
-    columns = find_columns(raw, prompt_key, _known_source(raw, source_key))
-    if response_key is not None:
-        _check_column(raw, response_key)
-    rows: list[Answered] = []
-    problems = list(raw.problems)
-    for place, record in raw.records:
-        try:
-            response = _response(record, response_key or RESPONSE, needed=response_key is not None)
-            row = read_row(place, record, columns)
-            rows.append(Answered(place, record, rollout_of(prompt_of(raw.label, row), response)))
-        except RowError as error:
-            problems.append(RowProblem(place, error.column, str(error)))
-    problems.sort(key=lambda problem: problem.place.number)
+    names = list(dict.fromkeys(name for _, record in raw.records for name in record))
+    # A data_source column named in the settings belongs to the training files.
+    columns = find_columns(raw, prompt_key, source_key if source_key in names else "data_source")
+    if response_key is not None and response_key not in names:
+        other = [name for name in RESPONSE_ALIASES if name in names]
+        near = f" It may be {list_names(other)}." if other else did_you_mean(response_key, names)
+        raise DataError(
+            f"{raw.source}: no column '{response_key}'. Its columns: {list_names(names)}.{near} "
+            "Name the column that holds the responses with --response_key."
+        )
+
+    def read(place: Place, record: Record) -> Answered:
+        response = read_response(record, response_key or RESPONSE)
+        if response is None and response_key is not None:
+            raise RowError(response_key, "is missing or null")
+        prompt = prompt_of(raw.label, read_row(place, record, columns))
+        return Answered(place, record, rollout_of(prompt, response or ""))
+
+    rows, problems = read_records(raw, read)
     raise_problems(problems)
-    notes = [*alias_notes(raw.source, columns, prompt_key), *_replaced(raw)]
+    notes = alias_notes(raw.source, columns, prompt_key)
+    if ours := [name for name in names if name in OURS]:
+        notes.append(f"Columns that the new scores replace in what is written: {', '.join(ours)}.")
     # Without responses each row is a task of its own.
     grouped = rows if response_key is None else _in_groups(rows)
     return AnsweredSet(raw.source, tuple(grouped), tuple(notes))
+
+
+def read_response(record: Record, column: str = RESPONSE) -> str | None:
+    """Return a row's own response, None when it has none."""
+    value = record.get(column)
+    if value is not None and not isinstance(value, str):
+        raise RowError(column, f"is {name_type(value)}, not text")
+    return value
 
 
 def _in_groups(rows: Sequence[Answered]) -> Iterator[Answered]:
@@ -109,34 +126,6 @@ def _in_groups(rows: Sequence[Answered]) -> Iterator[Answered]:
         count[uid] += 1
 
 
-def _known_source(raw: Records, source_key: str) -> str:
-    # A data_source column named in the settings belongs to the training files.
-    return source_key if any(source_key in record for _, record in raw.records) else "data_source"
-
-
-def _check_column(raw: Records, response_key: str) -> None:
-    names = list(dict.fromkeys(name for _, record in raw.records for name in record))
-    if response_key in names:
-        return
-    other = [name for name in RESPONSE_ALIASES if name in names]
-    near = f" It may be {list_names(other)}." if other else did_you_mean(response_key, names)
-    raise DataError(
-        f"{raw.source}: no column '{response_key}'. Its columns: {list_names(names)}.{near} "
-        "Name the column that holds the responses with --response_key."
-    )
-
-
-def _response(record: Record, column: str, *, needed: bool) -> str:
-    value = record.get(column)
-    if value is None and not needed:
-        return ""
-    if value is None:
-        raise RowError(column, "is missing or null")
-    if not isinstance(value, str):
-        raise RowError(column, f"is {name_type(value)}, not text")
-    return value
-
-
 def rollout_of(prompt: Prompt, response: str, sample: int = 0) -> Rollout:
     """Build the rollout of a response that was written elsewhere."""
     return Rollout(
@@ -147,12 +136,6 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0) -> Rollout:
         text=response,
         finish_reason="stop",
     )
-
-
-def _replaced(raw: Records) -> Iterable[str]:
-    names = dict.fromkeys(name for _, record in raw.records for name in record if name in OURS)
-    if names:
-        yield f"Columns that the new scores replace in what is written: {', '.join(names)}."
 
 
 def scored_file(source: str) -> Path:
@@ -214,22 +197,24 @@ def read_labels(found: AnsweredSet, column: str, positive: str | None = None) ->
         raise DataError(f"{found.source}: the column '{column}' (--labels) is empty.")
     rows = tuple(row for row, _ in kept)
     values = [cell for _, cell in kept]
-    _check_kind(rows, values, column)
+    wrong = [(row.place, _unfit(value)) for row, value in kept]
+    raise_problems([RowProblem(place, column, said) for place, said in wrong if said])
     without = len(cells) - len(kept)
     notes = (f"{without} rows have no label and are left out.",) if without else ()
     if positive is None and not any(isinstance(value, str) for value in values):
-        return _numbers(rows, values, notes)
-    return _words(rows, values, column, positive, notes)
-
-
-def _check_kind(rows: Sequence[Answered], values: Sequence[Any], column: str) -> None:
-    raise_problems(
-        [
-            RowProblem(row.place, column, said)
-            for row, value in zip(rows, values, strict=True)
-            if (said := _unfit(value))
-        ]
-    )
+        numbers = np.asarray([float(value) for value in values])
+        levels = np.unique(numbers)
+        if len(levels) != 2:
+            said = f"{len(levels)} levels from {levels[0]:g} to {levels[-1]:g}"
+            return Labelled(rows, numbers, None, said, notes)
+        flags = numbers == levels[1]
+        good = str(values[flags.argmax()]).lower()
+    else:
+        words = [str(value).strip().casefold() for value in values]
+        word = _good_word(words, column, positive)
+        flags = np.asarray([given == word for given in words])
+        numbers, good = flags.astype(np.float64), repr(word)
+    return Labelled(rows, numbers, flags, f"{good} is good ({flags.sum()} of {len(rows)})", notes)
 
 
 def _unfit(value: Any) -> str:
@@ -240,52 +225,24 @@ def _unfit(value: Any) -> str:
     return f"is {name_type(value)}, not a number, true, false or a word"
 
 
-def _numbers(rows: tuple[Answered, ...], values: Sequence[Any], notes: tuple[str, ...]) -> Labelled:
-    numbers = np.asarray([float(value) for value in values])
-    levels = np.unique(numbers)
-    if len(levels) == 2:
-        positive = numbers == levels[1]
-        said = f"{_word(values, levels[1])} is good ({int(positive.sum())} of {len(rows)})"
-        return Labelled(rows, numbers, positive, said, notes)
-    said = f"{len(levels)} levels from {levels[0]:g} to {levels[-1]:g}"
-    return Labelled(rows, numbers, None, said, notes)
-
-
-def _word(values: Sequence[Any], level: float) -> str:
-    return next(str(value) for value in values if float(value) == level).lower()
-
-
-def _words(
-    rows: tuple[Answered, ...],
-    values: Sequence[Any],
-    column: str,
-    positive: str | None,
-    notes: tuple[str, ...],
-) -> Labelled:
-    words = [str(value).strip().casefold() for value in values]
+def _good_word(words: Sequence[str], column: str, given: str | None) -> str:
     kinds = list(dict.fromkeys(words))
-    if len(kinds) > 2 and positive is None:
-        more = ", …" if len(kinds) > MOST_WORDS else ""
-        raise DataError(
-            f"The labels in '{column}' are {len(kinds)} different words: "
-            f"{', '.join(kinds[:MOST_WORDS])}{more}. Give numbers or two words, or say with "
-            "--positive VALUE which word is good; all others are then bad."
-        )
-    good = _positive(kinds, column, positive)
-    flags = np.asarray([word == good for word in words])
-    said = f"{good!r} is good ({int(flags.sum())} of {len(rows)})"
-    return Labelled(rows, flags.astype(np.float64), flags, said, notes)
-
-
-def _positive(kinds: Sequence[str], column: str, given: str | None) -> str:
+    shown = ", ".join(kinds[:MOST_WORDS])
     if given is not None:
         wanted = given.strip().casefold()
         if wanted not in kinds:
             raise DataError(
                 f"--positive {given}: no label in '{column}' is that. "
-                f"There are: {', '.join(kinds[:MOST_WORDS])}.{did_you_mean(wanted, kinds)}"
+                f"There are: {shown}.{did_you_mean(wanted, kinds)}"
             )
         return wanted
+    if len(kinds) > 2:
+        more = ", …" if len(kinds) > MOST_WORDS else ""
+        raise DataError(
+            f"The labels in '{column}' are {len(kinds)} different words: {shown}{more}. Give "
+            "numbers or two words, or say with --positive VALUE which word is good; all others "
+            "are then bad."
+        )
     known = [kind for kind in kinds if kind in GOOD_WORDS]
     if len(known) == 1:
         return known[0]

@@ -13,9 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,7 +28,7 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder.folder import plain
 from ppo_cli.trust.rows import Answered
-from ppo_cli.trust.sources import kind_of, unsteady, with_judges, with_models
+from ppo_cli.trust.sources import kind_of, unsteady, with_all
 
 NOT_ASKED = "not asked"
 COUNTED = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge
@@ -67,9 +66,9 @@ def started(settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch) -
     the scores themselves are shown.
     """
     sources = {prompt.data_source for prompt in prompts}
-    quiet = with_judges(settings, QUIET)
+    quiet = with_all(settings, "judge", QUIET)
     if settings.model.self_test == "strict":
-        quiet = with_models(quiet, {"self_test": "warn"})
+        quiet = with_all(quiet, "model", {"self_test": "warn"})
     reward = build_reward(quiet, sources=sources)
     try:
         reward.start(prompts, tell=watch.note)
@@ -88,7 +87,7 @@ def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scor
         reward.begin_step(0)
         for index, rollout in enumerate(rollouts):
             futures.append(reward.submit(rollout))
-            futures[-1].add_done_callback(partial(_arrive, arrived, index))
+            futures[-1].add_done_callback(lambda _, index=index: arrived.put(index))
         reward.settle()
         _gather(reward, futures, arrived, watch)
     except Interrupted as reason:
@@ -106,10 +105,6 @@ def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scor
     scores = [_now(future) for future in futures]
     scores += [Score.failed(NOT_ASKED)] * (len(rollouts) - len(futures))
     return Scoring(tuple(scores), time.monotonic() - started, metrics, stopped)
-
-
-def _arrive(arrived: SimpleQueue[int], index: int, future: Future[Score]) -> None:
-    arrived.put(index)
 
 
 def _gather(
@@ -221,12 +216,20 @@ def ask_again(
     before: Mapping[str, float],
 ) -> Repeats:
     """Ask every part that is not steady; `before` is what the first asking was measured at."""
-    found = Repeats()
+    found, mixed = Repeats(), kind_of(settings) == "mixture"
+    prompts = [rollout.prompt for rollout in rollouts]
     for name, alone in unsteady(settings).items():
         try:
-            with _asked(reward, settings, name, alone, rollouts, watch, before) as one:
+            if mixed and alone.api.enable:
+                alone = alone.model_copy(update={"api": _left_of(alone.api, name, before)})
+            # A reward alone is asked as it is, a part of a mixture is started anew.
+            with started(alone, prompts, watch) if mixed else nullcontext(reward) as one:
                 found.stopped, found.verdicts[name] = repeat_all(one, rollouts, times, watch)
-                _add(found.metrics, name, one.measure())
+                for key, value in one.measure().items():
+                    # Each judge is counted separately, so that an unknown price stays unknown.
+                    stage, _, rest = key.partition("/")
+                    own = f"judge_{name}/{rest}" if stage == "judge" else key
+                    found.metrics[own] = found.metrics.get(own, 0.0) + value
         except Interrupted as reason:
             found.stopped = str(reason)
         if found.stopped:
@@ -234,29 +237,8 @@ def ask_again(
     return found
 
 
-@contextmanager
-def _asked(
-    reward: Reward,
-    settings: RewardSettings,
-    name: str,
-    alone: RewardSettings,
-    rollouts: Sequence[Rollout],
-    watch: Watch,
-    before: Mapping[str, float],
-) -> Iterator[Reward]:
-    """The reward itself where it stands alone, else one part of it, started anew."""
-    if kind_of(settings) != "mixture":
-        yield reward
-        return
-    left = alone.model_copy(update={"api": _left_of(alone.api, name, before)})
-    with started(left, [rollout.prompt for rollout in rollouts], watch) as part:
-        yield part
-
-
 def _left_of(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
     """A judge's settings with the budget that is left."""
-    if not api.enable:
-        return api
     judges = by_judge(before)
     spent = judges.get(f"judge_{name}") or judges.get("judge", {})
     tokens = spent.get("tokens_in", 0.0) + spent.get("tokens_out", 0.0)
@@ -270,14 +252,6 @@ def _left_of(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiRewar
     return api.model_copy(update=left)
 
 
-def _add(metrics: dict[str, float], name: str, more: Mapping[str, float]) -> None:
-    """Count each judge separately, so that an unknown price stays unknown."""
-    for key, value in more.items():
-        stage, _, rest = key.partition("/")
-        own = f"judge_{name}/{rest}" if stage == "judge" else key
-        metrics[own] = metrics.get(own, 0.0) + value
-
-
 def repeat_all(
     reward: Reward, rollouts: Sequence[Rollout], times: int, watch: Watch
 ) -> tuple[str, list[list[float]]]:
@@ -286,12 +260,17 @@ def repeat_all(
     found: list[list[float]] = []
     try:
         reward.begin_step(1)
-        asked = [fresh(reward, rollout, times) for rollout in rollouts]
+        # A judge is asked past its cache; anything else is simply asked again.
+        past_cache = getattr(reward, "repeat", None)
+        for rollout in rollouts:
+            again = [past_cache(rollout, times)] if past_cache else []
+            asked.append(again or [reward.submit(rollout) for _ in range(times)])
         reward.settle()
         for futures in asked:
             while wait(futures, timeout=1.0).not_done:
                 pass
-            scores = [score for future in futures for score in as_scores(future.result())]
+            answers = [future.result() for future in futures]
+            scores = [s for a in answers for s in ([a] if isinstance(a, Score) else a)]
             found.append([value for s in scores if (value := judged(s)) is not None])
             watch.advance(1)
     except Interrupted as reason:
@@ -299,16 +278,3 @@ def repeat_all(
     except KeyboardInterrupt:
         return BY_HAND, found
     return "", found
-
-
-def fresh(reward: Reward, rollout: Rollout, times: int) -> list[Future[Any]]:
-    """Ask a judge past its cache; anything else is simply asked again."""
-    ask: Callable[[Rollout, int], Future[Any]] | None = getattr(reward, "repeat", None)
-    if ask is not None:
-        return [ask(rollout, times)]
-    return [reward.submit(rollout) for _ in range(times)]
-
-
-def as_scores(answer: Score | Sequence[Score]) -> Sequence[Score]:
-    """One score or several, as several."""
-    return [answer] if isinstance(answer, Score) else answer

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ppo_cli.config.known_models import find_adapter
 from ppo_cli.config.mixture import (
     Judge,
-    Kind,
-    MixPart,
     judges_of,
     laid_over,
     mixture_line,
@@ -97,33 +95,20 @@ def has_own_scale(settings: RewardSettings) -> bool:
     return kind_of(settings) in ("mixture", "model")
 
 
-def with_judges(settings: RewardSettings, values: Mapping[str, Any]) -> RewardSettings:
-    """The same reward, with these settings in every judge, those of a mixture too."""
-    return _with_all(settings, {"api": laid_over(settings.api, values)}, "judge", values)
-
-
-def with_models(settings: RewardSettings, values: Mapping[str, Any]) -> RewardSettings:
-    """The same reward, with these settings in every reward model, those of a mixture too."""
-    return _with_all(settings, {"model": laid_over(settings.model, values)}, "model", values)
-
-
-def _with_all(
-    settings: RewardSettings, update: Mapping[str, Any], kind: Kind, values: Mapping[str, Any]
+def with_all(
+    settings: RewardSettings, kind: Literal["judge", "model"], values: Mapping[str, Any]
 ) -> RewardSettings:
-    parts = mixture_of(settings)
-    if not parts:
-        return settings.model_copy(update=update)
-    # What a part does not set is the run's own; so its own word on these is taken out.
-    own = {part.name: _without(part, kind, values) for part in parts}
-    mixed = {"parts": (), "composite": Composite(enable=True, parts=own)}
-    return settings.model_copy(update={**update, **mixed})
-
-
-def _without(part: MixPart, kind: Kind, names: Mapping[str, Any]) -> dict[str, Any]:
-    own = part.model_dump(exclude={"name"}, exclude_unset=True)
-    if own.get(kind):
-        own[kind] = {key: value for key, value in own[kind].items() if key not in names}
-    return own
+    """The same reward, with these settings in every judge or model, those of a mixture too."""
+    section = "api" if kind == "judge" else kind
+    update: dict[str, Any] = {section: laid_over(getattr(settings, section), values)}
+    if parts := mixture_of(settings):
+        own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
+        # What a part does not set is the run's own; so its own word on these is taken out.
+        for part in own.values():
+            if part.get(kind):
+                part[kind] = {k: v for k, v in part[kind].items() if k not in values}
+        update |= {"parts": (), "composite": Composite(enable=True, parts=own)}
+    return settings.model_copy(update=update)
 
 
 def unsteady(settings: RewardSettings) -> dict[str, RewardSettings]:
@@ -157,40 +142,32 @@ def describe(settings: RewardSettings) -> str:
     """What scores, in a line: the mixture, and what stands behind its parts."""
     parts = mixture_of(settings)
     if not parts:
-        return _alone(settings)
-    behind = "; ".join(f"{part.name}: {_part(settings, part)}" for part in parts)
+        return _source(kind_of(settings), settings.api, settings.model, settings)
+    judges = {judge.part: judge.settings for judge in judges_of(settings)}
+    behind = "; ".join(
+        f"{part.name}: "
+        + _source(
+            part.kind,
+            judges.get(part.name, settings.api),
+            model_settings(settings, part) if part.kind == "model" else settings.model,
+            rule_settings(settings, part) if part.kind == "rule" else settings,
+        )
+        for part in parts
+    )
     return f"{mixture_line(parts)} ({behind})"
 
 
-def _alone(settings: RewardSettings) -> str:
-    judge, kind = lone_judge(settings), kind_of(settings)
-    if judge is not None:
-        return _judge(judge.settings)
-    return _model(settings.model) if kind == "model" else _rule(settings)
-
-
-def _part(settings: RewardSettings, part: MixPart) -> str:
-    if part.kind == "judge":
-        return next(_judge(j.settings) for j in judges_of(settings) if j.part == part.name)
-    if part.kind == "model":
-        return _model(model_settings(settings, part))
-    return _rule(rule_settings(settings, part))
-
-
-def _judge(api: ApiReward) -> str:
-    template = load_template(api)
-    return f"judge {api.model} with prompt {template.name} {template.version}".rstrip()
-
-
-def _model(model: ModelReward) -> str:
-    path = str(model.path)
-    return f"reward model {redact(path)}, read as {find_adapter(path, model.adapter).adapter}"
-
-
-def _rule(settings: RewardSettings) -> str:
-    if settings.function:
-        return f"function {settings.function}"
-    return f"rule {settings.rule}" if settings.rule else "the rules chosen by data_source"
+def _source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings) -> str:
+    if kind == "judge":
+        template = load_template(api)
+        return f"judge {api.model} with prompt {template.name} {template.version}".rstrip()
+    if kind == "model":
+        path = str(model.path)
+        adapter = find_adapter(path, model.adapter).adapter
+        return f"reward model {redact(path)}, read as {adapter}"
+    if rule.function:
+        return f"function {rule.function}"
+    return f"rule {rule.rule}" if rule.rule else "the rules chosen by data_source"
 
 
 def default_items(settings: RewardSettings) -> str:

@@ -230,7 +230,7 @@ def summarise(
     return {
         "rows": len(rows),
         "scored": len(values),
-        "failed": dict(Counter(cause_of(s) for s in scores if judged(s) is None).most_common()),
+        "failed": failures(scores),
         "mean": float(np.mean(values)) if values else None,
         "std": float(np.std(values)) if values else None,
         "min": min(values, default=None),
@@ -241,6 +241,11 @@ def summarise(
         **_ends(rows, scores),
         "stopped": redact(scoring.stopped),
     }
+
+
+def failures(scores: Sequence[Score]) -> dict[str, int]:
+    """How many scores failed for which cause, the most frequent first."""
+    return dict(Counter(cause_of(s) for s in scores if judged(s) is None).most_common())
 
 
 def histogram(values: Sequence[float]) -> list[dict[str, Any]]:

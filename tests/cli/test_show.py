@@ -19,7 +19,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import summarise
-from ppo_cli.report.tracker import SilentScreen, Tracker
+from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder.folder import METRICS_FILE, read_metrics, replace_lines
 
 
@@ -34,7 +34,7 @@ def scored(uid: str, text: str, value: float | None) -> Scored:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    tracker = Tracker(tmp_path, SilentScreen(), (), total_steps=30, config={})
+    tracker = Tracker(tmp_path, Screen(), (), total_steps=30, config={})
     tracker.validation(0, {"val/accuracy": 0.125})
     tracker.rollouts(0, [scored("v", "val \ud83d text", 1.0)], split="val")
     for step in range(1, 26):

@@ -63,34 +63,22 @@ def test_a_row_with_two_problems_is_one_bad_row(tokenizer: Any, tmp_path: Path) 
     assert (report.rows, report.usable, report.bad) == (2, 1, 1)
 
 
-def test_only_bad_rows_give_a_report_too(tokenizer: Any, tmp_path: Path) -> None:
-    report = look(tokenizer, tmp_path / "a.jsonl", "no", "nor this")
-    assert (report.rows, report.usable, report.bad) == (2, 0, 2)
-    assert (report.characters, report.tokens, report.sample) == (None, None, None)
-
-
-def test_overlong_rows_are_named(tokenizer: Any, tmp_path: Path) -> None:
-    report = look(tokenizer, tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b" * 90}, limit=60)
-    assert report.overlong.count == 1
-    assert report.overlong.examples[0].startswith(f"{tmp_path}/a.jsonl line 2: 1")
-
-
-def test_examples_are_few_and_counts_are_whole(tokenizer: Any, tmp_path: Path) -> None:
-    report = look(tokenizer, tmp_path / "a.jsonl", *({"prompt": "a"} for _ in range(50)))
-    assert report.duplicates.count == 49
-    assert len(report.duplicates.examples) == 5
-
-
 def test_repeats_over_two_files_are_seen(tokenizer: Any, tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"prompt": [{"role": "user", "content": "q"}]}\n')
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
     report = check(files, Renderer(tokenizer), max_prompt_length=100)
     assert report.duplicates.examples == (f"{files[1]} line 1 repeats {files[0]} line 1",)
+    long = [{"prompt": "b" * 90}] * 50
+    report = look(tokenizer, tmp_path / "a.jsonl", {"prompt": "a"}, *long, limit=60)
+    assert (report.duplicates.count, len(report.duplicates.examples)) == (49, 5)
+    assert report.overlong.count == 50
+    assert report.overlong.examples[0].startswith(f"{tmp_path}/a.jsonl line 2: 1")
 
 
 def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
     report = look(tokenizer, tmp_path / "a.jsonl", *(["no"] * 80), {"prompt": "ü"})
+    assert (report.rows, report.usable, report.bad) == (81, 1, 80)
     shown = json.loads(report.to_json())
     assert len(shown["bad_rows"]) == 80
     assert shown["bad_rows"][79] == {
@@ -100,6 +88,9 @@ def test_json_names_every_bad_row(tokenizer: Any, tmp_path: Path) -> None:
         "problem": "not JSON (Expecting value at character 1)",
     }
     assert shown["sample"]["rendered"].startswith("<s><|im_start|>user\nü")
+    report = look(tokenizer, tmp_path / "a.jsonl", "no", "nor this")
+    assert (report.usable, report.bad) == (0, 2)
+    assert (report.characters, report.tokens, report.sample) == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -58,14 +58,11 @@ def test_lines_keep_their_numbers_over_blank_ones(tmp_path: Path) -> None:
         f"{tmp_path}/a.jsonl line 2",
         f"{tmp_path}/a.jsonl line 4",
     ]
-
-
-def test_rows_of_a_list_count_from_one(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "a.json").write_text('[{"prompt": "a"}, "b"]')
     found = read_file(str(tmp_path / "a.json"))
-    assert [str(place) for place, _ in found.records] == [
-        f"{tmp_path}/a.json row 1",
-        f"{tmp_path}/a.json row 2",
+    assert [str(place) for place, _ in found.records] == [f"{tmp_path}/a.json row 1"]
+    assert [str(p) for p in found.problems] == [
+        f'{tmp_path}/a.json row 2: the row is text, not an object such as {{"prompt": …}}'
     ]
 
 
@@ -124,25 +121,15 @@ def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, said: str
     assert said in message
 
 
-def test_a_row_of_a_list_that_is_no_object_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"prompt": "a"}, "b"]')
-    found = read_file(str(tmp_path / "a.json"))
-    assert [str(p) for p in found.problems] == [
-        f'{tmp_path}/a.json row 2: the row is text, not an object such as {{"prompt": …}}'
-    ]
-
-
 def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert "it holds no JSON, JSONL or parquet file" in refusal(tmp_path)
+    assert "Data files" not in refusal(tmp_path / "zzz.parquet")
     (tmp_path / "train.jsonl").write_bytes(LINES)
+    assert "is a folder; name a file in it: train.jsonl." in refusal(tmp_path)
     assert "Did you mean 'train.jsonl'?" in refusal(tmp_path / "trian.jsonl")
     assert "Data files there: train.jsonl." in refusal(tmp_path / "zzz.parquet")
     assert "does not exist either" in refusal(tmp_path / "no" / "train.jsonl")
-
-
-def test_a_folder_names_what_is_inside(tmp_path: Path) -> None:
-    assert "it holds no JSON, JSONL or parquet file" in refusal(tmp_path)
-    (tmp_path / "train.jsonl").write_bytes(LINES)
-    assert "is a folder; name a file in it: train.jsonl." in refusal(tmp_path)
 
 
 def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
@@ -157,11 +144,8 @@ def test_parquet_with_structs_and_lists(tmp_path: Path) -> None:
         "prompt": [{"role": "user", "content": "b", "name": "x"}],
         "scores": [0.0, 1.0, 2.0],
     }
-
-
-def test_empty_parquet_is_told(tmp_path: Path) -> None:
-    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert "holds no rows" in refusal(tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "b.parquet")
+    assert "holds no rows" in refusal(tmp_path / "b.parquet")
 
 
 def test_text_of_a_parquet_file_that_is_not_utf_8_costs_its_row_alone(tmp_path: Path) -> None:
@@ -180,8 +164,3 @@ def test_text_of_a_parquet_file_that_is_not_utf_8_costs_its_row_alone(tmp_path: 
     assert sorted(told) == [
         (2, "prompt", "is not UTF-8 (byte 0xff)"), (3, "why", "is not UTF-8 (byte 0xfe)"),
     ]  # fmt: skip
-
-
-def test_a_folder_without_data_files_names_none(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    assert "Data files" not in refusal(tmp_path / "zzz.parquet")

@@ -36,15 +36,10 @@ def test_what_looks_like_a_file_is_no_hub_name(source: str) -> None:
     assert not is_hub_name(source)
 
 
-def test_a_folder_that_exists_is_no_hub_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_else_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
     assert not is_hub_name("openai/gsm8k")
-
-
-def test_four_parts_are_neither() -> None:
     with pytest.raises(DataError, match="neither a file nor OWNER/NAME"):
         parse_hub_name("a/b/c/d")
 

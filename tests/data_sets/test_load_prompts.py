@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from ppo_cli.errors import DataError
 from ppo_cli.run.assemble import _load_prompt_sets
 from tests.loop.scripted import Screen
 
-REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 FRAME = len("user\n\nassistant\n") + 4
 
 
@@ -65,14 +63,6 @@ def test_a_prompt_holds_all_of_its_row(tokenizer: Any, tmp_path: Path) -> None:
     assert prompt.rendered.endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_the_text_of_a_string_prompt_is_itself(tokenizer: Any, tmp_path: Path) -> None:
-    (prompt,) = load(
-        tokenizer, write(tmp_path / "a.jsonl", *asks("Grüße 🙂")), system_prompt="Be brief."
-    ).prompts
-    assert prompt.text == "Grüße 🙂"
-    assert [m["role"] for m in prompt.messages] == ["system", "user"]
-
-
 def test_files_come_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", *asks("1", "2"))
     b = tmp_path / "b.jsonl.gz"
@@ -90,6 +80,7 @@ def test_files_come_one_after_the_other(tokenizer: Any, tmp_path: Path) -> None:
         (("train.jsonl", "train.ndjson"), ["train.jsonl:1", "train.ndjson:1"]),
         (("train.jsonl", "train.jsonl"), ["train.jsonl:1", "train.jsonl#2:1"]),
         (("a.jsonl", "x/b.jsonl", "y/b.jsonl"), ["a:1", "x/b.jsonl:1", "y/b.jsonl:1"]),
+        (("a/d/t.jsonl", "b/d/t.jsonl"), ["a/d/t.jsonl:1", "b/d/t.jsonl:1"]),
     ],
 )
 def test_uids_differ_over_files_of_one_name(
@@ -101,17 +92,6 @@ def test_uids_differ_over_files_of_one_name(
     assert [uid.removeprefix(f"{tmp_path}/") for uid in found] == uids
 
 
-def test_three_levels_of_one_name_still_differ(tokenizer: Any, tmp_path: Path) -> None:
-    paths = [write(tmp_path / name / "d" / "t.jsonl", *asks("q")) for name in "ab"]
-    assert [p.uid for p in load(tokenizer, *paths).prompts] == [f"{path}:1" for path in paths]
-
-
-def test_uids_are_line_numbers(tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    found = load(tokenizer, str(tmp_path / "a.jsonl"))
-    assert [p.uid for p in found.prompts] == ["a:2", "a:4"]
-
-
 def test_overlong_names_the_row_the_lengths_and_three_mends(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", *asks("a", "b" * 30, "c" * 40))
     said = refusal(tokenizer, file, limit=40)
@@ -119,32 +99,20 @@ def test_overlong_names_the_row_the_lengths_and_three_mends(tokenizer: Any, tmp_
     assert f"(2 such rows, the longest has {FRAME + 40})" in said
     mends = ("--max_prompt_length", "filter_overlong_prompts=true", "data.truncation=left")
     assert all(mend in said for mend in mends)
-
-
-def test_a_prompt_of_just_the_limit_fits(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", *asks("b" * 30))
-    assert load(tokenizer, file, limit=FRAME + 30).truncated == 0
-    assert "the limit is" in refusal(tokenizer, file, limit=FRAME + 29)
+    one = write(tmp_path / "b.jsonl", *asks("b" * 30))
+    assert load(tokenizer, one, limit=FRAME + 30).truncated == 0, "just the limit fits"
+    assert "the limit is" in refusal(tokenizer, one, limit=FRAME + 29)
+    assert "(the longest has 50)" in refusal(tokenizer, one, limit=9, filter_overlong=True)
 
 
 def test_filter_drops_and_counts(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", *asks("a", "b" * 30, "c"))
-    found = load(tokenizer, file, limit=40, filter_overlong=True, truncation="left")
+    none = write(tmp_path / "b.jsonl", *asks("b" * 99))
+    found = load(tokenizer, file, none, limit=40, filter_overlong=True, truncation="left")
     assert [p.uid for p in found.prompts] == ["a:1", "a:3"]
-    assert (found.dropped_overlong, found.truncated, found.per_file) == (1, 0, {file: 2})
-    assert found.notes == ("1 of 3 prompts are longer than 40 tokens and were dropped.",)
-
-
-def test_a_file_whose_rows_all_drop_counts_zero(tokenizer: Any, tmp_path: Path) -> None:
-    files = [write(tmp_path / "a.jsonl", *asks("a")), write(tmp_path / "b.jsonl", *asks("b" * 99))]
-    found = load(tokenizer, *files, limit=40, filter_overlong=True)
-    assert found.per_file == {files[0]: 1, files[1]: 0}
-
-
-def test_all_dropped_is_told(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", *asks("b" * 30))
-    said = refusal(tokenizer, file, limit=9, filter_overlong=True)
-    assert said.startswith("All 1 prompts are longer than 9 tokens (the longest has 50)")
+    assert (found.dropped_overlong, found.truncated) == (2, 0)
+    assert found.per_file == {file: 2, none: 0}
+    assert found.notes == ("2 of 4 prompts are longer than 40 tokens and were dropped.",)
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "end"), ("right", "start")])
@@ -188,14 +156,6 @@ def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: 
     assert refusal(tokenizer, str(b)).startswith(f"{b} line 1: not JSON")
 
 
-def test_rows_that_the_template_refuses_are_bad_rows(
-    make_tokenizer: Callable[..., Any], tmp_path: Path
-) -> None:
-    file = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "a"}]})
-    said = refusal(make_tokenizer(template=None), file)
-    assert said.startswith(f"{file} line 1, column prompt: is a message list, but the tokenizer")
-
-
 def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"question": "a"}, {"question": "b<|im_end|>"})
     assert load(tokenizer, file).notes == (
@@ -203,19 +163,6 @@ def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Pat
         "1 prompts hold control words that the model reads as control tokens, first "
         f"{file} line 2: <|im_end|>.",
     )
-
-
-def test_raw_prompts(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", *asks("Once upon"))
-    (prompt,) = load(tokenizer, file, apply_chat_template=False).prompts
-    assert prompt.rendered == prompt.text == "Once upon"
-    assert len(prompt.token_ids) == 1 + len("Once upon")
-
-
-def test_columns_of_other_names(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"task": "a", "kind": "sums", "prompt": "not this"})
-    (prompt,) = load(tokenizer, file, prompt_key="task", source_key="kind").prompts
-    assert (prompt.text, prompt.data_source) == ("a", "sums")
 
 
 @pytest.mark.parametrize(
@@ -241,25 +188,13 @@ def test_a_run_reads_both_of_its_sets_by_its_settings(
     config = Config.model_validate({"data": own | {"val_max_samples": 3} | data})
     screen = Screen()
     found = _load_prompt_sets(config, tokenizer, screen)
+    options |= {"limit": 50, "prompt_key": "q", "source_key": "kind"}
     expected = [
-        load(
-            tokenizer,
-            file,
-            limit=50,
-            prompt_key="q",
-            source_key="kind",
-            max_samples=most,
-            **options,
-        )
+        load(tokenizer, file, max_samples=most, **options)
         for file, most in zip(files, (5, 3), strict=True)
     ]
     assert found == (expected[0].prompts, expected[1].prompts)
     assert screen.notes == [note for one in expected for note in one.notes] != []
-
-
-def test_loading_twice_gives_equal_prompts(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", *asks("1", "2"))
-    assert load(tokenizer, file) == load(tokenizer, file)
 
 
 def test_the_fingerprint_sees_what_matters(tokenizer: Any, tmp_path: Path) -> None:
@@ -275,23 +210,5 @@ def test_the_fingerprint_sees_what_matters(tokenizer: Any, tmp_path: Path) -> No
     ]
     prints = {fingerprint(prompts), *(fingerprint(other) for other in others)}
     assert len(prints) == 1 + len(others)
-    assert fingerprint(prompts) == fingerprint(list(prompts))
-
-
-def test_the_fingerprint_does_not_know_the_folder(tokenizer: Any, tmp_path: Path) -> None:
-    files = [write(tmp_path / place / "a.jsonl", *asks("1")) for place in ("x", "y")]
-    first, second = (fingerprint(load(tokenizer, file).prompts) for file in files)
-    assert first == second
-
-
-@pytest.mark.skipif(not (REAL / "gsm8k").is_dir(), reason="the real GSM8K files are not at hand")
-def test_the_real_test_set_of_gsm8k(tokenizer: Any) -> None:
-    found = load(tokenizer, str(REAL / "gsm8k" / "test.jsonl"), limit=2000)
-    assert len({p.uid for p in found.prompts}) == len(found) == 1319
-    assert len(found.notes) == 2
-
-
-@pytest.mark.skipif(not (REAL / "humaneval").is_dir(), reason="HumanEval is not at hand")
-def test_the_real_humaneval(tokenizer: Any) -> None:
-    found = load(tokenizer, str(REAL / "humaneval" / "HumanEval.jsonl.gz"), limit=4000)
-    assert (len(found), found.prompts[163].uid) == (164, "HumanEval:164")
+    elsewhere = load(tokenizer, write(tmp_path / "b" / "a.jsonl", *asks("1", "2"))).prompts
+    assert fingerprint(prompts) == fingerprint(elsewhere)

@@ -51,15 +51,8 @@ def test_writes_verl_rows(source: Path, tmp_path: Path) -> None:
             "answer": "So it is 2.\n#### 2,000",
         },
     }
-
-
-def test_rows_load_back(source: Path, tmp_path: Path) -> None:
-    prepare("gsm8k", source=str(source), out=str(tmp_path / "out"))
-    found = load_rows(str(tmp_path / "out" / "train.parquet"))
-    assert [(r.ground_truth, r.data_source) for r in found.rows] == [
-        ("1000", "openai/gsm8k"),
-        ("2000", "openai/gsm8k"),
-    ]
+    found = load_rows(str(out / "train.parquet"))
+    assert [row.ground_truth for row in found.rows] == ["1000", "2000"]
     assert (found.problems, found.notes, found.columns.unused) == ((), (), ())
 
 
@@ -118,12 +111,11 @@ def test_bad_rows_are_told_together_and_nothing_is_written(source: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_set_is_told() -> None:
+def test_wrong_places_are_told(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"out: cannot be written \(Not a directory\)"):
+        prepare("gsm8k", source=str(source), out=str(source / "train.jsonl" / "out"))
     with pytest.raises(DataError, match=r"'gsm-8k'\. Did you mean 'gsm8k'\? Known: gsm8k"):
         prepare("gsm-8k", out="out")
-
-
-def test_wrong_places_are_told(source: Path, tmp_path: Path) -> None:
     (source / "test.jsonl").unlink()
     with pytest.raises(DataError, match="holds no 'test' split"):
         prepare("gsm8k", source=str(source), out=str(tmp_path / "out"))
@@ -133,11 +125,6 @@ def test_wrong_places_are_told(source: Path, tmp_path: Path) -> None:
         prepare("gsm8k", source=str(source), out=str(source / "train.jsonl"))
     with pytest.raises(DataError, match="did not load"):
         prepare("gsm8k", source=str(tmp_path.name), out=str(tmp_path / "out"))
-
-
-def test_a_folder_that_cannot_be_made_is_told(source: Path) -> None:
-    with pytest.raises(DataError, match=r"out: cannot be written \(Not a directory\)"):
-        prepare("gsm8k", source=str(source), out=str(source / "train.jsonl" / "out"))
 
 
 @pytest.mark.parametrize(

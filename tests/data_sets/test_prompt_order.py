@@ -38,34 +38,19 @@ def epochs_of(order: PromptOrder, count: int) -> list[list[int]]:
 
 @given(orders())
 @UNHURRIED
-def test_every_batch_is_full_and_has_no_prompt_twice(how: dict[str, Any]) -> None:
-    order = PromptOrder(**how)
-    for _ in range(3 * order.steps_per_epoch + 1):
-        batch = order.take()
-        assert len(batch) == len(set(batch)) == how["batch_size"]
-        assert set(batch) <= set(range(how["size"]))
-
-
-@given(orders())
-@UNHURRIED
 def test_no_prompt_comes_twice_in_an_epoch_and_none_is_left_out_twice(how: dict[str, Any]) -> None:
     everything = set(range(how["size"]))
     left_out: set[int] = set()
-    for taken in epochs_of(PromptOrder(**how), 4):
+    order = PromptOrder(**how)
+    for _ in range(4):
+        batches = [order.take() for _ in range(order.steps_per_epoch)]
+        assert {len(batch) for batch in batches} == {how["batch_size"]}, "every batch is full"
+        taken = [index for batch in batches for index in batch]
+        assert set(taken) <= everything
         assert len(taken) == len(set(taken))
         assert left_out <= set(taken)
         left_out = everything - set(taken)
         assert len(left_out) == how["size"] % how["batch_size"]
-
-
-@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
-@UNHURRIED
-def test_every_prompt_once_an_epoch_when_batches_divide(
-    batch_size: int, batches: int, seed: int
-) -> None:
-    size = batch_size * batches
-    for taken in epochs_of(PromptOrder(size, batch_size, seed), 3):
-        assert sorted(taken) == list(range(size))
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 60))
@@ -75,6 +60,7 @@ def test_resume_at_any_point_equals_no_stop(how: dict[str, Any], before: int, af
     for _ in range(before):
         whole.take()
     resumed = PromptOrder(**how)
+    resumed.take()
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     assert resumed.epoch == whole.epoch
     assert [resumed.take() for _ in range(after)] == [whole.take() for _ in range(after)]
@@ -94,29 +80,8 @@ def test_peeking_tells_what_will_be_taken_and_moves_nothing(
     assert order.peek() == seen[0]
     assert json.dumps(order.state_dict()) == state
     assert seen == [order.take() for _ in range(ahead)]
-
-
-@pytest.mark.parametrize("ahead", [0, -1])
-def test_what_was_taken_is_not_to_come(ahead: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
-        PromptOrder(7, 3, seed=0).peek(ahead)
-
-
-def test_resume_after_other_batches_were_taken() -> None:
-    first, second = PromptOrder(10, 3, seed=1), PromptOrder(10, 3, seed=1)
-    state = [first.take() for _ in range(5)] and first.state_dict()
-    for _ in range(11):
-        second.take()
-    second.load_state_dict(state)
-    assert second.take() == first.take()
-
-
-def test_a_state_does_not_change_under_its_owner() -> None:
-    order = PromptOrder(7, 3, seed=0)
-    state = order.state_dict()
-    before = json.dumps(state)
-    epochs_of(order, 3)
-    assert json.dumps(state) == before
+        order.peek(0)
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:

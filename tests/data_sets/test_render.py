@@ -44,11 +44,6 @@ def test_text_becomes_one_user_message(tokenizer: Any) -> None:
     assert tokenizer.decode(item.token_ids) == item.text
 
 
-def test_text_and_the_same_message_are_equal(tokenizer: Any) -> None:
-    text, messages = render(Renderer(tokenizer), "1+1?", user("1+1?"))
-    assert text.token_ids == messages.token_ids
-
-
 def test_ids_equal_the_tokenizers_own_template_ids(tokenizer: Any) -> None:
     item = render(Renderer(tokenizer), user("Grüße 🙂"))[0]
     own = tokenizer.apply_chat_template(
@@ -83,12 +78,6 @@ def test_raw_text_does_not_end_with_the_end_mark(make_tokenizer: Callable[..., A
     assert Renderer(tokenizer).without_eos((1, 2), EOS) == (1, 2)
 
 
-def test_the_template_can_be_switched_off(tokenizer: Any) -> None:
-    item = render(Renderer(tokenizer, apply_chat_template=False), "ab")[0]
-    assert item.text == "ab"
-    assert len(item.token_ids) == 3
-
-
 def test_arguments_reach_the_template(make_tokenizer: Callable[..., Any]) -> None:
     thinks = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
     tokenizer = make_tokenizer(template=thinks)
@@ -111,6 +100,10 @@ def test_messages_need_a_template(tokenizer: Any, make_tokenizer: Callable[..., 
     assert said.startswith("a.jsonl line 2, column prompt: is a message list, but the tokenizer")
     off = Renderer(tokenizer, apply_chat_template=False)
     assert "but data.apply_chat_template is false" in refusal(off, user("a"))
+    (item,) = render(off, "ab")
+    assert (item.text, len(item.token_ids)) == ("ab", 3)
+    _, problems = Renderer(make_tokenizer(template=None), "Be brief.").render([row("a")])
+    assert "cannot take data.system_prompt" in str(problems[0])
 
 
 def test_system_prompt_comes_first_unless_there_is_one(tokenizer: Any) -> None:
@@ -119,12 +112,6 @@ def test_system_prompt_comes_first_unless_there_is_one(tokenizer: Any) -> None:
     assert text.text.startswith("<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na")
     assert messages.text == text.text
     assert kept.messages == own
-
-
-def test_a_system_prompt_is_never_dropped_silently(make_tokenizer: Callable[..., Any]) -> None:
-    renderer = Renderer(make_tokenizer(template=None), "Be brief.")
-    _, problems = renderer.render([row("a")])
-    assert "cannot take data.system_prompt" in str(problems[0])
 
 
 def test_what_the_template_refuses_is_named(tokenizer: Any) -> None:
@@ -142,7 +129,3 @@ def test_many_rows_keep_their_order(tokenizer: Any) -> None:
     items = render(Renderer(tokenizer), *(f"number {i}" for i in range(2100)))
     assert [item.messages[0]["content"] for item in items] == [f"number {i}" for i in range(2100)]
     assert all(tokenizer.decode(i.token_ids) == i.text for i in (items[1023], items[1024]))
-
-
-def test_nothing_renders_to_nothing(tokenizer: Any) -> None:
-    assert Renderer(tokenizer).render([]) == ([], [])

@@ -37,13 +37,6 @@ def only(tmp_path: Path, row: dict[str, Any]) -> Row:
     return found.rows[0]
 
 
-def problem(tmp_path: Path, row: dict[str, Any]) -> str:
-    found = read(tmp_path, {"prompt": "fine"}, row)
-    assert len(found.rows) == 1
-    assert len(found.problems) == 1
-    return str(found.problems[0]).removeprefix(f"{tmp_path}/a.jsonl line 2, column ")
-
-
 def test_flat_row(tmp_path: Path) -> None:
     row = only(
         tmp_path,
@@ -52,6 +45,18 @@ def test_flat_row(tmp_path: Path) -> None:
     assert (row.prompt, row.ground_truth, row.data_source) == ("1+1?", "2", "sums")
     assert row.extra_info == {"i": 1}
     assert row.place.number == 1
+    bare = only(tmp_path, {"prompt": "a"})
+    assert (bare.ground_truth, bare.data_source, bare.extra_info) == (None, "", {})
+
+
+def test_where_the_ground_truth_is_read(tmp_path: Path) -> None:
+    for truth in (0, 2, 1.5, False, "", ["a", "b"], {"a": 1}):
+        assert only(tmp_path, {"prompt": "a", "ground_truth": truth}).ground_truth == truth
+    for model in ({"style": "rule"}, {"ground_truth": None}, {"ground_truth": "2"}):
+        row = {"prompt": "a", "ground_truth": "2", "reward_model": model}
+        assert only(tmp_path, row).ground_truth == "2"
+    found = read(tmp_path, {"prompt": "p", "ground_truth": None, "answer": "2"})
+    assert (found.rows[0].ground_truth, found.columns.unused) == (None, ("answer",))
 
 
 def test_verl_row(tmp_path: Path) -> None:
@@ -96,29 +101,6 @@ def test_verl_parquet_row(tmp_path: Path) -> None:
     assert json.dumps(row.extra_info)
 
 
-def test_missing_parts_are_empty(tmp_path: Path) -> None:
-    row = only(tmp_path, {"prompt": "a"})
-    assert (row.ground_truth, row.data_source, row.extra_info) == (None, "", {})
-
-
-@pytest.mark.parametrize("truth", [0, 2, 1.5, False, "", ["a", "b"], {"a": 1}])
-def test_ground_truth_keeps_its_type(tmp_path: Path, truth: Any) -> None:
-    assert only(tmp_path, {"prompt": "a", "ground_truth": truth}).ground_truth == truth
-
-
-def test_a_flat_ground_truth_counts_beside_a_reward_model_without_one(tmp_path: Path) -> None:
-    for model in ({"style": "rule"}, {"style": "rule", "ground_truth": None}):
-        row = {"prompt": "a", "ground_truth": "2", "reward_model": model}
-        assert only(tmp_path, row).ground_truth == "2"
-
-
-def test_equal_ground_truths_in_both_places_are_fine(tmp_path: Path) -> None:
-    row = {"prompt": "a", "ground_truth": "2", "reward_model": {"ground_truth": "2"}}
-    assert only(tmp_path, row).ground_truth == "2"
-    said = problem(tmp_path, {**row, "ground_truth": "3"})
-    assert said == "ground_truth: is '3' but reward_model.ground_truth is '2'; keep one"
-
-
 @pytest.mark.parametrize("name", ["question", "messages", "problem", "instruction", "query"])
 def test_a_sole_other_prompt_column_is_taken_and_told(tmp_path: Path, name: str) -> None:
     found = read(tmp_path, {name: "1+1?", "answer": "2"})
@@ -133,12 +115,6 @@ def test_the_named_prompt_column_wins(tmp_path: Path) -> None:
     found = read(tmp_path, {"prompt": "p", "question": "q"}, prompt_key="question")
     assert found.rows[0].prompt == "q"
     assert found.columns.unused == ("prompt",)
-
-
-def test_an_answer_beside_a_ground_truth_is_left_alone(tmp_path: Path) -> None:
-    found = read(tmp_path, {"prompt": "p", "ground_truth": None, "answer": "2"})
-    assert found.rows[0].ground_truth is None
-    assert found.columns.unused == ("answer",)
 
 
 @pytest.mark.parametrize(
@@ -205,25 +181,24 @@ def test_a_missing_column_names_those_that_are_there(
         ({"prompt": "a", "data_source": 3}, "data_source: is a number, not text"),
         ({"prompt": "a", "extra_info": "x"}, "extra_info: is text, not an object"),
         ({"prompt": "a", "reward_model": "rule"}, "reward_model: is text, not an object"),
+        (
+            {"prompt": "a", "ground_truth": "3", "reward_model": {"ground_truth": "2"}},
+            "ground_truth: is '3' but reward_model.ground_truth is '2'; keep one",
+        ),
     ],
 )
 def test_a_wrong_row_is_named_with_its_column(
     tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
-    rows = [{"prompt": "fine", "data_source": "s"}, row]
-    found = read(tmp_path, *rows)
+    found = read(tmp_path, {"prompt": "fine", "data_source": "s"}, row)
     assert len(found.rows) == 1
     assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column ")
     assert said in str(found.problems[0])
 
 
-def test_text_that_only_looks_like_json_is_a_prompt(tmp_path: Path) -> None:
-    assert only(tmp_path, {"prompt": "[{not json"}).prompt == "[{not json"
-    assert only(tmp_path, {"prompt": '[{"a": 1}] is what?'}).prompt == '[{"a": 1}] is what?'
-    assert only(tmp_path, {"prompt": '[{"a": 1}]'}).prompt == '[{"a": 1}]'
-
-
-def test_text_parts_are_joined(tmp_path: Path) -> None:
+def test_text_that_only_looks_like_json_is_a_prompt_and_parts_are_joined(tmp_path: Path) -> None:
+    for text in ("[{not json", '[{"a": 1}] is what?', '[{"a": 1}]'):
+        assert only(tmp_path, {"prompt": text}).prompt == text
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
     row = only(tmp_path, {"prompt": [{"role": "user", "content": parts}]})
     assert row.prompt == tuple(ASK)

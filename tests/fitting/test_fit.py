@@ -17,14 +17,14 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, Interrupted
 from ppo_cli.fitting.fit import fit
 from ppo_cli.fitting.training import FitSettings, Recipe
-from ppo_cli.report.tracker import SilentScreen
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.local.formats import format_for
 from ppo_cli.rewards.local.load import load_reward_model
 
 WriteSums = Callable[[int], str]
 
 
-class Listener(SilentScreen):
+class Listener(Screen):
     """Keeps what is said, and may act on it."""
 
     def __init__(self, act: Callable[[str], None] = lambda text: None) -> None:
@@ -50,7 +50,7 @@ def settings(data: str, out: Path, *, recipe: dict[str, Any] | None = None, **mo
 def test_a_fit_learns_and_its_folder_scores_the_same(write_sums: WriteSums, tmp_path: Path) -> None:
     """7 is never the sum: easily learnt, so the held-out pairs must come out right."""
     out = tmp_path / "rm"
-    record = fit(settings(write_sums(40), out), SilentScreen())
+    record = fit(settings(write_sums(40), out), Screen())
     assert record == json.loads((out / "fit.json").read_text())
     assert record["finished"] and record["steps"]["done"] == record["steps"]["all"] == 16
     assert record["pairs"] == {"train": 32, "held_out": 8}
@@ -67,7 +67,7 @@ def test_a_fit_learns_and_its_folder_scores_the_same(write_sums: WriteSums, tmp_
             ids = torch.tensor([form.encode(messages, response).ids])
             scores.append(loaded.network.score(ids, torch.ones_like(ids)).score_B.item())
     again = fit(settings(str(tmp_path / "sums.jsonl"), tmp_path / "again", model=str(out),
-                         recipe={"max_steps": 1, "lr": 1e-9}), SilentScreen())  # fmt: skip
+                         recipe={"max_steps": 1, "lr": 1e-9}), Screen())  # fmt: skip
     assert again["before"]["accuracy"] == 1.0
     assert again["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
     assert min(scores) < record["scores"]["mean"] < max(scores)
@@ -79,7 +79,7 @@ def test_the_scores_of_the_record_are_those_that_the_folder_gives(
     data, held_out = write_sums(24), tmp_path / "held_out.jsonl"
     lines = Path(data).read_text().splitlines()
     held_out.write_text("\n".join(lines[:4]))
-    record = fit(settings(data, tmp_path / "rm", val_data=(str(held_out),)), SilentScreen())
+    record = fit(settings(data, tmp_path / "rm", val_data=(str(held_out),)), Screen())
     assert record["pairs"] == {"train": 20, "held_out": 4}
     assert record["dropped"] == {"in_val_data": 4}
     reward = ModelReward(path=str(tmp_path / "rm"), device="cpu")
@@ -99,7 +99,7 @@ def test_the_scores_of_the_record_are_those_that_the_folder_gives(
 def test_the_same_fit_twice_gives_the_same_bits(write_sums: WriteSums, tmp_path: Path) -> None:
     data = write_sums(24)
     for name in "ab":
-        fit(settings(data, tmp_path / name, recipe={"epochs": 1}), SilentScreen())
+        fit(settings(data, tmp_path / name, recipe={"epochs": 1}), Screen())
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
@@ -166,7 +166,7 @@ def test_pairs_that_are_too_long_are_left_out_as_a_whole(
 
 def test_nothing_left_to_train_on_is_told(write_sums: WriteSums, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"No usable training pair is left\.[\s\S]*--max_length"):
-        fit(settings(write_sums(12), tmp_path / "rm", max_length=8), SilentScreen())
+        fit(settings(write_sums(12), tmp_path / "rm", max_length=8), Screen())
 
 
 def test_what_the_template_refuses_names_its_row(write_sums: WriteSums, tmp_path: Path) -> None:
@@ -181,6 +181,6 @@ def test_what_the_template_refuses_names_its_row(write_sums: WriteSums, tmp_path
     data.write_text(data.read_text() + json.dumps(row) + "\n")
     more = {"template": str(template), "recipe": {"max_steps": 1}}
     with pytest.raises(DataError, match=r"sums\.jsonl line 13: .*no system[\s\S]*--skip_bad_rows"):
-        fit(settings(str(data), tmp_path / "rm", **more), SilentScreen())
-    record = fit(settings(str(data), tmp_path / "rm", skip_bad_rows=True, **more), SilentScreen())
+        fit(settings(str(data), tmp_path / "rm", **more), Screen())
+    record = fit(settings(str(data), tmp_path / "rm", skip_bad_rows=True, **more), Screen())
     assert record["dropped"] == {"refused": 1}

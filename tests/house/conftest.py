@@ -11,23 +11,15 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILT = {"__pycache__", "outputs", "dist", "build", "node_modules"}
 
 
-def list_tracked() -> list[Path] | None:
+def list_tracked() -> list[Path]:
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=30, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    done = subprocess.run(command, capture_output=True, timeout=30, check=True)
     return [Path(name) for name in done.stdout.decode().split("\0") if name]
 
 
 def is_source(path: Path) -> bool:
     hidden = any(part.startswith(".") and part not in {".ci", ".gitignore"} for part in path.parts)
     return not hidden and not BUILT & set(path.parts)
-
-
-def walk_tree() -> list[Path]:
-    found = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
-    return [path for path in found if is_source(path)]
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +30,28 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def files() -> list[Path]:
     """Source files, relative to the root; from a zip or an sdist there is no git to ask."""
-    listed = list_tracked() if (ROOT / ".git").exists() else None
-    present = [path for path in (listed or walk_tree()) if (ROOT / path).is_file()]
+    if (ROOT / ".git").exists():
+        found = list_tracked()
+    else:
+        found = [path for p in ROOT.rglob("*") if is_source(path := p.relative_to(ROOT))]
+    present = sorted(path for path in found if (ROOT / path).is_file())
     assert present
-    return sorted(present)
+    return present
 
 
 @pytest.fixture(scope="session")
-def package_files(files: list[Path]) -> list[Path]:
-    return [p for p in files if p.parts[0] == "ppo_cli" and p.suffix == ".py"]
+def python_sources(files: list[Path]) -> dict[str, str]:
+    """The text of each Python file, by its path."""
+    found = [path for path in files if path.suffix == ".py"]
+    return {path.as_posix(): (ROOT / path).read_text(encoding="utf-8") for path in found}
 
 
 @pytest.fixture(scope="session")
-def python_files(files: list[Path]) -> list[Path]:
-    return [path for path in files if path.suffix == ".py"]
+def modules(python_sources: dict[str, str]) -> dict[str, str]:
+    """The text of each module of the package, by its name: `engine.base`, `loop`, `engine`."""
+    found = {}
+    for path, source in python_sources.items():
+        room, *parts = Path(path).with_suffix("").parts
+        if room == "ppo_cli":
+            found[".".join(parts).removesuffix(".__init__")] = source
+    return found

@@ -19,10 +19,10 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def missing(root: Path, target: Path, anchor: str) -> bool:
-    if not (root / target).is_file():
-        return True
-    return bool(anchor) and anchor not in anchors((root / target).read_text(encoding="utf-8"))
+def missing(target: Path, anchor: str) -> bool:
+    if not target.is_file():
+        return not target.is_dir()
+    return bool(anchor) and anchor not in anchors(target.read_text(encoding="utf-8"))
 
 
 def test_settings_page_is_the_schema(root: Path) -> None:
@@ -32,26 +32,16 @@ def test_settings_page_is_the_schema(root: Path) -> None:
 
 
 def test_links_lead_somewhere(root: Path, files: list[Path]) -> None:
+    """Those of pages, and those to pages that messages name."""
     broken = []
-    for path in (p for p in files if p.suffix == ".md"):
-        for link in LINK.findall((root / path).read_text(encoding="utf-8")):
-            name, _, anchor = link.partition("#")
-            target = Path(path.parent / name) if name else path
-            resolved = (root / target).resolve()
-            if resolved.is_dir():
-                continue
-            if missing(root, resolved, anchor):
-                broken.append(f"{path}: {link}")
-    assert broken == []
-
-
-def test_pages_that_messages_name_exist(root: Path, package_files: list[Path]) -> None:
-    broken = []
-    for path in package_files:
-        for link in NAMED.findall((root / path).read_text(encoding="utf-8")):
-            name, _, anchor = link.partition("#")
-            if missing(root, Path(name), anchor):
-                broken.append(f"{path}: {link}")
+    for path in files:
+        kinds = {".md": (LINK, path.parent), ".py": (NAMED, Path())}
+        if path.suffix == ".md" or (path.suffix == ".py" and path.parts[0] == "ppo_cli"):
+            pattern, start = kinds[path.suffix]
+            for link in pattern.findall((root / path).read_text(encoding="utf-8")):
+                name, _, anchor = link.partition("#")
+                if missing(root / start / name if name else root / path, anchor):
+                    broken.append(f"{path}: {link}")
     assert broken == []
 
 

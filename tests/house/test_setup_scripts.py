@@ -65,19 +65,25 @@ class House:
         kept["PATH"] = f"{self.programs}:{kept['PATH']}"
         return {**kept, "CALLS": str(self.calls), "PPO_PYTHON": str(self.python), **extra}
 
-    def start(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, program: Path | str, *words: str, **extra: str
+    ) -> subprocess.CompletedProcess[str]:
         self.calls.write_text("")
-        command = [str(self.root / "train.sh"), *words]
         return subprocess.run(
-            command, cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60
-        )
+            [str(program), *words],
+            cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def start(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        return self.call(self.root / "train.sh", *words, **extra)
 
     def set_up(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        self.calls.write_text("")
-        command = [str(self.root / "scripts" / "setup"), *words]
-        return subprocess.run(
-            command, cwd=self.cwd, env=self.env(extra), capture_output=True, text=True, timeout=60
-        )
+        return self.call(self.root / "scripts" / "setup", *words, **extra)
+
+    def begin(self, **extra: str) -> subprocess.Popen[str]:
+        command = [str(self.root / "scripts" / "setup")]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.cwd, env=self.env(extra), stderr=pipe, text=True)
 
     def pip_calls(self) -> list[str]:
         return [line for line in self.calls.read_text().splitlines() if line.startswith("-m pip")]
@@ -118,9 +124,7 @@ def test_changed_pins_are_installed(house: House) -> None:
 
 def test_a_link_to_the_script_works(house: House) -> None:
     (house.cwd / "go").symlink_to(house.root / "train.sh")
-    done = subprocess.run(
-        ["./go", "x"], cwd=house.cwd, env=house.env({}), capture_output=True, text=True, timeout=60
-    )
+    done = house.call("./go", "x")
     assert done.stdout.endswith("<x>\n"), done.stderr
 
 
@@ -149,27 +153,17 @@ def brings_vllm(calls: list[str]) -> bool:
 
 
 @needs_no_gpu
-def test_vllm_comes_on_top_of_what_is_there(house: House) -> None:
+def test_vllm_comes_on_top_of_what_is_there_and_is_kept_in_step(house: House) -> None:
     assert house.set_up("run").returncode == 0
     assert not brings_vllm(house.pip_calls())
+    failed = house.set_up("vllm", PIP_SAYS="boom")
+    assert failed.returncode == 2 and "Installing vLLM failed" in failed.stderr
+    assert (house.set_up("run").stderr, house.pip_calls()) == ("", []), "the rest is as it was"
     done = house.set_up("vllm")
     assert done.returncode == 0, done.stderr
     assert brings_vllm(house.pip_calls())
     assert not any("[tensorboard" in call for call in house.pip_calls())
     assert (house.set_up("vllm").stderr, house.set_up("run").stderr) == ("", "")
-
-
-@needs_no_gpu
-def test_vllm_brings_the_rest_where_there_is_nothing(house: House) -> None:
-    done = house.set_up("vllm")
-    assert done.returncode == 0, done.stderr
-    assert any(call.endswith("[tensorboard]") for call in house.pip_calls())
-    assert house.set_up("run").stderr == ""
-
-
-@needs_no_gpu
-def test_vllm_is_kept_in_step(house: House) -> None:
-    house.set_up("vllm")
     with (house.root / "constraints.txt").open("a") as pins:
         pins.write("# changed\n")
     assert brings_vllm(house.set_up("run") and house.pip_calls())
@@ -177,28 +171,17 @@ def test_vllm_is_kept_in_step(house: House) -> None:
 
 
 @needs_no_gpu
-def test_a_failed_vllm_leaves_the_rest_as_it_was(house: House) -> None:
-    house.set_up("run")
-    failed = house.set_up("vllm", PIP_SAYS="boom")
-    assert failed.returncode == 2 and "Installing vLLM failed" in failed.stderr
-    assert (house.set_up("run").stderr, house.pip_calls()) == ("", [])
-    assert house.set_up("vllm").returncode == 0
-
-
-@needs_no_gpu
-def test_dev_has_vllm_for_its_tests(house: House) -> None:
-    assert house.set_up("dev").returncode == 0
-    assert brings_vllm(house.pip_calls())
-    assert house.set_up("dev").stderr == ""
-
-
-@needs_no_gpu
-def test_a_judge_has_vllm_alone(house: House) -> None:
-    done = house.set_up("judge")
+@pytest.mark.parametrize("what", ["vllm", "dev", "judge"])
+def test_what_brings_vllm_where_there_is_nothing(house: House, what: str) -> None:
+    done = house.set_up(what)
     assert done.returncode == 0, done.stderr
     assert brings_vllm(house.pip_calls())
-    assert not any(" -e " in call for call in house.pip_calls())
-    assert house.set_up("judge").stderr == ""
+    if what == "vllm":
+        assert any(call.endswith("[tensorboard]") for call in house.pip_calls())
+        assert house.set_up("run").stderr == ""
+    elif what == "judge":  # vLLM alone
+        assert not any(" -e " in call for call in house.pip_calls())
+    assert house.set_up(what).stderr == ""
 
 
 def test_half_finished_set_up_starts_afresh(house: House) -> None:
@@ -247,18 +230,16 @@ def test_venv_can_lie_elsewhere(house: House) -> None:
 
 def test_two_starts_at_once_install_once(house: House) -> None:
     house.calls.write_text("")
-    env = house.env({"PIP_SLEEPS": "1"})
-    command = [str(house.root / "scripts" / "setup")]
-    pair = [subprocess.Popen(command, cwd=house.cwd, env=env) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in pair] == [0, 0]
+    pair = [house.begin(PIP_SLEEPS="1") for _ in range(2)]
+    for process in pair:
+        _, words = process.communicate(timeout=60)
+        assert process.returncode == 0, words
     assert sum("[tensorboard]" in call for call in house.pip_calls()) == 1
 
 
 def test_interrupted_set_up_ends_pip(house: House) -> None:
     house.calls.write_text("")
-    env = house.env({"PIP_HANGS": "50"})
-    command = [str(house.root / "scripts" / "setup")]
-    process = subprocess.Popen(command, cwd=house.cwd, env=env, stderr=subprocess.PIPE, text=True)
+    process = house.begin(PIP_HANGS="50")
     deadline = time.monotonic() + 300
     while not house.pip_calls() and time.monotonic() < deadline:
         time.sleep(0.02)

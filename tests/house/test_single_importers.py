@@ -6,12 +6,10 @@ declaration, or when it is an idea of its own that would push its importer over 
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
-from tests.house.test_floors import dotted_name
+from tests.house.test_floors import own_imports
 
 MOST = 25
 STANDS = {
@@ -46,17 +44,6 @@ TO_FOLD = {
 }  # fmt: skip
 
 
-def own_imports(source: str) -> set[str]:
-    """Modules and names of the package that a source imports, functions included."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name.removeprefix("ppo_cli.") for name in found if name.startswith("ppo_cli.")}
-
-
 def single_importers(sources: Mapping[str, str]) -> dict[str, str]:
     """Module -> the one that imports it, where that is the only one and lies beside it."""
     importers: dict[str, set[str]] = defaultdict(set)
@@ -70,9 +57,8 @@ def single_importers(sources: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def test_a_file_with_one_importer_beside_it_joins_it(root: Path, package_files: list[Path]) -> None:
-    sources = {dotted_name(p): (root / p).read_text(encoding="utf-8") for p in package_files}
-    single = single_importers(sources)
+def test_a_file_with_one_importer_beside_it_joins_it(modules: dict[str, str]) -> None:
+    single = single_importers(modules)
     known = {*STANDS, *TO_FOLD}
     said = [
         f"{module} is imported by {by} alone: fold it into that, or say in STANDS why it stands"

@@ -29,13 +29,10 @@ def test_files_are_short(root: Path, files: list[Path]) -> None:
     assert {name: n for name, n in lines.items() if n > FILE_LINES} == {}
 
 
-def test_functions_are_short(root: Path, python_files: list[Path]) -> None:
-    found = [
-        line
-        for path in python_files
-        for line in long_functions(path.as_posix(), (root / path).read_text(encoding="utf-8"))
-    ]
-    assert found == []
+def test_functions_are_short(python_sources: dict[str, str]) -> None:
+    assert [
+        f for path, source in python_sources.items() for f in long_functions(path, source)
+    ] == []
 
 
 def test_long_functions_are_seen() -> None:
@@ -52,10 +49,6 @@ def test_no_name_that_says_nothing(files: list[Path]) -> None:
     assert [str(path) for path in files if empty_words(path)] == []
 
 
-def test_every_module_has_a_docstring(root: Path, python_files: list[Path]) -> None:
-    bare = [
-        str(path)
-        for path in python_files
-        if not ast.get_docstring(ast.parse((root / path).read_text(encoding="utf-8")))
-    ]
+def test_every_module_has_a_docstring(python_sources: dict[str, str]) -> None:
+    bare = [path for path, text in python_sources.items() if not ast.get_docstring(ast.parse(text))]
     assert bare == []

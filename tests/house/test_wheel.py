@@ -29,18 +29,8 @@ def call(
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="scripts/setup dev installs hatchling")
     out = tmp_path_factory.mktemp("wheel")
-    call(
-        [
-            *PIP,
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-            "-w",
-            str(out),
-            str(root),
-        ]
-    )
+    alone = ["--no-deps", "--no-build-isolation", "--no-index"]
+    call([*PIP, "wheel", *alone, "-w", str(out), str(root)])
     (built,) = out.glob("*.whl")
     return built
 
@@ -48,11 +38,8 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_what_ships(wheel: Path, files: list[Path]) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     ours = {path.as_posix() for path in files if path.parts[0] == "ppo_cli"}
-    beside = {
-        f"ppo_cli/{path.as_posix()}"
-        for path in files
-        if path.parts[0] in {"presets", "reward_prompts"}
-    }
+    shipped = [path for path in files if path.parts[0] in {"presets", "reward_prompts"}]
+    beside = {f"ppo_cli/{path.as_posix()}" for path in shipped}
     assert beside
     assert ours | beside <= held
     assert {name for name in held if not name.startswith("ppo_cli/")} == set()

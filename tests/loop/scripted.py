@@ -21,7 +21,8 @@ from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.report.tracker import SilentScreen, Tracker
+from ppo_cli.report.tracker import Screen as SilentScreen
+from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.run_folder.checkpoints import CheckpointStore
 from ppo_cli.train.state import Job, RunState

@@ -295,7 +295,7 @@ def test_no_failed_verdict_enters_a_loss_or_a_mean(
     from ppo_cli.config.resolve import resolve
     from ppo_cli.engine.base import MiniBatch, Sums
     from ppo_cli.engine.local import LocalEngine
-    from ppo_cli.report.tracker import SilentScreen
+    from ppo_cli.report.tracker import Screen
     from ppo_cli.run.assemble import train as train_here
 
     seen: list[MiniBatch] = []
@@ -320,7 +320,7 @@ def test_no_failed_verdict_enters_a_loss_or_a_mean(
     resolved = resolve(
         flags={}, preset="embedded", config_files=(), overrides=overrides, environ=os.environ
     )
-    train_here(resolved, SilentScreen())
+    train_here(resolved, Screen())
     lost = 0
     for minibatch in seen:
         batch, bad_B = minibatch.batch, ~minibatch.batch.valid_B

@@ -11,11 +11,11 @@ import pytest
 
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
-from ppo_cli.report.tracker import SilentScreen, Tracker
+from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder.folder import replace_lines
 
 
-class Heard(SilentScreen):
+class Heard(Screen):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Heard(SilentScreen):
 
 
 def make(folder: Path, screen: Any = None, loggers: tuple[str, ...] = ("console",)) -> Tracker:
-    return Tracker(folder, screen or SilentScreen(), loggers, total_steps=9, config={})
+    return Tracker(folder, screen or Screen(), loggers, total_steps=9, config={})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -166,13 +166,13 @@ def test_a_step_written_again_replaces_its_line(tmp_path: Path) -> None:
 def test_a_rollout_line_has_everything(tmp_path: Path) -> None:
     info = {"judge_reply": "SCORE: 10", "tokens": 99, "latency_s": np.float32(0.5)}
     rows = [scored("4", 1.0, **info), scored("5", None)]
-    make(tmp_path).rollouts(7, rows, advantages=np.array([0.5, -0.5]))
+    make(tmp_path).rollouts(7, rows)
     first, second = lines(tmp_path / "rollouts" / "step_000007.jsonl")
     assert first == {
         "step": 7, "uid": "p1", "sample": 0, "prompt": "2+2?", "response": "4",
         "ground_truth": "4", "data_source": "add", "score": 1.0, "failure": "", "reason": "right",
         "parts": {"rule": {"raw": 2.0, "scaled": 1.0}}, "tokens": 3, "finish_reason": "stop",
-        "judge_reply": "SCORE: 10", "reward_tokens": 99, "latency_s": 0.5, "advantage": 0.5,
+        "judge_reply": "SCORE: 10", "reward_tokens": 99, "latency_s": 0.5,
     }  # fmt: skip
     assert second["score"] is None and second["failure"] == "timeout"
     assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_000007.jsonl"]

@@ -13,7 +13,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, Interrupted
 from ppo_cli.records import Rollout, Score
-from ppo_cli.report.tracker import SilentScreen
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge import prompt
 from ppo_cli.rewards.judge.calls import Scale
@@ -28,7 +28,7 @@ PRESETS = ("math", "code", "dialogue", "safety")
 Checks = dict[str, dict[str, Any]]
 
 
-class Remarks(SilentScreen):
+class Remarks(Screen):
     """A screen that remembers what it was told."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Remarks(SilentScreen):
 
 def run(settings: RewardSettings, reward: Reward, *, rows: int = 6, data: str | None = None) -> Any:
     items = load_items(settings, file=data, preset=None, most=rows)
-    result = audit(reward, settings, items, screen=SilentScreen())
+    result = audit(reward, settings, items, screen=Screen())
     json.dumps(result, allow_nan=False)
     return result
 

@@ -15,7 +15,7 @@ from ppo_cli.config.reward_schema import ApiReward, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Rollout, Score
-from ppo_cli.report.tracker import SilentScreen
+from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust import statistics
 from ppo_cli.trust.calibrate import STEADY, calibrate, per_thousand
@@ -42,7 +42,7 @@ JUDGE = RewardSettings(api=ApiReward(enable=True, model="m"))
 def run(
     reward: Reward, found: Labelled, repeat: int = 0, settings: RewardSettings = JUDGE
 ) -> dict[str, Any]:
-    result = calibrate(reward, settings, found, repeat=repeat, screen=SilentScreen())
+    result = calibrate(reward, settings, found, repeat=repeat, screen=Screen())
     json.dumps(result, allow_nan=False)
     return result
 

@@ -15,7 +15,7 @@ from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.trust import statistics
 from ppo_cli.trust.score import QUIET
-from ppo_cli.trust.sources import describe, lone_judge, unsteady, with_judges
+from ppo_cli.trust.sources import describe, lone_judge, unsteady, with_all
 from tests.judge_server import JudgeServer
 from tests.reward_server import RewardServer
 from tests.rewards.local.twins import skywork_qwen3_twin
@@ -311,7 +311,7 @@ JUDGES = RewardSettings(
 
 
 def test_every_judge_is_quiet() -> None:
-    quiet = with_judges(JUDGES, QUIET)
+    quiet = with_all(JUDGES, "judge", QUIET)
     for given in judges_of(quiet):
         api = given.settings
         assert (api.canary_every, api.monitor.model, api.max_failure_rate) == (0, None, 1.0)
@@ -320,7 +320,8 @@ def test_every_judge_is_quiet() -> None:
         part if part.name != "style" else part.model_copy(update={"judge": {"model": "other"}})
         for part in mixture_of(JUDGES)
     )
-    alone = with_judges(RewardSettings(api=ApiReward(enable=True, gate=True)), {"gate": False})
+    single = RewardSettings(api=ApiReward(enable=True, gate=True))
+    alone = with_all(single, "judge", {"gate": False})
     assert alone.api.gate is False
 
 

@@ -12,7 +12,7 @@ import pytest
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.report.tracker import SilentScreen
+from ppo_cli.report.tracker import Screen
 from ppo_cli.trust.attacks import INJECTIONS, Trial, injected, outcome
 from ppo_cli.trust.audit import audit
 from ppo_cli.trust.items import Ruler, bundled, load_items, ruler_for
@@ -44,7 +44,7 @@ def offset(rollout: Rollout) -> float:
 
 def checks_of(settings: RewardSettings, score: Callable[[Rollout], float], **given: Any) -> Told:
     items = load_items(settings, file=given.get("file"), preset=None, most=6)
-    result = audit(Scripted(lambda r: Score(score(r))), settings, items, screen=SilentScreen())
+    result = audit(Scripted(lambda r: Score(score(r))), settings, items, screen=Screen())
     json.dumps(result, allow_nan=False)
     assert result["reward"].endswith("rm, read as seqcls")
     return {check["name"]: check for check in result["checks"]}
