@@ -196,7 +196,7 @@ def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_against_slow_numpy(name: str, seed: int) -> None:
     inputs = draw(seed, empty_rows=seed % 2 == 0)
     for found, expected in zip(estimate(name, inputs), slow(name, inputs, 0.97, 0.9), strict=True):
@@ -217,15 +217,8 @@ def test_rows_without_a_score_change_nothing(name: str) -> None:
     for whole, part in zip(estimate(name, ill), estimate(name, fewer), strict=True):
         torch.testing.assert_close(whole[present], part, rtol=1e-6, atol=1e-6)
         assert whole[~present].abs().max() == 0
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_nothing_counts_gives_zeros(name: str) -> None:
-    inputs = draw(6)
-    inputs["mask_BT"] = torch.zeros_like(inputs["mask_BT"])
-    for found in estimate(name, inputs):
-        assert found.shape == inputs["mask_BT"].shape
-        assert found.abs().max() == 0
+    for nothing in estimate(name, inputs | {"mask_BT": torch.zeros_like(inputs["mask_BT"])}):
+        assert nothing.shape == inputs["mask_BT"].shape and nothing.abs().max() == 0
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -24,12 +24,13 @@ def test_masked_statistics_by_hand() -> None:
     assert tokens.masked_mean(x, mask) == 3
     assert tokens.masked_mean(x, mask, 1).tolist() == [2, 5]
     assert tokens.masked_var(x, mask) == 4
-
-
-def test_whiten_by_hand() -> None:
-    x = torch.tensor([1.0, 3.0, 5.0, NAN])
-    mask = torch.tensor([True, True, True, False])
-    assert tokens.masked_whiten(x, mask).tolist() == pytest.approx([-1, 0, 1, 0], abs=1e-6)
+    nothing = torch.zeros_like(mask)
+    assert tokens.masked_mean(x, nothing) == 0
+    assert tokens.masked_mean(x, nothing, 1).tolist() == [0, 0]
+    assert tokens.masked_whiten(x[:0], mask[:0]).shape == (0, 3)
+    white = tokens.masked_whiten(x, mask)
+    assert white.tolist()[0] == pytest.approx([-1, 0, 0], abs=1e-6)
+    assert white.tolist()[1] == pytest.approx([1, 0, 0], abs=1e-6)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -38,14 +39,6 @@ def test_whiten_of_too_few_is_zero(count: int) -> None:
     mask = torch.tensor([[False, count == 1]])
     assert tokens.masked_whiten(x, mask).tolist() == [[0, 0]]
     assert tokens.masked_var(x, mask) == 0
-
-
-def test_mean_of_nothing_is_zero() -> None:
-    x = torch.tensor([[NAN, 7.0], [2.0, 4.0]])
-    mask = torch.tensor([[False, False], [True, True]])
-    assert tokens.masked_mean(x, mask, 1).tolist() == [0, 3]
-    assert tokens.masked_mean(x, torch.zeros_like(mask)) == 0
-    assert tokens.masked_whiten(x[:0], mask[:0]).shape == (0, 2)
 
 
 def test_whiten_of_equal_numbers_is_exactly_zero() -> None:
@@ -105,6 +98,11 @@ def test_chunks_change_neither_values_nor_gradients(chunk: int) -> None:
     hidden.grad = weight.grad = None
 
     plain = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
+    alone, none = tokens.gather_logprobs_entropy(
+        hidden, lambda h: h @ weight.T, targets, 0.7, chunk, with_entropy=False
+    )
+    torch.testing.assert_close(alone, logprob)
+    assert none.tolist() == [0] * 9
     torch.testing.assert_close(logprob, plain.log_prob(targets))
     torch.testing.assert_close(entropy, plain.entropy())
     expected = plain.log_prob(targets) * coefficients + plain.entropy() * coefficients.flip(0)
@@ -154,18 +152,6 @@ def test_the_vocabulary_is_never_materialised_for_all_tokens() -> None:
     assert len(seen) == 10  # each chunk once more for the backward pass
 
 
-def test_without_entropy_there_is_none() -> None:
-    hidden, weight = random_head(3)
-    both = [
-        tokens.gather_logprobs_entropy(
-            hidden, lambda h: h @ weight.T, torch.arange(9), 1.0, 4, with_entropy=wanted
-        )
-        for wanted in (True, False)
-    ]
-    torch.testing.assert_close(both[0][0], both[1][0])
-    assert both[1][1].tolist() == [0] * 9
-
-
 def test_bfloat16_logits_become_fp32() -> None:
     hidden, _ = random_head(4)
     logprob, entropy = tokens.gather_logprobs_entropy(
@@ -196,35 +182,16 @@ def test_full_kl_and_its_gradient(chunk: int) -> None:
         torch.distributions.Categorical(logits=(ref_hidden @ ref_weight.T / 0.8).detach()),
     )
     torch.testing.assert_close(kl, plain)
+    of_reference = torch.autograd.grad(
+        kl.sum(), (ref_hidden, ref_weight), allow_unused=True, retain_graph=True
+    )
+    assert of_reference == (None, None)
     found = torch.autograd.grad(kl.sum(), (hidden, weight))
     torch.testing.assert_close(
         found, torch.autograd.grad(plain.sum(), (hidden, weight)), rtol=1e-4, atol=1e-5
     )
     again = tokens.full_kl(hidden, torch.clone, hidden, torch.clone, temperature=1.0, chunk=4)
     assert again.abs().max() == 0
-
-
-def test_full_kl_does_not_reach_into_the_reference() -> None:
-    hidden, weight = random_head(9)
-    ref_hidden, ref_weight = random_head(10)
-    for leaf in (hidden, weight, ref_hidden, ref_weight):
-        leaf.requires_grad_()
-    kl = tokens.full_kl(
-        hidden, lambda h: h @ weight.T, ref_hidden, lambda h: h @ ref_weight.T, 1.0, 4
-    )
-    kl.sum().backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    assert ref_hidden.grad is None
-    assert ref_weight.grad is None
-
-
-def test_full_kl_is_what_the_sampled_estimators_estimate() -> None:
-    actor, reference = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(7))
-    kl = tokens.full_kl(actor, torch.clone, reference, torch.clone, temperature=1.0, chunk=1)
-    p, x = actor.softmax(-1), actor.log_softmax(-1) - reference.log_softmax(-1)
-    assert float((p * x).sum()) == pytest.approx(float(kl), abs=1e-6)
-    assert float((p * ((-x).exp() - 1 + x)).sum()) == pytest.approx(float(kl), abs=1e-6)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import DataError, Interrupted
@@ -47,46 +46,26 @@ def settings(data: str, out: Path, *, recipe: dict[str, Any] | None = None, **mo
     )  # fmt: skip
 
 
-def test_a_fit_learns_and_its_folder_scores_the_same(write_sums: WriteSums, tmp_path: Path) -> None:
+def test_a_fit_learns_and_its_folder_scores_as_the_record_says(
+    write_sums: WriteSums, tmp_path: Path
+) -> None:
     """7 is never the sum: easily learnt, so the held-out pairs must come out right."""
-    out = tmp_path / "rm"
-    record = fit(settings(write_sums(40), out), Screen())
+    data, held_out, out = write_sums(40), tmp_path / "held_out.jsonl", tmp_path / "rm"
+    lines = Path(data).read_text().splitlines()
+    held_out.write_text("\n".join(lines[:8]))
+    record = fit(settings(data, out, val_data=(str(held_out),)), Screen())
     assert record == json.loads((out / "fit.json").read_text())
     assert record["finished"] and record["steps"]["done"] == record["steps"]["all"] == 16
     assert record["pairs"] == {"train": 32, "held_out": 8}
+    assert record["dropped"] == {"in_val_data": 8}
     assert record["after"]["accuracy"] == 1.0 and record["after"]["loss"] < record["before"]["loss"]
 
     reward = ModelReward(path=str(out), device="cpu")
     loaded = load_reward_model(reward)
     assert loaded.adapter == "seqcls"
     form = format_for(loaded.tokenizer, reward, loaded.max_length)
-    scores = []
-    for row in map(json.loads, (tmp_path / "sums.jsonl").read_text().splitlines()):
-        messages = [{"role": "user", "content": row["prompt"]}]
-        for response in (row["chosen"], row["rejected"]):
-            ids = torch.tensor([form.encode(messages, response).ids])
-            scores.append(loaded.network.score(ids, torch.ones_like(ids)).score_B.item())
-    again = fit(settings(str(tmp_path / "sums.jsonl"), tmp_path / "again", model=str(out),
-                         recipe={"max_steps": 1, "lr": 1e-9}), Screen())  # fmt: skip
-    assert again["before"]["accuracy"] == 1.0
-    assert again["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
-    assert min(scores) < record["scores"]["mean"] < max(scores)
-
-
-def test_the_scores_of_the_record_are_those_that_the_folder_gives(
-    write_sums: WriteSums, tmp_path: Path
-) -> None:
-    data, held_out = write_sums(24), tmp_path / "held_out.jsonl"
-    lines = Path(data).read_text().splitlines()
-    held_out.write_text("\n".join(lines[:4]))
-    record = fit(settings(data, tmp_path / "rm", val_data=(str(held_out),)), Screen())
-    assert record["pairs"] == {"train": 20, "held_out": 4}
-    assert record["dropped"] == {"in_val_data": 4}
-    reward = ModelReward(path=str(tmp_path / "rm"), device="cpu")
-    loaded = load_reward_model(reward)
-    form = format_for(loaded.tokenizer, reward, loaded.max_length)
     found = []
-    for row in map(json.loads, lines[:4]):
+    for row in map(json.loads, lines[:8]):
         for name in ("chosen", "rejected"):
             sample = form.encode([{"role": "user", "content": row["prompt"]}], row[name])
             ids = torch.tensor([sample.ids])
@@ -94,14 +73,11 @@ def test_the_scores_of_the_record_are_those_that_the_folder_gives(
     scores = torch.tensor(found, dtype=torch.float64)
     assert scores.mean().item() == pytest.approx(record["scores"]["mean"], abs=1e-5)
     assert scores.std(correction=0).item() == pytest.approx(record["scores"]["std"], abs=1e-5)
-
-
-def test_the_same_fit_twice_gives_the_same_bits(write_sums: WriteSums, tmp_path: Path) -> None:
-    data = write_sums(24)
-    for name in "ab":
-        fit(settings(data, tmp_path / name, recipe={"epochs": 1}), Screen())
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    more = {"model": str(out), "val_data": (str(held_out),)}
+    recipe = {"max_steps": 1, "lr": 1e-9}
+    again = fit(settings(data, tmp_path / "again", recipe=recipe, **more), Screen())
+    assert again["before"]["accuracy"] == 1.0
+    assert again["before"]["mean"] == pytest.approx(record["scores"]["mean"], abs=1e-5)
 
 
 def test_the_best_is_kept_not_the_last(write_sums: WriteSums, tmp_path: Path) -> None:
@@ -162,11 +138,8 @@ def test_pairs_that_are_too_long_are_left_out_as_a_whole(
     )  # fmt: skip
     assert record["dropped"] == {"too_long": 2} and sum(record["pairs"].values()) == 12
     assert any("longer than 64 tokens" in text for text in listener.said)
-
-
-def test_nothing_left_to_train_on_is_told(write_sums: WriteSums, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"No usable training pair is left\.[\s\S]*--max_length"):
-        fit(settings(write_sums(12), tmp_path / "rm", max_length=8), Screen())
+        fit(settings(str(data), tmp_path / "none", max_length=8), Screen())
 
 
 def test_what_the_template_refuses_names_its_row(write_sums: WriteSums, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def write(folder: ModelFolder, text: str = "x", record: dict[str, Any] | None = 
 
 
 def test_a_folder_is_made_and_replaced_by_a_better_model(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "rm").mkdir(parents=True)
     folder = ModelFolder(tmp_path / "deep" / "rm")
     write(folder, "first")
     write(folder, "second", {"finished": False})
@@ -66,9 +67,3 @@ def test_other_files_are_never_replaced(overwrite: bool, tmp_path: Path) -> None
         ModelFolder(tmp_path, overwrite=overwrite)
     with pytest.raises(ConfigError, match="is a file; name a folder"):
         ModelFolder(tmp_path / "thesis.tex", overwrite=overwrite)
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "rm").mkdir()
-    write(ModelFolder(tmp_path / "rm"))
-    assert (tmp_path / "rm" / "config.json").exists()

@@ -74,11 +74,10 @@ def test_a_dialogue_of_several_turns_keeps_them(tmp_path: Path) -> None:
         ("user", "a"), ("assistant", "b"), ("user", "c")
     ]  # fmt: skip
     assert (pair.chosen, pair.rejected) == ("yes", "no")
-
-
-def test_a_system_message_in_the_dialogues_is_kept(tmp_path: Path) -> None:
     row = {"prompt": "Hi?", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}
-    assert [m["role"] for m in read_one(tmp_path, row).messages] == ["system", "user"]
+    pair = read_one(tmp_path, {**row, "margin": 2})
+    assert [m["role"] for m in pair.messages] == ["system", "user"]
+    assert pair.margin == 2.0
 
 
 def test_transcripts_join_two_turns_of_one_speaker() -> None:
@@ -101,10 +100,6 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
     found = load_pairs(names).pairs
     assert [pair.chosen for pair in found] == ["Hello."] * 3
     assert len({pair.prompt_id for pair in found}) == 1
-
-
-def test_a_margin_is_read(tmp_path: Path) -> None:
-    assert read_one(tmp_path, {**PLAIN, "margin": 2}).margin == 2.0
 
 
 @pytest.mark.parametrize(
@@ -144,9 +139,6 @@ def test_bad_rows_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
     found = load_pairs([file], skip_bad_rows=True)
     assert len(found.pairs) == 1 and found.dropped == {"bad": 2}
     assert found.notes[0].startswith(f"2 bad rows left out, such as {file} line 2, column chosen")
-
-
-def test_all_bad_rows_are_told_at_once(tmp_path: Path) -> None:
     bad = {**PLAIN, "chosen": None}
     files = [write(tmp_path / f"{name}.jsonl", *[bad] * 4) for name in "ab"]
     with pytest.raises(DataError, match=r"8 bad rows:[\s\S]*… and 3 more\."):
@@ -157,22 +149,14 @@ def test_equal_responses_are_dropped_and_counted(tmp_path: Path) -> None:
     found = load_pairs([write(tmp_path / "a.jsonl", PLAIN, {**PLAIN, "rejected": "Hello."})])
     assert len(found.pairs) == 1 and found.dropped == {"equal": 1}
     assert found.notes == ("1 pair left out: chosen and rejected are the same text.",)
-
-
-def test_an_empty_response_is_kept_and_told(tmp_path: Path) -> None:
-    found = load_pairs([write(tmp_path / "a.jsonl", {**PLAIN, "rejected": ""})])
-    assert found.pairs[0].rejected == "" and found.notes == (
-        "1 pair with an empty response; kept.",
-    )
+    empty = {"question": "Hi?", "chosen": "a", "rejected": ""}
+    found = load_pairs([write(tmp_path / "a.jsonl", empty)])
+    assert found.pairs[0].rejected == ""
+    assert found.notes[0].endswith("the prompt is read from column 'question'.")
+    assert found.notes[1] == "1 pair with an empty response; kept."
 
 
 def test_a_missing_column_is_told_with_its_nearest(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "x", "chosen": "a", "reject": "b"})
     with pytest.raises(DataError, match=r"no column 'rejected'.*Did you mean 'reject'"):
         load_pairs([file])
-
-
-def test_another_prompt_column_is_told(tmp_path: Path) -> None:
-    row = {"question": "Hi?", "chosen": "a", "rejected": "b"}
-    (note,) = load_pairs([write(tmp_path / "a.jsonl", row)]).notes
-    assert note.endswith("the prompt is read from column 'question'.")

@@ -28,24 +28,18 @@ def test_without_a_template_there_is_one_sentence(make_tokenizer: Callable[..., 
         set_template(make_tokenizer(None), "base", None)
 
 
-def test_the_tokenizers_own_template_stays(make_tokenizer: Callable[..., Any]) -> None:
+def test_the_tokenizers_own_template_and_the_named_ones(
+    make_tokenizer: Callable[..., Any],
+) -> None:
     tokenizer = make_tokenizer(JINJA)
     set_template(tokenizer, "base", None)
     assert render(tokenizer) == "[Hi?][Hello.][Bye?]"
-
-
-def test_transcript(make_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = make_tokenizer(None)
+    set_template(tokenizer, "base", "chatml")
+    assert render(tokenizer).startswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant")
     set_template(tokenizer, "base", "transcript")
     text = "\n\nHuman: Hi?\n\nAssistant: Hello.\n\nHuman: Bye?"
     assert render(tokenizer) == text + "<|im_end|>"
     assert render(tokenizer, add_generation_prompt=True) == text + "\n\nAssistant: "
-
-
-def test_chatml(make_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = make_tokenizer(JINJA)
-    set_template(tokenizer, "base", "chatml")
-    assert render(tokenizer).startswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant")
 
 
 def test_a_file_and_a_text_are_taken(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
