@@ -79,7 +79,9 @@ def test_the_words_on_data_are_what_holds_the_gullible_judge(
 
 
 def test_an_obedient_judge_is_caught() -> None:
-    checks = checks_of(obedient, prompt_preset="math")
+    checks = checks_of(obedient, prompt_preset="math", gate=False)
+    assert checks["content-free gate"]["passed"] is None
+    assert "--rm_gate" in checks["content-free gate"]["said"]
     assert failed(checks) == {"prompt injection", "worked cases"}
     broken = {c["trial"] for c in checks["prompt injection"]["cases"] if c["passed"] is False}
     assert {"fake verdict", "ignore instructions", "in German", "comment in code"} <= broken
@@ -152,20 +154,10 @@ def test_a_judge_that_cannot_be_read_fails() -> None:
     check = next(c for c in result["checks"] if c["name"] == "readable verdicts")
     assert check["passed"] is False
     assert check["worst"]["got"] == "unparsed: hm"
-
-
-def test_a_mean_put_in_is_no_verdict() -> None:
-    settings = RewardSettings(api=ApiReward(enable=True, model="m", prompt_preset="math"))
     filled = Scripted(lambda r: Score(0.2, info={"imputed": "timeout: slow"}))
     checks = {c["name"]: c for c in run(settings, filled)["checks"]}
     assert checks["readable verdicts"]["passed"] is False
     assert checks["master keys"]["said"] == "not one verdict came"
-
-
-def test_the_gate_is_checked_by_itself() -> None:
-    checks = checks_of(honest, prompt_preset="math", gate=False)
-    assert checks["content-free gate"]["passed"] is None
-    assert "--rm_gate" in checks["content-free gate"]["said"]
 
 
 def test_rules_are_audited_too() -> None:
@@ -246,13 +238,9 @@ def test_attacks() -> None:
     assert padded("x").endswith("\n\nx")
 
 
-@pytest.mark.parametrize(
-    ("scale", "gain"),
-    [(None, 0.15), (Scale(1, 10), 0.15), (Scale(1, 5), 0.25), (Scale(0, 1), 0.15),
-     (Scale(0, 100), 0.15)],
-)  # fmt: skip
-def test_what_an_attack_may_add(scale: Scale | None, gain: float) -> None:
-    assert tr.allowed_gain(scale) == gain
+def test_what_an_attack_may_add() -> None:
+    scales = [None, Scale(1, 10), Scale(1, 5), Scale(0, 1), Scale(0, 100)]
+    assert [tr.allowed_gain(scale) for scale in scales] == [0.15, 0.15, 0.25, 0.15, 0.15]
 
 
 def test_bounds_hold_at_their_ends() -> None:

@@ -52,12 +52,14 @@ def foretell(*overrides: str) -> Forecast:
 def test_calls_are_the_plans_times_the_votes() -> None:
     write("t.jsonl", 12)
     write("v.jsonl", 5)
-    found = foretell("data.val_files=v.jsonl", "reward.api.votes=3", "trainer.test_freq=1")
+    settings = ["data.val_files=v.jsonl", "reward.api.votes=3", "trainer.test_freq=1"]
+    found = foretell(*settings, "reward.api.monitor.model=m", "reward.api.monitor.share=0.25")
     assert found.steps == 3
     assert found.a_step.calls == 4 * 2 * 3
     assert found.run is not None
     assert found.run.calls == (3 * 8 + 4 * 5) * 3  # before, at each of three steps
     assert (found.rows, found.sampled) == (17, 17)
+    assert "about 11 calls to the monitor m come on top" in "\n".join(found.lines())
 
 
 def test_tokens_grow_with_prompts_and_responses() -> None:
@@ -112,11 +114,9 @@ def test_cost_is_tokens_times_price() -> None:
     assert low == pytest.approx((bill.low.input * 2 + bill.low.output * 10) / 1e6, rel=1e-3)
     assert high == pytest.approx((bill.high.input * 2 + bill.high.output * 10) / 1e6, rel=1e-3)
     assert "(gpt-4o-mini: $2 in, $10 out per M)" in found.lines()[0]
-
-
-def test_the_bundled_price_of_a_model_is_found() -> None:
-    write("t.jsonl", 4)
-    assert "(gpt-4o-mini: $0.15 in, $0.6 out per M)" in foretell().lines()[0]
+    assert "(gpt-4o-mini: $0.15 in, $0.6 out per M)" in foretell().lines()[0], "bundled"
+    own = foretell("reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1")
+    assert "$0" in "\n".join(own.lines()), "a judge on this machine costs nothing"
 
 
 def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
@@ -139,15 +139,8 @@ def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     assert "it may not be enough" in "\n".join(between.lines())
     fine = foretell(*long, f"reward.api.budget_usd={high * 2}")
     assert "it is enough" in "\n".join(fine.lines())
-
-
-def test_the_tightest_budget_counts() -> None:
-    write("t.jsonl", 4)
-    both = foretell(
-        "trainer.total_training_steps=100", "reward.api.budget_usd=1000",
-        "reward.api.budget_tokens=9000",
-    )  # fmt: skip
-    assert both.stops_at() is not None
+    both = foretell(*long, "reward.api.budget_usd=1000", "reward.api.budget_tokens=9000")
+    assert both.stops_at() is not None, "the tightest budget counts"
     assert "--rm_budget_usd 1,000 and --rm_budget_tokens 9,000" in "\n".join(both.lines())
 
 
@@ -159,20 +152,6 @@ def test_without_a_price_it_says_how_to_give_one() -> None:
     assert "--rm_price_input" in said and "--rm_prices" in said
     assert "$" not in said.replace("US $", "")
     assert found.as_dict()["run"]["cost_usd"] is None
-
-
-def test_a_judge_on_this_machine_costs_nothing() -> None:
-    write("t.jsonl", 4)
-    found = foretell(
-        "reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1",
-    )  # fmt: skip
-    assert "$0" in "\n".join(found.lines())
-
-
-def test_a_monitor_is_mentioned() -> None:
-    write("t.jsonl", 40)
-    found = foretell("reward.api.monitor.model=m", "reward.api.monitor.share=0.25")
-    assert "about 20 calls to the monitor m come on top" in "\n".join(found.lines())
 
 
 @pytest.mark.parametrize(
@@ -241,11 +220,8 @@ def test_a_plan_that_cannot_tell_says_why(capsys: pytest.CaptureFixture[str]) ->
     assert main(TYPED) == 2
     told = capsys.readouterr()
     assert "t.jsonl: no such file" in told.err and "no forecast" not in told.out  # told once
-
-
-def test_without_a_judge_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "embedded", "--json"]) == 0
-    assert "judge" not in json.loads(capsys.readouterr().out)
+    assert "judge" not in json.loads(capsys.readouterr().out), "without a judge there is none"
 
 
 def test_an_address_with_secrets_is_shown_without(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,12 +51,10 @@ def test_named_positive_makes_all_others_bad(tmp_path: Path) -> None:
     assert found.positive is not None
     assert found.positive.tolist() == [True, False, False, True]
     assert found.said == "'a' is good (2 of 4)"
-
-
-def test_named_positive_among_numbers(tmp_path: Path) -> None:
     found = labelled(tmp_path, [0, 1, 0], positive="0")
-    assert found.positive is not None
-    assert found.positive.tolist() == [True, False, True]
+    assert found.positive is not None and found.positive.tolist() == [True, False, True]
+    with pytest.raises(DataError, match="Did you mean 'label'"):
+        read_labels(read_answered(str(tmp_path / "a.jsonl")), "labl")
 
 
 def test_rows_without_a_label_are_left_out(tmp_path: Path) -> None:
@@ -83,10 +81,3 @@ def test_what_cannot_be_read(
     with pytest.raises(DataError) as error:
         labelled(tmp_path, cells, positive)
     assert told in str(error.value)
-
-
-def test_unknown_column(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "x", "response": "y", "quality": 1}')
-    with pytest.raises(DataError, match="Did you mean 'quality'"):
-        read_labels(read_answered(str(path)), "qualty")

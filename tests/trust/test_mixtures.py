@@ -272,15 +272,6 @@ def test_audit_of_a_mixture_with_an_honest_judge(
     assert passed["worked cases"] is (None if gate else True)
 
 
-def test_audit_of_a_mixture_that_rewards_orders(
-    server: JudgeServer, judge: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.score = lambda system, user: 10 if "score 10" in user else 3
-    code, checks, _ = audited(capsys, *judge, "--rows", "2")
-    assert code == 2
-    assert checks["prompt injection"]["passed"] is False
-
-
 def test_mistakes_cost_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = sums(tmp_path)
     for args, words in (

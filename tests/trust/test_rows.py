@@ -37,7 +37,6 @@ def test_a_row_becomes_a_rollout(tmp_path: Path) -> None:
     assert prompt.messages == ({"role": "user", "content": "1 + 1 = ?"},)
     assert prompt.extra_info == {"level": 3}
     assert answered.record == row
-    assert found.data_sources == {"gsm8k"}
 
 
 def test_messages_and_nested_truth_from_parquet(tmp_path: Path) -> None:
@@ -67,11 +66,6 @@ def test_no_response_column(tmp_path: Path, column: str, hint: str) -> None:
     assert "--response_key" in str(told.value)
 
 
-def test_another_response_column(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"prompt": "x", "completion": "y"})
-    assert read_answered(file, response_key="completion").rollouts[0].text == "y"
-
-
 def test_every_bad_row_is_named(tmp_path: Path) -> None:
     bad = [{**ROW, "response": 3}, {**ROW, "response": None}, {**ROW, "prompt": 5}, "{oops"]
     file = write(tmp_path / "a.jsonl", ROW, *bad)
@@ -85,16 +79,14 @@ def test_every_bad_row_is_named(tmp_path: Path) -> None:
     assert "line 5: not JSON" in text
 
 
-def test_rows_may_do_without_a_response(tmp_path: Path) -> None:
+def test_other_columns(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "x"}, ROW)
     assert [r.text for r in read_answered(file, response_key=None).rollouts] == ["", "#### 2"]
-
-
-def test_notes_tell_what_is_replaced_and_renamed(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"question": "x", "response": "y", "score": 1})
-    first, second = read_answered(file).notes
-    assert "the prompt is read from column 'question'" in first
-    assert second.endswith("replace in what is written: score.")
+    file = write(tmp_path / "a.jsonl", {"question": "x", "completion": "y", "score": 1})
+    found = read_answered(file, response_key="completion")
+    assert found.rollouts[0].text == "y"
+    assert "the prompt is read from column 'question'" in found.notes[0]
+    assert found.notes[1].endswith("replace in what is written: score.")
 
 
 def test_where_scores_go(tmp_path: Path) -> None:

@@ -70,6 +70,16 @@ def test_interrupted_keeps_what_is_there(tmp_path: Path) -> None:
     assert scoring.scores[1].failure == NOT_ASKED
     assert scoring.stopped == "The budget of $1 is used up."
 
+    class Closing(Scripted):
+        def submit(self, rollout: Rollout) -> Future[Score]:
+            return Scripted.submit(self, rollout) if rollout.text != "bb" else refuse()
+
+    def refuse() -> Future[Score]:
+        raise Interrupted("No more.")
+
+    scoring = score_all(Closing(by_length), found.rollouts, Watch())
+    assert [s.failure for s in scoring.scores] == ["", NOT_ASKED, NOT_ASKED]
+
 
 def test_ctrl_c_keeps_what_is_there(tmp_path: Path) -> None:
     class Stopping(Scripted):
@@ -81,18 +91,6 @@ def test_ctrl_c_keeps_what_is_there(tmp_path: Path) -> None:
     scoring = score_all(reward, found.rollouts, Watch())
     assert [s.value for s in scoring.scores] == [3.0, None, 1.0]
     assert scoring.stopped == "Stopped by Ctrl-C."
-
-
-def test_stopped_while_submitting(tmp_path: Path) -> None:
-    class Closing(Scripted):
-        def submit(self, rollout: Rollout) -> Future[Score]:
-            if rollout.text == "bb":
-                raise Interrupted("No more.")
-            return super().submit(rollout)
-
-    found = rows_of(tmp_path, "a", "bb", "ccc")
-    scoring = score_all(Closing(by_length), found.rollouts, Watch())
-    assert [s.failure for s in scoring.scores] == ["", NOT_ASKED, NOT_ASKED]
 
 
 def test_a_standstill_is_told_once(tmp_path: Path) -> None:
@@ -156,13 +154,9 @@ def test_summary(tmp_path: Path) -> None:
     assert "error_rate" not in told
     assert [e["score"] for e in told["best"]] == [1.0, 0.5]
     assert [(e["score"], e["reason"]) for e in told["worst"]] == [(0.0, "bad")]
-
-
-def test_summary_of_nothing_scored(tmp_path: Path) -> None:
-    found = rows_of(tmp_path, "a")
-    told = summarise(found.rows, Scoring((Score.failed(NOT_ASKED),), 0.0), RULES)
-    assert told["failed"] == {NOT_ASKED: 1}
-    assert (told["mean"], told["histogram"], told["best"]) == (None, [], [])
+    none = summarise(found.rows[:1], Scoring((Score.failed(NOT_ASKED),), 0.0), RULES)
+    assert none["failed"] == {NOT_ASKED: 1}
+    assert (none["mean"], none["histogram"], none["best"]) == (None, [], [])
 
 
 def test_histogram_by_level_and_by_bins() -> None:
@@ -177,11 +171,14 @@ def test_histogram_by_level_and_by_bins() -> None:
     assert bins[0]["to"] == 1.0
 
 
-def test_cut_keeps_both_ends() -> None:
+def test_what_is_said_is_short_and_how_to_go_on() -> None:
     assert cut("a\n b") == "a b"
     text = cut("start" + "x" * 300 + "end")
     assert len(text) <= 100
     assert text.startswith("start") and text.endswith("end")
+    for api, cached in ((ApiReward(enable=True), True), (ApiReward(), False),
+                        (ApiReward(enable=True, cache="off"), False)):  # fmt: skip
+        assert ("cache" in to_go_on(RewardSettings(api=api))) is cached
 
 
 def test_unknown_prices_give_no_cost() -> None:
@@ -192,13 +189,6 @@ def test_unknown_prices_give_no_cost() -> None:
     assert add_spending(told, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
         "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
     }  # fmt: skip
-
-
-def test_how_to_go_on() -> None:
-    judge = RewardSettings(api=ApiReward(enable=True))
-    assert "cache" in to_go_on(judge)
-    assert "cache" not in to_go_on(RewardSettings())
-    assert "cache" not in to_go_on(RewardSettings(api=ApiReward(enable=True, cache="off")))
 
 
 def test_a_users_function_scores_by_the_same_path(tmp_path: Path) -> None:
@@ -263,16 +253,11 @@ def test_facts_of_gated_imputed_and_failed_parts(tmp_path: Path) -> None:
     assert rule["affine"] == "scaling: affine, mean: 0.5, std: 0.5"
 
 
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ((19.9, 20.1), "mean: 20, std: 0.1"),
-        ((15.9, 24.3), "mean: 20.1, std: 4.2"),
-        ((-1e-9, 1e-9), None),
-        ((-3000.0, 1000.0), "mean: -1000, std: 2000"),
-        ((2.0, 2.0), None),
-        ((), None),
-    ],
-)
-def test_lines_to_paste(values: tuple[float, ...], line: str | None) -> None:
-    assert affine_line(values) == (None if line is None else f"scaling: affine, {line}")
+def test_lines_to_paste() -> None:
+    lines = {
+        (19.9, 20.1): "scaling: affine, mean: 20, std: 0.1",
+        (15.9, 24.3): "scaling: affine, mean: 20.1, std: 4.2",
+        (-3000.0, 1000.0): "scaling: affine, mean: -1000, std: 2000",
+        (-1e-9, 1e-9): None, (2.0, 2.0): None, (): None,
+    }  # fmt: skip
+    assert {values: affine_line(values) for values in lines} == lines
