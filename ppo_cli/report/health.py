@@ -268,9 +268,9 @@ def _entropy_collapse(steps: History, limits: Limits) -> str:
         return ""
     if fmean(late) >= limits.entropy_share * fmean(early):
         return ""
-    mean, low, high = (steps[-1].get(n) for n in ("reward_mean", "score/min", "score/max"))
+    mean, low, high = (_last(steps, n, 1) for n in ("reward_mean", "score/min", "score/max"))
     # Where nearly all responses get the best reward, low entropy is success.
-    if None not in (mean, low, high) and mean >= high - 0.1 * (high - low):
+    if mean and low and high and mean[0] >= high[0] - 0.1 * (high[0] - low[0]):
         return ""
     return (
         f"entropy fell from {fmean(early):.2g} to {fmean(late):.2g}: the model says nearly the "

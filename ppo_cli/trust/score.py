@@ -80,16 +80,16 @@ def started(settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch) -
 def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scoring:
     """Submit every rollout as one step and gather the scores as they come."""
     started = time.monotonic()
-    arrived: SimpleQueue[int] = SimpleQueue()
+    arrived: SimpleQueue[Future[Score]] = SimpleQueue()
     futures: list[Future[Score]] = []
     stopped = ""
     try:
         reward.begin_step(0)
-        for index, rollout in enumerate(rollouts):
+        for rollout in rollouts:
             futures.append(reward.submit(rollout))
-            futures[-1].add_done_callback(lambda _, index=index: arrived.put(index))
+            futures[-1].add_done_callback(arrived.put)
         reward.settle()
-        _gather(reward, futures, arrived, watch)
+        _gather(reward, len(futures), arrived, watch)
     except Interrupted as reason:
         stopped = str(reason)
     except KeyboardInterrupt:
@@ -107,22 +107,19 @@ def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scor
     return Scoring(tuple(scores), time.monotonic() - started, metrics, stopped)
 
 
-def _gather(
-    reward: Reward, futures: Sequence[Future[Score]], arrived: SimpleQueue[int], watch: Watch
-) -> None:
-    """Wait for all of them; raises what a future raises."""
+def _gather(reward: Reward, left: int, arrived: SimpleQueue[Future[Score]], watch: Watch) -> None:
+    """Wait for all that are left; raises what a future raises."""
     noted: str | None = None
-    left = len(futures)
     while left:
         try:
-            index = arrived.get(timeout=POLL_S)
+            future = arrived.get(timeout=POLL_S)
         except Empty:
             why = reward.waiting_for()
             if why is not None and why != noted:
                 watch.note(why)
             noted = why
             continue
-        futures[index].result()
+        future.result()
         left -= 1
         watch.advance(1)
 
