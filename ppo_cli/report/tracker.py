@@ -47,21 +47,14 @@ def check_loggers(loggers: Sequence[str]) -> None:
             )
 
 
-def make_sinks(
-    loggers: Sequence[str],
-    run_dir: Path,
-    *,
-    project: str,
-    experiment: str,
-    config: Mapping[str, Any],
-) -> list[Sink]:
+def make_sinks(loggers: Sequence[str], run_dir: Path, config: Config) -> list[Sink]:
     """Build what `--logger` asks for; raises MissingPart when a package is not installed."""
     check_loggers(loggers)
     sinks: list[Sink] = []
     if "tensorboard" in loggers:
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     if "wandb" in loggers:
-        sinks.append(WandbSink(run_dir, project, experiment, config))
+        sinks.append(WandbSink(run_dir, config))
     return sinks
 
 
@@ -106,17 +99,15 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run; `WANDB_MODE=offline` keeps it on this machine."""
 
-    def __init__(
-        self, run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run_dir: Path, config: Config) -> None:
         import wandb
 
         self._wandb = wandb
         self._run_dir = run_dir
         self._settings = {
-            "project": project,
-            "name": experiment,
-            "config": plain(mask_secrets(config)),
+            "project": config.trainer.project_name,
+            "name": config.trainer.experiment_name,
+            "config": plain(mask_secrets(config.model_dump(mode="json"))),
         }
         self._run: Any = None
 
@@ -216,19 +207,15 @@ class Tracker:
         loggers: Sequence[str],
         *,
         total_steps: int,
-        config: Mapping[str, Any],
-        project: str = "ppo-cli",
-        experiment: str = "ppo",
+        config: Config,
     ) -> None:
         self.screen = screen
         self._run_dir = run_dir
         self._total_steps = total_steps
         self._console = "console" in loggers
-        self._sinks: list[Sink] = make_sinks(
-            loggers, run_dir, project=project, experiment=experiment, config=config
-        )
+        self._sinks = make_sinks(loggers, run_dir, config)
         self._sinks_open = False
-        self._watch = HealthWatch(limits_of(Config.model_validate(config)))
+        self._watch = HealthWatch(limits_of(config))
         self._history = read_metrics(run_dir)
         self._clock = _Clock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)

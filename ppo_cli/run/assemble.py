@@ -138,7 +138,8 @@ def _train_in(
         if afresh:
             reward.attach(folder.path)
         folder.write_config(config_yaml(resolved))
-        tracker = _tracker(config, folder, screen, total_steps)
+        loggers = config.trainer.logger
+        tracker = Tracker(folder.path, screen, loggers, total_steps=total_steps, config=config)
         closing.callback(tracker.close)
         if not engines.hosts_rewards():
             closing.enter_context(stop)
@@ -184,18 +185,6 @@ def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
         screen.note(f"{named}: will save after this step. {again} again to stop immediately.")
 
     return StopOnSignal(tell, cluster.stop_asked if cluster else lambda: None)
-
-
-def _tracker(config: Config, folder: RunFolder, screen: Screen, total_steps: int) -> Tracker:
-    return Tracker(
-        folder.path,
-        screen,
-        config.trainer.logger,
-        total_steps=total_steps,
-        config=config.model_dump(mode="json"),
-        project=config.trainer.project_name,
-        experiment=config.trainer.experiment_name,
-    )
 
 
 def _start_reward(

@@ -34,7 +34,7 @@ def scored(uid: str, text: str, value: float | None) -> Scored:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    tracker = Tracker(tmp_path, Screen(), (), total_steps=30, config={})
+    tracker = Tracker(tmp_path, Screen(), (), total_steps=30, config=Config())
     tracker.validation(0, {"val/accuracy": 0.125})
     tracker.rollouts(0, [scored("v", "val \ud83d text", 1.0)], split="val")
     for step in range(1, 26):

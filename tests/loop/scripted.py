@@ -220,10 +220,7 @@ class Script:
         config = Config.model_validate(self.settings)
         screen = Screen()
         reward, engine = ScriptedReward(self.score), Engine(self.told)
-        tracker = Tracker(
-            self.folder, screen, ("console",), total_steps=self.steps,
-            config=config.model_dump(mode="json"),
-        )  # fmt: skip
+        tracker = Tracker(self.folder, screen, ("console",), total_steps=self.steps, config=config)
         order = PromptOrder(self.prompts, config.data.train_batch_size, config.trainer.seed)
 
         def diagnose(scored: Sequence[Any]) -> str:

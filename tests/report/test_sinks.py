@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import MissingPart
 from ppo_cli.report.tracker import Screen, Tracker
 
 
 def make(folder: Path, *loggers: str) -> Tracker:
-    return Tracker(folder, Screen(), loggers, total_steps=9, config={})
+    return Tracker(folder, Screen(), loggers, total_steps=9, config=Config())
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -44,9 +45,10 @@ def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = (
         "import sys; from pathlib import Path\n"
+        "from ppo_cli.config.schema import Config\n"
         "from ppo_cli.report.tracker import Screen, Tracker\n"
         f"t = Tracker(Path({str(tmp_path)!r}), Screen(), ['tensorboard'], total_steps=1, "
-        "config={})\nt.step(1, {'x': 1.0}); t.close()\n"
+        "config=Config())\nt.step(1, {'x': 1.0}); t.close()\n"
         "assert not {'torch', 'tensorflow', 'wandb'} & set(sys.modules)"
     )
     done = subprocess.run(

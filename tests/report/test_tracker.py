@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.tracker import Screen, Tracker
@@ -30,7 +31,7 @@ class Heard(Screen):
 
 
 def make(folder: Path, screen: Any = None, loggers: tuple[str, ...] = ("console",)) -> Tracker:
-    return Tracker(folder, screen or Screen(), loggers, total_steps=9, config={})
+    return Tracker(folder, screen or Screen(), loggers, total_steps=9, config=Config())
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
