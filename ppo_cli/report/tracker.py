@@ -205,7 +205,6 @@ class Tracker:
         run_dir: Path,
         screen: Screen,
         loggers: Sequence[str],
-        *,
         total_steps: int,
         config: Config,
     ) -> None:

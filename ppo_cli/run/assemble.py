@@ -138,8 +138,7 @@ def _train_in(
         if afresh:
             reward.attach(folder.path)
         folder.write_config(config_yaml(resolved))
-        loggers = config.trainer.logger
-        tracker = Tracker(folder.path, screen, loggers, total_steps=total_steps, config=config)
+        tracker = Tracker(folder.path, screen, config.trainer.logger, total_steps, config)
         closing.callback(tracker.close)
         if not engines.hosts_rewards():
             closing.enter_context(stop)
