@@ -5,7 +5,7 @@ to node 0 until that ends. With RAY_ADDRESS nothing is started, and with one nod
 waited for. NODE_ADDR, where it is set, is the address by which the others reach this node.
 
 The nodes must be in a network where all are trusted: what they and Ray say is not encrypted.
-PPO_CLUSTER_SECRET, the same on all nodes, keeps those out who do not have it (launch/secret.py).
+PPO_CLUSTER_SECRET, the same on all nodes, keeps those out who do not have it (rendezvous.py).
 """
 
 from __future__ import annotations
