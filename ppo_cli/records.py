@@ -91,8 +91,11 @@ class Score:
     `value` is None when scoring failed, and `failure` then says why ("timeout", "raised
     ValueError: …"); a failed score is masked out of every loss and statistic, never 0.
     `steps` places shares of `value` inside the response; what they leave of it belongs to its
-    end. `reason` is the scorer's own words. `info` is free material for the rollout log
-    (judge reply, cached, tokens, latency_s, cost_usd, extracted answer …), JSON-serialisable.
+    end. `reason` is the scorer's own words. `imputed` says why there was no verdict where the
+    value was put in for want of one, `gated` that nobody was asked, `reply` is what a judge
+    answered, and `mixture` holds the scores of the parts that were asked. `info` is free
+    material for people (cached, tokens, latency_s, cost_usd …), JSON-serialisable: nothing is
+    decided by it.
     """
 
     value: float | None
@@ -101,11 +104,32 @@ class Score:
     parts: Mapping[str, Part] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[PlacedReward, ...] = ()
+    imputed: str = ""
+    gated: bool = False
+    reply: str = ""
+    mixture: Mapping[str, Score] = field(default_factory=dict)
 
     @property
     def judged(self) -> bool:
         """Whether the value was really given: not failed, and not put in for want of one."""
-        return self.value is not None and "imputed" not in self.info
+        return self.value is not None and not self.imputed
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a log has of this score beside value, failure, reason and parts."""
+        found: dict[str, Any] = {"judge_reply": self.reply} if self.reply else {}
+        if self.gated:
+            found["gated"] = True
+        if self.mixture:
+            parts = {n: s.facts | s._failed for n, s in self.mixture.items()}
+            found["mixture"] = {name: facts for name, facts in parts.items() if facts}
+        if self.imputed:
+            found["imputed"] = self.imputed
+        return {**found, **self.info}
+
+    @property
+    def _failed(self) -> dict[str, str]:
+        return {"failure": self.failure} if self.failure else {}
 
     @classmethod
     def failed(cls, failure: str, **info: Any) -> Score:

@@ -44,7 +44,7 @@ class Scaling:
     bound: float | None = None
 
 
-# A new way is a row here, and its arithmetic in rewards/mixing.py.
+# A new way is a row here, and its arithmetic in rewards/mixture.py.
 SCALINGS = {
     "none": Scaling("raw"),
     "affine": Scaling("(raw - mean) / std", own=("mean", "std"), needed=True),

@@ -85,7 +85,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
             f"{prefix}score/max": float(values.max()),
         }
         # Neither an opinion nor a weighted sum is an accuracy.
-        opinion = any({"judge_reply", "mixture"} & s.score.info.keys() for s in scored)
+        opinion = any(s.score.reply or s.score.mixture for s in scored)
         if prefix and not opinion and np.isin(values, (0.0, 1.0)).all():
             metrics[f"{prefix}accuracy"] = float(values.mean())
     groups: dict[str, list[float]] = defaultdict(list)

@@ -367,7 +367,7 @@ def rollout_line(step: int, scored: Scored) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
     }
     # A scorer may name its own things like ours (a judge has tokens too): both are kept.
-    for name, value in score.info.items():
+    for name, value in score.facts.items():
         line[f"reward_{name}" if name in line else name] = value
     return line
 

@@ -125,12 +125,6 @@ def read_number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def same_number(one: str, other: str) -> bool:
-    """Say whether both texts are numbers of the same value."""
-    left, right = read_number(one), read_number(other)
-    return left is not None and left == right
-
-
 def unwrap_text(text: str) -> str:
     r"""Return LaTeX with \text{…} and its kin replaced by what they hold."""
     return _TEXT_COMMAND.sub(r"\1", text)
@@ -153,13 +147,9 @@ def contains_answer(text: str, answer: str) -> bool:
     wanted = normalise_words(answer)
     if not wanted:
         return False
-    before = r"(?<![a-z0-9])(?<!\d[.,])" if _is_ascii_word(wanted[0]) else ""
-    after = r"(?![a-z0-9])(?![.,]\d)" if _is_ascii_word(wanted[-1]) else ""
+    before = r"(?<![a-z0-9])(?<!\d[.,])" if wanted[0].isascii() and wanted[0].isalnum() else ""
+    after = r"(?![a-z0-9])(?![.,]\d)" if wanted[-1].isascii() and wanted[-1].isalnum() else ""
     return re.search(before + re.escape(wanted) + after, normalise_words(text)) is not None
-
-
-def _is_ascii_word(char: str) -> bool:
-    return char.isascii() and char.isalnum()
 
 
 def repetition(text: str, size: int = 4) -> float:

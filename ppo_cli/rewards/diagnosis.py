@@ -101,13 +101,13 @@ def _zero(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
             f"{len(strange)} of {len(judged)} rows. Bring the answer alone into that column.",
             strange[0],
         )
-    if any("judge_reply" in one.score.info or "gated" in one.score.info for one in judged):
+    if any(one.score.reply or one.score.gated for one in judged):
         return (
             f"The judge gave the lowest score to all {len(judged)} responses. Its reasons are in "
             f"rollouts/ (`{look.show}`); see what it is asked with `{look.render}`.",
             judged[0],
         )
-    if any("mixture" in one.score.info for one in judged):
+    if any(one.score.mixture for one in judged):
         return _mixture_of_nothing(judged, look), judged[0]
     if not any("rule" in one.score.info for one in judged):
         return (

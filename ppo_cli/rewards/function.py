@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import STEPS, TOKENS, Returned, Step
-from ppo_cli.rewards.rule_reward import DEFAULT_NAME, FunctionTask
-from ppo_cli.rewards.worker import Call
+from ppo_cli.rewards.returned import STEPS, TOKENS, Returned, Step, describe_error
+from ppo_cli.rewards.worker import Call, Refused, Task, place_in
+
+DEFAULT_NAME = "compute_score"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+SIGNATURE = f"{DEFAULT_NAME}(data_source, solution_str, ground_truth, extra_info=None)"
 
 
 class FunctionReward(Reward):
@@ -34,7 +42,8 @@ class FunctionReward(Reward):
     ) -> None:
         path, function = find_file(spec)
         check_syntax(path)
-        task = FunctionTask(str(path), function, dict(kwargs or {}))
+        load = partial(load_function, str(path), function, dict(kwargs or {}))
+        task = Task(f"the reward function file {path}", load)
         self._pool = WorkerPool(task, size=num_workers, timeout=timeout)
         try:
             self._pool.start()
@@ -56,11 +65,10 @@ class FunctionReward(Reward):
 def _score(rollout: Rollout, returned: Returned) -> Score:
     wrong = _misplaced(returned.steps, rollout)
     if wrong:
-        return Score.failed(wrong, **returned.info)
+        return Score(None, wrong, info=returned.info)
     parts = {name: Part(raw=value, scaled=None) for name, value in returned.parts.items()}
-    info = dict(returned.info)
     steps = tuple(PlacedReward(*step) for step in returned.steps)
-    return Score(returned.score, returned.failure, returned.reason, parts, info, steps)
+    return Score(returned.score, returned.failure, returned.reason, parts, returned.info, steps)
 
 
 def _misplaced(steps: Sequence[Step], rollout: Rollout) -> str:
@@ -117,3 +125,74 @@ def check_syntax(path: Path) -> None:
         ) from error
     except (OSError, ValueError) as error:
         raise RewardError(f"The reward function file {path} cannot be read: {error}") from error
+
+
+def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Import the file and return the function, its extra keyword arguments bound.
+
+    Runs in a worker: the trainer itself never imports the file. Raises `Refused`.
+    """
+    function = _pick(_import(file), file, name)
+    _check_signature(function, file, name, kwargs)
+    return partial(function, **kwargs) if kwargs else function
+
+
+def _import(file: str) -> ModuleType:
+    stem = Path(file).stem
+    name = stem if stem.isidentifier() and stem not in sys.modules else f"reward_function_{stem}"
+    loader = SourceFileLoader(name, file)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    # As when the file is run as a script: its neighbours can be imported, classes be pickled.
+    sys.path.insert(0, str(Path(file).parent))
+    sys.modules[name] = module
+    sys.dont_write_bytecode = True
+    try:
+        loader.exec_module(module)
+    except BaseException as error:
+        mend = ""
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            mend = f" Install {error.name.split('.')[0]!r} into this environment ({sys.prefix})."
+        raise Refused(
+            f"The reward function file {file} does not load: "
+            f"{describe_error(error)}{place_in(error, file)}.{mend}"
+        ) from error
+    return module
+
+
+def _pick(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        hint = did_you_mean(name, own)
+        listed = f" It has: {', '.join(own[:10])}." if own else " It has no functions at all."
+        mend = " Write --reward_function FILE:NAME with one of them."
+        if name == DEFAULT_NAME:
+            mend = f" Define {SIGNATURE}, or choose one with FILE:NAME."
+        raise Refused(f"The reward function file {file} has no '{name}'.{hint}{listed}{mend}")
+    function = getattr(module, name)
+    if not callable(function) or inspect.isclass(function):
+        kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
+        raise Refused(f"'{name}' in {file} is {kind}, not a function. Define {SIGNATURE}.")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _check_signature(
+    function: Callable[..., Any], file: str, name: str, kwargs: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        line = f", line {code.co_firstlineno}" if code else ""
+        extra = f" With reward.function_kwargs it also gets: {', '.join(kwargs)}." if kwargs else ""
+        raise Refused(
+            f"{name}{signature} in {file}{line} cannot be called with "
+            f"{', '.join(ARGUMENTS)}: {error}. Write it as "
+            f"{name}(data_source, solution_str, ground_truth, extra_info=None).{extra}"
+        ) from error

@@ -1,4 +1,4 @@
-"""The built-in rules, each a `compute_score`, and the data_source that selects each.
+"""The built-in rules, each declared at the function that scores, with the data_sources it serves.
 
 A rule returns a dict: `score`, and `extracted`, what it found in the reply. It raises
 `CannotScore` where the row gives it nothing to compare with."""
@@ -14,24 +14,28 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import Prompt
-from ppo_cli.rewards import checkers
 from ppo_cli.rewards.checkers import (
     accepted,
     after_thinking,
     clean,
+    contains_answer,
     find_after_hashes,
     find_boxed,
     find_choice,
     find_first_number,
     find_last_number,
     normalise_maths,
+    normalise_words,
     read_choice,
     read_number,
+    repetition,
     unwrap_text,
 )
 from ppo_cli.rewards.code.extract import find_code, read_tests
 from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
 from ppo_cli.rewards.worker import Call
+
+Facts = Mapping[str, Any]
 
 LONGEST_ANSWER = 300
 LAST_PART = 2000
@@ -173,217 +177,199 @@ def _same_constant(one: Any, other: Any) -> bool:
     return bool(gap.is_number and abs(complex(gap)) < 1e-12)
 
 
-Info = Mapping[str, Any] | None
-ComputeScore = Callable[..., dict[str, Any] | None]
+Answer = dict[str, Any]
+# Reply, ground truth and extra_info of a row, then settings by name; None: not decided.
+ScoreReply = Callable[..., Answer | None]
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)+</think>\s*<answer>(?:(?!</?answer>).)+</answer>\s*"
-_BUILT_IN_FORMAT = re.compile(THINK_ANSWER, re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Rule:
     """A way to score a reply.
 
-    `quick` answers at once or gives None, which means: ask `compute_score` in a worker process,
-    where it can be killed. `looks_for` completes the sentence "this rule looks for …".
+    `score` answers at once or gives None, which means: ask `slow` in a worker process, where it
+    can be killed. `looks_for` completes the sentence "this rule looks for …"; `sources` are the
+    patterns of the data_sources that it serves.
     """
 
     name: str
-    compute_score: ComputeScore
-    quick: ComputeScore
+    score: ScoreReply
     looks_for: str
+    sources: tuple[str, ...] = ()
     wants: str = "text"
+    slow: ScoreReply | None = None
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of the keyword arguments it takes besides the four of every reward function."""
-        parameters = inspect.signature(self.compute_score).parameters.values()
+        """Names of the keyword arguments that it takes."""
+        parameters = inspect.signature(self.score).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-def score_gsm8k(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+RULES: dict[str, Rule] = {}
+
+
+def _rule(
+    name: str, looks_for: str, *sources: str, wants: str = "text", slow: ScoreReply | None = None
+) -> Callable[[ScoreReply], ScoreReply]:
+    """Declare a rule by the function that scores."""
+
+    def declare(score: ScoreReply) -> ScoreReply:
+        RULES[name] = Rule(name, score, looks_for, sources, wants, slow)
+        return score
+
+    return declare
+
+
+def _answer(right: bool, extracted: str | None) -> Answer:
+    return {"score": float(right), "extracted": extracted}
+
+
+@_rule(
+    "gsm8k", "`#### NUMBER` in the last 300 characters",
+    "openai/gsm8k", "gsm8k*", wants="a number",
+)  # fmt: skip
+def score_gsm8k(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last `#### number` near the end of the reply is the right number."""
-    return _score_number(checkers.find_after_hashes(solution_str), ground_truth)
+    return _score_number(find_after_hashes(reply), truth)
 
 
-def score_number(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+@_rule("number", "the last number", wants="a number")
+def score_number(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last number of the reply is the right one, wherever it stands."""
-    text = checkers.after_thinking(solution_str)
-    return _score_number(checkers.find_last_number(text), ground_truth)
+    return _score_number(find_last_number(after_thinking(reply)), truth)
 
 
-def score_arithmetic(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+@_rule(
+    "arithmetic", "an integer as the last number",
+    "ppo-cli/arithmetic", "arithmetic*", wants="an integer",
+)  # fmt: skip
+def score_arithmetic(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last number of the reply is the right integer."""
-    text = checkers.after_thinking(solution_str)
-    found = checkers.find_last_number(text)
-    number = None if found is None else checkers.read_number(found)
+    found = find_last_number(after_thinking(reply))
+    number = None if found is None else read_number(found)
     is_integer = number is not None and number.denominator == 1
-    return _score_number(found if is_integer else None, ground_truth)
+    return _score_number(found if is_integer else None, truth)
 
 
-def _score_number(found: str | None, ground_truth: Any) -> dict[str, Any]:
-    numbers = [_gold_number(gold) for gold in _golds(ground_truth)]
-    right = any(found is not None and checkers.same_number(found, gold) for gold in numbers)
-    return {"score": float(right), "extracted": found}
+def _score_number(found: str | None, truth: Any) -> Answer:
+    """Compare with ground truths that are bare numbers or whole GSM8K solutions."""
+    given, right = None if found is None else read_number(found), False
+    for gold in _golds(truth):
+        written = find_after_hashes(gold) if "####" in gold else gold
+        number = None if written is None else read_number(written)
+        if number is None:
+            raise CannotScore(f"ground_truth {_cut(gold)!r} is not a number")
+        right |= given == number
+    return _answer(right, found)
 
 
-def _gold_number(gold: str) -> str:
-    """Return the number of a ground truth, be it bare or a whole GSM8K solution."""
-    number = checkers.find_after_hashes(gold) if "####" in gold else gold
-    if number is None or checkers.read_number(number) is None:
-        raise CannotScore(f"ground_truth {_cut(gold)!r} is not a number")
-    return number
-
-
-def score_math(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the answer of the reply equals the right one mathematically; may hang."""
-    quick = decide_math(data_source, solution_str, ground_truth, extra_info)
-    if quick is not None:
-        return quick
-    golds = _golds(ground_truth)
-    found = find_answer(solution_str, golds)
-    right = any(found is not None and equal(found, _gold_maths(g)) for g in golds)
-    return {"score": float(right), "extracted": found}
+    golds = _golds(truth)
+    found = find_answer(reply, golds)
+    return _answer(found is not None and any(equal(found, _gold_maths(g)) for g in golds), found)
 
 
-def decide_math(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any] | None:
+@_rule(
+    "math", "\\boxed{ANSWER}, `the answer is …`, or the last expression",
+    "lighteval/math*", "digitallearninggmbh/math-lighteval", "huggingfaceh4/math-500",
+    "huggingfaceh4/aime*", "math*", "aime*", "amc*", "numina*", "olympiad*",
+    wants="an expression", slow=compare_algebra,
+)  # fmt: skip
+def score_math(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """Score what comparing text can settle; None when it takes algebra."""
-    golds = [_gold_maths(gold) for gold in _golds(ground_truth)]
-    found = find_answer(solution_str, golds)
+    golds = [_gold_maths(gold) for gold in _golds(truth)]
+    found = find_answer(reply, golds)
     verdicts = [decide_quickly(found, gold) for gold in golds]
     if True in verdicts or None not in verdicts:
-        return {"score": float(True in verdicts), "extracted": found}
+        return _answer(True in verdicts, found)
     return None
 
 
 def _gold_maths(gold: str) -> str:
     """Return the answer within a ground truth that may be a whole solution."""
-    return checkers.find_boxed(gold) or checkers.find_after_hashes(gold) or gold
+    return find_boxed(gold) or find_after_hashes(gold) or gold
 
 
-def score_choice(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+@_rule("choice", "a letter A-J that stands alone", wants="a letter A-J")
+def score_choice(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the reply chooses the right letter."""
-    letters = [checkers.read_choice(gold) for gold in _golds(ground_truth)]
+    letters = [read_choice(gold) for gold in _golds(truth)]
     if None in letters:
-        raise CannotScore(f"ground_truth {_cut(str(ground_truth))!r} is not a letter A-J")
-    found = find_answer(solution_str, ground_truth)
-    letter = found and (checkers.read_choice(found) or checkers.find_choice(found))
-    return {"score": float(letter in letters), "extracted": letter or None}
+        raise CannotScore(f"ground_truth {_cut(str(truth))!r} is not a letter A-J")
+    found = find_answer(reply, truth)
+    letter = found and (read_choice(found) or find_choice(found))
+    return _answer(letter in letters, letter or None)
 
 
-def score_exact(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+@_rule("exact", "nothing but the answer")
+def score_exact(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the whole reply is the right text, but for case and spaces."""
-    reply = checkers.normalise_words(checkers.after_thinking(solution_str))
-    right = any(reply == checkers.normalise_words(gold) for gold in _golds(ground_truth))
-    return {"score": float(right), "extracted": reply or None}
+    said = normalise_words(after_thinking(reply))
+    return _answer(any(said == normalise_words(gold) for gold in _golds(truth)), said or None)
 
 
-def score_contains(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+@_rule("contains", "the ground truth as words of its own")
+def score_contains(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the right text stands somewhere in the reply as words of its own."""
-    text = checkers.after_thinking(solution_str)
-    found = [gold for gold in _golds(ground_truth) if checkers.contains_answer(text, gold)]
-    return {"score": float(bool(found)), "extracted": found[0] if found else None}
+    text = after_thinking(reply)
+    found = next((gold for gold in _golds(truth) if contains_answer(text, gold)), None)
+    return _answer(found is not None, found)
 
 
-def score_format(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Info = None,
-    *,
-    pattern: str = "",
-) -> dict[str, Any]:
+def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer:
     """1 when the whole reply matches a pattern, from `extra_info.format` or the setting."""
-    wanted = (extra_info or {}).get("format") or pattern or THINK_ANSWER
+    wanted = str(extra.get("format") or pattern or THINK_ANSWER)
     try:
-        match = re.compile(str(wanted), re.DOTALL).fullmatch(solution_str)
+        match = re.compile(wanted, re.DOTALL).fullmatch(reply)
     except re.error as error:
-        raise CannotScore(f"the pattern {_cut(str(wanted))!r} is not valid: {error}") from error
-    return {"score": float(match is not None), "extracted": None if match is None else "matched"}
+        raise CannotScore(f"the pattern {_cut(wanted)!r} is not valid: {error}") from error
+    return _answer(match is not None, None if match is None else "matched")
 
 
-def decide_format(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Info = None,
-    *,
-    pattern: str = "",
-) -> dict[str, Any] | None:
+@_rule("format", "a whole reply that matches", wants="anything", slow=match_pattern)
+def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:
     """Score by the built-in pattern; None for one of the user's, which may backtrack for ever."""
-    if (extra_info or {}).get("format") or pattern:
-        return None
-    match = _BUILT_IN_FORMAT.fullmatch(solution_str)
-    return {"score": float(match is not None), "extracted": None if match is None else "matched"}
+    return None if extra.get("format") or pattern else match_pattern(reply, truth, extra)
 
 
+@_rule("length", "a length within the limits", wants="anything")
 def score_length(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Info = None,
-    *,
-    max_chars: float = 2000,
-    min_chars: float = 1,
-) -> dict[str, Any]:
+    reply: str, truth: Any, extra: Facts, *, max_chars: float = 2000, min_chars: float = 1
+) -> Answer:
     """1 between `min_chars` and `max_chars`, falling to 0 at no text and at twice the most."""
-    most = float((extra_info or {}).get("max_chars", max_chars))
-    least = float((extra_info or {}).get("min_chars", min_chars))
-    size = len(solution_str.strip())
+    most = float(extra.get("max_chars", max_chars))
+    least = float(extra.get("min_chars", min_chars))
+    size = len(reply.strip())
     short = size / least if size < least else 1.0
     long = max(0.0, 2 - size / most) if most > 0 else 0.0
     return {"score": min(1.0, short, long), "extracted": str(size)}
 
 
-def score_repetition(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
+@_rule("repetition", "words that do not repeat", wants="anything")
+def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when no run of four words is said twice, less the share of those that are."""
-    share = checkers.repetition(solution_str)
+    share = repetition(reply)
     return {"score": 1 - share, "extracted": f"{share:.3f} repeated"}
 
 
-def score_code(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any]:
-    """1 when the code of the reply passes the tests of the row, run in a sandbox."""
-    quick = decide_code(data_source, solution_str, ground_truth, extra_info)
-    if quick is not None:
-        return quick
-    # pydantic comes with it, which worker processes do without
-    from ppo_cli.rewards.code.check import score_now
-
-    return score_now(data_source, solution_str, ground_truth, extra_info)
-
-
-def decide_code(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
-) -> dict[str, Any] | None:
-    """Score a reply without code; None for one that must be run."""
-    tests = read_tests(ground_truth, extra_info)
-    if find_code(solution_str, tests.entry_point).strip():
+@_rule(
+    "code", "Python code, fenced or bare",
+    "openai_humaneval", "openai/openai_humaneval", "humaneval*", "evalplus/*", "mbpp*",
+    "google-research-datasets/mbpp", "codecontests", "apps", "taco", "livecodebench*",
+    wants="anything",
+)  # fmt: skip
+def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
+    """Score a reply without code; None for one that must be run, which sandboxes do."""
+    if find_code(reply, read_tests(truth, extra).entry_point).strip():
         return None
     return {"score": 0.0, "extracted": None, "reason": "no code in the response"}
 
 
 def _golds(ground_truth: Any) -> list[str]:
-    golds = checkers.accepted(ground_truth)
+    golds = accepted(ground_truth)
     if not golds:
         raise CannotScore("the row has no ground_truth")
     return golds
@@ -393,58 +379,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _rule(name: str, score: ComputeScore, looks_for: str, wants: str = "text") -> Rule:
-    return Rule(name, score, score, looks_for, wants)
-
-
-RULES: dict[str, Rule] = {
-    rule.name: rule
-    for rule in (
-        _rule("gsm8k", score_gsm8k, "`#### NUMBER` in the last 300 characters", "a number"),
-        _rule("number", score_number, "the last number", "a number"),
-        _rule("arithmetic", score_arithmetic, "an integer as the last number", "an integer"),
-        Rule(
-            "math",
-            score_math,
-            decide_math,
-            "\\boxed{ANSWER}, `the answer is …`, or the last expression",
-            "an expression",
-        ),
-        _rule("choice", score_choice, "a letter A-J that stands alone", "a letter A-J"),
-        _rule("exact", score_exact, "nothing but the answer"),
-        _rule("contains", score_contains, "the ground truth as words of its own"),
-        Rule("format", score_format, decide_format, "a whole reply that matches", "anything"),
-        _rule("length", score_length, "a length within the limits", "anything"),
-        _rule("repetition", score_repetition, "words that do not repeat", "anything"),
-        Rule("code", score_code, decide_code, "Python code, fenced or bare", "anything"),
-    )
-}
-
 # The first pattern that fits decides; matched without regard to case.
 ROUTES: tuple[tuple[str, str], ...] = (
-    ("openai/gsm8k", "gsm8k"),
-    ("gsm8k*", "gsm8k"),
-    ("ppo-cli/arithmetic", "arithmetic"),
-    ("arithmetic*", "arithmetic"),
-    ("lighteval/math*", "math"),
-    ("digitallearninggmbh/math-lighteval", "math"),
-    ("huggingfaceh4/math-500", "math"),
-    ("huggingfaceh4/aime*", "math"),
-    ("math*", "math"),
-    ("aime*", "math"),
-    ("amc*", "math"),
-    ("numina*", "math"),
-    ("olympiad*", "math"),
-    ("openai_humaneval", "code"),
-    ("openai/openai_humaneval", "code"),
-    ("humaneval*", "code"),
-    ("evalplus/*", "code"),
-    ("mbpp*", "code"),
-    ("google-research-datasets/mbpp", "code"),
-    ("codecontests", "code"),
-    ("apps", "code"),
-    ("taco", "code"),
-    ("livecodebench*", "code"),
+    *((pattern, rule.name) for rule in RULES.values() for pattern in rule.sources),
     *((name, name) for name in RULES),
 )
 
@@ -459,14 +396,14 @@ def rule_named(name: str) -> Rule:
     """Return a rule by its name; an unknown one fails with the nearest name."""
     if name not in RULES:
         hint = did_you_mean(name, RULES)
-        raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {_listed(RULES)}.")
+        raise RewardError(f"--rule {name}: there is no such rule.{hint} Known: {', '.join(RULES)}.")
     return RULES[name]
 
 
-def answer_now(rule: Rule, call: Call, settings: Mapping[str, Any]) -> Returned | None:
+def answer_now(rule: Rule, call: Call, settings: Facts) -> Returned | None:
     """Return what a rule says at once; None where it takes a worker process."""
     try:
-        value = rule.quick(**vars(call), **settings)
+        value = rule.score(call.solution_str, call.ground_truth, call.extra_info, **settings)
         return None if value is None else read_returned(value)
     except CannotScore as problem:
         return Returned(None, str(problem))
@@ -474,9 +411,7 @@ def answer_now(rule: Rule, call: Call, settings: Mapping[str, Any]) -> Returned 
         return Returned(None, f"raised {describe_error(error)}")
 
 
-def check_prompts(
-    rule: Rule | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]
-) -> None:
+def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt]) -> None:
     """Raise where a rule finds nothing to compare with in any of its prompts."""
     by_rule: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -505,18 +440,14 @@ def check_sources(sources: Collection[str]) -> None:
         return
     mend = (
         "Give a reward function of your own with --reward_function FILE:NAME, or one rule for "
-        f"every row with --rule NAME ({_listed(RULES)})."
+        f"every row with --rule NAME ({', '.join(RULES)})."
     )
     if unknown == [""]:
         raise RewardError(f"The prompts have no data_source, which chooses the rule. {mend}")
-    known = [pattern for pattern, _ in ROUTES]
+    known = dict.fromkeys(pattern for pattern, _ in ROUTES)
     hints = dict.fromkeys(did_you_mean(name.casefold(), known) for name in unknown)
     named = ", ".join(repr(name) for name in unknown[:5])
     more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
     raise RewardError(
-        f"No rule for data_source {named}{more}.{''.join(hints)} Known: {_listed(known)}. {mend}"
+        f"No rule for data_source {named}{more}.{''.join(hints)} Known: {', '.join(known)}. {mend}"
     )
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""One worker of a pool: the process that runs user code, and the parent's handle on it."""
+"""What a worker of a pool runs: it loads a task, and answers the calls of one socket."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ import io
 import os
 import queue
 import signal
-import socket
-import struct
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any
 
 from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
 
@@ -30,27 +25,18 @@ MOST_OUTPUT = 2000
 SECONDS_TO_LEAVE = 1.0
 
 
-class Task(Protocol):
-    """What a worker is to do; pickled once to each worker."""
+@dataclass(frozen=True)
+class Task:
+    """What a worker is to do; pickled once to each worker.
 
-    @property
-    def label(self) -> str:
-        """What the task is, for messages."""
-        ...
+    `label` names it in messages, `load` returns the function to call or raises `Refused`;
+    `cpu_limit` is in processor seconds of one call, `memory_limit` in bytes of the process.
+    """
 
-    @property
-    def cpu_limit(self) -> float | None:
-        """Processor seconds that one call may take."""
-        ...
-
-    @property
-    def memory_limit(self) -> int | None:
-        """Bytes that the process may hold."""
-        ...
-
-    def load(self) -> Callable[..., Any]:
-        """Return the function to call; raises `Refused` when there is none."""
-        ...
+    label: str
+    load: Callable[[], Callable[..., Any]]
+    cpu_limit: float | None = None
+    memory_limit: int | None = None
 
 
 class Refused(Exception):
@@ -111,7 +97,10 @@ def main(descriptor: int) -> None:
         connection.send(Ready(refusal=str(problem)))
         return
     if task.memory_limit is not None:
-        _limit_memory(task.memory_limit)
+        import resource
+
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (task.memory_limit, resource.RLIM_INFINITY))
     is_async = _is_async(function)
     connection.send(Ready(is_async))
     (_serve_async if is_async else _serve)(connection, function, task.cpu_limit)
@@ -120,13 +109,6 @@ def main(descriptor: int) -> None:
 def _is_async(function: Callable[..., Any]) -> bool:
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-def _limit_memory(most: int) -> None:
-    import resource
-
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def _read_orders(connection: Connection, take: Callable[[Order | None], Any]) -> None:
@@ -236,92 +218,3 @@ def _with_facts(returned: Returned, pieces: list[str], started: float) -> Return
     if pieces:
         facts["output"] = "".join(pieces)[:MOST_OUTPUT]
     return replace(returned, info={**facts, **returned.info})
-
-
-PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-# The path entry goes again, so that it shadows nothing of the user's own environment.
-START = (
-    "import sys; sys.path.insert(0, sys.argv[2]); import ppo_cli; sys.path.remove(sys.argv[2]); "
-    "from ppo_cli.rewards.worker import main; main(int(sys.argv[1]))"
-)
-ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-STALLED_SECONDS = 5
-SECONDS_TO_START = 120.0
-SECONDS_TO_EXIT = 1.5
-MOST_LOG = 1 << 16
-
-
-class WorkerProcess:
-    """A fresh interpreter with a socket to it; nothing of this process is copied into it."""
-
-    def __init__(self, task: Task) -> None:
-        ours, theirs = socket.socketpair()
-        # A worker that neither reads nor writes must not hold the pool up for ever.
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED_SECONDS, 0))
-        self._log = cast("BinaryIO", tempfile.TemporaryFile("ab+"))  # noqa: SIM115
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, str(theirs.fileno()), PACKAGE_PARENT],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=_environment(),
-                # A Ctrl-C at the terminal is for the trainer, which finishes its step first.
-                start_new_session=True,
-            )
-        self.connection = Connection(ours.detach())
-        self.ready = False
-        self.start_deadline = time.monotonic() + SECONDS_TO_START
-        with contextlib.suppress(OSError):
-            self.connection.send(task)
-
-    def send(self, number: int, call: Call, timeout: float) -> None:
-        """Hand over one call; raises OSError when the worker is gone or stuck."""
-        self.connection.send(Order(number, call, timeout))
-
-    def receive(self) -> Any:
-        """Return the next message; raises EOFError or OSError when the worker is gone."""
-        message = self.connection.recv()
-        if os.fstat(self._log.fileno()).st_size > MOST_LOG:
-            os.ftruncate(self._log.fileno(), 0)
-        return message
-
-    def say_end(self) -> tuple[str, bool]:
-        """Wait for a process that has hung up; return how it ended and whether by its limit."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(SECONDS_TO_EXIT)
-        code = self.process.poll()
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            return f"the worker process ended by signal {name}{self._last_words()}", (
-                -code == signal.SIGPROF
-            )
-        return f"the worker process ended with exit code {code}{self._last_words()}", False
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read()[-2000:].decode(errors="replace").strip().splitlines()
-        return f": {lines[-1][:200]}" if lines else ""
-
-    def hang_up(self) -> None:
-        """Tell the worker to leave by itself."""
-        self.connection.close()
-
-    def kill(self, patience: float = 0.0) -> None:
-        """End the process and all that it has started; waits until it is gone."""
-        self.connection.close()
-        if patience:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._log.close()
-
-
-def _environment() -> dict[str, str]:
-    fixed = dict.fromkeys(ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"}
-    # Sets of strings in one order in every process: the same response, the same score.
-    return {**os.environ, **fixed, "PYTHONHASHSEED": "0"}

@@ -304,7 +304,6 @@ def _readable(scores: Mapping[Key, Score]) -> Check:
     share = len(lost) / len(scores)
     said = f"{share:.0%} of the replies gave no score, allowed are {UNREADABLE:.0%}"
     cases = tuple(
-        {"sent": cut(text), "got": redact(s.failure or str(s.info.get("imputed", "")))}
-        for (_, text), s in lost
+        {"sent": cut(text), "got": redact(s.failure or s.imputed)} for (_, text), s in lost
     )
     return Check("readable verdicts", share <= UNREADABLE, said, cases[0] if cases else None, cases)

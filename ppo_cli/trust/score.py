@@ -147,7 +147,7 @@ def scored_row(row: Answered, score: Score) -> dict[str, Any]:
             "failure": score.failure or None,
             "reason": score.reason,
             "parts": {n: {"raw": p.raw, "scaled": p.scaled} for n, p in score.parts.items()},
-            "info": dict(score.info),
+            "info": score.facts,
         }
     )
     return {**row.record, **said}
@@ -160,7 +160,7 @@ def judged(score: Score) -> float | None:
 
 def cause_of(score: Score) -> str:
     """The short word for a failure: how its text begins."""
-    cause = score.failure or str(score.info.get("imputed", ""))
+    cause = score.failure or score.imputed
     first, _, rest = cause.partition(":")
     if first in score.parts and rest:  # of a mixture: which part, then why
         first = f"{first}: {rest.partition(':')[0].strip()}"

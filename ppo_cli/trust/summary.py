@@ -32,9 +32,8 @@ def spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
 
 def kept_verdicts(score: Score) -> list[bool]:
     """For each judge behind a score, whether its verdict came from the cache."""
-    mixed = score.info.get("mixture")
-    infos = mixed.values() if isinstance(mixed, Mapping) else [score.info]
-    return [bool(t["cached"]) for t in infos if isinstance(t, Mapping) and "cached" in t]
+    asked = score.mixture.values() or [score]
+    return [bool(one.info["cached"]) for one in asked if "cached" in one.info]
 
 
 def is_kept(score: Score) -> bool:
@@ -70,7 +69,7 @@ def column_of(scores: Sequence[Score], name: str | None) -> Column:
         lost = sum(v is None and s.failure != NOT_ASKED for v, s in zip(raw, scores, strict=True))
         return Column(raw, raw, lost)
     given = [score.parts.get(name) for score in scores]
-    imputed = [_imputed(score, name) for score in scores]
+    imputed = [name in s.mixture and bool(s.mixture[name].imputed) for s in scores]
     raw = tuple(
         None if p is None or lost else p.raw for p, lost in zip(given, imputed, strict=True)
     )
@@ -78,13 +77,6 @@ def column_of(scores: Sequence[Score], name: str | None) -> Column:
     failed = sum(p is not None and p.scaled is None for p in given) + sum(imputed)
     gated = sum(p is not None and p.raw is None and p.scaled is not None for p in given)
     return Column(raw, scaled, failed, gated)
-
-
-def _imputed(score: Score, name: str) -> bool:
-    """Whether a part's value is imputed."""
-    mixed = score.info.get("mixture")
-    own = mixed.get(name) if isinstance(mixed, Mapping) else None
-    return isinstance(own, Mapping) and "imputed" in own
 
 
 def part_facts(

@@ -145,8 +145,8 @@ def test_problems_of_every_layout_become_rows_that_the_rule_scores(
     }  # fmt: skip
     (loaded,) = load_rows(str(tmp_path / "out" / "test.parquet")).rows
     for reply, right in ((r"so \boxed{1.5}", 1.0), (r"so \boxed{2}", 0.0)):
-        found = score_math(loaded.data_source, reply, loaded.ground_truth)
-        assert (found["score"] if isinstance(found, dict) else found) == right
+        found = score_math(reply, loaded.ground_truth, {})
+        assert found is not None and found["score"] == right
 
 
 @pytest.mark.parametrize(

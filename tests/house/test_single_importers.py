@@ -36,11 +36,12 @@ STANDS = {
     "run.engines": "starts engines, and restarts them after a failure",
     "trust.attacks": "the attacks; audit has the checks",
     "trust.statistics": "formulas; calibrate says what they mean",
+    "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }
 # Files that are still to be folded into their importer, or to be given a reason above.
 TO_FOLD = {
-    "rewards.composite", "rewards.mixing", "rewards.judge.breaker",
+    "rewards.judge.breaker",
 }  # fmt: skip
 
 

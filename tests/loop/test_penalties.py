@@ -120,7 +120,7 @@ def test_baselines_are_penalised_like_samples_and_teach_nothing() -> None:
 
 
 def test_a_value_put_in_for_want_of_a_verdict_is_scaled_and_teaches_nothing() -> None:
-    rows = [scored(1.0), scored(3.0), Scored(scored(0.0).rollout, Score(9.0, info={"imputed": 1}))]
+    rows = [scored(1.0), scored(3.0), Scored(scored(0.0).rollout, Score(9.0, imputed="slow"))]
     assert not rows[2].score.judged
     for normalize in ("batch", "running"):
         assert values(shape(rows, normalize=normalize).scored) == [-1.0, 1.0, 7.0]

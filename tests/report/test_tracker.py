@@ -38,12 +38,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(row) for row in path.read_text(encoding="utf-8").splitlines()]
 
 
-def scored(text: str = "4", value: float | None = 1.0, **info: Any) -> Scored:
+def scored(text: str = "4", value: float | None = 1.0, reply: str = "", **info: Any) -> Scored:
     prompt = Prompt("p1", "2+2?", (), "", (1, 2), data_source="add", ground_truth="4")
     rollout = Rollout(prompt, 0, (5, 6, 7), np.zeros(3, np.float32), text, "stop")
     if value is None:
         return Scored(rollout, Score.failed("timeout", **info))
-    score = Score(value, reason="right", parts={"rule": Part(2.0, 1.0)}, info=info)
+    score = Score(value, reason="right", parts={"rule": Part(2.0, 1.0)}, info=info, reply=reply)
     return Scored(rollout, score)
 
 
@@ -159,8 +159,8 @@ def test_a_step_written_again_replaces_its_line(tmp_path: Path) -> None:
 
 
 def test_a_rollout_line_has_everything(tmp_path: Path) -> None:
-    info = {"judge_reply": "SCORE: 10", "tokens": 99, "latency_s": np.float32(0.5)}
-    rows = [scored("4", 1.0, **info), scored("5", None)]
+    info = {"tokens": 99, "latency_s": np.float32(0.5)}
+    rows = [scored("4", 1.0, "SCORE: 10", **info), scored("5", None)]
     make(tmp_path).rollouts(7, rows)
     first, second = lines(tmp_path / "rollouts" / "step_000007.jsonl")
     assert first == {

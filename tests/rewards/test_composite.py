@@ -17,7 +17,7 @@ from ppo_cli.config.mixture import MixPart
 from ppo_cli.errors import Interrupted, PpoError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.composite import BuiltPart, CompositeReward
+from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
 
 PATIENCE = 20
 

@@ -103,7 +103,7 @@ def test_a_mixture_that_comes_to_nothing_names_the_parts_that_never_vary(
 ) -> None:
     scored = [
         Scored(rollout(text), Score(0.0, parts={"model": Part(3.5, 0.0), "rule": Part(raw, 0.0)},
-                                    info={"mixture": {}}))
+                                    mixture={"rule": Score(raw)}))
         for text, raw in (("7", 0.0), ("8", 1.0))
     ]  # fmt: skip
     told = explain_no_reward(scored)

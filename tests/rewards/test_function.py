@@ -280,10 +280,12 @@ def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Pa
     """
     trainer = f"""
 import os, pathlib, signal, time
+from functools import partial
+from ppo_cli.rewards.function import load_function
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.rule_reward import FunctionTask
-from ppo_cli.rewards.worker import Call
-pool = WorkerPool(FunctionTask({reward_file(code)!r}, "compute_score"), size=1, timeout=1000)
+from ppo_cli.rewards.worker import Call, Task
+load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
+pool = WorkerPool(Task("endless", load), size=1, timeout=1000)
 pool.submit(Call("", "", None, {{}}), print)
 while not pathlib.Path({str(tmp_path)!r}, "pid").exists():
     time.sleep(0.05)

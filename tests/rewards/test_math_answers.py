@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.rewards.rules import decide_math, decide_quickly, find_answer, score_math
+from ppo_cli.rewards.rules import compare_algebra, decide_quickly, find_answer, score_math
 
 RIGHT = [
     (r"\boxed{\frac12}", "0.5"),
@@ -123,25 +123,16 @@ EMPTY_WORDS = [
 ]
 
 
-@pytest.mark.parametrize("answer", HEDGES + EMPTY_WORDS)
-def test_hedges_and_empty_words_earn_nothing(answer: str) -> None:
-    assert score_math("math", rf"\boxed{{{answer}}}", "72")["score"] == 0.0
-
-
-@pytest.mark.parametrize(("reply", "gold"), RIGHT)
-def test_right_answers_score_one(reply: str, gold: object) -> None:
-    assert score_math("math", reply, gold)["score"] == 1.0
-
-
-@pytest.mark.parametrize(("reply", "gold"), WRONG)
-def test_wrong_answers_score_zero(reply: str, gold: str) -> None:
-    assert score_math("math", reply, gold)["score"] == 0.0
-
-
-@pytest.mark.parametrize(("reply", "gold"), RIGHT + WRONG)
-def test_the_quick_verdict_is_the_slow_one_or_none(reply: str, gold: object) -> None:
-    quick = decide_math("math", reply, gold)
-    assert quick is None or quick == score_math("math", reply, gold)
+def test_right_answers_score_one_and_wrong_ones_zero() -> None:
+    empty = [(rf"\boxed{{{answer}}}", "72") for answer in HEDGES + EMPTY_WORDS]
+    wanted = [(case, 1.0) for case in RIGHT] + [(case, 0.0) for case in WRONG + empty]
+    wrong = []
+    for (reply, gold), score in wanted:
+        found = score_math(reply, gold, {}) or compare_algebra(reply, gold, {})
+        assert found is not None
+        if found["score"] != score:
+            wrong.append((reply, gold, found))
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import pytest
 from ppo_cli.config.mixture import MixPart, read_condition
 from ppo_cli.moments import Moments, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
-from ppo_cli.rewards.composite import describe_round
-from ppo_cli.rewards.mixing import CLOSED, Memory, Mixed, mix
+from ppo_cli.rewards.mixture import CLOSED, Memory, Mixed, describe_round, mix
 
 
 def part(name: str, weight: float = 1.0, scaling: str = "none", **more: Any) -> MixPart:
@@ -239,7 +238,7 @@ def test_steps_on_a_curve_take_its_slope_where_the_score_lies() -> None:
 
 def test_a_value_put_in_for_want_of_a_verdict_teaches_nothing_and_stays_marked() -> None:
     given = columns(a=[1.0, 3.0, 100.0])
-    given[2]["a"] = Score(100.0, info={"imputed": "batch mean"})
+    given[2]["a"] = Score(100.0, imputed="batch mean")
     mixed = mix([part("a", scaling="zscore")], rollouts(3), given, "train", Memory())
     assert mixed.memory.running["a"].count == 2
     assert not mixed.scores[2].judged and mixed.scores[0].judged
@@ -262,7 +261,7 @@ def test_reports_of_a_part_are_kept_below_its_name() -> None:
     score = mix([part("model")], rollouts(1), given, "train", Memory()).scores[0]
     assert set(score.parts) == {"model", "model.honesty", "model.tone"}
     assert score.reason == "model: fine"
-    assert score.info["mixture"] == {"model": {"seconds": 2}}
+    assert score.facts["mixture"] == {"model": {"seconds": 2}}
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,14 @@ def test_rows_that_cannot_be_scored_fail_with_the_reason(
 
 
 def test_a_rule_that_raises_or_says_nan_fails(rollout: MakeRollout) -> None:
-    def raises(**_: object) -> None:
+    def raises(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
-    for quick, failure in (
+    for score_reply, failure in (
         (raises, "raised ZeroDivisionError: oh"),
-        (lambda **_: {"score": float("nan")}, "returned score nan"),
+        (lambda *_: {"score": float("nan")}, "returned score nan"),
     ):
-        reward = RuleReward(replace(RULES["gsm8k"], quick=quick))
+        reward = RuleReward(replace(RULES["gsm8k"], score=score_reply))
         score = reward.submit(rollout("#### 72")).result()
         assert (score.value, score.failure) == (None, failure)
         reward.close()

@@ -154,7 +154,7 @@ def test_a_judge_that_cannot_be_read_fails() -> None:
     check = next(c for c in result["checks"] if c["name"] == "readable verdicts")
     assert check["passed"] is False
     assert check["worst"]["got"] == "unparsed: hm"
-    filled = Scripted(lambda r: Score(0.2, info={"imputed": "timeout: slow"}))
+    filled = Scripted(lambda r: Score(0.2, imputed="timeout: slow"))
     checks = {c["name"]: c for c in run(settings, filled)["checks"]}
     assert checks["readable verdicts"]["passed"] is False
     assert checks["master keys"]["said"] == "not one verdict came"

@@ -132,7 +132,7 @@ def test_row_keeps_its_columns_and_gains_the_score(tmp_path: Path) -> None:
 def test_no_secret_of_a_scorer_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sekret-123456")
     (row,) = rows_of(tmp_path, "a").rows
-    score = Score.failed("http_401: key sekret-123456", judge_reply="sekret-123456")
+    score = Score(None, "http_401: key sekret-123456", reply="sekret-123456")
     assert "sekret" not in str(scored_row(row, score))
     told = summarise((row,), Scoring((score,), 1.0, stopped="sekret-123456 is bad"), RULES)
     assert "sekret" not in str(told)
@@ -142,7 +142,7 @@ def test_summary(tmp_path: Path) -> None:
     found = rows_of(tmp_path, "aaaa", "b", "cc", "dd", "e", "f")
     scores = (
         Score(1.0), Score(0.0, reason="bad"), Score(0.5), Score.failed("timeout: slow"),
-        Score.failed("timeout: slower"), Score(0.4, info={"imputed": "unparsed: what?"}),
+        Score.failed("timeout: slower"), Score(0.4, imputed="unparsed: what?"),
     )  # fmt: skip
     metrics = {"judge/calls": 7.0, "judge/cost_usd": 0.25, "judge/error_rate": 0.5, "x": 1.0}
     told = summarise(found.rows, Scoring(scores, 2.0, metrics), RULES)
@@ -215,8 +215,9 @@ def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:
         "judge_style/calls": 2.0, "judge_style/cost_usd": 0.25, "judge_style/tokens_in": 1.0,
         "model/samples": 9.0,
     }  # fmt: skip
-    kept = Score(1.0, info={"mixture": {"judge": {"cached": True}, "rule": {"rule": "gsm8k"}}})
-    half = Score(1.0, info={"mixture": {"judge": {"cached": True}, "style": {"cached": False}}})
+    judge, style = Score(1.0, info={"cached": True}), Score(1.0, info={"cached": False})
+    kept = Score(1.0, mixture={"judge": judge, "rule": Score(1.0, info={"rule": "gsm8k"})})
+    half = Score(1.0, mixture={"judge": judge, "style": style})
     told = spending((kept, half), Scoring((), 1.0, metrics))
     assert told == {
         "seconds": 1.0, "cached": 2, "calls": 5.0, "cost_usd": 0.75, "tokens_in": 10.0,
@@ -240,7 +241,7 @@ def test_facts_of_gated_imputed_and_failed_parts(tmp_path: Path) -> None:
         Score(None, "judge: x", parts={"judge": Part(None, None), "rule": Part(1.0, 1.0)}),
         Score(
             0.5, parts={"judge": Part(0.7, 0.0), "rule": Part(0.0, -1.0)},
-            info={"imputed": "judge: slow", "mixture": {"judge": {"imputed": "slow"}}},
+            imputed="judge: slow", mixture={"judge": Score(0.7, imputed="slow")},
         ),
         Score.failed(NOT_ASKED),
     )  # fmt: skip

@@ -12,9 +12,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -150,7 +149,7 @@ class Lost(Exception):
 class Verdict:
     """What the tests have shown; `reason` is empty when all passed.
 
-    `finished` tells tests that failed from tests that never came to their end.
+    `finished` tells tests that failed from tests that never came to their end, or to a start.
     """
 
     passed: int = 0
@@ -314,7 +313,7 @@ class Check:
         if passed == total and total > 0:
             return Verdict(passed, total, finished=True)
         reason = f"{total - passed} of {total} tests failed; first: {self._with_limit(first)}"
-        return Verdict(passed, total, reason, finished=True)
+        return Verdict(passed, total, reason, finished=total > 0)
 
     def _with_limit(self, text: str) -> str:
         if not text.startswith("MemoryError"):
@@ -419,22 +418,8 @@ def judge(call: Call, check: Check, settings: Code, sandbox: str) -> Returned:
 
 def score_verdict(verdict: Verdict, settings: Code) -> float:
     """1 when all tests passed; with `share` the part that did. Not finished: 0."""
-    if not verdict.finished or not verdict.total:
+    if not verdict.finished:
         return 0.0
     if settings.score == "share":
         return verdict.passed / verdict.total
     return float(verdict.passed == verdict.total)
-
-
-def score_now(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Test one response here and now, with the default settings."""
-    settings = Code()
-    sandbox = choose_sandbox(settings)
-    call = Call(data_source, solution_str, ground_truth, dict(extra_info or {}))
-    with closing(sandbox):
-        returned = judge(call, Check(sandbox, settings), settings, sandbox.name)
-    if returned.score is None:
-        raise CannotScore(returned.failure)
-    return {"score": returned.score, "reason": returned.reason, **returned.info}

@@ -211,12 +211,10 @@ def _is(entry: Entry, kind: Failure) -> bool:
 def _unjudged(entry: Entry, mean: float | None) -> Score:
     error = entry.error
     failure = "no verdict" if error is None else f"{error.cause}: {error}"
-    info = {"judge_reply": error.reply} if error is not None and error.reply else {}
+    reply = "" if error is None else error.reply
     if mean is None:
-        return Score.failed(failure, **info)
-    return Score(mean, reason="imputed: the mean of the step", info={
-        **info, "imputed": failure,
-    })  # fmt: skip
+        return Score(None, failure, reply=reply)
+    return Score(mean, reason="imputed: the mean of the step", imputed=failure, reply=reply)
 
 
 TRIES = 3  # for a reply that cannot be read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
 from ppo_cli.records import Part, Prompt, Score
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Scale, Usage, Verdict
@@ -43,7 +44,8 @@ def gated_score(reason: str, scale: Scale) -> Score:
         0.0,
         reason=f"not sent to the judge: {reason}",
         parts={PART: Part(raw=float(scale.low), scaled=0.0)},
-        info={"gated": True, "cached": False, "judge_tokens": 0, "cost_usd": 0.0},
+        info={"cached": False, "judge_tokens": 0, "cost_usd": 0.0},
+        gated=True,
     )
 
 
@@ -74,8 +76,7 @@ def _mean_score(verdicts: Sequence[Verdict], scale: Scale) -> Score:
     value = fmean(scale.scaled(v.value) for v in verdicts)
     told = min(verdicts, key=lambda v: abs(v.value - raw))
     usage = sum((v.usage for v in verdicts), Usage())
-    info = {
-        "judge_reply": told.text,
+    info: dict[str, Any] = {
         "cached": all(v.cached for v in verdicts),
         "judge_tokens": usage.input + usage.output,
         "judge_calls": sum(v.calls for v in verdicts),
@@ -85,4 +86,5 @@ def _mean_score(verdicts: Sequence[Verdict], scale: Scale) -> Score:
     if len(verdicts) > 1:
         info["votes"] = [v.value for v in verdicts]
         info["vote_spread"] = pstdev(scale.scaled(v.value) for v in verdicts)
-    return Score(value, reason=told.reason, parts={PART: Part(raw=raw, scaled=value)}, info=info)
+    parts = {PART: Part(raw=raw, scaled=value)}
+    return Score(value, reason=told.reason, parts=parts, info=info, reply=told.text)

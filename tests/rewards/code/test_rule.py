@@ -141,11 +141,3 @@ def test_limits_are_those_that_were_set(
 )
 def test_sources_of_code(source: str) -> None:
     assert rule_for(source) is RULES["code"]
-
-
-def test_the_rule_can_be_asked_by_itself(any_sandbox: Sandbox) -> None:
-    if any_sandbox.name == "none":
-        pytest.skip("no sandbox works here")
-    found = RULES["code"].compute_score("", "def f(n): return n + 1", TESTS)
-    assert found is not None
-    assert (found["score"], found["passed"]) == (1.0, 2)

@@ -63,14 +63,14 @@ def test_scores_are_scaled_and_tell_what_was_said(make: Make) -> None:
     good, bad = score_all(make(), [right(1), rollout(2, "It is 7.")])
     assert (good.value, bad.value) == (1.0, 0.0)
     assert good.parts["judge"].raw == 10 and good.parts["judge"].scaled == 1.0
-    assert good.reason and '"score": 10' in good.info["judge_reply"]
+    assert good.reason and '"score": 10' in good.reply
     assert good.info["judge_tokens"] > 0 and good.info["cached"] is False
 
 
 def test_nothing_is_asked_for_a_response_without_content(make: Make, server: JudgeServer) -> None:
     scores = score_all(make(), [rollout(n, text) for n, text in enumerate(("", " :", "Solution:"))])
     assert [s.value for s in scores] == [0.0] * 3 and server.count == 0
-    assert all(s.info["gated"] for s in scores)
+    assert all(s.gated for s in scores)
     (score,) = score_all(make(gate=False), [rollout(5, ":")])
     assert score.value == 0.0 and server.count == 1
 

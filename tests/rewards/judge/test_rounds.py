@@ -76,7 +76,7 @@ def test_a_mean_of_the_step_on_wish() -> None:
     policy = rules(on_failure="batch_mean")
     scores, _ = play(policy, 5, lambda row, _: Failure.REFUSED if row == 0 else row / 4)
     assert scores[0].value == pytest.approx((0.25 + 0.5 + 0.75 + 1.0) / 4)
-    assert scores[0].info["imputed"].startswith("refused")
+    assert scores[0].imputed.startswith("refused")
 
 
 def test_a_mean_needs_somebody_to_take_it_from() -> None:

@@ -1,18 +1,19 @@
 """A mixture of rewards: each rollout goes to every part, and comes back with one score.
 
 All that happens to a round runs in order on one thread: results arrive there, conditions open
-there, and when the last result of a settled round is in, the round is mixed as a whole. Metrics
-of a round: each part's scale, share of the variance, correlations.
+there, and when the last result of a settled round is in, the round is mixed as a whole (scale,
+clip, weigh, sum), in a fixed order, so that the same rollouts give the same bits whenever their
+parts came. Metrics of a round: each part's scale, share of the variance, correlations.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -20,10 +21,187 @@ from queue import SimpleQueue
 from typing import Any
 
 from ppo_cli.config.mixture import Condition, MixPart
-from ppo_cli.moments import Moments, correlation
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.moments import Affine, Moments, by_moments, clipped, correlation
+from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.mixing import CLOSED, Column, Memory, mix
+
+GROUP_EPS = 1e-6  # as in GRPO, where a group's spread divides too
+CLOSED = Score(None, "its gate is closed")  # the mark of a part that was not asked
+
+
+def by_group(raws: Sequence[float], groups: Sequence[Hashable]) -> dict[Hashable, Affine]:
+    """Mean 0 and spread 1 within each group, divisor n - 1; a group of one comes to 0.
+
+    Parts are normalised before they are summed, so that none vanishes in another's spread
+    (GDPO, Liu et al. 2026, arXiv 2601.05242).
+    """
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for raw, group in zip(raws, groups, strict=True):
+        members[group].append(raw)
+    found = {}
+    for group, values in members.items():
+        m = Moments.of(values)
+        slope = 1 / (math.sqrt(m.squares / (m.count - 1)) + GROUP_EPS) if m.varies else 0.0
+        found[group] = Affine(m.mean, slope)
+    return found
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)), without overflow."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What scalings remember, by part: the run so far, and the first validation.
+
+    Validations are scaled by the first one's moments, so that they compare with each other.
+    `groups` holds the scalings of the last step's groups, for their greedy baselines.
+    """
+
+    running: Mapping[str, Moments] = field(default_factory=dict)
+    anchor: Mapping[str, Moments] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[Hashable, Affine]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One part over a round: None where it failed or was not asked.
+
+    `slopes` are what a share of the raw score is multiplied by: the scaling's slope where the
+    score lies.
+    """
+
+    part: MixPart
+    raw: tuple[float | None, ...]
+    scaled: tuple[float | None, ...]
+    slopes: tuple[float, ...]
+    gated: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A round's scores in its order, each part's column, and what to remember."""
+
+    scores: tuple[Score, ...]
+    columns: Mapping[str, Column]
+    memory: Memory
+
+
+def mix(
+    parts: Sequence[MixPart],
+    rollouts: Sequence[Rollout],
+    given: Sequence[Mapping[str, Score]],
+    kind: RoundKind,
+    memory: Memory,
+) -> Mixed:
+    """Mix a round; `given` has each rollout's scores by part, CLOSED where a gate was shut."""
+    columns: dict[str, Column] = {}
+    for part in parts:
+        scores = [scores_of[part.name] for scores_of in given]
+        columns[part.name], memory = _column(part, rollouts, scores, kind, memory)
+    mixed = [_total(parts, columns, i, scores_of) for i, scores_of in enumerate(given)]
+    return Mixed(tuple(mixed), columns, memory)
+
+
+def _column(
+    part: MixPart,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[Score],
+    kind: RoundKind,
+    memory: Memory,
+) -> tuple[Column, Memory]:
+    raw = [s.value for s in scores]
+    groups = [r.prompt.uid for r in rollouts]
+    # An imputed value is scaled like others, but teaches nothing.
+    known = [(v, g) for v, g, s in zip(raw, groups, scores, strict=True)
+             if v is not None and s.judged]  # fmt: skip
+    scale_of, memory = _scales(part, known, kind, memory)
+    scaled: list[float | None] = []
+    slopes: list[float] = []
+    for value, group in zip(raw, groups, strict=True):
+        scale = scale_of.get(group, scale_of.get(None, Affine(slope=0.0)))
+        x, slope = None if value is None else scale.of(value), scale.slope
+        if x is not None and part.scaling == "sigmoid":
+            x = sigmoid(x)
+            slope *= x * (1 - x)
+        scaled.append(None if x is None else clipped(x, part.bound))
+        slopes.append(slope)
+    # A closed gate counts as whatever adds least to the total, 0 or one of the round.
+    least = (min if part.weight >= 0 else max)([0.0, *_known(scaled)])
+    shut = [score is CLOSED for score in scores]
+    scaled = [least if closed else x for closed, x in zip(shut, scaled, strict=True)]
+    failed = sum(v is None for v in raw) - sum(shut)
+    return Column(part, tuple(raw), tuple(scaled), tuple(slopes), sum(shut), failed), memory
+
+
+def _scales(
+    part: MixPart, known: Sequence[tuple[float, str]], kind: RoundKind, memory: Memory
+) -> tuple[dict[Hashable, Affine], Memory]:
+    """The scaling of each group; under None, that of all others."""
+    name, values = part.name, [value for value, _ in known]
+    if part.scaling in ("none", "affine", "sigmoid"):
+        return {None: Affine(part.mean or 0.0, 1 / (part.std or 1.0))}, memory
+    if kind == "validation":
+        anchor = memory.anchor.get(name) or Moments.of(values)
+        if anchor.count:
+            memory = replace(memory, anchor={**memory.anchor, name: anchor})
+        # A rule that nothing has fulfilled yet must count as soon as something does.
+        return {None: by_moments(anchor, otherwise=1.0)}, memory
+    if part.scaling == "group":
+        if kind == "baseline":
+            return dict(memory.groups.get(name, {})), memory
+        found = by_group(values, [group for _, group in known])
+        return found, replace(memory, groups={**memory.groups, name: found})
+    running = memory.running.get(name, Moments())
+    if kind == "train":
+        running = running.merge(Moments.of(values))
+        memory = replace(memory, running={**memory.running, name: running})
+    return {None: by_moments(running)}, memory
+
+
+def _total(
+    parts: Sequence[MixPart], columns: Mapping[str, Column], row: int, given: Mapping[str, Score]
+) -> Score:
+    """The score of one rollout."""
+    lost = [p for p in parts if columns[p.name].scaled[row] is None]
+    of_all = Score(
+        None,
+        reason="; ".join(f"{n}: {s.reason}" for n, s in given.items() if s.reason),
+        parts=_shown(parts, columns, row, given),
+        imputed="; ".join(f"{n}: {s.imputed}" for n, s in given.items() if s.imputed),
+        mixture={p.name: given[p.name] for p in parts if given[p.name] is not CLOSED},
+    )
+    there = [p for p in parts if p not in lost]
+    left = math.fsum(abs(p.weight) for p in there)
+    fatal = next((p for p in lost if p.on_failure == "fail" or not left), None)
+    if fatal is not None:
+        return replace(of_all, failure=f"{fatal.name}: {given[fatal.name].failure}")
+    # Those that are left share the weight of the lost ones.
+    share = math.fsum(abs(p.weight) for p in parts) / left if lost else 1.0
+    total = math.fsum(share * p.weight * (columns[p.name].scaled[row] or 0.0) for p in there)
+    steps = tuple(
+        PlacedReward(s.end, share * p.weight * columns[p.name].slopes[row] * s.value, s.unit)
+        for p in there
+        for s in given[p.name].steps
+    )
+    return replace(of_all, value=total, steps=steps)
+
+
+def _shown(
+    parts: Sequence[MixPart], columns: Mapping[str, Column], row: int, given: Mapping[str, Score]
+) -> dict[str, Part]:
+    """Every part, and below it what its source only reports."""
+    shown: dict[str, Part] = {}
+    for p in parts:
+        column = columns[p.name]
+        shown[p.name] = Part(column.raw[row], column.scaled[row])
+        for name, inner in given[p.name].parts.items():
+            if inner.scaled is None:
+                own = name.removeprefix(f"{p.name}.")
+                shown[f"{p.name}.{own}"] = inner
+    return shown
 
 
 def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -> dict[str, float]:
