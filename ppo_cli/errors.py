@@ -159,6 +159,12 @@ def _on_path(program: Path) -> str:
     return program.name if there else shlex.quote(str(program))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text without its end, or its type when it has none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(" .:")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_merged
 from ppo_cli.engine.models import DAMAGED
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
 WEIGHTS = "model.safetensors"
@@ -97,7 +97,7 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         )
     except DAMAGED as error:
         raise ModelError(
-            f"{source} is an adapter of {base}, which does not load ({_first_line(error)}). Give "
+            f"{source} is an adapter of {base}, which does not load ({first_line(error)}). Give "
             "its base model with --base."
         ) from error
     try:
@@ -105,7 +105,7 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
     except DAMAGED as error:
         raise ModelError(
             f"The adapter in {source} is damaged or was not trained on {base} "
-            f"({_first_line(error)}). Give its base model with --base."
+            f"({first_line(error)}). Give its base model with --base."
         ) from error
 
 
@@ -120,7 +120,7 @@ def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
     except DAMAGED as error:
-        raise ModelError(f"The tokenizer of {base} does not load: {_first_line(error)}.") from error
+        raise ModelError(f"The tokenizer of {base} does not load: {first_line(error)}.") from error
     tokenizer.save_pretrained(out)
 
 
@@ -135,7 +135,7 @@ def _read_tensors(source: Path, dtype: torch.dtype | None) -> Iterator[tuple[str
                     yield name, tensor.to(dtype) if casts else tensor
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"The checkpoint is damaged: {source / file} ({_first_line(error)})."
+                f"The checkpoint is damaged: {source / file} ({first_line(error)})."
             ) from error
 
 
@@ -230,8 +230,3 @@ def _tell_dtype(config_file: Path, dtype: str) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(" .:")

@@ -15,9 +15,8 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.reward_schema import ModelReward as ModelSettings
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import HostMaker, Reward, in_process
 from ppo_cli.rewards.function import FunctionReward
-from ppo_cli.rewards.hosting import HostMaker, in_process
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
 from ppo_cli.rewards.rule_reward import RuleReward

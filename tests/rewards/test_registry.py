@@ -12,8 +12,7 @@ from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError, WorkerLost
 from ppo_cli.records import Rollout
-from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.hosting import Factory, Host
+from ppo_cli.rewards.base import Factory, Host, Reward
 from ppo_cli.rewards.local.reward import LocalModelReward, ModelScorer
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.registry import build_reward

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 from ppo_cli.config.reward_schema import Code
@@ -52,7 +51,7 @@ LONGEST_REPORT = 1 << 20
 _PIECE = 1 << 16
 
 
-class Launched:
+class Launched(contextlib.ExitStack):
     """Two processes and three channels of ours; leaving the `with` block ends them all.
 
     `control` is a socket to the tester, `output` what the candidate prints, `words` what either
@@ -60,36 +59,28 @@ class Launched:
     """
 
     def __init__(self, sandbox: Sandbox, settings: Code) -> None:
+        super().__init__()
         self._sandbox = sandbox
         self._settings = settings
-        self._stack = contextlib.ExitStack()
         self._folder = ""
 
     def __enter__(self) -> Launched:
         try:
             self._start()
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
     def _start(self) -> None:
         with contextlib.ExitStack() as theirs:
             asked, answering = (theirs.enter_context(one) for one in socket.socketpair())
             self.control, reporting = socket.socketpair()
-            self._stack.enter_context(self.control)
+            self.enter_context(self.control)
             theirs.enter_context(reporting)
             self.output, printing = self._pipe(theirs)
             self.words, telling = self._pipe(theirs)
-            self._stack.callback(self._await_silence)
+            self.callback(self._await_silence)
             memory_mb = self._settings.memory_mb
             streams = (answering.fileno(), printing, printing)
             self.candidate = self._launch("candidate", memory_mb, streams)
@@ -99,7 +90,7 @@ class Launched:
 
     def _pipe(self, theirs: contextlib.ExitStack) -> tuple[int, int]:
         reading, writing = os.pipe()
-        self._stack.callback(os.close, reading)
+        self.callback(os.close, reading)
         theirs.callback(os.close, writing)
         os.set_blocking(reading, False)
         return reading, writing
@@ -108,13 +99,13 @@ class Launched:
         folder = "/"
         if self._sandbox.uses_folder:
             folder = tempfile.mkdtemp(prefix="ppo-code-")
-            self._stack.callback(remove_folder, folder)
+            self.callback(remove_folder, folder)
             # The candidate's; it is the first to be launched.
             self._folder = self._folder or folder
         limits = [memory_mb, self._settings.cpu_seconds, LARGEST_FILE_MB]
         program = command(role, [*limits, int(self._sandbox.leaves_filter)])
         process = self._sandbox.start(program, streams=streams, folder=folder)
-        self._stack.callback(end_process, process, alone=self._sandbox.name == "bwrap")
+        self.callback(end_process, process, alone=self._sandbox.name == "bwrap")
         return process
 
     def _await_silence(self) -> None:

@@ -12,8 +12,8 @@ import secrets
 import signal
 import stat
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 SECONDS_TO_DIE = 10.0
 MOST_ROUNDS = 50
@@ -25,26 +25,26 @@ _BLOCK = 512
 OWN_THREADS = {"bwrap": 2, "sandlock": 1, "none": 1}
 
 
-class Process(Protocol):
-    """A process that leads a session; what `Popen` and `Forked` have in common."""
+class Process(ABC):
+    """A process that leads a session: a child of ours, or one that a launcher has forked."""
 
     pid: int
 
+    @abstractmethod
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        ...
+        """Return the exit code (negative: the signal), or None while it runs."""
 
+    @abstractmethod
     def wait(self, timeout: float) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
-        ...
 
     def is_lost(self) -> bool:
         """Say whether it was killed because its launcher died, which is no fault of its own."""
-        ...
+        return False
 
     def release(self) -> None:
         """Let go of it, when it is dead and its number is no longer needed."""
-        ...
+        return
 
 
 def find_family(pid: int) -> list[int]:
@@ -54,14 +54,10 @@ def find_family(pid: int) -> list[int]:
         # Any of them may end while it is looked at.
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{one}/task"):
-                found += _children(f"/proc/{one}/task/{thread}/children")
+                with contextlib.suppress(OSError):
+                    children = Path(f"/proc/{one}/task/{thread}/children").read_text()
+                    found += [int(child) for child in children.split()]
     return found
-
-
-def _children(path: str) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(child) for child in Path(path).read_text().split()]
-    return []
 
 
 def count_threads(pids: list[int]) -> int:
@@ -80,20 +76,17 @@ def end_process(process: Process, *, alone: bool) -> int:
     start others), so that nobody needs to be looked for.
     """
     try:
-        return _end(process, alone)
+        if process.poll() is None:
+            kin = [] if alone else find_family(process.pid)[1:]
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            _kill(kin)
+        code = process.wait(SECONDS_TO_DIE)
+        if not alone:
+            kill_session(process.pid)
+        return code
     finally:
         process.release()
-
-
-def _end(process: Process, alone: bool) -> int:
-    if process.poll() is None:
-        kin = [] if alone else find_family(process.pid)[1:]
-        _kill_group(process.pid)
-        _kill(kin)
-    code = process.wait(SECONDS_TO_DIE)
-    if not alone:
-        kill_session(process.pid)
-    return code
 
 
 def kill_session(leader: int) -> None:
@@ -103,11 +96,6 @@ def kill_session(leader: int) -> None:
         if not left:
             break
         _kill(left)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _kill(pids: list[int]) -> None:

@@ -21,10 +21,11 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
@@ -46,7 +47,7 @@ SECONDS_TO_CLOSE = 60.0
 _LONGEST_WORDS = 4096
 
 
-class Forked:
+class Forked(Process):
     """A process that is no child of ours. Until `release`, its number is nobody else's."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
@@ -133,7 +134,12 @@ class Launcher:
             if self._process is None:
                 try:
                     self._process, self._control = self._start()
-                    _greet(self._control)
+                    # Wait until it is ready, or for why it is not.
+                    self._control.settimeout(SECONDS_TO_ANSWER)
+                    words = self._control.recv(_LONGEST_WORDS)
+                    if words != READY:
+                        told = words.decode("utf-8", "replace")
+                        raise OSError(told or "its launcher ends at once")
                 except BaseException:
                     self._end(0.0)
                     raise
@@ -198,21 +204,13 @@ class Launcher:
             self._process = None
 
 
-def _greet(control: socket.socket) -> None:
-    """Wait until a launcher is ready; OSError tells why it is not."""
-    control.settimeout(SECONDS_TO_ANSWER)
-    words = control.recv(_LONGEST_WORDS)
-    if words != READY:
-        raise OSError(words.decode("utf-8", "replace") or "its launcher ends at once")
-
-
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/nix/store")
 _LOADER = ("/etc/ld.so.cache",)
 NO_FILTER = "no system call filter is known for this machine"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
-class Sandbox(Protocol):
+class Sandbox(ABC):
     """A way to start a process.
 
     `uses_folder`: it writes to a folder of ours, which we watch. `leaves_filter`: a process in it
@@ -220,37 +218,30 @@ class Sandbox(Protocol):
     """
 
     name: str
-    uses_folder: bool
-    leaves_filter: bool
+    uses_folder = False
+    leaves_filter = False
 
     def missing(self) -> str:
         """Say why it cannot be used here at all; empty when it can be tried."""
-        ...
+        return ""
 
+    @abstractmethod
     def start(
         self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str
     ) -> Process:
-        """Start a command with these standard streams."""
-        ...
+        """Start a command with these standard streams; it may write to the folder."""
 
     def apart(self) -> Sandbox:
         """Return one of this kind that shares no process with this one."""
-        ...
+        return self
 
     def close(self) -> None:
         """Free what starting has needed; the next start takes it again."""
-        ...
+        return
 
 
-class Child(subprocess.Popen[bytes]):
+class Child(subprocess.Popen[bytes], Process):
     """A process that we have started ourselves."""
-
-    def is_lost(self) -> bool:
-        """Say whether it was killed with its launcher; it has none."""
-        return False
-
-    def release(self) -> None:
-        """Let go of it; waiting has done so."""
 
 
 def _start(
@@ -279,12 +270,10 @@ def _python_folders() -> list[str]:
     return list(dict.fromkeys(str(one) for one in found if one != Path("/")))
 
 
-class Bubblewrap:
+class Bubblewrap(Sandbox):
     """Namespaces of its own: no network, no files but the interpreter's, no other processes."""
 
     name = "bwrap"
-    uses_folder = False
-    leaves_filter = False
 
     def __init__(self) -> None:
         self._filter = build_filter()
@@ -306,13 +295,6 @@ class Bubblewrap:
             return _start(whole, streams, pass_fds=[reading])
         finally:
             os.close(reading)
-
-    def apart(self) -> Bubblewrap:
-        """Return itself: its starts share nothing."""
-        return self
-
-    def close(self) -> None:
-        """Free what starting has needed: nothing."""
 
     def _options(self) -> list[str]:
         options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -341,7 +323,7 @@ def _find_bwrap() -> str | None:
     return str(own) if os.access(own, os.X_OK) else None
 
 
-class Sandlock:
+class Sandlock(Sandbox):
     """Landlock and seccomp of the kernel, put on by the package sandlock; needs no privilege."""
 
     name = "sandlock"
@@ -382,27 +364,15 @@ class Sandlock:
         self._launcher.close()
 
 
-class Unsandboxed:
+class Unsandboxed(Sandbox):
     """Limits and a clean environment, and nothing else: foreign code can read what we can."""
 
     name = "none"
     uses_folder = True
-    leaves_filter = False
-
-    def missing(self) -> str:
-        """Say why it cannot be used here at all; it always can."""
-        return ""
 
     def start(self, command: Sequence[str], *, streams: tuple[int, int, int], folder: str) -> Child:
         """Start a command in the folder."""
         return _start(command, streams, folder=folder)
-
-    def apart(self) -> Unsandboxed:
-        """Return itself: its starts share nothing."""
-        return self
-
-    def close(self) -> None:
-        """Free what starting has needed: nothing."""
 
 
 SECONDS_TO_PROBE = 30.0

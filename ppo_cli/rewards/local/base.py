@@ -32,7 +32,13 @@ class TooLong(Exception):
 
 
 class Format(Protocol):
-    """Turns a conversation and the response to it into the ids that a model was trained on."""
+    """Turns a conversation and the response to it into the ids that a model was trained on.
+
+    `prompts_cut` counts the prompts that lost a part to keep within `max_length` tokens.
+    """
+
+    prompts_cut: int
+    max_length: int
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong. Control tokens in `response` stay plain text."""
@@ -92,13 +98,14 @@ class Budget:
         self.tokens = min(self.tokens, tokens)
 
 
-@dataclass
-class Work:
-    """What was computed, for the metrics."""
+@dataclass(frozen=True)
+class Batch:
+    """A batch that was scored: places of its samples, their rows, tokens, tokens with padding."""
 
-    batches: int = 0
-    tokens: int = 0
-    padded: int = 0
+    indices: tuple[int, ...]
+    rows: tuple[Row, ...]
+    tokens: int
+    padded: int
 
 
 def plan_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
@@ -134,9 +141,9 @@ def pad(
 
 
 def score_batches(
-    loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget, work: Work
-) -> Iterator[tuple[list[int], list[Row]]]:
-    """Score samples that come sorted, the longest first; yields indices and their rows.
+    loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget
+) -> Iterator[Batch]:
+    """Score samples that come sorted, the longest first.
 
     When memory runs out, the batch is halved and the budget stays at the half.
     """
@@ -146,16 +153,19 @@ def score_batches(
         batch = waiting.pop(0)
         scores = _try(loaded, [samples[i] for i in batch])
         if scores is None:
-            budget.lower_to(_half(batch, lengths))
-            left = [i for group in ([batch], waiting) for part in group for i in part]
-            start = left[0]
-            plan = plan_batches([lengths[i] for i in left], budget.tokens)
+            longest, start = lengths[batch[0]], batch[0]
+            if len(batch) == 1:
+                raise RewardError(
+                    f"The reward model ran out of memory with a single sample of {longest} tokens. "
+                    "Lower --reward_model_max_length, give it another --reward_model_device, or "
+                    "set --reward_model_offload."
+                )
+            budget.lower_to(len(batch) // 2 * longest)
+            plan = plan_batches(lengths[start:], budget.tokens)
             waiting = [[start + i for i in part] for part in plan]
             continue
-        work.batches += 1
-        work.tokens += sum(lengths[i] for i in batch)
-        work.padded += len(batch) * lengths[batch[0]]
-        yield batch, rows_of(scores)
+        tokens = sum(lengths[i] for i in batch)
+        yield Batch(tuple(batch), tuple(rows_of(scores)), tokens, len(batch) * lengths[batch[0]])
 
 
 def rows_of(scores: Scores) -> list[Row]:
@@ -195,14 +205,3 @@ def _try(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
-
-
-def _half(batch: Sequence[int], lengths: Sequence[int]) -> int:
-    longest = lengths[batch[0]]
-    if len(batch) == 1:
-        raise RewardError(
-            f"The reward model ran out of memory with a single sample of {longest} tokens. Lower "
-            "--reward_model_max_length, give it another --reward_model_device, or set "
-            "--reward_model_offload."
-        )
-    return len(batch) // 2 * longest

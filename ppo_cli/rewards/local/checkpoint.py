@@ -17,7 +17,7 @@ from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.known_models import SAFETENSORS, has_weights, weight_files
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, first_line
 
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 FORMATS = ("*.safetensors", "*.bin", "*.pt")
@@ -45,12 +45,11 @@ def fetch(name: str, revision: str | None) -> Path:
 
 
 def _message(name: str, revision: str | None, error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")
     at = f" at revision {revision}" if revision else ""
     return (
         f"The reward model {name}{at} could not be loaded: there is no such folder here, and the "
-        f"hub did not give it ({first}). Give a local folder with --reward_model, or check the "
-        "name and the connection."
+        f"hub did not give it ({first_line(error)}). Give a local folder with --reward_model, or "
+        "check the name and the connection."
     )
 
 
@@ -137,7 +136,7 @@ class Checkpoint:
             else:
                 self._where.update(_state_dict(file))
         except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
-            raise ModelError(f"{file} does not load: {_first_line(error)}.") from error
+            raise ModelError(f"{file} does not load: {first_line(error)}.") from error
         except pickle.UnpicklingError as error:
             raise ModelError(
                 f"{file} holds more than weights, and running what is in it is not safe: "
@@ -171,10 +170,6 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
     if len(inner) == 1 and not any(isinstance(value, Tensor) for value in loaded.values()):
         loaded = inner[0]  # {"model": {...}}, as some trainers save it
     return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")
 
 
 # Its bars and advice would break into our own progress; what matters comes as an error.

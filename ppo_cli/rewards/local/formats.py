@@ -11,13 +11,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import ModelError, RewardError
+from ppo_cli.errors import ModelError, RewardError, first_line
 from ppo_cli.records import Message
 from ppo_cli.rewards.local.base import Encoded, Format, TooLong
 
@@ -25,32 +25,15 @@ SYSTEM_ROLES = ("system", "developer")
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What is shown: system messages or not, all turns or only the last question."""
-
-    system_prompt: Literal["keep", "drop"] = "keep"
-    turns: Literal["all", "last"] = "all"
-
-    @classmethod
-    def read(cls, settings: ModelReward) -> Choice:
-        """Take the choice from a reward model's settings."""
-        return cls(settings.system_prompt, settings.turns)
-
-    def of(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return the messages that are shown."""
-        system = tuple(m for m in messages if m["role"] in SYSTEM_ROLES)
-        if self.turns == "last":
-            asked = [m for m in messages if m["role"] == "user"] or list(messages)
-            return (*(system if self.system_prompt == "keep" else ()), *asked[-1:])
-        if self.system_prompt == "drop":
-            return tuple(m for m in messages if m["role"] not in SYSTEM_ROLES)
-        return tuple(messages)
-
-
-def with_contents(messages: Sequence[Message], contents: Sequence[str]) -> list[Message]:
-    """Return the messages with other contents."""
-    return [{**m, "content": text} for m, text in zip(messages, contents, strict=True)]
+def shown_messages(settings: ModelReward, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Choose what is shown: system messages or not, all turns or only the last question."""
+    system = tuple(m for m in messages if m["role"] in SYSTEM_ROLES)
+    if settings.turns == "last":
+        asked = [m for m in messages if m["role"] == "user"] or list(messages)
+        return (*(system if settings.system_prompt == "keep" else ()), *asked[-1:])
+    if settings.system_prompt == "drop":
+        return tuple(m for m in messages if m["role"] not in SYSTEM_ROLES)
+    return tuple(messages)
 
 
 def later_turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -244,7 +227,7 @@ class TextFormat(ABC):
         self.plain = plain
         self.max_length = max_length
         self.prompts_cut = 0
-        self._choice = Choice.read(settings)
+        self._settings = settings
         self._bos = plain.tokenizer.bos_token_id
 
     @abstractmethod
@@ -253,7 +236,7 @@ class TextFormat(ABC):
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong."""
-        chosen = self._choice.of(messages)
+        chosen = shown_messages(self._settings, messages)
         ids = self.ids_of(chosen, response)
         if len(ids) > self.max_length:
             ids = self._cut(chosen, response)
@@ -264,7 +247,8 @@ class TextFormat(ABC):
         """Token ids of a sample, whatever its length."""
         contents = [str(message["content"]) for message in messages]
         (*broken, answer), mark = self.plain.break_words([*contents, response])
-        text = self.render(with_contents(messages, broken), answer)
+        pairs = zip(messages, broken, strict=True)
+        text = self.render([{**m, "content": content} for m, content in pairs], answer)
         return self.finish(self.plain.encode(text, mark))
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -478,7 +462,7 @@ class PairFormat:
         self.plain = PlainText(tokenizer)
         self.max_length = max_length
         self.prompts_cut = 0
-        self._choice = Choice.read(settings)
+        self._settings = settings
         self._tokenizer = tokenizer
         self._layout = self._find_layout()
         for question, answer in SAMPLES:
@@ -486,7 +470,8 @@ class PairFormat:
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong."""
-        question = self.plain.encode_untrusted(question_of(self._choice.of(messages)))
+        shown = shown_messages(self._settings, messages)
+        question = self.plain.encode_untrusted(question_of(shown))
         answer = self.plain.encode_untrusted(response)
         least = len(self._layout.join((), answer).ids)
         if least > self.max_length:
@@ -540,20 +525,13 @@ def _unreadable() -> RewardError:
     )
 
 
-class CountingFormat(Format, Protocol):
-    """A format that counts the prompts that it had to cut."""
-
-    prompts_cut: int
-    max_length: int
-
-
 # Builds a format from a tokenizer, the settings, and the most tokens of a sample.
-FormatClass = Callable[[Any, ModelReward, int], CountingFormat]
+FormatClass = Callable[[Any, ModelReward, int], Format]
 
 
 def format_for(
     tokenizer: Any, settings: ModelReward, max_length: int, usual: FormatClass = ChatFormat
-) -> CountingFormat:
+) -> Format:
     """Return the user's format or the model's own; RewardError when the tokenizer cannot do it."""
     most = min(settings.max_length or max_length, max_length)
     return (usual if settings.template is None else TemplateFormat)(tokenizer, settings, most)
@@ -564,9 +542,9 @@ def served_format(settings: ModelReward) -> TextFormat:
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        told = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")
         raise ModelError(
-            f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load: {told}. "
+            f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load: "
+            f"{first_line(error)}. "
             "Give a folder, or a name on the hub."
         ) from error
     named = settings.model_copy(update={"path": settings.tokenizer})

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ppo_cli.config.known_models import Found, find_adapter, find_folder, is_url, read_json
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import ModelError, RewardError
+from ppo_cli.errors import ModelError, RewardError, first_line
 from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.rewards.local.checkpoint import Checkpoint, fetch
 from ppo_cli.rewards.local.heads import HEADS, Parts
@@ -69,7 +69,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
             "--reward_model_device, or bring less there."
         ) from error
     except DAMAGED as error:
-        raise ModelError(f"{settings.path} does not load: {_first_line(error)}.") from error
+        raise ModelError(f"{settings.path} does not load: {first_line(error)}.") from error
     return LoadedModel(
         adapter=found.adapter,
         reason=found.reason,
@@ -149,7 +149,7 @@ def _read(loader: Any, source: str, what: str, mend: str) -> Any:
     try:
         return loader.from_pretrained(source, trust_remote_code=False)
     except DAMAGED as error:
-        raise ModelError(f"{what}: {_first_line(error)}. {mend}") from error
+        raise ModelError(f"{what}: {first_line(error)}. {mend}") from error
 
 
 def _pad_token_id(tokenizer: Any, config: Any) -> int:
@@ -159,7 +159,3 @@ def _pad_token_id(tokenizer: Any, config: Any) -> int:
         if isinstance(candidate, int) and 0 <= candidate < rows:
             return candidate
     return 0
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(" .:")

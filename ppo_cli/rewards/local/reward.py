@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -16,19 +16,19 @@ import torch
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.hosting import Host, HostMaker, in_process
+from ppo_cli.rewards.base import Host, HostMaker, Reward, RoundKind, in_process
 from ppo_cli.rewards.local.base import (
+    Batch,
     Budget,
     Encoded,
+    Format,
     LoadedModel,
     Row,
     TooLong,
-    Work,
     body_dtype,
     score_batches,
 )
-from ppo_cli.rewards.local.formats import ControlToken, CountingFormat, format_for
+from ppo_cli.rewards.local.formats import ControlToken, format_for
 from ppo_cli.rewards.local.heads import HEADS
 from ppo_cli.rewards.local.load import load_reward_model
 from ppo_cli.rewards.self_test import (
@@ -64,36 +64,17 @@ class Begun:
     prompts_cut: int
 
 
-@dataclass(frozen=True)
-class ScoredBatch:
-    """Rows of the samples at `indices`, the work they were, and the budget from now on."""
-
-    indices: tuple[int, ...]
-    rows: tuple[Row, ...]
-    work: Work
-    batch_tokens: int
-
-
-@dataclass(frozen=True)
-class Tested:
-    """How the self-test ended, in words, and the budget from now on."""
-
-    summary: str
-    batch_tokens: int
-
-
 class ModelScorer:
     """A reward model and one round of samples at a time; see ModelReward for every setting."""
 
     def __init__(self, settings: ModelReward, load: Load = load_reward_model) -> None:
         self._settings = settings
         self._load = load
-        self._model: tuple[LoadedModel, CountingFormat] | None = None
+        self._model: tuple[LoadedModel, Format] | None = None
         self._home = torch.device("cpu")
         self._budget = Budget(settings.batch_tokens)
         self._places: list[int] = []  # of the samples of the round that can be read, as scored
-        self._work = Work()
-        self._batches: Iterator[tuple[list[int], list[Row]]] = iter(())
+        self._batches: Iterator[Batch] = iter(())
 
     def load(self, prompts: Sequence[Prompt]) -> str:
         """Load the model, see that its format takes these prompts; returns a line to show."""
@@ -107,8 +88,11 @@ class ModelScorer:
         self._rest()
         return self._describe(loaded)
 
-    def try_out(self, prompts: Sequence[Prompt]) -> Tested:
-        """Test the model on these prompts; raises RewardError with what is wrong."""
+    def try_out(self, prompts: Sequence[Prompt]) -> tuple[str, int]:
+        """Test the model on these prompts; raises RewardError with what is wrong.
+
+        Returns how it ended, in words, and the most tokens of a batch from now on.
+        """
         loaded, format_ = self._ready()
         with self._breaking():
             try:
@@ -117,7 +101,7 @@ class ModelScorer:
             finally:
                 format_.prompts_cut = 0
                 self._rest()
-        return Tested(summary, self._budget.tokens)
+        return summary, self._budget.tokens
 
     def begin(self, samples: Sequence[Sample], batch_tokens: int) -> Begun:
         """Encode and sort a round, whose batches have at most so many tokens.
@@ -138,25 +122,23 @@ class ModelScorer:
                 readable, key=lambda i: (-len(readable[i].ids), samples[i].key, readable[i].ids)
             )
             self._move(self._home)
-            self._work = Work()
-            self._batches = score_batches(
-                loaded, [readable[i] for i in self._places], self._budget, self._work
-            )
+            ordered = [readable[i] for i in self._places]
+            self._batches = score_batches(loaded, ordered, self._budget)
         cut, format_.prompts_cut = format_.prompts_cut, 0
         return Begun(loaded.adapter, tuple(failures), cut)
 
-    def next_batch(self) -> ScoredBatch | None:
-        """Score the next batch of the round; None when there is none left."""
+    def next_batch(self) -> tuple[Batch, int] | None:
+        """Score the next batch of the round; None when there is none left.
+
+        The number is the most tokens of a batch from now on.
+        """
         with self._breaking():
             found = next(self._batches, None)
         if found is None:
             self._rest()
             return None
-        indices, rows = found
-        done = Work(self._work.batches, self._work.tokens, self._work.padded)
-        self._work.batches = self._work.tokens = self._work.padded = 0
-        places = tuple(self._places[index] for index in indices)
-        return ScoredBatch(places, tuple(rows), done, self._budget.tokens)
+        places = tuple(self._places[index] for index in found.indices)
+        return replace(found, indices=places), self._budget.tokens
 
     def close(self) -> None:
         """Free the model."""
@@ -165,7 +147,7 @@ class ModelScorer:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _ready(self) -> tuple[LoadedModel, CountingFormat]:
+    def _ready(self) -> tuple[LoadedModel, Format]:
         if self._model is None:
             loaded = self._load(self._settings)
             self._home = next(loaded.network.module.parameters()).device
@@ -210,7 +192,7 @@ class ModelScorer:
 
 
 def try_out_model(
-    loaded: LoadedModel, format_: CountingFormat, prompts: Sequence[Prompt], budget: Budget
+    loaded: LoadedModel, format_: Format, prompts: Sequence[Prompt], budget: Budget
 ) -> str:
     """Test a reward model; raises RewardError with what is wrong, returns a line to show."""
 
@@ -245,8 +227,8 @@ def _score(loaded: LoadedModel, samples: Sequence[Encoded], budget: Budget) -> l
     order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].ids), i))
     rows: dict[int, Row] = {}
     ordered = [samples[i] for i in order]
-    for indices, scored in score_batches(loaded, ordered, budget, Work()):
-        rows |= {order[index]: row for index, row in zip(indices, scored, strict=True)}
+    for batch in score_batches(loaded, ordered, budget):
+        rows |= {order[i]: row for i, row in zip(batch.indices, batch.rows, strict=True)}
     return [rows[i] for i in range(len(samples))]
 
 
@@ -256,7 +238,7 @@ def _not_finite(row: Row) -> tuple[str, float] | None:
     return next(((name, value) for name, value in values.items() if not isfinite(value)), None)
 
 
-def _encode(format_: CountingFormat, sample: Sample) -> tuple[Encoded | None, str | None]:
+def _encode(format_: Format, sample: Sample) -> tuple[Encoded | None, str | None]:
     """Turn a sample into ids; one that the model cannot read has failed."""
     try:
         return format_.encode(sample.messages, sample.response), None
@@ -297,14 +279,10 @@ class _Tally:
     samples: int = 0
     failed: int = 0
     prompts_cut: int = 0
+    batches: int = 0
     seconds: float = 0.0
-    work: Work = field(default_factory=Work)
-
-    def add(self, work: Work, seconds: float) -> None:
-        self.seconds += seconds
-        self.work.batches += work.batches
-        self.work.tokens += work.tokens
-        self.work.padded += work.padded
+    tokens: int = 0
+    padded: int = 0
 
 
 class LocalModelReward(Reward):
@@ -343,9 +321,9 @@ class LocalModelReward(Reward):
         if self._settings.self_test == "off":
             return
         with as_strict_as(self._settings.self_test, tell):
-            tested: Tested = host.call("try_out", tuple(prompts[:LOOKED_AT]))
-            self._budget.lower_to(tested.batch_tokens)
-            tell(tested.summary)
+            summary, batch_tokens = host.call("try_out", tuple(prompts[:LOOKED_AT]))
+            self._budget.lower_to(batch_tokens)
+            tell(summary)
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Keep a rollout until its round is settled."""
@@ -368,15 +346,14 @@ class LocalModelReward(Reward):
         done, self._tally = self._tally, _Tally()
         if not done.samples:
             return {}
-        work = done.work
         metrics = {
             "samples": done.samples,
             "failed": done.failed,
             "prompts_cut": done.prompts_cut,
-            "batches": work.batches,
+            "batches": done.batches,
             "seconds": done.seconds,
-            "tokens_per_s": work.tokens / max(done.seconds, 1e-9),
-            "padding_share": 1.0 - work.tokens / work.padded if work.padded else 0.0,
+            "tokens_per_s": done.tokens / max(done.seconds, 1e-9),
+            "padding_share": 1.0 - done.tokens / done.padded if done.padded else 0.0,
         }
         return {f"{self.name}/{key}": float(value) for key, value in metrics.items()}
 
@@ -448,13 +425,18 @@ class LocalModelReward(Reward):
             if failure is not None:
                 self._resolve(entry, Score.failed(failure))
         while not self._closed and not settled.given_up:
-            batch: ScoredBatch | None = host.call("next_batch")
-            if batch is None:
+            found: tuple[Batch, int] | None = host.call("next_batch")
+            if found is None:
                 return
-            self._budget.lower_to(batch.batch_tokens)
+            batch, batch_tokens = found
+            self._budget.lower_to(batch_tokens)
             # Counted first: whoever waits for the last future asks for the metrics next.
             now = time.perf_counter()
-            self._tally.add(batch.work, now - started)
+            tally = self._tally
+            tally.batches += 1
+            tally.tokens += batch.tokens
+            tally.padded += batch.padded
+            tally.seconds += now - started
             started = now
             for index, row in zip(batch.indices, batch.rows, strict=True):
                 self._resolve(entries[index], self._score_of(row, begun.adapter))

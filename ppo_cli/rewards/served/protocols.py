@@ -22,11 +22,11 @@ from ppo_cli.records import Message, Prompt
 from ppo_cli.rewards.local.base import TooLong
 from ppo_cli.rewards.local.formats import (
     PLACE,
-    Choice,
     ControlToken,
     TextFormat,
     question_of,
     served_format,
+    shown_messages,
 )
 from ppo_cli.rewards.remote.http import is_page, read_words
 from ppo_cli.rewards.returned import LARGEST
@@ -219,7 +219,7 @@ class Writer:
         _refuse_what_has_no_effect(settings, adapter)
         self._adapter = adapter
         self._template = settings.template
-        self._choice = Choice.read(settings)
+        self._settings = settings
         self._format: TextFormat | None = None
         if settings.tokenizer is not None:
             self._format = served_format(settings)
@@ -259,7 +259,7 @@ class Writer:
 
     def write(self, prompt: Prompt, response: str) -> Sample:
         """Write one sample; raises UnfitError."""
-        messages = self._choice.of(conversation_of(prompt))
+        messages = shown_messages(self._settings, conversation_of(prompt))
         if self._format is not None and self._adapter == "vllm":
             return Sample(messages, response, "", ids=self._encoded(messages, response))
         plain, found = neutralise(response)

@@ -17,7 +17,6 @@ from ppo_cli.rewards.local.base import (
     Encoded,
     LoadedModel,
     Scores,
-    Work,
     body_dtype,
     pad,
     plan_batches,
@@ -73,34 +72,34 @@ def test_padding_is_right_and_typed() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
 def test_out_of_memory_halves_the_batch_and_goes_on(error: type[Exception]) -> None:
-    network, budget, work = Small(20, error), Budget(64), Work()
+    network, budget = Small(20, error), Budget(64)
     samples = samples_of(8, 8, 8, 8, 4, 4, 4, 4, 4)
-    found = list(score_batches(loaded_with(network), samples, budget, work))
-    assert [i for indices, _ in found for i in indices] == list(range(9))
-    scores = [row.score for _, rows in found for row in rows]
+    found = list(score_batches(loaded_with(network), samples, budget))
+    assert [i for batch in found for i in batch.indices] == list(range(9))
+    scores = [row.score for batch in found for row in batch.rows]
     assert scores == [36.0] * 4 + [10.0] * 5
     assert budget.tokens == 16
     assert network.shapes == [(2, 8), (2, 8), (4, 4), (1, 4)]
-    assert (work.batches, work.tokens, work.padded) == (4, 52, 52)
+    assert [(batch.tokens, batch.padded) for batch in found] == [(16, 16)] * 3 + [(4, 4)]
 
 
 def test_a_later_batch_that_does_not_fit_is_halved_in_its_place() -> None:
     network, budget = Small(10), Budget(12)
-    found = list(score_batches(loaded_with(network), samples_of(10, 4, 4, 4), budget, Work()))
-    assert [i for indices, _ in found for i in indices] == [0, 1, 2, 3]
-    assert [row.score for _, rows in found for row in rows] == [55.0, 10.0, 10.0, 10.0]
+    found = list(score_batches(loaded_with(network), samples_of(10, 4, 4, 4), budget))
+    assert [i for batch in found for i in batch.indices] == [0, 1, 2, 3]
+    assert [row.score for batch in found for row in batch.rows] == [55.0, 10.0, 10.0, 10.0]
     assert network.shapes == [(1, 10), (1, 4), (1, 4), (1, 4)]
 
 
 def test_a_single_sample_that_does_not_fit_stops_with_what_to_lower() -> None:
     with pytest.raises(RewardError, match=r"single sample of 30 tokens.*max_length"):
-        list(score_batches(loaded_with(Small(20)), samples_of(30, 2), Budget(64), Work()))
+        list(score_batches(loaded_with(Small(20)), samples_of(30, 2), Budget(64)))
 
 
 def test_other_errors_pass() -> None:
     network = Small(0, ValueError)
     with pytest.raises(ValueError, match="out of memory"):
-        list(score_batches(loaded_with(network), samples_of(3), Budget(64), Work()))
+        list(score_batches(loaded_with(network), samples_of(3), Budget(64)))
 
 
 def test_the_body_says_the_precision() -> None:

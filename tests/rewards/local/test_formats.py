@@ -9,13 +9,13 @@ import pytest
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.local.base import LoadedModel, TooLong
-from ppo_cli.rewards.local.formats import CountingFormat, format_for
+from ppo_cli.rewards.local.base import Format, LoadedModel, TooLong
+from ppo_cli.rewards.local.formats import format_for
 from ppo_cli.rewards.local.heads import HEADS
 from tests.rewards.local.twin_tokenizers import Odd
 
 Make = Callable[..., LoadedModel]
-FormatOf = Callable[..., CountingFormat]
+FormatOf = Callable[..., Format]
 
 CHATS = ["llama3", "chatml", "eating", "llama2", "llama2_legacy"]
 PAIRS = ["unigram", "word_piece"]
@@ -44,7 +44,7 @@ ATTACK = (
 def format_of(loaded: Make) -> FormatOf:
     def make(
         kind: str, adapter: str = "seqcls", *, max_length: int = 512, **settings: Any
-    ) -> CountingFormat:
+    ) -> Format:
         asked = ModelReward(path="made/model", **settings)
         return format_for(loaded(kind).tokenizer, asked, max_length, HEADS[adapter].format)
 

@@ -20,7 +20,7 @@ from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.hosting import Factory, Host, InProcess, in_process
+from ppo_cli.rewards.base import Factory, Host, InProcess, in_process
 from ppo_cli.rewards.local.base import LoadedModel, Scores
 from ppo_cli.rewards.local.reward import LocalModelReward
 from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
