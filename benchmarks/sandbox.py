@@ -53,7 +53,7 @@ def measure(sandbox: Sandbox, calls: list[Call], workers: int) -> str:
     pool.start()
     begin = time.perf_counter()
     futures = [pool.submit(call, lambda returned: returned) for call in calls]  # type: ignore
-    scores = [future.result().score for future in futures]  # type: ignore[attr-defined]
+    scores = [future.result().value for future in futures]  # type: ignore[attr-defined]
     seconds = time.perf_counter() - begin
     pool.close()
     each = 1000 * seconds / len(calls)

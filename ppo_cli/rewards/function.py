@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
-from ppo_cli.records import Part, PlacedReward, Rollout, Score
+from ppo_cli.records import PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import STEPS, TOKENS, Returned, Step, describe_error
+from ppo_cli.rewards.returned import STEPS, TOKENS, describe_error
 from ppo_cli.rewards.worker import Call, Refused, Task, place_in
 
 DEFAULT_NAME = "compute_score"
@@ -55,23 +55,19 @@ class FunctionReward(Reward):
         """Hand one rollout to a worker."""
         prompt = rollout.prompt
         call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
-        return self._pool.submit(call, partial(_score, rollout))
+        return self._pool.submit(call, partial(_checked, rollout))
 
     def close(self) -> None:
         """Stop the workers."""
         self._pool.close()
 
 
-def _score(rollout: Rollout, returned: Returned) -> Score:
-    wrong = _misplaced(returned.steps, rollout)
-    if wrong:
-        return Score(None, wrong, info=returned.info)
-    parts = {name: Part(raw=value, scaled=None) for name, value in returned.parts.items()}
-    steps = tuple(PlacedReward(*step) for step in returned.steps)
-    return Score(returned.score, returned.failure, returned.reason, parts, returned.info, steps)
+def _checked(rollout: Rollout, score: Score) -> Score:
+    wrong = _misplaced(score.steps, rollout)
+    return Score(None, wrong, info=score.info) if wrong else score
 
 
-def _misplaced(steps: Sequence[Step], rollout: Rollout) -> str:
+def _misplaced(steps: Sequence[PlacedReward], rollout: Rollout) -> str:
     """Say why these cannot be placed in a response; empty when they can."""
     tokens = [step for step in steps if step.unit == "token"]
     count = len(rollout.token_ids)

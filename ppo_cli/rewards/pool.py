@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, cast
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
 from ppo_cli.rewards.remote.loop_thread import LoopThread
-from ppo_cli.rewards.returned import Returned, describe_error
+from ppo_cli.rewards.returned import describe_error
 from ppo_cli.rewards.worker import Call, Order, Ready, Task, timeout_words
 
 CALLS_AT_ONCE = 64
@@ -120,7 +120,7 @@ class _Lost(Exception):
 
 @dataclass(frozen=True)
 class _UnderWay:
-    answer: asyncio.Future[Returned]
+    answer: asyncio.Future[Score]
     deadline: float
 
 
@@ -151,11 +151,11 @@ class _Worker:
                 self._end(_Lost("it did not start"))
             return ready.result()
 
-    async def ask(self, call: Call, timeout: float) -> Returned:
+    async def ask(self, call: Call, timeout: float) -> Score:
         """Have one call done; raises _Lost when the process goes meanwhile."""
         ready = await self.ready()
         if ready.refusal:
-            return Returned(None, ready.refusal)
+            return Score.failed(ready.refusal)
         if self.process is None:
             raise _Lost("another call ended the worker")
         number, loop = next(self._numbers), asyncio.get_running_loop()
@@ -168,14 +168,14 @@ class _Worker:
         except Exception as error:
             del self._calls[number]
             said = f"the row cannot be handed to a worker process: {describe_error(error)}"
-            return Returned(None, said)
+            return Score.failed(said)
         try:
             async with asyncio.timeout_at(mine.deadline):
                 return await asyncio.shield(mine.answer)
         except TimeoutError:
             blocked = "; it blocked the event loop" if ready.is_async else ""
             self._end(_Lost(timeout_words(timeout) + blocked))
-            return Returned(None, timeout_words(timeout) + blocked)
+            return Score.failed(timeout_words(timeout) + blocked)
         except asyncio.CancelledError:  # it computes on
             self._end(_Lost("another call was given up"))
             raise
@@ -241,7 +241,7 @@ class WorkerPool:
         """
         self._loop.call(self._start())
 
-    def submit(self, call: Call, finish: Callable[[Returned], Score]) -> Future[Score]:
+    def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
         """Queue one call; `finish` turns what came back into the score."""
         if self._closed:
             raise RuntimeError("this reward is closed")
@@ -272,14 +272,14 @@ class WorkerPool:
             for _ in range(calls):
                 self._free.put_nowait(worker)
 
-    async def _score(self, call: Call, finish: Callable[[Returned], Score]) -> Score:
+    async def _score(self, call: Call, finish: Callable[[Score], Score]) -> Score:
         try:
             returned = await self._ask(call)
         except asyncio.CancelledError:
-            returned = Returned(None, "the run ended before this response was scored")
+            returned = Score.failed("the run ended before this response was scored")
         return finish(returned)
 
-    async def _ask(self, call: Call) -> Returned:
+    async def _ask(self, call: Call) -> Score:
         deaths = 0
         while True:
             worker = await self._free.get()
@@ -288,6 +288,6 @@ class WorkerPool:
             except _Lost as lost:
                 deaths += lost.died
                 if lost.blamed or deaths == MOST_ATTEMPTS:
-                    return Returned(None, str(lost))
+                    return Score.failed(str(lost))
             finally:
                 self._free.put_nowait(worker)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
+
+from ppo_cli.records import Part, PlacedReward, Score
 
 TOKENS = "token_rewards"
 STEPS = "step_rewards"
@@ -14,34 +15,26 @@ VALUES = ("value", "score", "reward")
 LARGEST = 1e30  # beyond this the sums and squares of scores are no numbers any more
 
 
-class Step(NamedTuple):
-    """What becomes a PlacedReward; see there."""
-
-    end: int
-    value: float
-    unit: Literal["char", "token"]
-
-
-def read_placed(form: str, value: Any) -> tuple[Step, ...]:
+def read_placed(form: str, value: Any) -> tuple[PlacedReward, ...]:
     """Read one of the two forms; ValueError says in words what is wrong."""
     items = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
         raise ValueError(f"{form} is {type(value).__name__}, not a list")
     if form == TOKENS:
         return tuple(
-            Step(place, _number(f"{form}[{place - 1}]", item), "token")
+            PlacedReward(place, _number(f"{form}[{place - 1}]", item), "token")
             for place, item in enumerate(items, start=1)
         )
     return tuple(_step(f"{form}[{place}]", item) for place, item in enumerate(items))
 
 
-def read_bare_list(value: list[Any]) -> tuple[Step, ...]:
+def read_bare_list(value: list[Any]) -> tuple[PlacedReward, ...]:
     """Read a list that was returned by itself: of numbers by token, of pairs by step."""
     is_pairs = isinstance(value[0], Mapping | list | tuple)
     return read_placed(STEPS if is_pairs else TOKENS, value)
 
 
-def _step(where: str, item: Any) -> Step:
+def _step(where: str, item: Any) -> PlacedReward:
     if isinstance(item, Mapping):
         end, value = _first(item, ENDS), _first(item, VALUES)
     elif isinstance(item, list | tuple) and len(item) == 2:
@@ -51,7 +44,7 @@ def _step(where: str, item: Any) -> Step:
     place = _number(f"{where} offset", end)
     if place != int(place):
         raise ValueError(f"{where} offset {place:g} is not a whole number of characters")
-    return Step(int(place), _number(where, value), "char")
+    return PlacedReward(int(place), _number(where, value))
 
 
 def _first(item: Mapping[Any, Any], names: Sequence[str]) -> Any:
@@ -72,23 +65,11 @@ LONGEST_TEXT = 2000
 DEEPEST = 6
 
 
-@dataclass(frozen=True)
-class Returned:
-    """A score or a failure, its parts, and facts for the rollout log; plain types only."""
-
-    score: float | None
-    failure: str = ""
-    reason: str = ""
-    parts: Mapping[str, float | None] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
-
-
 class CannotScore(Exception):
     """A rule has no way to score this row; the message becomes the failure."""
 
 
-def read_returned(value: Any) -> Returned:
+def read_returned(value: Any) -> Score:
     """Read a float, int, bool, numpy number, list of placed rewards or dict; never raises.
 
     A dict has `score`, or `token_rewards` or `step_rewards` (see `placed`), whose sum is the
@@ -96,16 +77,15 @@ def read_returned(value: Any) -> Returned:
     """
     try:
         if isinstance(value, list) and value:
-            return _summed(Returned(None, steps=read_bare_list(value)))
+            return _summed(read_bare_list(value))
         if isinstance(value, Mapping):
             return _read_mapping(value)
     except ValueError as problem:
-        return Returned(None, f"returned {problem}")
-    score, failure = _finite(value, "returned")
-    return Returned(score, failure)
+        return Score.failed(f"returned {problem}")
+    return Score(*_finite(value, "returned"))
 
 
-def _read_mapping(value: Mapping[Any, Any]) -> Returned:
+def _read_mapping(value: Mapping[Any, Any]) -> Score:
     steps = tuple(
         one
         for form in (TOKENS, STEPS)
@@ -116,28 +96,28 @@ def _read_mapping(value: Mapping[Any, Any]) -> Returned:
         keys = ", ".join(repr(k) for k in list(value)[:8]) or "nothing"
         if value.get(TOKENS) is not None or value.get(STEPS) is not None:
             keys += ", which is empty"
-        return Returned(None, f"returned a dict without 'score' (it has {keys})")
-    parts: dict[str, float | None] = {}
+        return Score.failed(f"returned a dict without 'score' (it has {keys})")
+    parts: dict[str, Part] = {}
     info: dict[str, Any] = {}
     for key, item in value.items():
         if key in ("score", TOKENS, STEPS) or (key == "reason" and isinstance(item, str)):
             continue
         number, problem = _finite(item, "")
         if number is not None or problem.strip() in ("nan", "inf", "-inf"):
-            parts[str(key)] = number
+            parts[str(key)] = Part(number, None)
         else:
             info[str(key)] = as_plain(item)
     reason = value.get("reason")
     text = reason[:LONGEST_TEXT] if isinstance(reason, str) else ""
     if "score" not in value:
-        return _summed(Returned(None, "", text, parts, info, steps))
+        return _summed(steps, reason=text, parts=parts, info=info)
     score, failure = _finite(value["score"], "returned score")
-    return Returned(score, failure, text, parts, info, steps if score is not None else ())
+    return Score(score, failure, text, parts, info, steps if score is not None else ())
 
 
-def _summed(returned: Returned) -> Returned:
+def _summed(steps: tuple[PlacedReward, ...], **said: Any) -> Score:
     """The score of placed rewards that come without one: their sum."""
-    return replace(returned, score=math.fsum(step.value for step in returned.steps))
+    return Score(math.fsum(step.value for step in steps), steps=steps, **said)
 
 
 def as_plain(value: Any, depth: int = 0) -> Any:

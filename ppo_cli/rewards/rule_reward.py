@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.rules import RULES, Rule, answer_now, check_prompts, rule_for
 from ppo_cli.rewards.worker import Call, Task
 
@@ -87,10 +87,10 @@ class RuleReward(Reward):
         if rule is None:
             return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
         call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
-        returned = answer_now(rule, call, self._settings)
-        if returned is None:
-            return self._pool(rule).submit(call, partial(_score, rule))
-        return _done(_score(rule, returned))
+        score = answer_now(rule, call, self._settings)
+        if score is None:
+            return self._pool(rule).submit(call, partial(_named, rule))
+        return _done(_named(rule, score))
 
     def _pool(self, rule: Rule) -> WorkerPool | CodePool:
         if rule.slow is None:
@@ -114,12 +114,12 @@ def _done(score: Score) -> Future[Score]:
     return future
 
 
-def _score(rule: Rule, returned: Returned) -> Score:
+def _named(rule: Rule, score: Score) -> Score:
     # How long it took stays out: the same rollout gives the same record.
-    info = {k: v for k, v in returned.info.items() if k != "latency_s"} | {"rule": rule.name}
-    value = returned.score
+    info = {k: v for k, v in score.info.items() if k != "latency_s"} | {"rule": rule.name}
+    value = score.value
     parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
-    return Score(value, returned.failure, returned.reason, parts, info)
+    return replace(score, parts=parts, info=info)
 
 
 def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:

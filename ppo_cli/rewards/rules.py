@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, Score
 from ppo_cli.rewards.checkers import (
     accepted,
     after_thinking,
@@ -32,7 +32,7 @@ from ppo_cli.rewards.checkers import (
     unwrap_text,
 )
 from ppo_cli.rewards.code.extract import find_code, read_tests
-from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
+from ppo_cli.rewards.returned import CannotScore, describe_error, read_returned
 from ppo_cli.rewards.worker import Call
 
 Facts = Mapping[str, Any]
@@ -400,15 +400,15 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def answer_now(rule: Rule, call: Call, settings: Facts) -> Returned | None:
+def answer_now(rule: Rule, call: Call, settings: Facts) -> Score | None:
     """Return what a rule says at once; None where it takes a worker process."""
     try:
         value = rule.score(call.solution_str, call.ground_truth, call.extra_info, **settings)
         return None if value is None else read_returned(value)
     except CannotScore as problem:
-        return Returned(None, str(problem))
+        return Score.failed(str(problem))
     except Exception as error:
-        return Returned(None, f"raised {describe_error(error)}")
+        return Score.failed(f"raised {describe_error(error)}")
 
 
 def check_prompts(rule: Rule | None, settings: Facts, prompts: Sequence[Prompt]) -> None:

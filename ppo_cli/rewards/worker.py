@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ppo_cli.rewards.returned import CannotScore, Returned, describe_error, read_returned
+from ppo_cli.records import Score
+from ppo_cli.rewards.returned import CannotScore, describe_error, read_returned
 
 MOST_OUTPUT = 2000
 SECONDS_TO_LEAVE = 1.0
@@ -140,7 +141,7 @@ def _serve(connection: Connection, function: Callable[..., Any], limit: float | 
         connection.send((order.number, returned))
 
 
-def _call(function: Callable[..., Any], call: Call) -> Returned:
+def _call(function: Callable[..., Any], call: Call) -> Score:
     pieces: list[str] = []
     _Output.current.set(pieces)
     started = time.perf_counter()
@@ -148,7 +149,7 @@ def _call(function: Callable[..., Any], call: Call) -> Returned:
         value = function(**vars(call))
         returned = read_returned(asyncio.run(_wait(value)) if inspect.isawaitable(value) else value)
     except BaseException as error:
-        returned = Returned(None, _failure(error, function))
+        returned = Score.failed(_failure(error, function))
     return _with_facts(returned, pieces, started)
 
 
@@ -181,7 +182,7 @@ async def _answer(connection: Connection, function: Callable[..., Any], order: O
             returned = read_returned(await function(**vars(order.call)))
     except BaseException as error:
         failure = timeout_words(order.timeout) if scope.expired() else _failure(error, function)
-        returned = Returned(None, failure)
+        returned = Score.failed(failure)
     connection.send((order.number, _with_facts(returned, pieces, started)))
 
 
@@ -213,7 +214,7 @@ def place_in(error: BaseException, file: str) -> str:
     return f" ({os.path.basename(file)}, line {line})" if line else ""
 
 
-def _with_facts(returned: Returned, pieces: list[str], started: float) -> Returned:
+def _with_facts(returned: Score, pieces: list[str], started: float) -> Score:
     facts: dict[str, Any] = {"latency_s": round(time.perf_counter() - started, 4)}
     if pieces:
         facts["output"] = "".join(pieces)[:MOST_OUTPUT]

@@ -107,13 +107,14 @@ def test_a_segmentation_fault_fails_alone(scores: Callable[..., list[Score]]) ->
 def test_a_dict_brings_parts_reason_and_info(scores: Callable[..., list[Score]]) -> None:
     code = """
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            return {"score": 0.5, "style": 0.25, "reason": "terse", "note": "x"}
+            return {"score": 0.5, "style": 0.25, "reason": "terse", "note": "x", "imputed": "y"}
     """
     [score] = scores(code, "a")
     assert score.value == 0.5
     assert score.parts == {"style": Part(raw=0.25, scaled=None)}
     assert score.reason == "terse"
-    assert score.info["note"] == "x"
+    assert (score.info["note"], score.info["imputed"]) == ("x", "y")
+    assert score.judged
 
 
 def test_coroutines_run_side_by_side(scores: Callable[..., list[Score]]) -> None:

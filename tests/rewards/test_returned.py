@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ppo_cli.records import Part, PlacedReward
 from ppo_cli.rewards.returned import as_plain, describe_error, read_returned
 
 
@@ -34,8 +35,8 @@ from ppo_cli.rewards.returned import as_plain, describe_error, read_returned
 )
 def test_numbers_become_scores(value: Any, score: float) -> None:
     returned = read_returned(value)
-    assert (returned.score, returned.failure) == (score, "")
-    assert type(returned.score) is float
+    assert (returned.value, returned.failure) == (score, "")
+    assert type(returned.value) is float
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_numbers_become_scores(value: Any, score: float) -> None:
 )
 def test_everything_else_is_a_failure_with_its_reason(value: Any, words: str) -> None:
     returned = read_returned(value)
-    assert returned.score is None
+    assert returned.value is None
     assert words in returned.failure
 
 
@@ -80,7 +81,9 @@ def test_a_dict_gives_parts_info_and_reason() -> None:
         5: 1.5,
     }
     returned = read_returned(value)
-    assert returned.parts == {"acc": 1.0, "length": 7.0, "bad": None, "5": 1.5}
+    assert {name: part.raw for name, part in returned.parts.items()} == {
+        "acc": 1.0, "length": 7.0, "bad": None, "5": 1.5
+    }  # fmt: skip
     assert returned.reason == "half right"
     assert returned.info == {"answer": "72", "found": None, "steps": [1, [2, 3], {"a": [4]}]}
     json.dumps(returned.info)
@@ -106,15 +109,17 @@ def test_an_error_is_told_on_one_line() -> None:
 
 def test_rewards_within_a_response_are_read() -> None:
     by_token = read_returned([0.5, -1, 2])
-    assert by_token.score == 1.5
-    assert [tuple(s) for s in by_token.steps] == [
-        (1, 0.5, "token"), (2, -1.0, "token"), (3, 2.0, "token"),
-    ]  # fmt: skip
+    assert by_token.value == 1.5
+    assert by_token.steps == tuple(
+        PlacedReward(end, value, "token") for end, value in ((1, 0.5), (2, -1.0), (3, 2.0))
+    )
     by_step = read_returned({"score": 2, "step_rewards": [(4, 0.5), {"offset": 9, "value": 1}]})
-    assert by_step.score == 2.0
-    assert [tuple(s) for s in by_step.steps] == [(4, 0.5, "char"), (9, 1.0, "char")]
-    assert read_returned([[4, 0.25], [6, 0.5]]).score == 0.75
-    assert read_returned({"token_rewards": np.array([1.0, 2.0]), "acc": 1}).parts == {"acc": 1.0}
+    assert by_step.value == 2.0
+    assert by_step.steps == (PlacedReward(4, 0.5), PlacedReward(9, 1.0))
+    assert read_returned([[4, 0.25], [6, 0.5]]).value == 0.75
+    assert read_returned({"token_rewards": np.array([1.0, 2.0]), "acc": 1}).parts == {
+        "acc": Part(1.0, None)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -132,5 +137,5 @@ def test_rewards_within_a_response_are_read() -> None:
 )
 def test_strange_placed_rewards_are_failures(value: Any, words: str) -> None:
     returned = read_returned(value)
-    assert returned.score is None and returned.steps == ()
+    assert returned.value is None and returned.steps == ()
     assert words in returned.failure

@@ -30,6 +30,13 @@ _SEQUENCES: tuple[tuple[Any, bytes], ...] = (
     (set, b"S"),
     (frozenset, b"Z"),
 )
+# Well-known types: module, tag and items; whatever only has their name is an object like others.
+_NAMED: dict[str, tuple[str, bytes, Callable[[Any], list[Any]]]] = {
+    "range": ("builtins", b"r", lambda value: [value.start, value.stop, value.step]),
+    "Fraction": ("fractions", b"q", lambda value: [value.numerator, value.denominator]),
+    "Decimal": ("decimal", b"D", lambda value: [str(value)]),
+    "deque": ("collections", b"k", list),
+}
 _BUILDERS: dict[int, Callable[[list[Any]], Any]] = {tag[0]: kind for kind, tag in _SEQUENCES}
 
 
@@ -84,22 +91,10 @@ class _Writer:
         if isinstance(value, dict):
             pairs = list(dict.items(value))
             self.many(b"d", [item for pair in pairs for item in pair], depth)
-        elif type(value) is range:
-            self.many(b"r", [value.start, value.stop, value.step], depth)
-        elif type(value).__name__ in ("Fraction", "Decimal", "deque"):
-            self.write_named(value, depth)
-        else:
-            self.out += b"h" + _SIZE.pack(self.number_of(value))
-
-    def write_named(self, value: Any, depth: int) -> None:
-        """Write a few well-known types; whatever only has their name is an object like others."""
-        kind = (type(value).__module__, type(value).__name__)
-        if kind == ("fractions", "Fraction"):
-            self.many(b"q", [value.numerator, value.denominator], depth)
-        elif kind == ("decimal", "Decimal"):
-            self.many(b"D", [str(value)], depth)
-        elif kind == ("collections", "deque"):
-            self.many(b"k", list(value), depth)
+            return
+        named = _NAMED.get(type(value).__name__)
+        if named is not None and type(value).__module__ == named[0]:
+            self.many(named[1], named[2](value), depth)
         else:
             self.out += b"h" + _SIZE.pack(self.number_of(value))
 
@@ -172,20 +167,10 @@ class _Reader:
     def build(self, tag: int, items: list[Any]) -> Any:
         if tag in _BUILDERS:
             return _BUILDERS[tag](items)
-        if tag == b"r"[0]:
-            return range(*items)
-        if tag == b"q"[0]:
-            from fractions import Fraction
-
-            return Fraction(*items)
-        if tag == b"D"[0]:
-            from decimal import Decimal
-
-            return Decimal(*items)
-        if tag == b"k"[0]:
-            from collections import deque
-
-            return deque(items)
+        for name, (module, own, _) in _NAMED.items():
+            if tag == own[0]:
+                kind = getattr(__import__(module), name)
+                return kind(items) if name == "deque" else kind(*items)
         raise Malformed(f"unknown tag {tag}")
 
     def take(self, size: int) -> bytes:

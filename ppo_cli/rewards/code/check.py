@@ -40,7 +40,7 @@ from ppo_cli.rewards.code.ending import (
 )
 from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
 from ppo_cli.rewards.code.sandboxes import Sandbox, choose_sandbox
-from ppo_cli.rewards.returned import LONGEST_TEXT, CannotScore, Returned, describe_error
+from ppo_cli.rewards.returned import LONGEST_TEXT, CannotScore, describe_error
 from ppo_cli.rewards.worker import Call
 
 SECONDS_TO_START = 60.0
@@ -219,7 +219,9 @@ class Check:
             if self._stopped:
                 raise Unscored("the run ended before this response was scored")
             if time.monotonic() >= deadline:
-                return self._late()
+                if not self._ready:
+                    raise Unscored(f"the sandbox took more than {SECONDS_TO_START:g} s to start")
+                return Verdict(reason=f"timed out after {self._settings.timeout:g} s")
             open_ones = self._read(launched, min(deadline, time.monotonic() + 0.1))
             for what, facts in self._take_reports():
                 if what != "ready":
@@ -273,26 +275,22 @@ class Check:
                     found.append((what, facts))
         return found
 
-    def _late(self) -> Verdict:
-        if not self._ready:
-            raise Unscored(f"the sandbox took more than {SECONDS_TO_START:g} s to start")
-        return Verdict(reason=f"timed out after {self._settings.timeout:g} s")
-
     def _closed(self, launched: Launched) -> Verdict:
         """The tester has gone without a last word."""
         if not self._ready:
-            words = " ".join(self._words.decode("utf-8", "replace").split())
-            code = _wait(launched.tester)
-            raise Unscored(f"the sandbox did not start (exit code {code}): {words[-500:]}")
+            raise self._not_started(launched.tester)
         return Verdict(reason="the tests ended before they were done")
+
+    def _not_started(self, process: Process) -> Unscored:
+        words = " ".join(self._words.decode("utf-8", "replace").split())
+        code = _wait(process)
+        return Unscored(f"the sandbox did not start (exit code {code}): {words[-500:]}")
 
     def _conclude(self, launched: Launched, what: str, facts: dict[str, Any]) -> Verdict:
         """Turn the tester's last word into a verdict."""
         if what == "no candidate":
             self._read(launched, 0.0)
-            words = " ".join(self._words.decode("utf-8", "replace").split())
-            code = _wait(launched.candidate)
-            raise Unscored(f"the sandbox did not start (exit code {code}): {words[-500:]}")
+            raise self._not_started(launched.candidate)
         if what == "row":
             raise Unscored(str(facts["text"]))
         passed, total, first = facts["passed"], facts["total"], facts["first"]
@@ -359,7 +357,7 @@ class CodePool:
             if self._sandbox is None:
                 self._sandbox = choose_sandbox(self._settings, tell)
 
-    def submit(self, call: Call, finish: Callable[[Returned], Score]) -> Future[Score]:
+    def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
         """Queue one response; `finish` turns what came back into the score."""
         if self._closed:
             raise RuntimeError("this reward is closed")
@@ -376,7 +374,7 @@ class CodePool:
         if self._sandbox is not None:
             self._sandbox.close()
 
-    def _judge(self, call: Call) -> Returned:
+    def _judge(self, call: Call) -> Score:
         assert self._sandbox is not None
         check = Check(self._sandbox, self._settings)
         with self._lock:
@@ -390,27 +388,21 @@ class CodePool:
                 self._running.discard(check)
 
 
-def judge(call: Call, check: Check, settings: Code, sandbox: str) -> Returned:
-    """Test one response; what it does wrong is a 0 with a reason, what we do wrong a failure."""
+def judge(call: Call, check: Check, settings: Code, sandbox: str) -> Score:
+    """Test one response; what it does wrong is a 0 with a reason, what we do wrong a failure.
+
+    1 when all tests passed; with `score=share` the part that did. Not finished: 0.
+    """
     try:
         tests = read_tests(call.ground_truth, call.extra_info)
         code = find_code(call.solution_str, tests.entry_point)
         info = {"extracted": code[:LONGEST_TEXT], "code_chars": len(code), "sandbox": sandbox}
         verdict = check.run(tests, list_attempts(code, tests.before, tests.entry_point))
     except (CannotScore, Unscored) as problem:
-        return Returned(None, str(problem))
+        return Score.failed(str(problem))
     except Exception as error:
-        return Returned(None, f"raised {describe_error(error)}")
+        return Score.failed(f"raised {describe_error(error)}")
+    share = verdict.passed / verdict.total if verdict.finished else 0.0
+    value = share if settings.score == "share" else float(share == 1.0)
     counts: dict[str, Any] = {"passed": verdict.passed, "total": verdict.total}
-    return Returned(
-        score_verdict(verdict, settings), reason=verdict.reason, info={**info, **counts}
-    )
-
-
-def score_verdict(verdict: Verdict, settings: Code) -> float:
-    """1 when all tests passed; with `share` the part that did. Not finished: 0."""
-    if not verdict.finished:
-        return 0.0
-    if settings.score == "share":
-        return verdict.passed / verdict.total
-    return float(verdict.passed == verdict.total)
+    return Score(value, reason=verdict.reason, info={**info, **counts})

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.reward_schema import Code
+from ppo_cli.records import Score
 from ppo_cli.rewards.code import boot
 from ppo_cli.rewards.code.check import Check, judge
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed, find_fault
-from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.worker import Call
 
 KINDS: dict[str, Callable[[], Sandbox]] = {
@@ -81,10 +81,10 @@ def find_marked(token: str) -> list[str]:
 
 
 @pytest.fixture
-def run_code(any_sandbox: Sandbox) -> Callable[..., Returned]:
+def run_code(any_sandbox: Sandbox) -> Callable[..., Score]:
     """Judge one response by the tests of a row."""
 
-    def run(response: str, truth: Any, sandbox: Sandbox | None = None, **settings: Any) -> Returned:
+    def run(response: str, truth: Any, sandbox: Sandbox | None = None, **settings: Any) -> Score:
         chosen = sandbox or any_sandbox
         code = Code(**{**LIMITS, **settings})
         call = Call("code", response, truth, {})

@@ -20,11 +20,11 @@ from types import ModuleType
 
 import pytest
 
+from ppo_cli.records import Score
 from ppo_cli.rewards.code import candidate
 from ppo_cli.rewards.code.sandboxes import Sandbox
-from ppo_cli.rewards.returned import Returned
 
-RunCode = Callable[..., Returned]
+RunCode = Callable[..., Score]
 MakeSandbox = Callable[[str], Sandbox]
 HERE = Path(__file__).parent
 TESTS = {
@@ -52,14 +52,14 @@ _READ = _load("attacks").read_attacks
 OUTSIDE, ENDLESS, TRICKS, FILES = map(_READ, ("outside", "endless", "tricks", "files"))
 
 
-def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Returned]) -> list[str]:
+def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Score]) -> list[str]:
     """Return the attacks that were not a 0 for the reason that was due, with what they were."""
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(attacks, pool.map(lambda one: run(one[0]), attacks.values()), strict=True))
     return [
         f"{name}: {returned}"
         for name, returned in found.items()
-        if (returned.score, returned.failure) != (0.0, "")
+        if (returned.value, returned.failure) != (0.0, "")
         or not re.search(attacks[name][1] or ".", returned.reason)
     ]
 
@@ -130,7 +130,7 @@ def test_an_honest_answer_gets_its_score(
     name: str, run_code: RunCode, make_sandbox: MakeSandbox
 ) -> None:
     found = run_code(RIGHT, TESTS, make_sandbox(name))
-    assert (found.score, found.failure, found.reason) == (1.0, "", "")
+    assert (found.value, found.failure, found.reason) == (1.0, "", "")
     assert (found.info["passed"], found.info["total"], found.info["sandbox"]) == (4, 4, name)
 
 
@@ -167,15 +167,15 @@ def test_files_break_nothing_and_harm_no_neighbour(
     name: str, run_code: RunCode, make_sandbox: MakeSandbox
 ) -> None:
     sandbox = make_sandbox(name)
-    neighbours: list[Returned] = []
+    neighbours: list[Score] = []
 
-    def run(code: str) -> Returned:
+    def run(code: str) -> Score:
         found = run_code(code, TESTS, sandbox, timeout=4.0)
         neighbours.append(run_code(RIGHT, TESTS, sandbox))
         return found
 
     assert _attack_all(FILES, run) == []
-    assert [one for one in neighbours if one.score != 1.0] == []
+    assert [one for one in neighbours if one.value != 1.0] == []
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux only; a disk takes minutes")
@@ -200,4 +200,4 @@ def test_the_same_attacks_work_without_a_sandbox(
     attack: str, run_code: RunCode, make_sandbox: MakeSandbox, outside: Outside
 ) -> None:
     code = _fill(OUTSIDE[attack][0], outside).replace("os.remove(", "os.path.exists(")
-    assert run_code(code, TESTS, make_sandbox("none")).score == 1.0
+    assert run_code(code, TESTS, make_sandbox("none")).value == 1.0

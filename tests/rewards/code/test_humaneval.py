@@ -13,9 +13,9 @@ import pytest
 
 from ppo_cli.data_sets.prepare import humaneval_row
 from ppo_cli.data_sets.problems import Place
-from ppo_cli.rewards.returned import Returned
+from ppo_cli.records import Score
 
-RunCode = Callable[..., Returned]
+RunCode = Callable[..., Score]
 REAL = Path(__file__).resolve().parents[3].parent / "shared/data/humaneval/HumanEval.jsonl.gz"
 SAMPLE = [
     {
@@ -42,7 +42,7 @@ SAMPLE = [
 ]
 
 
-def judge_all(rows: list[dict[str, Any]], answers: list[str], run_code: RunCode) -> list[Returned]:
+def judge_all(rows: list[dict[str, Any]], answers: list[str], run_code: RunCode) -> list[Score]:
     truths = [
         humaneval_row(Place("HumanEval", 1), row)["reward_model"]["ground_truth"] for row in rows
     ]
@@ -58,13 +58,13 @@ def check_both(rows: list[dict[str, Any]], run_code: RunCode) -> None:
     bodies = [row["canonical_solution"] for row in rows]
     right = [whole(row, body) for row, body in zip(rows, bodies, strict=True)]
     for found in (judge_all(rows, right, run_code), judge_all(rows, bodies, run_code)):
-        assert [(f.score, f.reason or f.failure) for f in found] == [(1.0, "")] * len(rows)
+        assert [(f.value, f.reason or f.failure) for f in found] == [(1.0, "")] * len(rows)
     wrong = [whole(row, "    return None\n") for row in rows]
     # The body of the next task, under this task's name.
     strange = [whole(row, body) for row, body in zip(rows, bodies[1:] + bodies[:1], strict=True)]
     for broken in (wrong, strange):
         found = judge_all(rows, broken, run_code)
-        assert [(f.score, f.failure) for f in found] == [(0.0, "")] * len(rows)
+        assert [(f.value, f.failure) for f in found] == [(0.0, "")] * len(rows)
         assert all(f.reason for f in found)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.records import Score
 from ppo_cli.rewards.code.sandboxes import Sandbox
-from ppo_cli.rewards.returned import Returned
 
-RunCode = Callable[..., Returned]
+RunCode = Callable[..., Score]
 PAIR = """
 class Pair:
     def __init__(self, a, b):
@@ -81,7 +81,7 @@ RIGHT: list[tuple[str, str, Any, int]] = [
 @pytest.mark.usefixtures("no_trace")
 def test_right_answers(code: str, truth: Any, total: int, run_code: RunCode) -> None:
     found = run_code(code, truth)
-    assert (found.score, found.failure, found.reason) == (1.0, "", "")
+    assert (found.value, found.failure, found.reason) == (1.0, "", "")
     assert (found.info["passed"], found.info["total"]) == (total, total)
 
 
@@ -136,11 +136,11 @@ def test_wrong_answers(
     code: str, truth: Any, counts: tuple[int, int], words: str, run_code: RunCode
 ) -> None:
     found = run_code(code, truth)
-    assert (found.score, found.failure) == (0.0, "")
+    assert (found.value, found.failure) == (0.0, "")
     assert (found.info["passed"], found.info["total"]) == counts
     assert words in found.reason
     shared = run_code(code, truth, score="share")
-    assert shared.score == counts[0] / counts[1]
+    assert shared.value == counts[0] / counts[1]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_wrong_answers(
 )
 def test_faults_of_the_row_are_failures(truth: Any, words: str, run_code: RunCode) -> None:
     found = run_code("def f(n): return n", truth)
-    assert found.score is None
+    assert found.value is None
     assert words in found.failure
 
 
@@ -169,7 +169,7 @@ def test_a_response_computes_nothing_for_the_tests(run_code: RunCode) -> None:
     """Whatever the tests use as a module is never the response's own."""
     fake = "class np:\n    allclose = isclose = lambda *a, **k: True\nmath = np\ndef f(n): return 0"
     for test in ("assert np.allclose(f(1), 5)", "assert math.isclose(f(1), 5)"):
-        assert run_code(fake, [test]).score == 0.0
+        assert run_code(fake, [test]).value == 0.0
 
 
 def test_a_completion_goes_on_where_the_prompt_stops(run_code: RunCode) -> None:
@@ -185,7 +185,7 @@ def test_a_completion_goes_on_where_the_prompt_stops(run_code: RunCode) -> None:
         "So:\n```python\nfrom math import sqrt\ndef root(n):\n    return sqrt(n)\n```\nDone.",
         "    return sqrt(n)\n\ndef other():\nis not needed",
     ):
-        assert run_code(answer, row).score == 1.0, answer
+        assert run_code(answer, row).value == 1.0, answer
 
 
 def test_prompts_helpers_serve_tests_and_answers_alike(run_code: RunCode) -> None:
@@ -194,10 +194,10 @@ def test_prompts_helpers_serve_tests_and_answers_alike(run_code: RunCode) -> Non
         "test": "def check(candidate):\n    assert candidate(double(4)) == 4\n",
         "entry_point": "half",
     }
-    assert run_code("def half(n): return n // double(1)", row).score == 1.0
+    assert run_code("def half(n): return n // double(1)", row).value == 1.0
     # A response's own `double` is not the one that tests use.
     cheat = "def double(n): return n\ndef half(n): return n"
-    assert run_code(cheat, row).score == 0.0
+    assert run_code(cheat, row).value == 0.0
 
 
 def test_chance_is_the_same_every_time(run_code: RunCode) -> None:
@@ -209,7 +209,7 @@ def test_chance_is_the_same_every_time(run_code: RunCode) -> None:
     assert len(told) == len(values) == 1
     program = "import random\nprint(random.random())"
     same = {"inputs": ["", ""], "outputs": [str(random.Random(0).random())] * 2}
-    assert run_code(program, same).score == 1.0
+    assert run_code(program, same).value == 1.0
 
 
 @pytest.mark.parametrize("name", ["bwrap", "sandlock", "none"])
@@ -221,6 +221,6 @@ def test_some_threads_are_fine(
         "    threads = [threading.Thread(target=time.sleep, args=(0.4,)) for _ in range(n)]\n"
         "    for one in threads: one.start()\n    for one in threads: one.join()\n    return n"
     )
-    assert run_code(code, ["assert f(4) == 4"], make_sandbox(name), processes=4).score == 1.0
+    assert run_code(code, ["assert f(4) == 4"], make_sandbox(name), processes=4).value == 1.0
     found = run_code(code, ["assert f(7) == 7"], make_sandbox(name), processes=4)
-    assert (found.score, found.reason) == (0.0, "killed: more than 4 processes and threads")
+    assert (found.value, found.reason) == (0.0, "killed: more than 4 processes and threads")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.records import Score
 from ppo_cli.rewards.code.boot import ENVIRONMENT, interpreter
 from ppo_cli.rewards.code.check import Check
 from ppo_cli.rewards.code.ending import end_process
 from ppo_cli.rewards.code.sandboxes import Forked, Sandbox
-from ppo_cli.rewards.returned import Returned
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
@@ -172,7 +172,7 @@ def test_who_loses_the_launcher_is_run_again_with_its_own(
     deaths: int,
     score: float,
     reason: str,
-    run_code: Callable[..., Returned],
+    run_code: Callable[..., Score],
     sandlock: Sandbox,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,9 +189,9 @@ def test_who_loses_the_launcher_is_run_again_with_its_own(
     monkeypatch.setattr(Check, "_read", kill_launcher)
     code = "import time\ndef f(n):\n    time.sleep(3)\n    return n"
     found = run_code(code, ["assert f(1)"], sandlock)
-    assert (found.score, found.failure, found.reason) == (score, "", reason)
+    assert (found.value, found.failure, found.reason) == (score, "", reason)
     assert len(robbed) == deaths
-    assert run_code("def f(n): return n", ["assert f(1)"], sandlock).score == 1.0
+    assert run_code("def f(n): return n", ["assert f(1)"], sandlock).value == 1.0
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_printed_decimals_may_be_near() -> None:
 def test_rows_are_not_passed_by_infinity(run_code: Any, any_sandbox: Sandbox) -> None:
     called = {"inputs": [[1], [2]], "outputs": [42, [1, 2, 3]], "fn_name": "f"}
     for code in ("def f(n): return float('inf')", "def f(n): return [float('inf')] * 3"):
-        assert run_code(code, called, score="share").score == 0.0
+        assert run_code(code, called, score="share").value == 0.0
     printed = {"inputs": ["1", "2"], "outputs": ["5", "14"]}
     for code in ("print('1.e999')", "print(float('inf'))", "print('nan')"):
-        assert run_code(code, printed, score="share").score == 0.0
+        assert run_code(code, printed, score="share").value == 0.0

@@ -14,10 +14,10 @@ from struct import pack
 from attacks import read_attacks
 
 from ppo_cli.config.reward_schema import Code
+from ppo_cli.records import Score
 from ppo_cli.rewards.code import limits
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.sandboxes import Sandlock, find_fault
-from ppo_cli.rewards.returned import Returned
 from ppo_cli.rewards.worker import Call
 
 TESTS = ["assert solve(3) == 9"]
@@ -47,7 +47,7 @@ def main() -> None:
     settings = Code(sandbox="sandlock", timeout=4.0, cpu_seconds=6, memory_mb=256)
     with closing(CodePool(settings, size=2)) as pool:
 
-        def submit(call: Call) -> Returned:
+        def submit(call: Call) -> Score:
             return pool.submit(call, lambda returned: returned)  # type: ignore
 
         attacks = read_attacks("files")
@@ -57,9 +57,9 @@ def main() -> None:
         }
         for name, (attack, honest, words) in found.items():
             one, other = attack.result(), honest.result()
-            if (one.score, one.failure) != (0.0, "") or not re.search(words, one.reason):
+            if (one.value, one.failure) != (0.0, "") or not re.search(words, one.reason):
                 print(f"{name}: {one}")
-            if other.score != 1.0:
+            if other.value != 1.0:
                 print(f"beside {name}: {other}")
 
 
