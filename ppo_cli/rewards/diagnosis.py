@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ppo_cli.errors import ppo
 from ppo_cli.records import Scored
@@ -91,7 +90,7 @@ def _zero(scored: Sequence[Scored], look: Commands) -> tuple[str, Scored]:
             "ends at once. Check that it knows this chat template.",
             empty[0],
         )
-    nothing = [one for one in judged if _extracted(one) is None and "extracted" in one.score.info]
+    nothing = [one for one in judged if one.score.info.get("extracted", "") is None]
     if _most(nothing, judged):
         return _nothing_found(nothing, judged), nothing[0]
     strange = [one for one in judged if _gold_problem(one)]
@@ -155,25 +154,20 @@ def _nothing_found(nothing: Sequence[Scored], judged: Sequence[Scored]) -> str:
     )
 
 
-def _extracted(one: Scored) -> Any:
-    return one.score.info.get("extracted")
-
-
 def _gold_problem(one: Scored) -> str:
     """Say what is odd about a ground truth that its rule compares with an answer."""
     golds = checkers.accepted(one.rollout.prompt.ground_truth)
     if not golds:
         return ""
     rule = RULES.get(str(one.score.info.get("rule", "")))
-    wants = rule.wants if rule else "anything"
-    if wants != "anything" and len(golds[0]) > LONGEST_GOLD:
+    if rule and rule.has_answer and len(golds[0]) > LONGEST_GOLD:
         return f"it holds {len(golds[0])} characters, a whole text rather than an answer,"
     return ""
 
 
 def _example(one: Scored) -> str:
     prompt = one.rollout.prompt
-    found = _extracted(one)
+    found = one.score.info.get("extracted")
     shown = f", extracted {_cut(str(found))!r}" if found is not None else ", extracted nothing"
     return (
         f"Example ({prompt.data_source or 'no data_source'}): prompt {_cut(prompt.text)!r}, "

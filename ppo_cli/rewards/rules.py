@@ -190,14 +190,14 @@ class Rule:
 
     `score` answers at once or gives None, which means: ask `slow` in a worker process, where it
     can be killed. `looks_for` completes the sentence "this rule looks for …"; `sources` are the
-    patterns of the data_sources that it serves.
+    patterns of the data_sources that it serves; `has_answer` says that a ground truth is one.
     """
 
     name: str
     score: ScoreReply
     looks_for: str
     sources: tuple[str, ...] = ()
-    wants: str = "text"
+    has_answer: bool = True
     slow: ScoreReply | None = None
 
     @property
@@ -211,12 +211,16 @@ RULES: dict[str, Rule] = {}
 
 
 def _rule(
-    name: str, looks_for: str, *sources: str, wants: str = "text", slow: ScoreReply | None = None
+    name: str,
+    looks_for: str,
+    *sources: str,
+    has_answer: bool = True,
+    slow: ScoreReply | None = None,
 ) -> Callable[[ScoreReply], ScoreReply]:
     """Declare a rule by the function that scores."""
 
     def declare(score: ScoreReply) -> ScoreReply:
-        RULES[name] = Rule(name, score, looks_for, sources, wants, slow)
+        RULES[name] = Rule(name, score, looks_for, sources, has_answer, slow)
         return score
 
     return declare
@@ -226,25 +230,19 @@ def _answer(right: bool, extracted: str | None) -> Answer:
     return {"score": float(right), "extracted": extracted}
 
 
-@_rule(
-    "gsm8k", "`#### NUMBER` in the last 300 characters",
-    "openai/gsm8k", "gsm8k*", wants="a number",
-)  # fmt: skip
+@_rule("gsm8k", "`#### NUMBER` in the last 300 characters", "openai/gsm8k", "gsm8k*")
 def score_gsm8k(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last `#### number` near the end of the reply is the right number."""
     return _score_number(find_after_hashes(reply), truth)
 
 
-@_rule("number", "the last number", wants="a number")
+@_rule("number", "the last number")
 def score_number(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last number of the reply is the right one, wherever it stands."""
     return _score_number(find_last_number(after_thinking(reply)), truth)
 
 
-@_rule(
-    "arithmetic", "an integer as the last number",
-    "ppo-cli/arithmetic", "arithmetic*", wants="an integer",
-)  # fmt: skip
+@_rule("arithmetic", "an integer as the last number", "ppo-cli/arithmetic", "arithmetic*")
 def score_arithmetic(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last number of the reply is the right integer."""
     found = find_last_number(after_thinking(reply))
@@ -276,7 +274,7 @@ def compare_algebra(reply: str, truth: Any, extra: Facts) -> Answer:
     "math", "\\boxed{ANSWER}, `the answer is …`, or the last expression",
     "lighteval/math*", "digitallearninggmbh/math-lighteval", "huggingfaceh4/math-500",
     "huggingfaceh4/aime*", "math*", "aime*", "amc*", "numina*", "olympiad*",
-    wants="an expression", slow=compare_algebra,
+    slow=compare_algebra,
 )  # fmt: skip
 def score_math(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """Score what comparing text can settle; None when it takes algebra."""
@@ -293,7 +291,7 @@ def _gold_maths(gold: str) -> str:
     return find_boxed(gold) or find_after_hashes(gold) or gold
 
 
-@_rule("choice", "a letter A-J that stands alone", wants="a letter A-J")
+@_rule("choice", "a letter A-J that stands alone")
 def score_choice(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the reply chooses the right letter."""
     letters = [read_choice(gold) for gold in _golds(truth)]
@@ -329,13 +327,13 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
     return _answer(match is not None, None if match is None else "matched")
 
 
-@_rule("format", "a whole reply that matches", wants="anything", slow=match_pattern)
+@_rule("format", "a whole reply that matches", has_answer=False, slow=match_pattern)
 def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:
     """Score by the built-in pattern; None for one of the user's, which may backtrack for ever."""
     return None if extra.get("format") or pattern else match_pattern(reply, truth, extra)
 
 
-@_rule("length", "a length within the limits", wants="anything")
+@_rule("length", "a length within the limits", has_answer=False)
 def score_length(
     reply: str, truth: Any, extra: Facts, *, max_chars: float = 2000, min_chars: float = 1
 ) -> Answer:
@@ -348,7 +346,7 @@ def score_length(
     return {"score": min(1.0, short, long), "extracted": str(size)}
 
 
-@_rule("repetition", "words that do not repeat", wants="anything")
+@_rule("repetition", "words that do not repeat", has_answer=False)
 def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when no run of four words is said twice, less the share of those that are."""
     share = repetition(reply)
@@ -359,7 +357,7 @@ def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     "code", "Python code, fenced or bare",
     "openai_humaneval", "openai/openai_humaneval", "humaneval*", "evalplus/*", "mbpp*",
     "google-research-datasets/mbpp", "codecontests", "apps", "taco", "livecodebench*",
-    wants="anything",
+    has_answer=False,
 )  # fmt: skip
 def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:
     """Score a reply without code; None for one that must be run, which sandboxes do."""
