@@ -93,9 +93,9 @@ class WorkerProcess:
         self._log.seek(0)
         lines = self._log.read()[-2000:].decode(errors="replace").strip().splitlines()
         last = f": {lines[-1][:200]}" if lines else ""
-        by_signal = code is not None and code < 0
-        how = f"by signal {signal.Signals(-code).name}" if by_signal else f"with exit code {code}"
-        return f"the worker process ended {how}{last}"
+        if code is not None and code < 0:
+            return f"the worker process ended by signal {signal.Signals(-code).name}{last}"
+        return f"the worker process ended with exit code {code}{last}"
 
     def kill(self, patience: float = 0.0) -> None:
         """Hang up, and end the process and all that it has started; waits until it is gone."""

@@ -104,7 +104,8 @@ class RuleReward(Reward):
     def close(self) -> None:
         """Stop the workers."""
         self._closed = True
-        for pool in (self._code, *self._pools.values()):
+        self._code.close()
+        for pool in self._pools.values():
             pool.close()
 
 
