@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -11,10 +12,8 @@ from hypothesis import strategies as st
 
 from ppo_cli.rewards import checkers
 
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
+FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
+    checkers.find_boxed: [
         (r"so \boxed{7}", "7"),
         (r"\boxed{3} no, \boxed{7}", "7"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -30,14 +29,7 @@ from ppo_cli.rewards import checkers
         ("boxed{3}", None),
         ("", None),
     ],
-)
-def test_find_boxed(text: str, inside: str | None) -> None:
-    assert checkers.find_boxed(text) == inside
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+    checkers.find_after_hashes: [
         ("a + b\n#### 72", "72"),
         ("#### 71\nno:\n#### 72", "72"),
         ("#### $1,200.", "1,200"),
@@ -55,14 +47,7 @@ def test_find_boxed(text: str, inside: str | None) -> None:
         ("#### seventy", None),
         ("72", None),
     ],
-)
-def test_find_after_hashes(text: str, number: str | None) -> None:
-    assert checkers.find_after_hashes(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+    checkers.find_last_number: [
         ("12 + 30 = 42", "42"),
         ("12 - 5", "5"),
         ("12-5", "5"),
@@ -77,14 +62,7 @@ def test_find_after_hashes(text: str, number: str | None) -> None:
         ("none", None),
         ("", None),
     ],
-)
-def test_find_last_number(text: str, number: str | None) -> None:
-    assert checkers.find_last_number(text) == number
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+    checkers.read_number: [
         ("72", 72),
         ("72.0", 72),
         ("72.", 72),
@@ -109,9 +87,29 @@ def test_find_last_number(text: str, number: str | None) -> None:
         ("abc", None),
         ("", None),
     ],
-)
-def test_read_number(text: str, value: Fraction | int | None) -> None:
-    assert checkers.read_number(text) == value
+    checkers.find_choice: [
+        ("I like A. So (C)", "C"),
+        ("The answer: B", "B"),
+        ("(D) because B is wrong", "D"),
+        ("A cat", None),
+        ("I think so", None),
+        ("BAD", None),
+        ("It is A", "A"),
+    ],
+    checkers.read_choice: [
+        (text, "B") for text in ("B", "(b)", "[B]", "B.", r"\text{B}", r"\text{(B)}", " $B$ ")
+    ],
+}
+
+
+def test_what_is_found_in_a_text() -> None:
+    wrong = [
+        (find.__name__, text, find(text), wanted)
+        for find, cases in FOUND.items()
+        for text, wanted in cases
+        if find(text) != wanted
+    ]
+    assert wrong == []
 
 
 @given(st.integers(-(10**12), 10**12))
@@ -121,45 +119,13 @@ def test_thousands_and_trailing_zeros_do_not_matter(number: int) -> None:
 
 @given(st.text())
 def test_nothing_raises_on_any_text(text: str) -> None:
-    for look in (
-        checkers.find_boxed,
-        checkers.find_after_hashes,
-        checkers.find_last_number,
-        checkers.find_choice,
-        checkers.read_choice,
-        checkers.read_number,
-        checkers.normalise_maths,
-        checkers.normalise_words,
-        checkers.after_thinking,
-        checkers.repetition,
-    ):
+    others = (checkers.normalise_maths, checkers.normalise_words, checkers.after_thinking)
+    for look in (*FOUND, *others, checkers.repetition):
         look(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("I like A. So (C)", "C"),
-        ("The answer: B", "B"),
-        ("(D) because B is wrong", "D"),
-        ("A cat", None),
-        ("I think so", None),
-        ("BAD", None),
-        ("It is A", "A"),
-    ],
-)
-def test_find_choice(text: str, letter: str | None) -> None:
-    assert checkers.find_choice(text) == letter
-
-
-@pytest.mark.parametrize("text", ["B", "(b)", "[B]", "B.", r"\text{B}", r"\text{(B)}", " $B$ "])
-def test_read_choice(text: str) -> None:
-    assert checkers.read_choice(text) == "B"
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "found"),
-    [
+def test_contains_answer() -> None:
+    for text, answer, found in (
         ("The capital is Paris.", "paris", True),
         ("Parisian", "Paris", False),
         ("1420", "42", False),
@@ -169,10 +135,8 @@ def test_read_choice(text: str) -> None:
         ("New   York\ncity", "new york", True),
         ("a+b", "a+b", True),
         ("x", "", False),
-    ],
-)
-def test_contains_answer(text: str, answer: str, found: bool) -> None:
-    assert checkers.contains_answer(text, answer) is found
+    ):
+        assert checkers.contains_answer(text, answer) is found, text
 
 
 def test_after_thinking_keeps_what_follows_the_last_tag() -> None:

@@ -20,9 +20,9 @@ def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings
     return float(found["score"])
 
 
-@pytest.mark.parametrize(
-    ("rule", "reply", "gold", "expected"),
-    [
+def test_scores() -> None:
+    wrong = []
+    for rule, reply, gold, expected in (
         ("gsm8k", "48 + 24 = 72\n#### 72", "72", 1),
         ("gsm8k", "#### 72.0", "72", 1),
         ("gsm8k", "#### $1,000.", 1000, 1),
@@ -59,10 +59,10 @@ def score(rule: str, reply: str, gold: Any = None, extra: Any = None, **settings
         ("length", "x" * 9000, None, 0),
         ("length", "", None, 0),
         ("repetition", "a b c d e", None, 1),
-    ],
-)
-def test_scores(rule: str, reply: str, gold: Any, expected: float) -> None:
-    assert score(rule, reply, gold) == expected
+    ):
+        if score(rule, reply, gold) != expected:
+            wrong.append((rule, reply, gold))
+    assert wrong == []
 
 
 def test_the_format_comes_from_the_row_or_the_setting() -> None:
@@ -76,9 +76,8 @@ def test_the_length_limits_come_from_the_row_or_the_setting() -> None:
     assert score("length", "x" * 5, min_chars=10) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("rule", "gold", "words"),
-    [
+def test_rows_that_cannot_be_scored_say_why() -> None:
+    for rule, gold, words in (
         ("gsm8k", None, "the row has no ground_truth"),
         ("gsm8k", "  ", "the row has no ground_truth"),
         ("gsm8k", "a lot", "ground_truth 'a lot' is not a number"),
@@ -86,11 +85,9 @@ def test_the_length_limits_come_from_the_row_or_the_setting() -> None:
         ("math", None, "the row has no ground_truth"),
         ("exact", [], "the row has no ground_truth"),
         ("choice", "Paris", "is not a letter A-J"),
-    ],
-)
-def test_rows_that_cannot_be_scored_say_why(rule: str, gold: Any, words: str) -> None:
-    with pytest.raises(CannotScore, match=words):
-        score(rule, "#### 72", gold)
+    ):
+        with pytest.raises(CannotScore, match=words):
+            score(rule, "#### 72", gold)
 
 
 def test_a_pattern_that_is_no_pattern_cannot_score() -> None:
@@ -108,9 +105,8 @@ def test_every_rule_says_what_it_extracted(rule: Any) -> None:
     assert "extracted" in found
 
 
-@pytest.mark.parametrize(
-    ("source", "rule"),
-    [
+def test_routes() -> None:
+    for source, rule in (
         ("openai/gsm8k", "gsm8k"),
         ("gsm8k", "gsm8k"),
         ("GSM8K", "gsm8k"),
@@ -127,11 +123,9 @@ def test_every_rule_says_what_it_extracted(rule: Any) -> None:
         ("", None),
         ("some/gsm8k", None),
         ("helpfulness", None),
-    ],
-)
-def test_routes(source: str, rule: str | None) -> None:
-    found = rule_for(source)
-    assert (found and found.name) == rule
+    ):
+        found = rule_for(source)
+        assert (found and found.name) == rule, source
 
 
 def test_known_sources_pass() -> None:
