@@ -19,8 +19,7 @@ from ppo_cli.rewards.base import HostMaker, Reward, in_process
 from ppo_cli.rewards.function import FunctionReward
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
-from ppo_cli.rewards.rule_reward import RuleReward
-from ppo_cli.rewards.rules import check_sources, rule_named
+from ppo_cli.rewards.rules import RuleReward, check_sources, rule_named
 from ppo_cli.rewards.served.reward import ServedModelReward
 
 

@@ -37,7 +37,6 @@ STANDS = {
     "trust.attacks": "the attacks; audit has the checks",
     "trust.statistics": "formulas; calibrate says what they mean",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
-    "rewards.rule_reward": "one kind of reward; rules has the rules",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }
 # Files that are still to be folded into their importer, or to be given a reason above.

@@ -12,8 +12,7 @@ import pytest
 
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.rule_reward import RuleReward
-from ppo_cli.rewards.rules import RULES
+from ppo_cli.rewards.rules import RULES, RuleReward
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
