@@ -31,6 +31,8 @@ from ppo_cli.records import Prompt, Rollout
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included: bounds its memory
 BUSY_SHARE = 0.75
+# Puts the tensors of a LoRA adapter into a model that has one.
+LoadAdapter = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,8 @@ class HFSampler:
         max_num_seqs: int,
         detokenize: Callable[[Sequence[int]], str],
         autocast: torch.dtype | None = None,
-        load_adapter: Callable[[nn.Module, Mapping[str, Tensor]], None] | None = None,
+        load_adapter: LoadAdapter | None = None,
     ) -> None:
-        """`load_adapter` puts the tensors of a LoRA adapter into a model that has one."""
         self._model = model
         self._load_adapter = load_adapter
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)

@@ -27,7 +27,7 @@ from ppo_cli.config.derived import (
     uses_reference,
 )
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.actor import ActorLearner, view_tokens
+from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.checkpoint import (
     Trained,
@@ -37,7 +37,6 @@ from ppo_cli.engine.checkpoint import (
     saved_model,
     take_snapshot,
 )
-from ppo_cli.engine.critic import CriticLearner
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import (
     adapt,
@@ -47,14 +46,21 @@ from ppo_cli.engine.lora import (
     write_adapter_config,
 )
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
-from ppo_cli.engine.models import Adapt, Policy, ValueModel
+from ppo_cli.engine.models import (
+    Adapt,
+    Policy,
+    ValueModel,
+    adapt_policy,
+    load_policy,
+    load_value_model,
+)
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths
 from ppo_cli.engine.sampler import Weights
-from ppo_cli.engine.sharding import full_tensor, load_spread_policy, load_spread_value_model
+from ppo_cli.engine.sharding import full_tensor, load_spread
 from ppo_cli.engine.sums import Table, only_first
 from ppo_cli.errors import ModelError
 
@@ -237,8 +243,8 @@ class Learner:
             found.append(self._critic.value_model)
         return found
 
-    def _learners(self) -> dict[str, ActorLearner | CriticLearner]:
-        learners: dict[str, ActorLearner | CriticLearner] = {"actor": self._actor}
+    def _learners(self) -> dict[str, ModelLearner]:
+        learners: dict[str, ModelLearner] = {"actor": self._actor}
         if self._critic is not None:
             learners["critic"] = self._critic
         return learners
@@ -272,29 +278,39 @@ class Learner:
         return found
 
     def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
-        policy = load_spread_policy(
-            path, self._ranks, sharding, self._compute, **self._loading(), adapt=adapter
+        checkpointing = self._config.model.enable_gradient_checkpointing
+        prepare = partial(adapt_policy, adapt=adapter)
+        return self._load(load_policy, path, sharding, checkpointing, prepare)
+
+    def _load(
+        self,
+        load: Callable[..., Loaded],
+        path: str,
+        sharding: Sharding,
+        checkpointing: bool,
+        prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
+    ) -> Loaded:
+        """Load a model of the run onto all ranks, ready for the way in which it takes its rows."""
+        settings = self._config.model
+        loaded = load_spread(
+            load,
+            path,
+            self._ranks,
+            sharding,
+            self._compute,
+            gradient_checkpointing=checkpointing,
+            prepare=prepare,
+            trust_remote_code=settings.trust_remote_code,
+            attn_implementation=settings.attn_implementation,
         )
-        self._check_vocabulary(policy.model, path)
-        return self._packed(policy, path)
-
-    def _loading(self) -> dict[str, Any]:
-        """How every model of the run is loaded."""
-        model = self._config.model
-        return {
-            "trust_remote_code": model.trust_remote_code,
-            "attn_implementation": model.attn_implementation,
-            "gradient_checkpointing": model.enable_gradient_checkpointing,
-        }
-
-    def _check_vocabulary(self, model: Any, path: str) -> None:
-        """All models read the ids of one tokenizer, that of `model.path`."""
-        size = model.get_input_embeddings().weight.shape[0]
+        # All models read the ids of one tokenizer, that of `model.path`.
+        size = loaded.model.get_input_embeddings().weight.shape[0]
         if len(self._tokenizer) > size:
             raise ModelError(
-                f"The tokenizer of {self._config.model.path} has {len(self._tokenizer)} tokens "
+                f"The tokenizer of {settings.path} has {len(self._tokenizer)} tokens "
                 f"and the model {path} only {size}: they do not belong together."
             )
+        return pack(loaded, path, self._compute, self._ranks) if settings.packing else loaded
 
     def _load_reference(self) -> Policy | None:
         c = self._config
@@ -323,7 +339,11 @@ class Learner:
         c = self._config
         if not uses_critic(c):
             return None
-        value_model = self._load_value_model(model_folder(critic_path(c)))
+        checkpointing = c.critic.model.enable_gradient_checkpointing
+        if checkpointing is None:
+            checkpointing = c.model.enable_gradient_checkpointing
+        path = model_folder(critic_path(c))
+        value_model = self._load(load_value_model, path, c.critic.fsdp_config, checkpointing)
         optimizer = Optimizer(
             value_model.model, c.critic.optim, total_steps=total_steps,
             grad_clip=c.critic.grad_clip, clip_grad_value=c.critic.clip_grad_value,
@@ -333,22 +353,6 @@ class Learner:
             value_model, c.critic, optimizer, self._compute, c.data.max_response_length,
             self._ranks,
         )  # fmt: skip
-
-    def _load_value_model(self, path: str) -> ValueModel:
-        critic, loading = self._config.critic, self._loading()
-        if critic.model.enable_gradient_checkpointing is not None:
-            loading["gradient_checkpointing"] = critic.model.enable_gradient_checkpointing
-        value_model = load_spread_value_model(
-            path, self._ranks, critic.fsdp_config, self._compute, **loading
-        )
-        self._check_vocabulary(value_model.model, path)
-        return self._packed(value_model, path)
-
-    def _packed(self, loaded: Loaded, path: str) -> Loaded:
-        """The model as it takes its rows: end to end, or each padded."""
-        if not self._config.model.packing:
-            return loaded
-        return pack(loaded, path, self._compute, self._ranks)
 
 
 def widen(part_RT: Tensor, batch: Batch) -> Tensor:

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.device import Compute, set_threads
-from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.device import set_threads
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
-from ppo_cli.engine.models import decode_text, stop_token_ids
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
+from ppo_cli.engine.samplers import sample_from
 from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
 
@@ -37,11 +33,9 @@ class LocalEngine:
         profiles: Path | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
         set_threads(config.trainer.threads)
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
-        self._sampler = self._build_sampler()
+        self._sampler = sample_from(self._learner.policy.model, config, tokenizer)
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
@@ -75,15 +69,3 @@ class LocalEngine:
 
     def close(self) -> None:
         """Stop watching the CPUs; nothing else outlives the process here."""
-
-    def _build_sampler(self) -> HFSampler:
-        compute = Compute.choose(self._config.model.dtype)
-        model = self._learner.policy.model
-        return HFSampler(
-            model,
-            eos_token_ids=stop_token_ids(model, self._tokenizer),
-            pad_token_id=self._tokenizer.pad_token_id,
-            max_num_seqs=self._config.rollout.max_num_seqs,
-            detokenize=partial(decode_text, self._tokenizer),
-            autocast=None if compute.dtype == torch.float32 else compute.dtype,
-        )

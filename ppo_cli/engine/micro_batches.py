@@ -103,15 +103,9 @@ def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) ->
     The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
     the order of the ranks turns round with each, so that none always has the heaviest.
     """
-    return _own_share(_in_turns(lengths, budget, ranks), ranks)
-
-
-def _own_share(whole: list[list[int]], ranks: Ranks) -> list[list[int]]:
-    mine = []
-    for turn in range(len(whole) // ranks.data_size):
-        place = ranks.data_rank if turn % 2 == 0 else ranks.data_size - 1 - ranks.data_rank
-        mine.append(whole[turn * ranks.data_size + place])
-    return mine
+    whole, size = _in_turns(lengths, budget, ranks), ranks.data_size
+    places = (ranks.data_rank, size - 1 - ranks.data_rank)
+    return [whole[turn * size + places[turn % 2]] for turn in range(len(whole) // size)]
 
 
 def _in_turns(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:
@@ -184,16 +178,16 @@ def run_within_memory(
     neighbour waits for the other in the middle of one, so there it ends the run with advice.
     """
     while True:
-        whole = _in_turns(lengths, budget, ranks)
-        heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
-        most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)
         try:
-            result = work(_own_share(whole, ranks))
+            result = work(share_micro_batches(lengths, budget, ranks))
             ranks.agree()
             return result
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            whole = _in_turns(lengths, budget, ranks)
+            heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
+            most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)
             if ranks.tensor_size > 1:
                 raise UserError(
                     f"Learner rank {ranks.rank} ran out of memory with micro-batches of up to "

@@ -146,38 +146,25 @@ def load_policy(
     *,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
+    empty: bool = False,
 ) -> Policy:
-    """Load a causal LM in float32 with dropout off, and check backbone + head against it."""
-    model = _load(
+    """Load a causal LM in float32 with dropout off, and check backbone + head against it.
+
+    An `empty` one has no weights: every tensor is on the meta device.
+    """
+    model = _load_model(
         AutoModelForCausalLM,
         path,
         "causal language model",
-        config=_policy_config(path, trust_remote_code),
-        dtype=torch.float32,
+        empty=empty,
+        config=_load_config(path, "--model", trust_remote_code),
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
     policy = _split(model)
-    _check_split(policy, path)
+    if not empty:
+        _check_split(policy, path)
     return policy
-
-
-def empty_policy(
-    path: str,
-    *,
-    trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
-) -> Policy:
-    """The policy of `path` without its weights: every tensor is on the meta device."""
-    model = _without_weights(
-        AutoModelForCausalLM,
-        path,
-        "causal language model",
-        config=_policy_config(path, trust_remote_code),
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
-    return _split(model)
 
 
 def load_value_model(
@@ -185,57 +172,48 @@ def load_value_model(
     *,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
+    empty: bool = False,
 ) -> ValueModel:
-    """Load a backbone with a value head; a head that the checkpoint lacks starts at zero."""
-    model, info = _load(
+    """Load a backbone with a value head; a head that the checkpoint lacks starts at zero.
+
+    An `empty` one has no weights: every tensor is on the meta device.
+    """
+    config = _load_config(path, CRITIC_FLAG, trust_remote_code)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    found = _load_model(
         AutoModelForTokenClassification,
         path,
         "value model",
         CRITIC_FLAG,
-        config=_value_config(path, trust_remote_code),
-        dtype=torch.float32,
+        empty=empty,
+        config=config,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
+        **({} if empty else {"output_loading_info": True, "ignore_mismatched_sizes": True}),
     )
+    model, info = (found, None) if empty else found
     head = getattr(model, _value_head(model, path))
-    unusable = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-    absent = [key for key in unusable if not key.startswith(("score.", "classifier."))]
-    if absent:
-        raise ModelError(
-            f"{path} lacks weights that a critic needs ({absent[0]} and {len(absent) - 1} more); "
-            "give a complete checkpoint with --critic_model."
-        )
-    if info["missing_keys"] or info["mismatched_keys"]:
-        nn.init.zeros_(head.weight)
-        if head.bias is not None:
-            nn.init.zeros_(head.bias)
+    if info is not None:
+        mismatched = [key for key, *_ in info["mismatched_keys"]]
+        unusable = [*info["missing_keys"], *mismatched]
+        absent = [key for key in unusable if not key.startswith(("score.", "classifier."))]
+        if absent:
+            raise ModelError(
+                f"{path} lacks weights that a critic needs ({absent[0]} and {len(absent) - 1} "
+                "more); give a complete checkpoint with --critic_model."
+            )
+        if unusable:
+            nn.init.zeros_(head.weight)
+            if head.bias is not None:
+                nn.init.zeros_(head.bias)
     return ValueModel(model=model, backbone=model.base_model, head=head)
 
 
-def empty_value_model(
-    path: str,
-    *,
-    trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
-) -> ValueModel:
-    """The value model of `path` without its weights: every tensor is on the meta device."""
-    model = _without_weights(
-        AutoModelForTokenClassification,
-        path,
-        "value model",
-        CRITIC_FLAG,
-        config=_value_config(path, trust_remote_code),
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
-    head = getattr(model, _value_head(model, path))
-    return ValueModel(model=model, backbone=model.base_model, head=head)
-
-
-def adapt_policy(policy: Policy, adapt: Adapt) -> Policy:
+def adapt_policy(policy: Policy, adapt: Adapt | None) -> Policy:
     """The policy over what `adapt` made of its model; modules may have been exchanged."""
+    if adapt is None:
+        return policy
     model = adapt(policy.model)
     return replace(_split(policy.model), model=model)
 
@@ -250,29 +228,28 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in ids)
 
 
-def _policy_config(path: str, trust_remote_code: bool) -> Any:
-    config = _load(AutoConfig, path, "config", trust_remote_code=trust_remote_code)
-    _switch_dropout_off(config)
+def _load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
+    """A model's config, every dropout rate zero.
+
+    Old and new log-probs must come from the same function.
+    """
+    config = _load(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
+    for name, value in list(vars(config).items()):
+        if DROPOUT_FIELDS.search(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
     return config
 
 
-def _value_config(path: str, trust_remote_code: bool) -> Any:
-    config = _load(AutoConfig, path, "config", CRITIC_FLAG, trust_remote_code=trust_remote_code)
-    _switch_dropout_off(config)
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    return config
-
-
-def _without_weights(
-    builder: Any, path: str, what: str, flag: str = "--model", **options: Any
+def _load_model(
+    builder: Any, path: str, what: str, flag: str = "--model", *, empty: bool, **options: Any
 ) -> Any:
+    if not empty:
+        return _load(builder, path, what, flag, dtype=torch.float32, **options)
     try:
         with torch.device("meta"):
-            model = builder.from_config(dtype=torch.float32, **options)
+            return builder.from_config(dtype=torch.float32, **options).eval()
     except DAMAGED as error:
         raise ModelError(_load_message(path, what, flag, error)) from error
-    return model.eval()
 
 
 def _split(model: Any) -> Policy:
@@ -306,13 +283,6 @@ def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
         f"hub did not give it ({first}). Give a local folder with {flag}, or check the name and "
         "the connection."
     )
-
-
-def _switch_dropout_off(config: Any) -> None:
-    """Zero every dropout rate: old and new log-probs must come from the same function."""
-    for name, value in list(vars(config).items()):
-        if DROPOUT_FIELDS.search(name) and isinstance(value, float):
-            setattr(config, name, 0.0)
 
 
 def _head(model: Any) -> Callable[[Tensor], Tensor]:

@@ -11,14 +11,10 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import (
-    publishes_adapter,
-    sampler_name,
-    sampler_seed,
-)
+from ppo_cli.config.derived import publishes_adapter, sampler_name, sampler_seed
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.hf_sampler import HFSampler, LoadAdapter
 from ppo_cli.engine.lora import LoRA, adapt, load_adapter
 from ppo_cli.engine.models import adapt_policy, decode_text, load_policy, stop_token_ids
 from ppo_cli.engine.sampler import Sampler
@@ -47,27 +43,33 @@ def build_sampler(config: Config, tokenizer: Any, *, transfer: Transfer = "memor
     return _build_hf(config, tokenizer)
 
 
+def sample_from(
+    model: Any, config: Config, tokenizer: Any, *, load_adapter: LoadAdapter | None = None
+) -> HFSampler:
+    """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
+    dtype = Compute.choose(config.model.dtype).dtype
+    return HFSampler(
+        model,
+        eos_token_ids=stop_token_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        max_num_seqs=config.rollout.max_num_seqs,
+        detokenize=partial(decode_text, tokenizer),
+        autocast=None if dtype == torch.float32 else dtype,
+        load_adapter=load_adapter,
+    )
+
+
 def _build_hf(config: Config, tokenizer: Any) -> HFSampler:
     settings = config.model
-    compute = Compute.choose(settings.dtype)
     policy = load_policy(
         model_folder(settings.path),
         trust_remote_code=settings.trust_remote_code,
         attn_implementation=settings.attn_implementation,
     )
     inject = adapt(config) if publishes_adapter(config) else None
-    if inject is not None:
-        policy = adapt_policy(policy, inject)
-    policy.model.requires_grad_(False).eval().to(compute.device)
-    return HFSampler(
-        policy.model,
-        eos_token_ids=stop_token_ids(policy.model, tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        max_num_seqs=config.rollout.max_num_seqs,
-        detokenize=partial(decode_text, tokenizer),
-        autocast=None if compute.dtype == torch.float32 else compute.dtype,
-        load_adapter=load_adapter if inject is not None else None,
-    )
+    model = adapt_policy(policy, inject).model
+    model.requires_grad_(False).eval().to(Compute.choose(settings.dtype).device)
+    return sample_from(model, config, tokenizer, load_adapter=load_adapter if inject else None)
 
 
 def _build_vllm(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:

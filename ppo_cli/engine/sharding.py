@@ -35,17 +35,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.models import (
-    Adapt,
-    Policy,
-    ValueModel,
-    Work,
-    adapt_policy,
-    empty_policy,
-    empty_value_model,
-    load_policy,
-    load_value_model,
-)
+from ppo_cli.engine.models import Policy, ValueModel, Work
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.tensor_parallel import plan_split, split_modules
 from ppo_cli.errors import ModelError
@@ -130,44 +120,35 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
 
-def load_spread_policy(
+def load_spread(
+    load: Callable[..., Loaded],
     path: str,
     ranks: Ranks,
     sharding: Sharding,
     compute: Compute,
     *,
-    trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
-    adapt: Adapt | None = None,
-) -> Policy:
-    """Load a policy onto all ranks; with one alone it is `load_policy` on the device.
+    prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
+    **options: Any,
+) -> Loaded:
+    """Call `load` (`load_policy`, `load_value_model`) for all ranks; all of them call.
 
-    `adapt` is called on the model before it is cut, on every rank (weights may be absent there).
+    The first rank reads the weights, the others build the model `empty`; an error on one is
+    raised on all. `prepare` changes the model before it is cut, on every rank.
     """
-    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-
-    def prepare(policy: Policy) -> Policy:
-        return policy if adapt is None else adapt_policy(policy, adapt)
-
-    policy = _load_or_build(ranks, path, load_policy, empty_policy, options, prepare)
-    return _spread(policy, path, ranks, sharding, compute, gradient_checkpointing)
-
-
-def load_spread_value_model(
-    path: str,
-    ranks: Ranks,
-    sharding: Sharding,
-    compute: Compute,
-    *,
-    trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
-) -> ValueModel:
-    """Load a value model onto all ranks, as `load_spread_policy` does a policy."""
-    options = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-    value_model = _load_or_build(ranks, path, load_value_model, empty_value_model, options)
-    return _spread(value_model, path, ranks, sharding, compute, gradient_checkpointing)
+    if not ranks.alone:
+        _return_freed_memory()
+    loaded = together(ranks, lambda: prepare(load(path, empty=ranks.rank != 0, **options)))
+    if gradient_checkpointing:
+        loaded.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    if not ranks.alone:
+        return _cut(loaded, path, ranks, sharding, compute)
+    if sharding.param_offload and compute.device.type != "cpu":
+        return replace(loaded, around=Hosted(loaded.model, compute.device))
+    loaded.model.to(compute.device)
+    return loaded
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -342,45 +323,6 @@ class Hosted:
 
     def forget(self) -> None:
         """Nothing stays behind here."""
-
-
-def _load_or_build(
-    ranks: Ranks,
-    path: str,
-    load: Callable[..., Loaded],
-    build: Callable[..., Loaded],
-    options: dict[str, Any],
-    prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
-) -> Loaded:
-    """Load on the first rank, build without weights on the others; errors reach everybody."""
-
-    if not ranks.alone:
-        _return_freed_memory()
-
-    def work() -> Loaded:
-        return prepare((load if ranks.rank == 0 else build)(path, **options))
-
-    return together(ranks, work)
-
-
-def _spread(
-    loaded: Loaded,
-    path: str,
-    ranks: Ranks,
-    sharding: Sharding,
-    compute: Compute,
-    gradient_checkpointing: bool,
-) -> Loaded:
-    if gradient_checkpointing:
-        loaded.model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-    if not ranks.alone:
-        return _cut(loaded, path, ranks, sharding, compute)
-    if sharding.param_offload and compute.device.type != "cpu":
-        return replace(loaded, around=Hosted(loaded.model, compute.device))
-    loaded.model.to(compute.device)
-    return loaded
 
 
 def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: Compute) -> Loaded:

@@ -15,9 +15,10 @@ from torch import nn
 from ppo_cli.config.algorithm_schema import Optim, Sharding
 from ppo_cli.engine.checkpoint import Trained, restore, saved_model, take_snapshot
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import Ranks, join_ranks, leave_ranks
-from ppo_cli.engine.sharding import full_tensor, load_spread_policy, load_spread_value_model
+from ppo_cli.engine.sharding import full_tensor, load_spread
 from ppo_cli.errors import ModelError
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -32,8 +33,8 @@ def join(rank: int, size: int, folder: Path, name: str, tensor_size: int = 1) ->
 
 def load(folder: Path, ranks: Ranks) -> list[Trained]:
     """An actor and a critic in pieces, with fresh optimizers."""
-    actor = load_spread_policy(str(folder / "model"), ranks, Sharding(), CPU)
-    critic = load_spread_value_model(str(folder / "model"), ranks, Sharding(), CPU)
+    actor = load_spread(load_policy, str(folder / "model"), ranks, Sharding(), CPU)
+    critic = load_spread(load_value_model, str(folder / "model"), ranks, Sharding(), CPU)
     return [
         saved_model(name, model, build_optimizer(model, ranks), {})
         for name, model in (("actor", actor.model), ("critic", critic.model))

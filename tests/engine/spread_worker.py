@@ -27,7 +27,7 @@ from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.algorithm_schema import Optim, Sharding
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.lora import adapt, reference_of
-from ppo_cli.engine.models import Policy
+from ppo_cli.engine.models import Policy, adapt_policy, load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import (
     ALONE,
@@ -38,12 +38,7 @@ from ppo_cli.engine.ranks import (
     sum_over,
     together,
 )
-from ppo_cli.engine.sharding import (
-    fill_from_rank0,
-    full_tensor,
-    load_spread_policy,
-    load_spread_value_model,
-)
+from ppo_cli.engine.sharding import fill_from_rank0, full_tensor, load_spread
 from ppo_cli.errors import ConfigError
 
 Found = dict[str, Any]
@@ -55,13 +50,13 @@ def both(
     ranks: Ranks, path: str, *, value: bool = False, sharding: Sharding | None = None, **load: Any
 ) -> tuple[Trained, Trained | None]:
     """Train the same model spread, and on the first rank alone too."""
-    loader: Callable[..., Any] = load_spread_value_model if value else load_spread_policy
+    loader: Callable[..., Any] = partial(load_spread, load_value_model if value else load_policy)
     settings = sharding or Sharding()
     compute = load.pop("compute", FLOAT32)
     spread = train(loader(path, ranks, settings, compute, **load), ranks, compute)
     if ranks.rank > 0:
         return spread, None
-    key = f"{path} {value} {compute.dtype} {load.get('adapt')}"
+    key = f"{path} {value} {compute.dtype} {load.get('prepare')}"
     if key not in ALONE_ALREADY:
         ALONE_ALREADY[key] = train(loader(path, ALONE, settings, compute, **load), ALONE, compute)
     return spread, ALONE_ALREADY[key]
@@ -79,6 +74,9 @@ def mix(model: Any) -> Any:
     return model
 
 
+MIX = partial(adapt_policy, adapt=mix)
+
+
 def held(spread: Trained) -> float:
     """The share of the parameters' memory that this rank holds."""
     parameters = list(spread.model.model.parameters())
@@ -88,7 +86,7 @@ def held(spread: Trained) -> float:
 
 def put_back(spread: Trained, ranks: Ranks) -> Found:
     """Weights and moments into a fresh model and optimizer, from the first rank's whole ones."""
-    fresh = load_spread_policy(spread.model.model.name_or_path, ranks, Sharding(), FLOAT32)
+    fresh = load_spread(load_policy, spread.model.model.name_or_path, ranks, Sharding(), FLOAT32)
     for name, parameter in fresh.model.named_parameters():
         fill_from_rank0(parameter, spread.parameters[name] if ranks.rank == 0 else None, ranks)
     optimizer = Optimizer(
@@ -126,7 +124,7 @@ def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(
-        ranks, models["untied"], adapt=mix, sharding=Sharding(reshard_after_forward=False),
+        ranks, models["untied"], prepare=MIX, sharding=Sharding(reshard_after_forward=False),
         gradient_checkpointing=True,
     )  # fmt: skip
     with torch.no_grad():
@@ -164,12 +162,12 @@ def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(*both(ranks, models["untied"]))
 
 
-ADAPT = adapt(Config.model_validate({"model": {"lora_rank": 4}}))
+ADAPT = partial(adapt_policy, adapt=adapt(Config.model_validate({"model": {"lora_rank": 4}})))
 
 
 def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Adapters of the first rank on all; the reference is asked inside of the policy's work."""
-    spread, alone = both(ranks, models["tied"], adapt=ADAPT)
+    spread, alone = both(ranks, models["tied"], prepare=ADAPT)
     found = compare(spread, alone) | {"adapters": sum("lora_" in n for n in spread.parameters)}
     kls = []
     for trained, of in ((spread, ranks), (alone, ALONE)):
@@ -186,7 +184,7 @@ def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:
     found = []
     for of in (ranks, ALONE):
         policy, reference = (
-            load_spread_policy(models[name], of, Sharding(), FLOAT32)
+            load_spread(load_policy, models[name], of, Sharding(), FLOAT32)
             for name in ("untied", "other")
         )
         reference.model.requires_grad_(False)
@@ -217,7 +215,7 @@ def divergence(policy: Policy, reference: Policy, ranks: Ranks) -> list[float]:
 
 def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """Work that fails in the middle, and a backward that does, leave a model that works."""
-    policy = load_spread_policy(models["untied"], ranks, Sharding(), FLOAT32)
+    policy = load_spread(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
     ids = rows(0, 60)
 
     def fail(ids_BL: Tensor) -> tuple[Tensor, ...]:
@@ -241,7 +239,7 @@ def broken_off_case(ranks: Ranks, models: dict[str, str]) -> Found:
         failed += 1
         policy.forget()
     again = policy_loss(policy, ids).item()
-    alone = load_spread_policy(models["untied"], ALONE, Sharding(), FLOAT32)
+    alone = load_spread(load_policy, models["untied"], ALONE, Sharding(), FLOAT32)
     return {"failed": failed, "gap": abs(again - policy_loss(alone, ids).item())}
 
 
@@ -271,7 +269,7 @@ def together_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 
 def spoilt_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    policy = load_spread_policy(models["untied"], ranks, Sharding(), FLOAT32)
+    policy = load_spread(load_policy, models["untied"], ranks, Sharding(), FLOAT32)
     before = {n: full_tensor(p) for n, p in policy.model.named_parameters()}
     after = train(policy, ranks, spoilt=True)
     return {"moved": gap(before, after.parameters), "moments": len(after.moments)}
@@ -282,7 +280,7 @@ def refused_case(ranks: Ranks, models: dict[str, str]) -> Found:
     found = {}
     for name in ("damaged", "absent"):
         try:
-            load_spread_policy(models[name], ranks, Sharding(), FLOAT32)
+            load_spread(load_policy, models[name], ranks, Sharding(), FLOAT32)
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -293,7 +291,7 @@ def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
     found = {}
     for name in ("one_kv_head", "no_plan"):
         try:
-            load_spread_policy(models[name], ranks, Sharding(), FLOAT32)
+            load_spread(load_policy, models[name], ranks, Sharding(), FLOAT32)
             found[name] = ""
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

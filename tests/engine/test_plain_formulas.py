@@ -267,7 +267,7 @@ def assert_step(
         assert {n.removesuffix(f".{what}") for n in moments if n.endswith(f".{what}")} == set(exact)
         found = torch.cat([moments[f"{n}.{what}"].flatten() for n in exact])
         assert_near(found, torch.cat([e.flatten() for e in exact.values()]), terms=TERMS)
-    model = trained.policy.model if name == "actor" else trained.value_model.model
+    model = learner.policy.model if name == "actor" else trained.value_model.model
     exact = dict(by_hand.model.named_parameters())
     for n, p in model.named_parameters():
         assert (p.double() - exact[n]).abs().max() < 1e-3 * by_hand_rate(name), n

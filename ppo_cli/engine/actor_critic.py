@@ -1,25 +1,28 @@
-"""The actor and its frozen reference: log-probs, and one optimizer step at a time.
+"""The two models that are trained, actor and critic: one optimizer step at a time.
 
 Legend: B rows of a micro-batch, T response tokens, N response tokens of all rows.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import TrainBatch
 from ppo_cli.algo.kl import token_kl
-from ppo_cli.algo.losses import aggregate, count_mask, policy_loss
+from ppo_cli.algo.losses import aggregate, count_mask, policy_loss, value_loss
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Actor as ActorSettings
+from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import clip_high, clip_low
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import run_within_memory
-from ppo_cli.engine.models import Policy
+from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks
@@ -83,8 +86,81 @@ def _full_kl(
     return reference.run(compare, cut.input_ids_BL)
 
 
-class ActorLearner:
+class ModelLearner:
+    """Takes optimizer steps with one model, on this rank's share of the rows.
+
+    `reference` is the frozen model that the loss may ask too. `name` is "actor" or "critic".
+    """
+
+    name: str
+    norm: str  # the metric of the gradient's norm
+
+    def __init__(
+        self,
+        model: Policy | ValueModel,
+        reference: Policy | None,
+        settings: ActorSettings | CriticSettings,
+        optimizer: Optimizer,
+        compute: Compute,
+        longest_response: int,
+        ranks: Ranks,
+    ) -> None:
+        self.optimizer = optimizer
+        self._asked = [model] if reference is None else [model, reference]
+        self.budget = micro_batch_budget(
+            settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu, *self._asked
+        )
+        self._aggregation: dict[str, Any] = {
+            "mode": settings.loss_agg_mode,
+            "scale_factor": settings.loss_scale_factor or float(longest_response),
+        }
+        self._compute = compute
+        self._ranks = ranks
+
+    def step(self, batch: TrainBatch) -> Table:
+        """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
+        tokens, sequences = count_mask(batch.loss_mask_BT)
+        if tokens == 0:
+            return only_first(self._ranks, {f"{self.name}/empty_minibatches": (1.0, 1.0)})
+        aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
+        model = self._asked[0]
+        model.model.train()
+
+        def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
+            table = SumTable()
+            for rows in plan:
+                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
+                self._loss(batch, cut, aggregation, table).backward()
+            return table
+
+        with model.awake():
+            table = run_within_memory(
+                row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
+            )
+            norm, stepped = self.optimizer.apply()
+        rates = {f"{self.name}/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
+        if stepped:
+            rates[self.norm] = (norm, 1.0)
+        rates[f"{self.name}/lr"] = (self.optimizer.lr, 1.0)
+        return own_rows(self._ranks, table) | only_first(self._ranks, rates)
+
+    def _start_over(self) -> None:
+        """Forget a pass that broke off, and the gradients so far."""
+        for model in self._asked:
+            model.forget()
+        self.optimizer.zero_grad()
+
+    @abstractmethod
+    def _loss(
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], table: SumTable
+    ) -> Tensor:
+        """What is minimised, of a slice; `aggregation` is that of the whole mini-batch."""
+
+
+class ActorLearner(ModelLearner):
     """Trains the policy by the clipped surrogate (Schulman et al. 2017, eq. 7)."""
+
+    name, norm = "actor", "grad_norm"
 
     def __init__(
         self,
@@ -97,55 +173,14 @@ class ActorLearner:
         longest_response: int,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.policy = policy
-        self.optimizer = optimizer
-        self.budget = micro_batch_budget(
-            settings.ppo_max_token_len_per_gpu,
-            settings.ppo_micro_batch_size_per_gpu,
-            *(model for model in (policy, reference) if model is not None),
-        )
+        super().__init__(policy, reference, settings, optimizer, compute, longest_response, ranks)
+        self._policy = policy
         self._reference = reference
         self._settings = settings
-        self._compute = compute
         self._temperature = temperature
-        self._longest_response = longest_response
-        self._ranks = ranks
-
-    def step(self, batch: TrainBatch) -> Table:
-        """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
-        tokens, sequences = count_mask(batch.loss_mask_BT)
-        if tokens == 0:
-            return only_first(self._ranks, {"actor/empty_minibatches": (1.0, 1.0)})
-        self.policy.model.train()
-
-        def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
-            table = SumTable()
-            for rows in plan:
-                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
-                loss = self._loss(batch, cut, tokens, sequences, table)
-                loss.backward()
-            return table
-
-        with self.policy.awake():
-            table = run_within_memory(
-                row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
-            )
-            norm, stepped = self.optimizer.apply()
-        rates = {"actor/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
-        if stepped:
-            rates["grad_norm"] = (norm, 1.0)
-        rates["actor/lr"] = (self.optimizer.lr, 1.0)
-        return own_rows(self._ranks, table) | only_first(self._ranks, rates)
-
-    def _start_over(self) -> None:
-        """Forget a pass that broke off, and the gradients so far."""
-        self.policy.forget()
-        if self._reference is not None:
-            self._reference.forget()
-        self.optimizer.zero_grad()
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, tokens: int, sequences: int, table: SumTable
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], table: SumTable
     ) -> Tensor:
         """What is minimised, reported as `actor_loss`: surrogate - entropy + KL, weighted.
 
@@ -156,22 +191,10 @@ class ActorLearner:
         with_entropy = s.entropy_coeff > 0
         full = s.use_kl_loss and s.kl_loss_type == "full"
         seen = view_tokens(
-            self.policy, cut, self._compute, self._temperature,
+            self._policy, cut, self._compute, self._temperature,
             with_entropy=with_entropy, kl_to=self._reference if full else None,
         )  # fmt: skip
         new_BT = cut.spread(seen.logprobs_N)
-        scale = s.loss_scale_factor or float(self._longest_response)
-
-        def aggregated(loss_BT: Tensor) -> Tensor:
-            return aggregate(
-                loss_BT,
-                mask_BT,
-                s.loss_agg_mode,
-                global_tokens=tokens,
-                global_sequences=sequences,
-                scale_factor=scale,
-            )
-
         surrogate = policy_loss(
             new_BT,
             cut.take(batch.old_logprobs_BT),
@@ -181,23 +204,20 @@ class ActorLearner:
             clip_high=clip_high(s),
             dual_clip=s.clip_ratio_c,
             is_weight_BT=cut.take(batch.is_weight_BT),
-            mode=s.loss_agg_mode,
-            global_tokens=tokens,
-            global_sequences=sequences,
-            scale_factor=scale,
+            **aggregation,
         )
-        loss = surrogate.loss
-        table.add("policy_loss", surrogate.loss.item(), 0)
-        table.add("ppo_ratio", surrogate.ratio_sum.item(), surrogate.token_count.item())
-        table.add("clip_fraction", surrogate.clip_sum.item(), surrogate.token_count.item())
-        table.add("actor/clip_lower", surrogate.clip_lower_sum.item(), surrogate.token_count.item())
-        table.add("actor/approx_kl", surrogate.approx_kl_sum.item(), surrogate.token_count.item())
+        loss, count = surrogate.loss, surrogate.token_count.item()
+        table.add("policy_loss", loss.item(), 0)
+        table.add("ppo_ratio", surrogate.ratio_sum.item(), count)
+        table.add("clip_fraction", surrogate.clip_sum.item(), count)
+        table.add("actor/clip_lower", surrogate.clip_lower_sum.item(), count)
+        table.add("actor/approx_kl", surrogate.approx_kl_sum.item(), count)
         if with_entropy:
-            entropy = aggregated(cut.spread(seen.entropy_N))
+            entropy = aggregate(cut.spread(seen.entropy_N), mask_BT, **aggregation)
             loss = loss - s.entropy_coeff * entropy
             table.add("actor/entropy_loss", entropy.item(), 0)
         if s.use_kl_loss:
-            kl = aggregated(self._kl_BT(batch, cut, seen, new_BT))
+            kl = aggregate(self._kl_BT(batch, cut, seen, new_BT), mask_BT, **aggregation)
             loss = loss + s.kl_loss_coef * kl
             table.add("actor/kl_loss", kl.item(), 0)
         table.add("actor_loss", loss.item(), 0)
@@ -209,3 +229,52 @@ class ActorLearner:
         if seen.full_kl_N is not None:
             return cut.spread(seen.full_kl_N)
         return token_kl(new_BT, cut.take(batch.ref_logprobs_BT), self._settings.kl_loss_type)
+
+
+class CriticLearner(ModelLearner):
+    """Trains the value model on returns, clipped around the old values."""
+
+    name, norm = "critic", "critic_grad_norm"
+
+    def __init__(
+        self,
+        value_model: ValueModel,
+        settings: CriticSettings,
+        optimizer: Optimizer,
+        compute: Compute,
+        longest_response: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        super().__init__(value_model, None, settings, optimizer, compute, longest_response, ranks)
+        self.value_model = value_model
+        self._settings = settings
+
+    def values_BT(self, cut: Slice) -> Tensor:
+        """Values before each response token of a slice."""
+
+        def value(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
+            return (cut.pick(self.value_model.values_BL(input_ids_BL, cut.packed)),)
+
+        with self._compute.autocast():
+            (values_N,) = self.value_model.run(value, cut.input_ids_BL)
+        return cut.spread(values_N)
+
+    def _loss(
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], table: SumTable
+    ) -> Tensor:
+        """What is minimised, reported as `critic_loss`; `value_loss` is without its coefficient."""
+        if batch.values_BT is None:
+            raise ValueError("a critic step needs the old values")
+        result = value_loss(
+            self.values_BT(cut),
+            cut.take(batch.values_BT),
+            cut.take(batch.returns_BT),
+            cut.loss_mask_BT(batch),
+            clip_range=self._settings.cliprange_value,
+            **aggregation,
+        )
+        loss = self._settings.value_loss_coef * result.loss
+        table.add("value_loss", result.loss.item(), 0)
+        table.add("critic_loss", loss.item(), 0)
+        table.add("critic/clip_fraction", result.clip_sum.item(), result.token_count.item())
+        return loss
