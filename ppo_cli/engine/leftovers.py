@@ -1,4 +1,4 @@
-"""Folders in shared memory that belong to one process, and go when it is gone.
+"""Folders that belong to one process, and go when it is gone.
 
 A killed process cannot tidy up; the next one of the same user, or whoever killed it, does.
 """
@@ -6,7 +6,6 @@ A killed process cannot tidy up; the next one of the same user, or whoever kille
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -21,11 +20,12 @@ OWNER = "owner"
 def own_folder(kind: str) -> Path:
     """Make a folder `ppo-KIND-…` that nobody else reads, in shared memory where there is any.
 
-    Removes first what processes that are no more have left of that sort.
+    Removes first what processes that are no more have left there.
     """
     sweep()
-    place = _place()
-    return Path(tempfile.mkdtemp(prefix=f"ppo-{kind}-{_namespace()}-{os.getpid()}-", dir=place))
+    folder = Path(tempfile.mkdtemp(prefix=f"ppo-{kind}-", dir=_place()))
+    claim(folder)
+    return folder
 
 
 def meeting_points(folder: Path) -> list[str]:
@@ -42,33 +42,22 @@ def remove(folder: Path, met_at: Iterable[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep() -> None:
-    """Remove the folders of processes that are no more."""
-    # Containers may share this memory and still count processes each for themselves.
-    name = re.compile(rf"ppo-[a-z]+-{_namespace()}-(\d+)-\w+")
-    with suppress(OSError):
-        for folder in _place().glob("ppo-*"):
-            match = name.fullmatch(folder.name)
-            if match and folder.stat().st_uid == os.getuid() and not lives(int(match[1])):
-                remove(folder, meeting_points(folder))
-
-
 def claim(folder: Path) -> None:
-    """Write into a folder `ppo-…` of any place that it belongs to this process."""
+    """Write into a folder `ppo-…` that it belongs to this process."""
     (folder / OWNER).write_text(f"{_boot()} {_namespace()} {os.getpid()}")
 
 
-def sweep_claimed(place: Path) -> None:
+def sweep(place: Path | None = None) -> None:
     """Remove the folders there that processes of this machine have claimed and that are no more.
 
-    Other machines may share the place.
+    Other machines and containers may share the place, which is shared memory by default.
     """
-    for note in place.glob(f"ppo-*/{OWNER}"):
+    for note in (place or _place()).glob(f"ppo-*/{OWNER}"):
         with suppress(OSError, ValueError):
             boot, namespace, pid = note.read_text().split()
             here = (boot, namespace) == (_boot(), str(_namespace()))
             if here and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
-                shutil.rmtree(note.parent)
+                remove(note.parent, meeting_points(note.parent))
 
 
 def lives(pid: int) -> bool:

@@ -45,62 +45,29 @@ def neighbour(shared: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         other.kill()
 
 
-def test_a_folder_names_its_owner_and_is_private(shared: Path) -> None:
-    folder = leftovers.own_folder("sampler")
-    assert folder.parent == shared
-    assert f"-{os.getpid()}-" in folder.name
-    assert folder.stat().st_mode & 0o077 == 0
-
-
-def test_what_a_killed_process_left_goes_and_nothing_else(
+def test_a_folder_is_private_and_goes_when_its_owner_is_gone(
     shared: Path, neighbour: tuple[subprocess.Popen[str], Path]
 ) -> None:
     other, theirs = neighbour
-    ours = leftovers.own_folder("sampler")
-    kept = [shared / "ppo-sampler-mine", shared / "ppo-sampler-1-999999999-abc"]
-    for folder in kept:
+    ours, unclaimed, elsewhere, far = kept = [
+        leftovers.own_folder("sampler"),
+        *(shared / f"ppo-{name}" for name in "abc"),
+    ]
+    assert ours.parent == shared and ours.stat().st_mode & 0o077 == 0
+    boot, namespace, pid = (ours / leftovers.OWNER).read_text().split()
+    assert int(pid) == os.getpid()
+    for folder in (unclaimed, elsewhere, far):
         folder.mkdir()
+    # Containers count their processes each for itself, and so do machines.
+    (elsewhere / leftovers.OWNER).write_text(f"{boot} 1 {2**30}")
+    (far / leftovers.OWNER).write_text(f"another {namespace} {2**30}")
+    (theirs / "session").mkdir()
     leftovers.sweep()
     assert theirs.exists()  # its owner lives
 
     other.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, but nobody has looked yet
-    leftovers.sweep()
-    assert sorted(shared.iterdir()) == sorted([ours, *kept])
-
-
-def test_a_new_folder_sweeps_first(
-    shared: Path, neighbour: tuple[subprocess.Popen[str], Path]
-) -> None:
-    other, theirs = neighbour
-    other.kill()
-    other.wait(10)
-    fresh = leftovers.own_folder("ranks")
-    assert not theirs.exists()
+    fresh = leftovers.own_folder("ranks")  # sweeps first
+    assert sorted(shared.iterdir()) == sorted([*kept, fresh])
     leftovers.remove(fresh, [])
-    assert list(shared.iterdir()) == []
-
-
-def test_a_claimed_folder_goes_when_its_process_is_gone(
-    tmp_path: Path, neighbour: tuple[subprocess.Popen[str], Path]
-) -> None:
-    other, _ = neighbour
-    ours, theirs, empty, elsewhere, far = (tmp_path / f"ppo-{name}" for name in "abcde")
-    for folder in (ours, theirs, empty, elsewhere, far):
-        folder.mkdir()
-        leftovers.claim(folder)
-    note = (ours / leftovers.OWNER).read_text()
-    (theirs / leftovers.OWNER).write_text(note.replace(str(os.getpid()), str(other.pid)))
-    (theirs / "session").mkdir()
-    (empty / leftovers.OWNER).unlink()
-    boot, namespace, _ = note.split()
-    (elsewhere / leftovers.OWNER).write_text(f"{boot} 1 {2**30}")  # a container counts for itself
-    (far / leftovers.OWNER).write_text(f"another {namespace} {2**30}")  # and so does a machine
-    leftovers.sweep_claimed(tmp_path)
-    assert theirs.exists()  # its owner lives
-
-    other.kill()
-    other.wait(10)
-    leftovers.sweep_claimed(tmp_path)
-    assert not theirs.exists()
-    assert all(folder.exists() for folder in (ours, empty, elsewhere, far))
+    assert not fresh.exists()

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.futures import TICK_S, Call, Member, Waits
 from ppo_cli.engine.cluster.ray_session import Session
+from ppo_cli.engine.cluster.serialise import pack
 from ppo_cli.engine.cluster.worker_process import Worker
 from ppo_cli.errors import WorkerLost
 
@@ -101,46 +102,6 @@ class Seat:
         return f"{self.title.replace(' rank ', '-').replace(' ', '-').replace('/', '-')}.log"
 
 
-class Proxy:
-    """An object that lives in a worker, used from here as if it were at hand.
-
-    Errors and deadlines are those of any worker. Usable from any thread; calls are answered one
-    after the other.
-    """
-
-    def __init__(self, cluster: Cluster, member: Member) -> None:
-        self._cluster = cluster
-        self._member = member
-        self._lost = False
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can still be called: not lost, not closed, nor the cluster under it."""
-        return not self._lost and self._cluster.lives(self._member)
-
-    def call(self, name: str, *args: Any) -> Any:
-        """Call a method and wait for what it gives; raises what it raised.
-
-        Raises WorkerLost when the worker died, hangs, or was closed, at any moment of the call.
-        """
-        if not self.alive:
-            raise WorkerLost(f"The {self._member.title} has ended.")
-        try:
-            call = self._cluster.ask(self._member, name, "call", *args)
-            return self._cluster.waits.collect([call])[0]
-        except WorkerLost:
-            self._lost = True
-            raise
-        except Exception as error:
-            if self.alive:
-                raise
-            raise WorkerLost(f"The {self._member.title} was closed meanwhile.") from error
-
-    def close(self) -> None:
-        """End the worker. Safe to call twice."""
-        self._cluster.dismiss(self._member)
-
-
 class Cluster:
     """Ray, the nodes of a run, and the workers on them."""
 
@@ -203,10 +164,10 @@ class Cluster:
         return known
 
     def share(self, value: Any) -> Any:
-        """Lay a value down once for all workers; returns the reference to pass to them."""
+        """Lay a value down once, packed, for all workers; returns the reference to pass on."""
         self.waits.check()
         try:
-            return ray.put(value)
+            return ray.put(pack(value))
         except Exception:
             self.waits.check()  # a Ray that died meanwhile
             raise
@@ -222,18 +183,19 @@ class Cluster:
             remote = remote.options(num_returns="streaming")
         return Call(member, name, remote.remote(*words))
 
-    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Proxy:
+    def call(
+        self, members: Sequence[Member], name: str, *args: Any, seconds: float | None = None
+    ) -> list[Any]:
+        """Call the same method of several workers' objects and wait for what they give."""
+        return self.waits.collect([self.ask(m, name, "call", *args) for m in members], seconds)
+
+    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Member:
         """Host any object in a process of its own; `factory` is pickled."""
         if self._session is None:
             raise WorkerLost(f"The {role} cannot start: its cluster has ended.")
         (member,) = self.start([self.seat(role, devices)])
         self.waits.collect([self.ask(member, "start", "build", factory)], may_stop=True)
-        return Proxy(self, member)
-
-    def lives(self, member: Member) -> bool:
-        """Whether a worker was neither dismissed nor ended with the cluster."""
-        there = any(m.handle is member.handle for m in self._members)
-        return there and self._session is not None
+        return member
 
     def dismiss(self, member: Member) -> None:
         """End a worker. Safe to call twice, and after `close`."""
@@ -282,7 +244,7 @@ class Cluster:
         ends: list[Any] = []
         for member in members:
             with suppress(Exception):
-                ends.append(self.ask(member, "end", "rest").ref)
+                ends.append(self.ask(member, "end", "run", bool).ref)
                 ray.kill(member.handle)
         return ends
 

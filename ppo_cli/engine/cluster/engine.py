@@ -17,12 +17,12 @@ from ppo_cli.config.derived import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.cluster.cluster import Cluster, Proxy
+from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.futures import Call, Member, late
 from ppo_cli.engine.cluster.ray_session import node_answers
-from ppo_cli.engine.cluster.serialise import pack, rejoin_prompt, unpack
-from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved, LearnerPlan
-from ppo_cli.engine.cluster.workers import start_learner, start_sampler
+from ppo_cli.engine.cluster.serialise import rejoin_prompt
+from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved
+from ppo_cli.engine.cluster.workers import LearnerRole, SamplerRole, meeting_point
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
@@ -72,7 +72,7 @@ class Publisher:
 
     def connect(self, plan: ExchangePlan) -> None:
         """Have learner and samplers meet; from now on weights go from process to process."""
-        self._all_learners("connect", plan)
+        self._ask_learners("connect", plan)
         self._connected = True
 
     def wake(self) -> None:
@@ -83,36 +83,31 @@ class Publisher:
     def sleep(self) -> None:
         """Leave the devices to the learner, where they are shared."""
         if self._sleepers and self._awake:
-            self._all(self._sleepers, "sleep")
+            self._cluster.call(self._sleepers, "sleep")
             self._awake = False
 
     def send(self) -> None:
         """Bring the present weights to all samplers."""
         if self._connected:
             self._rouse()
-            self._all_learners("send_weights")
+            self._ask_learners("send_weights")
             return
         calls = [self._cluster.ask(learner, "weights") for learner in self._learners]
         self._cluster.waits.collect(calls)
         self._rouse()
         # The reference travels: samplers read what the first rank laid down.
-        self._all(self._samplers, "load_weights", calls[0].ref)
+        self._cluster.call(self._samplers, "load_weights", calls[0].ref)
 
     def _rouse(self) -> None:
         if not self._awake:
             # On shared devices samplers cannot have what the learner's allocator only keeps.
-            self._all_learners("spare_memory")
-            self._all(self._sleepers, "wake_up")
+            self._ask_learners("spare_memory")
+            self._cluster.call(self._sleepers, "wake_up")
             self._awake = True
 
-    def _all_learners(self, name: str, *args: object) -> None:
-        waits = self._cluster.waits
-        calls = [self._cluster.ask(one, name, "call", *args) for one in self._learners]
-        waits.collect(calls, waits.timeout_s + AFTER_RANK_S)
-
-    def _all(self, samplers: Sequence[Member], name: str, *args: object) -> None:
-        waits = self._cluster.waits
-        waits.collect([self._cluster.ask(s, name, "call", *args) for s in samplers])
+    def _ask_learners(self, name: str, *args: object) -> None:
+        limit = self._cluster.waits.timeout_s + AFTER_RANK_S
+        self._cluster.call(self._learners, name, *args, seconds=limit)
 
 
 POLL_S = 0.2
@@ -181,18 +176,17 @@ class ClusterEngine:
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values; each rank does its rows."""
         self._publisher.sleep()
-        parts = self._all_learners("annotate", self._cluster.share(pack(batch)))
-        return merge_annotations(batch, [unpack(part) for part in parts])
+        return merge_annotations(batch, self._learn("annotate", self._cluster.share(batch)))
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
         self._publisher.sleep()
-        sums = merge_sums(self._all_learners("step", self._cluster.share(pack(minibatch))))
+        sums = merge_sums(self._learn("step", self._cluster.share(minibatch)))
         return sums | {f"perf/weights_by_{self.weight_transfer}": (1.0, 1.0)}
 
     def publish(self) -> None:
         """Raise the weight version and bring the new weights to all samplers."""
-        self._all_learners("publish")
+        self._learn("publish")
         self._weight_version += 1
         self._publisher.send()
 
@@ -200,24 +194,30 @@ class ClusterEngine:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
         directory = directory.absolute()
         writers = len(self._learners) if self._one_node else self._count_writers(directory)
-        self._all_learners("begin_save", directory, writers, self._room)
+        self._learn("start_saving", directory, writers, self._room)
         return self._saver.submit(self._await_saved, time.monotonic())
 
     def load(self, directory: Path) -> None:
         """Take back all that was saved, and bring it to the samplers."""
-        saved = self._all_learners("load", directory.absolute())[0]
+        saved = self._learn("load", directory.absolute())[0]
         limits = [(i, rows) for i, rows in enumerate(saved[: len(self._room)]) if rows is not None]
         for i, rows in limits:
             self._room[i] = rows
-        self._cluster.waits.collect(
-            [self._cluster.ask(self._samplers[i], "resume_room", "call", n) for i, n in limits]
-        )
-        self._weight_version = self._all_learners("version")[0]
+            self._cluster.call([self._samplers[i]], "resume_room", rows)
+        self._weight_version = self._learn("version")[0]
         self._publisher.send()
 
-    def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Proxy:
+    def host(self, factory: Callable[[], Any], role: str, devices: Sequence[int]) -> Member:
         """Host what a picklable factory makes in a process of its own, on these devices."""
         return self._cluster.host(factory, role=role, devices=devices)
+
+    def call(self, hosted: Member, name: str, *args: Any) -> Any:
+        """Call a method of what a worker hosts."""
+        return self._cluster.call([hosted], name, *args)[0]
+
+    def dismiss(self, hosted: Member) -> None:
+        """End a worker. Safe to call twice."""
+        self._cluster.dismiss(hosted)
 
     def close(self) -> None:
         """End all workers, and Ray if we started it. Safe to call twice."""
@@ -274,7 +274,7 @@ class ClusterEngine:
         cluster, collect = self._cluster, self._cluster.waits.collect
         given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
-            cluster.ask(sampler, "start", "build", start_sampler, i, *given, self._profiles)
+            cluster.ask(sampler, "start", "build", SamplerRole, i, *given, self._profiles)
             for i, sampler in enumerate(self._samplers)
         ]
         self._publisher = Publisher(
@@ -286,21 +286,18 @@ class ClusterEngine:
             collect([loading[i] for i in placement.sleepers], may_stop=True)
             loading = [c for i, c in enumerate(loading) if i not in placement.sleepers]
             self._publisher.sleep()
-        plan = cluster.share(
-            LearnerPlan(
-                config, tokenizer, total_steps, len(self._learners), self._one_node, self._profiles
-            )
-        )
-        collect(
-            [
-                cluster.ask(learner, "start", "build", start_learner, rank, plan)
-                for rank, learner in enumerate(self._learners)
-            ],
+        first, size = self._learners[0], len(self._learners)
+        (point,) = collect(
+            [cluster.ask(first, "meet", "run", meeting_point, first.node, self._one_node)],
             may_stop=True,
         )
-        first = self._learners[0]
-        (point,) = collect([cluster.ask(first, "meeting_point", "call", first.node)])
-        joining = [cluster.ask(one, "join", "call", one.node, point) for one in self._learners]
+        joining = [
+            cluster.ask(
+                one, "join", "build", LearnerRole, *given[:2], total_steps, self._profiles, size,
+                rank, one.node, point,
+            )
+            for rank, one in enumerate(self._learners)
+        ]  # fmt: skip
         collect([*joining, *loading], may_stop=True)
 
     def _send_first_weights(self, config: Config) -> None:
@@ -316,16 +313,19 @@ class ClusterEngine:
         # What a model's folder lacks is random, and would be another in each process.
         self._publisher.send()
 
-    def _all_learners(self, name: str, *args: Any) -> list[Any]:
-        calls = [self._cluster.ask(learner, name, "call", *args) for learner in self._learners]
-        return self._cluster.waits.collect(calls)
+    def _learn(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of every learner rank."""
+        return self._cluster.call(self._learners, name, *args)
 
     def _count_writers(self, directory: Path) -> int:
         """How many of the first ranks see the folder: nodes may have disks of their own."""
         mark = directory / f".seen-{uuid.uuid4().hex}"
         mark.touch()
         try:
-            sees = self._all_learners("sees", mark)
+            asked = [
+                self._cluster.ask(one, "sees", "run", Path.exists, mark) for one in self._learners
+            ]
+            sees = self._cluster.waits.collect(asked)
         finally:
             mark.unlink()
         if not sees[0]:
@@ -352,7 +352,7 @@ class ClusterEngine:
     def _has_saved(self, learner: Member, errors: list[Exception]) -> bool:
         """Whether a rank has done with writing, well or not."""
         try:
-            return bool(self._cluster.waits.collect([self._cluster.ask(learner, "saved")])[0])
+            return bool(self._cluster.call([learner], "saved")[0])
         except WorkerLost:
             raise
         except Exception as error:

@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from ppo_cli.engine.cluster.logs import CRASH, KILLED, last_lines
 from ppo_cli.engine.cluster.ray_session import node_answers
+from ppo_cli.engine.cluster.serialise import unpack
 from ppo_cli.engine.cluster.worker_process import Failure, Outcome
 from ppo_cli.errors import Interrupted, PpoError, WorkerLost
 
@@ -172,7 +173,7 @@ class Waits:
     ) -> Any:
         outcome = self._fetch(call, ref, deadline, seconds)
         if outcome.failure is None:
-            return outcome.value
+            return unpack(outcome.value, copy=False)
         error = reported(call.member, outcome.failure)
         if not isinstance(error, PpoError) or call.doing in EXCHANGES:
             self._look_for_dead(others)

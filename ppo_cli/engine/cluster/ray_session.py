@@ -23,7 +23,7 @@ from ray._private import ray_constants
 
 from ppo_cli.engine.cluster.head import LOST, end_session
 from ppo_cli.engine.cluster.logs import read_tail
-from ppo_cli.engine.leftovers import claim, sweep, sweep_claimed
+from ppo_cli.engine.leftovers import claim, sweep
 from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.redact import redact
 
@@ -45,7 +45,7 @@ class OwnRay:
         self._closed = False
         self._started = False
         root = _short_root()
-        sweep_claimed(Path(root))  # of a run that was killed together with its Ray
+        sweep(Path(root))  # of a run that was killed together with its Ray
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=root))
         try:
             self._head = self._begin(gpus)

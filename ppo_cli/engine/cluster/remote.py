@@ -35,7 +35,7 @@ from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.logs import KILLED, read_tail
 from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay, import_paths
-from ppo_cli.engine.cluster.serialise import lighten_prompt, pack, rejoin_prompt, unpack
+from ppo_cli.engine.cluster.serialise import lighten_prompt, rejoin_prompt
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
@@ -256,17 +256,17 @@ class ApartEngine:
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""
-        annotated: AnnotatedBatch = self._pass_on("annotate", batch)
+        annotated: AnnotatedBatch = self._call("annotate", batch)
         return annotated
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
-        sums: Sums = self._pass_on("step", minibatch)
+        sums: Sums = self._call("step", minibatch)
         return sums
 
     def publish(self) -> None:
         """Raise the weight version and bring the new weights to all samplers."""
-        self._pass_on("publish")
+        self._call("publish")
 
     def save(self, directory: Path) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
@@ -276,7 +276,7 @@ class ApartEngine:
 
     def load(self, directory: Path) -> None:
         """Take back all that was saved, and bring it to the samplers."""
-        self._pass_on("load", directory.absolute())
+        self._call("load", directory.absolute())
 
     def host(self, factory: Callable[[], Any], *, role: str, devices: Sequence[int] = ()) -> Hosted:
         """Host what a picklable factory makes in a process of its own, on these devices."""
@@ -315,10 +315,6 @@ class ApartEngine:
             with suppress(Empty):
                 answer.take(TICK_S)
                 return
-
-    def _pass_on(self, verb: str, *args: Any) -> Any:
-        """Ask for a verb of the engine that is no more than a call."""
-        return unpack(self._call(verb, *map(pack, args)))
 
     def _call(self, verb: str, *args: Any, may_stop: bool = False) -> Any:
         return self._finish(self._ask(verb, *args), may_stop)
@@ -416,6 +412,10 @@ class Hosted:
         except WorkerLost:
             self._ended = True
             raise
+        except Exception as error:
+            if self.alive:
+                raise
+            raise WorkerLost(f"The {self._role} was closed meanwhile.") from error
 
     def close(self) -> None:
         """End the worker. Safe to call twice."""

@@ -25,19 +25,18 @@ from ray import cloudpickle
 
 from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.cluster.cluster import Proxy
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.futures import WorkerFault
+from ppo_cli.engine.cluster.futures import Member, WorkerFault
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
 from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
-from ppo_cli.engine.cluster.serialise import pack, shed_prompt, unpack
-from ppo_cli.errors import PpoError, WorkerLost
+from ppo_cli.engine.cluster.serialise import shed_prompt
+from ppo_cli.errors import PpoError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
 # Ray wants its joining and leaving to happen in the main thread.
 IN_MAIN_THREAD = ("build", "close")
-PASSED_ON = ("annotate", "step", "publish", "load")  # the engine's own, tensors packed
+PASSED_ON = ("annotate", "step", "publish", "load")  # the engine's own
 TELLING = ("build", "generate")  # these may tell something before their end
 
 
@@ -63,7 +62,7 @@ class Service:
         self._stop: str | None = None
         self._dropped: set[int] = set()
         self._engine: ClusterEngine | None = None
-        self._hosted: dict[int, Proxy] = {}
+        self._hosted: dict[int, Member] = {}
         self._numbers = count()
         self._told_under = 0  # the request of which something is told meanwhile
 
@@ -102,23 +101,17 @@ class Service:
 
     def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
         """Host an object; it is known by a number from now on."""
-        proxy = self._built.host(factory, role=role, devices=devices)
-        number = next(self._numbers)
-        self._hosted[number] = proxy
+        member, number = self._built.host(factory, role, devices), next(self._numbers)
+        self._hosted[number] = member
         return number
 
     def call(self, hosted: int, name: str, *args: Any) -> Any:
         """Call a method of a hosted object."""
-        proxy = self._hosted.get(hosted)
-        if proxy is None:
-            raise WorkerLost("It has ended.")
-        return proxy.call(name, *args)
+        return self._built.call(self._hosted[hosted], name, *args)
 
     def dismiss(self, hosted: int) -> None:
         """End the process of a hosted object."""
-        proxy = self._hosted.pop(hosted, None)
-        if proxy is not None:
-            proxy.close()
+        self._built.dismiss(self._hosted[hosted])
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -162,10 +155,8 @@ class Service:
             args = pickle.loads(request.arguments)
             if request.verb in TELLING:
                 args = (*args, request.number)
-            if request.verb in PASSED_ON:
-                value = pack(getattr(self._built, request.verb)(*map(unpack, args)))
-            else:
-                value = getattr(self, request.verb)(*args)
+            owner = self._built if request.verb in PASSED_ON else self
+            value = getattr(owner, request.verb)(*args)
             if isinstance(value, Iterator):
                 self._stream(request.number, value)
                 value = None

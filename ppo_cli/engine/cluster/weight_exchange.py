@@ -10,13 +10,12 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo_cli.config.schema import Config, Transfer
+from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.cluster.futures import GRACE_S, Call, Member, Waits
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
@@ -24,18 +23,6 @@ from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.sharding import whole_tensor
 from ppo_cli.engine.vllm_sampler import set_environment
 from ppo_cli.errors import ConfigError, PpoError
-
-
-@dataclass(frozen=True)
-class LearnerPlan:
-    """All that a rank must know before it meets the others."""
-
-    config: Config
-    tokenizer: bytes  # pickled
-    total_steps: int
-    size: int
-    one_node: bool
-    profiles: Path  # where profiles of steps go
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class Exchange:
         try:
             self._waits.collect(
                 [
-                    Call(one, method, one.handle.call.remote("take", method, *given))
+                    Call(one, method, one.handle.call.remote(method, *given))
                     for one, given in zip(self._plan.samplers, words, strict=True)
                 ]
             )

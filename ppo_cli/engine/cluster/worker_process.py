@@ -74,9 +74,9 @@ class Worker:
 
         return _try(settle)
 
-    def rest(self) -> Outcome:
-        """Do nothing; whoever waits for it learns of this worker's end."""
-        return Outcome()
+    def run(self, work: Callable[..., Any], *args: Any) -> Outcome:
+        """Do something that needs no object."""
+        return _try(lambda: work(*args))
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Outcome:
         """Make the object that calls go to."""
@@ -87,11 +87,23 @@ class Worker:
         return _try(make)
 
     def call(self, name: str, *args: Any) -> Outcome:
-        """Call a method of the object; what another worker gave is passed on as its value."""
+        """Call a method of the object; tensors come and go packed.
+
+        What another worker gave is passed on as its value, and read where it lies.
+        """
         if self._held is None and name == "close":  # it was never built
             return Outcome()
-        values = [arg.value if isinstance(arg, Outcome) else arg for arg in args]
-        return _try(lambda: getattr(self._held, name)(*values))
+
+        def work() -> Any:
+            from ppo_cli.engine.cluster.serialise import pack, unpack  # they bring torch along
+
+            values = [
+                unpack(arg.value, copy=False) if isinstance(arg, Outcome) else unpack(arg)
+                for arg in args
+            ]
+            return pack(getattr(self._held, name)(*values))
+
+        return _try(work)
 
     def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
         """Call a method that yields; what it yields comes in lists, as soon as there is any."""

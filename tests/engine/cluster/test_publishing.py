@@ -19,8 +19,12 @@ def publisher(said: list[str], *sleepers: str) -> Publisher:
         said.append(f"{member} {name}")
         return SimpleNamespace(ref=None)
 
+    def call(members: list[str], name: str, *rest: Any, **limit: Any) -> None:
+        for member in members:
+            ask(member, name)
+
     waits = SimpleNamespace(collect=lambda calls, *limit: [], timeout_s=1.0)
-    cluster: Any = SimpleNamespace(ask=ask, waits=waits)
+    cluster: Any = SimpleNamespace(ask=ask, call=call, waits=waits)
     members: Any = [["learner"], ["sampler", *(s for s in sleepers if s != "sampler")]]
     return Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ import pytest
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.errors import Interrupted, WorkerLost
+from tests.engine.cluster.test_workers import Hosted
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +80,7 @@ def test_a_lost_raylet_is_told_and_leaves_nothing(
     assert session is not None and session._head is not None
     head, folder = session._head.pid, session._head.folder
     try:
-        thing = cluster.host(Sleeper, role="thing 0")
+        thing = Hosted(cluster, Sleeper, role="thing 0")
         threading.Timer(0.5, kill_part, (head, "raylet")).start()
         assert seconds_until_lost(lambda: thing.call("sleep", 60), "lost its raylet") < 30
         with pytest.raises(WorkerLost, match="lost its raylet"):
@@ -125,19 +126,20 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
             tell=told.append, stop_requested=lambda: "SIGINT",
         )  # fmt: skip
     first = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
-    worker = first.host(Sleeper, role="thing 0").call("sleep", 0)
+    worker = Hosted(first, Sleeper, role="thing 0").call("sleep", 0)
     polite = [
-        first.host(partial(Polite, tmp_path / f"closed-{i}"), role=f"polite {i}") for i in range(2)
+        Hosted(first, partial(Polite, tmp_path / f"closed-{i}"), role=f"polite {i}")
+        for i in range(2)
     ]
-    os.kill(polite[0]._member.pid, signal.SIGKILL)
-    first.close([one._member for one in polite])
+    os.kill(polite[0].member.pid, signal.SIGKILL)
+    first.close([one.member for one in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
     assert worker not in session_of(head)
     assert "raylet" in session_of(head).values()  # not ours, so it goes on
 
     second = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=60, address=address)
     try:
-        thing = second.host(Sleeper, role="thing 0")
+        thing = Hosted(second, Sleeper, role="thing 0")
         threading.Timer(0.2, kill_part, (head, "gcs_server")).start()
         assert seconds_until_lost(lambda: thing.call("sleep", 60), "does not answer") < 20
     finally:
@@ -149,7 +151,7 @@ import signal, sys, time
 from pathlib import Path
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
-from tests.engine.cluster.test_ray_lost import ONE_NODE, Sleeper
+from tests.engine.cluster.test_ray_lost import ONE_NODE, Hosted, Sleeper
 
 cluster = Cluster(ONE_NODE, Path(sys.argv[1]), worker_timeout=60, node_timeout=90)
 handled = signal.getsignal(signal.SIGTERM)
@@ -157,7 +159,7 @@ assert handled == signal.SIG_DFL, handled
 seen = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: seen.append(number))
-thing = cluster.host(Sleeper, role="thing 0")
+thing = Hosted(cluster, Sleeper, role="thing 0")
 pid = thing.call("sleep", 0)
 print(cluster._session._head.pid, cluster._session._head.folder, flush=True)
 while len(seen) < 2:

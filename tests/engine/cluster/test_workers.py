@@ -10,14 +10,15 @@ import sys
 import threading
 import time
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppo_cli.config.placement import Placement
-from ppo_cli.engine.cluster.cluster import Cluster, Proxy
+from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import Member, WorkerFault, lost
 from ppo_cli.engine.cluster.worker_process import _failure
@@ -84,6 +85,16 @@ class Thing:
             raise ValueError("no more")
 
 
+class Hosted:
+    """A member, and the cluster that calls it."""
+
+    def __init__(self, cluster: Cluster, factory: Callable[[], object], role: str) -> None:
+        self.cluster, self.member = cluster, cluster.host(factory, role=role)
+
+    def call(self, name: str, *args: object) -> Any:
+        return self.cluster.call([self.member], name, *args)[0]
+
+
 class Writer:
     """Writes for some polls, then is done or fails."""
 
@@ -127,26 +138,26 @@ def cluster(logs: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def things(cluster: Cluster) -> list[Proxy]:
-    return [cluster.host(Thing, role=f"thing {i}") for i in range(2)]
+def things(cluster: Cluster) -> list[Hosted]:
+    return [Hosted(cluster, Thing, role=f"thing {i}") for i in range(2)]
 
 
-def test_calls_give_values_from_any_thread(things: list[Proxy]) -> None:
+def test_calls_give_values_from_any_thread(things: list[Hosted]) -> None:
     assert things[0].call("add", 1, 2) == 3
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(things[1].call, ["add"] * 5, range(5))) == list(range(5))
 
 
-def test_workers_have_an_environment_of_their_own(things: list[Proxy]) -> None:
+def test_workers_have_an_environment_of_their_own(things: list[Hosted]) -> None:
     assert things[0].call("environment", "OMP_NUM_THREADS") == "1"
     assert things[0].call("environment", "CUDA_VISIBLE_DEVICES") == ""
 
 
-def test_modules_in_the_current_folder_are_not_for_workers(things: list[Proxy]) -> None:
+def test_modules_in_the_current_folder_are_not_for_workers(things: list[Hosted]) -> None:
     assert things[0].call("find", "wave") == wave.__file__
 
 
-def test_a_users_mistake_comes_out_as_itself(things: list[Proxy]) -> None:
+def test_a_users_mistake_comes_out_as_itself(things: list[Hosted]) -> None:
     with pytest.raises(ConfigError) as caught:
         things[0].call("refuse")
     assert caught.value.problems == ("one thing", "another thing")
@@ -161,7 +172,7 @@ def test_of_a_disk_only_that_it_is_full_comes_out_as_itself() -> None:
     assert told == FULL_DISK_ERRNOS == DISK_ERRNOS - {errno.EACCES, errno.EPERM}
 
 
-def test_a_bug_shows_the_workers_traceback_once(things: list[Proxy]) -> None:
+def test_a_bug_shows_the_workers_traceback_once(things: list[Hosted]) -> None:
     with pytest.raises(WorkerFault) as caught:
         things[1].call("make_a_bug")
     text = str(caught.value)
@@ -176,16 +187,16 @@ def test_a_bug_shows_the_workers_traceback_once(things: list[Proxy]) -> None:
         things[1].call("leave")
 
 
-def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Proxy]) -> None:
-    members = [thing._member for thing in things]
+def test_streams_are_merged_as_they_come(cluster: Cluster, things: list[Hosted]) -> None:
+    members = [thing.member for thing in things]
     calls = [cluster.ask(member, "count", "stream", 6, 0.1) for member in members]
     seen = [number for part in cluster.waits.stream(calls) for number in part]
     assert sorted(seen) == sorted([*range(6)] * 2)
     assert seen[:6] != [*range(6)]  # the second did not wait for the end of the first
 
 
-def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Proxy]) -> None:
-    call = cluster.ask(things[0]._member, "bunch", "stream", 4.0)
+def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Hosted]) -> None:
+    call = cluster.ask(things[0].member, "bunch", "stream", 4.0)
     started = time.monotonic()
     came = [(n, time.monotonic() - started) for part in cluster.waits.stream([call]) for n in part]
     assert [number for number, _ in came] == [0, 1, 2]
@@ -193,21 +204,21 @@ def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Proxy]) -> 
 
 
 def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
-    writers = [cluster.host(Writer, role=f"writer {i}") for i in range(2)]
+    writers = [Hosted(cluster, Writer, role=f"writer {i}") for i in range(2)]
     engine = object.__new__(ClusterEngine)
     engine._cluster = cluster
-    engine._learners = [writer._member for writer in writers]
+    engine._learners = [writer.member for writer in writers]
     writers[0].call("write", 1, True)
     writers[1].call("write", 3)
     with pytest.raises(OSError, match="some/file"):
         engine._await_saved(time.monotonic())
     assert writers[1].call("left") == 0
     for writer in writers:
-        writer.close()
+        cluster.dismiss(writer.member)
 
 
-def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Proxy]) -> None:
-    call = cluster.ask(things[0]._member, "count", "stream", 3, 0.03, True)
+def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Hosted]) -> None:
+    call = cluster.ask(things[0].member, "count", "stream", 3, 0.03, True)
     seen = []
     with pytest.raises(WorkerFault, match="ValueError: no more"):
         for part in cluster.waits.stream([call]):
@@ -215,8 +226,8 @@ def test_a_stream_that_fails_gives_what_it_had(cluster: Cluster, things: list[Pr
     assert seen == [0, 1, 2]
 
 
-def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Proxy], logs: Path) -> None:
-    call = cluster.ask(things[0]._member, "sleep", "call", 5.0)
+def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Hosted], logs: Path) -> None:
+    call = cluster.ask(things[0].member, "sleep", "call", 5.0)
     started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         cluster.waits.collect([call], 0.5)
@@ -228,7 +239,7 @@ def test_a_deadline_names_who_and_what(cluster: Cluster, things: list[Proxy], lo
 
 
 def test_logs_hold_all_that_a_worker_says(
-    things: list[Proxy], logs: Path, capfd: pytest.CaptureFixture[str]
+    things: list[Hosted], logs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     things[1].call("say", "hello there")
     text = (logs / "thing-1.log").read_text()
@@ -241,29 +252,27 @@ def test_logs_hold_all_that_a_worker_says(
 
 def test_what_cannot_be_built_says_so(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match="this cannot be built"):
-        cluster.host(Unbuildable, role="wreck")
+        Hosted(cluster, Unbuildable, role="wreck")
 
 
 def test_a_killed_worker_is_named_at_once(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    victim = cluster.host(Thing, role="victim 7")
-    threading.Timer(0.3, os.kill, (victim._member.pid, 9)).start()
+    victim = Hosted(cluster, Thing, role="victim 7")
+    threading.Timer(0.3, os.kill, (victim.member.pid, 9)).start()
     started = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         victim.call("sleep", 60)
     assert time.monotonic() - started < 30
     assert "Victim 7 on node " in str(caught.value)
     assert "was killed (signal 9; out of memory?) during `sleep`" in str(caught.value)
-    with pytest.raises(WorkerLost, match="victim 7 has ended"):
-        victim.call("add", 1)
-    victim.close()
+    cluster.dismiss(victim.member)
     time.sleep(0.5)  # Ray's own words come later, if at all
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_crash_is_told_with_its_last_words(cluster: Cluster) -> None:
-    victim = cluster.host(Thing, role="victim 8")
+    victim = Hosted(cluster, Thing, role="victim 8")
     with pytest.raises(WorkerLost) as caught:
         victim.call("crash")
     assert "crashed during `crash`" in str(caught.value)
@@ -276,12 +285,12 @@ def test_one_that_ended_by_itself_was_not_killed(tmp_path: Path) -> None:
     assert told.startswith("Sampler 0 ended by itself (exit code 5) during `start`.")
 
 
-def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Proxy]) -> None:
-    victim = cluster.host(Thing, role="victim 9")
+def test_who_died_matters_more_than_who_complains(cluster: Cluster, things: list[Hosted]) -> None:
+    victim = Hosted(cluster, Thing, role="victim 9")
     calls = [
-        cluster.ask(things[0]._member, "fail_after", "call", 0.3),
-        cluster.ask(victim._member, "sleep", "call", 60),
+        cluster.ask(things[0].member, "fail_after", "call", 0.3),
+        cluster.ask(victim.member, "sleep", "call", 60),
     ]
-    threading.Timer(1.0, os.kill, (victim._member.pid, 9)).start()
+    threading.Timer(1.0, os.kill, (victim.member.pid, 9)).start()
     with pytest.raises(WorkerLost, match="Victim 9"):
         cluster.waits.collect(calls)
