@@ -7,14 +7,14 @@ result is in memory at a time. An adapter needs its whole base model in memory.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -66,7 +66,7 @@ def write_model(
         return _describe(out, base=name)
     if base is not None:
         raise ModelError(f"{source} is a whole model, not an adapter: leave --base out.")
-    _write_weights(_read_tensors(source, wanted), out)
+    _write_weights(source, out, wanted)
     written = _describe(out)
     _tell_dtype(out / "config.json", written.dtype)
     return written
@@ -124,81 +124,70 @@ def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
     tokenizer.save_pretrained(out)
 
 
-def _read_tensors(source: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the weight files with its name, cast if it holds fractions."""
-    for file, names in _weight_files(source).items():
+def _write_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """Write files of at most FILE_BYTES, named as everybody names them, and their index.
+
+    Fractions are cast to `dtype`.
+    """
+    places = _weight_files(source)
+
+    def read(name: str) -> Tensor:
         try:
-            with safe_open(source / file, "pt") as opened:
-                for name in names or opened.keys():
-                    tensor: Tensor = opened.get_tensor(name)
-                    casts = dtype is not None and tensor.is_floating_point()
-                    yield name, tensor.to(dtype) if casts else tensor
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"The checkpoint is damaged: {source / file} ({first_line(error)})."
-            ) from error
+            tensor: Tensor = opened[places[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise _damaged(source / places[name], error) from error
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    with ExitStack() as closing:
+        opened: dict[str, Any] = {}
+        for file in dict.fromkeys(places.values()):
+            try:
+                opened[file] = closing.enter_context(safe_open(source / file, "pt"))
+            except (OSError, SafetensorError) as error:
+                raise _damaged(source / file, error) from error
+        sizes = {name: torch.empty_like(read(name), device="meta") for name in places}
+        plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
+        for file, names in plan.filename_to_tensors.items():
+            try:
+                save_file({n: read(n) for n in names}, out / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+    if plan.is_sharded:
+        parameters = sum(tensor.numel() for tensor in sizes.values())
+        index = {
+            "metadata": {"total_parameters": parameters} | plan.metadata,
+            "weight_map": dict(sorted(plan.tensor_to_filename.items())),
+        }
+        (out / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _weight_files(source: Path) -> dict[str, list[str] | None]:
-    """Weight file -> the names in it that count; None for all of them."""
+def _weight_files(source: Path) -> dict[str, str]:
+    """The file of each tensor."""
     if (source / INDEX).exists():
-        files: dict[str, list[str] | None] = {}
         try:
-            for name, file in json.loads((source / INDEX).read_text())["weight_map"].items():
-                names = files.setdefault(file, [])
-                assert names is not None
-                names.append(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"The checkpoint is damaged: {source / INDEX}.") from error
-        return files
+            return {str(n): str(f) for n, f in _read_json(source / INDEX)["weight_map"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _damaged(source / INDEX, error) from error
     if not (source / WEIGHTS).exists():
         raise ModelError(
             f"{source} holds no weights: neither {WEIGHTS} nor {INDEX} nor {ADAPTER_WEIGHTS}."
         )
-    return {WEIGHTS: None}
+    try:
+        with safe_open(source / WEIGHTS, "pt") as opened:
+            return dict.fromkeys(opened.keys(), WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(source / WEIGHTS, error) from error
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], out: Path) -> None:
-    """Write files of at most FILE_BYTES, named as everybody names them, and their index."""
-    groups: list[list[str]] = []
-    total = parameters = 0
-    for group in _grouped(tensors):
-        groups.append(list(group))
-        total += sum(t.nbytes for t in group.values())
-        parameters += sum(t.numel() for t in group.values())
-        try:
-            save_file(group, out / _part(len(groups)), metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-    if len(groups) == 1:
-        os.replace(out / _part(1), out / WEIGHTS)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        os.replace(out / _part(number), out / file)
-        weight_map |= dict.fromkeys(names, file)
-    metadata = {"total_parameters": parameters, "total_size": total}
-    (out / INDEX).write_text(
-        json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
-    )
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
-def _grouped(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    group: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if group and size + tensor.nbytes > FILE_BYTES:
-            yield group
-            group, size = {}, 0
-        group[name] = tensor
-        size += tensor.nbytes
-    yield group
-
-
-def _part(number: int) -> str:
-    # How many there will be is known only at the end.
-    return f"model-{number:05d}.unfinished"
+def _damaged(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"The checkpoint is damaged: {path} ({first_line(error)}).")
 
 
 def _describe(out: Path, base: str | None = None) -> Written:
@@ -223,10 +212,7 @@ def _describe(out: Path, base: str | None = None) -> Written:
 
 def _tell_dtype(config_file: Path, dtype: str) -> None:
     """Let the config name the dtype of the weights, so that loading keeps it."""
-    try:
-        config = json.loads(config_file.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The checkpoint is damaged: {config_file.name} is no config.") from error
+    config = _read_json(config_file)
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
-from ppo_cli.engine.packed_rows import PackedRows
+
+if TYPE_CHECKING:  # it brings all of transformers along
+    from ppo_cli.engine.packed_rows import PackedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +114,11 @@ def cut_slice(
     width = int(response_len_B.max())
     position_BT = prompt_len_B[:, None] - 1 + torch.arange(width)[None, :]
     ids_BL = batch.input_ids_BL[row_B, :length]
+    ends = None
     if packed:
+        from ppo_cli.engine.packed_rows import PackedRows
+
+        ends = PackedRows.of(length_B.tolist(), device)
         ids_BL = ids_BL[torch.arange(length)[None, :] < length_B[:, None]][None]
         position_BT += (length_B.cumsum(0) - length_B)[:, None]
     return Slice(
@@ -121,7 +128,7 @@ def cut_slice(
         position_BT=position_BT.clamp(max=ids_BL.shape[1] - 1).to(device),
         width=width,
         idle=idle,
-        packed=PackedRows.of(length_B.tolist(), device) if packed else None,
+        packed=ends,
     )
 
 

@@ -45,8 +45,7 @@ SAMPLINGS = (
 # last ones are looks of transformers at masks and positions.
 LEAVES = frozenset(
     {
-        "engine/actor.py:_loss",
-        "engine/critic.py:accumulate",
+        "engine/actor_critic.py:_loss",
         "engine/hf_sampler.py:_compact",
         "engine/hf_sampler.py:_record",
         "engine/learner.py:widen",

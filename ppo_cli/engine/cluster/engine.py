@@ -22,7 +22,6 @@ from ppo_cli.engine.cluster.futures import Call, Member, late
 from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import rejoin_prompt
 from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved
-from ppo_cli.engine.cluster.workers import LearnerRole, SamplerRole, meeting_point
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.engine.sums import merge_sums
@@ -110,6 +109,10 @@ class Publisher:
         self._cluster.call(self._learners, name, *args, seconds=limit)
 
 
+# What runs in the workers, by name: this process imports no models.
+LEARNER = "ppo_cli.engine.cluster.workers:LearnerRole"
+SAMPLER = "ppo_cli.engine.cluster.workers:SamplerRole"
+MEETING_POINT = "ppo_cli.engine.cluster.workers:meeting_point"
 POLL_S = 0.2
 LOOPBACK = "127.0.0.1"
 
@@ -274,7 +277,7 @@ class ClusterEngine:
         cluster, collect = self._cluster, self._cluster.waits.collect
         given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
-            cluster.ask(sampler, "start", "build", SamplerRole, i, *given, self._profiles)
+            cluster.ask(sampler, "start", "build", SAMPLER, i, *given, self._profiles)
             for i, sampler in enumerate(self._samplers)
         ]
         self._publisher = Publisher(
@@ -288,12 +291,12 @@ class ClusterEngine:
             self._publisher.sleep()
         first, size = self._learners[0], len(self._learners)
         (point,) = collect(
-            [cluster.ask(first, "meet", "run", meeting_point, first.node, self._one_node)],
+            [cluster.ask(first, "meet", "run", MEETING_POINT, first.node, self._one_node)],
             may_stop=True,
         )
         joining = [
             cluster.ask(
-                one, "join", "build", LearnerRole, *given[:2], total_steps, self._profiles, size,
+                one, "join", "build", LEARNER, *given[:2], total_steps, self._profiles, size,
                 rank, one.node, point,
             )
             for rank, one in enumerate(self._learners)

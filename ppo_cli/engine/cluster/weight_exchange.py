@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from torch import Tensor
 from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.cluster.futures import GRACE_S, Call, Member, Waits
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
-from ppo_cli.engine.sharding import whole_tensor
-from ppo_cli.engine.vllm_sampler import set_environment
 from ppo_cli.errors import ConfigError, PpoError
+
+if TYPE_CHECKING:  # the driver needs the plan alone, and none of the models
+    from ppo_cli.engine.learner import Learner
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ class Exchange:
         self._proven = True
 
     def _connect(self, rank: int) -> Any:
+        from ppo_cli.engine.vllm_sampler import set_environment
+
         set_environment()
-        # Here and not above: only with this choice is vLLM needed, which other runs may lack.
+        # Only with this choice is vLLM needed, which other runs may lack.
         from ppo_cli.engine.weight_transfer import trainer
 
         plan = self._plan
@@ -102,10 +104,12 @@ class Exchange:
         return ((name, t.to(self._dtype)) for name, t in self._learner.published(whole, exact))
 
     def _gather_cast(self, tensor: Tensor) -> Tensor:
-        return whole_tensor(tensor, self._dtype).to(self._device)
+        return self._gather(tensor, self._dtype)
 
-    def _gather(self, tensor: Tensor) -> Tensor:
-        return whole_tensor(tensor).to(self._device)
+    def _gather(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        from ppo_cli.engine.sharding import whole_tensor
+
+        return whole_tensor(tensor, dtype).to(self._device)
 
     def _ask_all(self, method: str, words: list[tuple[Any, ...]]) -> None:
         """Have every sampler do something and wait for all, or for the first that fails."""

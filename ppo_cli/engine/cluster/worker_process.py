@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import ray
@@ -74,15 +75,15 @@ class Worker:
 
         return _try(settle)
 
-    def run(self, work: Callable[..., Any], *args: Any) -> Outcome:
-        """Do something that needs no object."""
-        return _try(lambda: work(*args))
+    def run(self, work: Callable[..., Any] | str, *args: Any) -> Outcome:
+        """Do something that needs no object; `work` is a function or its `module:name`."""
+        return _try(lambda: _find(work)(*args))
 
-    def build(self, factory: Callable[..., Any], *args: Any) -> Outcome:
-        """Make the object that calls go to."""
+    def build(self, factory: Callable[..., Any] | str, *args: Any) -> Outcome:
+        """Make the object that calls go to; `factory` is a function or its `module:name`."""
 
         def make() -> None:
-            self._held = factory(*args)
+            self._held = _find(factory)(*args)
 
         return _try(make)
 
@@ -161,6 +162,10 @@ def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
             "lower --n_gpus or show more."
         )
     return ",".join(names[gpu] for gpu in gpus)
+
+
+def _find(function: Callable[..., Any] | str) -> Any:
+    return resolve_name(function) if isinstance(function, str) else function
 
 
 def _try(work: Callable[[], Any]) -> Outcome:

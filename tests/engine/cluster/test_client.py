@@ -55,6 +55,11 @@ def rest(answer: Answer) -> list[tuple[str, Any]]:
     return found
 
 
+def test_the_process_that_talks_to_ray_imports_no_models(client: Client) -> None:
+    assert client.ask("imported", "torch").take(20) == ("done", True)
+    assert client.ask("imported", "transformers").take(20) == ("done", False)
+
+
 def test_answers_come_to_whom_they_are_for(client: Client) -> None:
     slow, quick = client.ask("count", 20), client.ask("add", 2, 3)
     assert quick.take(20) == ("done", 5)

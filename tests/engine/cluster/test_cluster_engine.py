@@ -221,7 +221,7 @@ def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_rememb
         model.forward = limited
         return role
 
-    monkeypatch.setattr("ppo_cli.engine.cluster.engine.SamplerRole", start_short)
+    monkeypatch.setattr("ppo_cli.engine.cluster.engine.SAMPLER", start_short)
     told: list[str] = []
     made = ClusterEngine(
         make_config(), pickle.dumps(tokenizer), total_steps=8, logs=tmp_path / "logs",

@@ -24,6 +24,9 @@ class Verbs(Service):
             yield number
             time.sleep(0.01)
 
+    def imported(self, module: str) -> bool:
+        return module in sys.modules
+
     def refuse(self) -> None:
         raise ConfigError(["one thing", "another"])
 
