@@ -105,8 +105,10 @@ def forward_logprobs(model: Any, rollout: Rollout, temperature: float) -> np.nda
     return logprobs.gather(-1, ids[0, start:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((family, "sdpa") for family in FAMILIES), ("qwen2", "eager"), ("gemma2", "eager")],
+)
 def test_greedy_equals_transformers_generate(family: str, attention: str) -> None:
     model = build_model(family, attention)
     prompts = make_prompts()
@@ -119,8 +121,9 @@ def test_greedy_equals_transformers_generate(family: str, attention: str) -> Non
         assert found[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(
+    ("family", "temperature"), [*((family, 0.7) for family in FAMILIES), ("qwen2", 0.0)]
+)
 def test_logprobs_equal_a_full_forward(family: str, temperature: float) -> None:
     model = build_model(family, initializer_range=0.2)
     cut = {"top_p": 0.8, "top_k": 20}  # the log-probs are those before truncation
@@ -358,14 +361,14 @@ OUT_OF_MEMORY = (
 )
 
 
-@pytest.mark.parametrize("room", [40, 60, 100, 150, 300])
+@pytest.mark.parametrize("room", [40, 100, 300])
 def test_out_of_memory_halves_what_is_sampled_at_once_and_changes_no_row(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts = build_model(), make_prompts()
     for wanted in ({"n": 3}, {"n": 2, "temperature": 0.0}, {"n": 1, "top_p": 0.7, "seed": 4}):
         whole = tokens_of(sample(model, prompts, **wanted))
-        for error in OUT_OF_MEMORY:
+        for error in OUT_OF_MEMORY if wanted == {"n": 3} else OUT_OF_MEMORY[:1]:
             memory, told = SmallMemory(model, room, error), []
             sampler = make_sampler(model)
             sampler.room.tell = told.append

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 RUN = (
     "--preset", "embedded", "--batch_size", "8", "--mini_batch_size", "4", "--rollout_n", "2",
-    "--max_steps", "8", "--save_freq", "2", "--test_freq", "4", "--max_response_length", "8",
+    "--max_steps", "8", "--save_freq", "2", "--test_freq", "-1", "--max_response_length", "8",
     "data.val_max_samples=16", "--num_workers", "2",
 )  # fmt: skip
 LONG_S = 600.0
