@@ -20,6 +20,7 @@ from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Actor as ActorSettings
 from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import clip_high, clip_low
+from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import run_within_memory
 from ppo_cli.engine.models import Policy, ValueModel
@@ -27,7 +28,6 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
-from ppo_cli.engine.sums import SumTable, Table, only_first, own_rows
 
 LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
 
@@ -117,32 +117,35 @@ class ModelLearner:
         self._compute = compute
         self._ranks = ranks
 
-    def step(self, batch: TrainBatch) -> Table:
+    def step(self, batch: TrainBatch) -> Sums:
         """One optimizer step on all rows of `batch`; returns what this rank saw of it."""
         tokens, sequences = count_mask(batch.loss_mask_BT)
         if tokens == 0:
-            return only_first(self._ranks, {f"{self.name}/empty_minibatches": (1.0, 1.0)})
+            return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
         model = self._asked[0]
         model.model.train()
 
-        def accumulate(plan: Sequence[Sequence[int]]) -> SumTable:
-            table = SumTable()
+        def accumulate(plan: Sequence[Sequence[int]]) -> Sums:
+            sums: Sums = {}
             for rows in plan:
                 cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
-                self._loss(batch, cut, aggregation, table).backward()
-            return table
+                self._loss(batch, cut, aggregation, sums).backward()
+            return sums
 
         with model.awake():
-            table = run_within_memory(
+            sums = run_within_memory(
                 row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
             )
             norm, stepped = self.optimizer.apply()
-        rates = {f"{self.name}/skipped_steps": (0.0 if stepped else 1.0, 1.0)}
-        if stepped:
-            rates[self.norm] = (norm, 1.0)
-        rates[f"{self.name}/lr"] = (self.optimizer.lr, 1.0)
-        return own_rows(self._ranks, table) | only_first(self._ranks, rates)
+        if not self._ranks.speaks:
+            sums = {}
+        if self._ranks.rank == 0:
+            sums[f"{self.name}/skipped_steps"] = (0.0 if stepped else 1.0, 1.0)
+            if stepped:
+                sums[self.norm] = (norm, 1.0)
+            sums[f"{self.name}/lr"] = (self.optimizer.lr, 1.0)
+        return sums
 
     def _start_over(self) -> None:
         """Forget a pass that broke off, and the gradients so far."""
@@ -152,7 +155,7 @@ class ModelLearner:
 
     @abstractmethod
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], table: SumTable
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
     ) -> Tensor:
         """What is minimised, of a slice; `aggregation` is that of the whole mini-batch."""
 
@@ -180,7 +183,7 @@ class ActorLearner(ModelLearner):
         self._temperature = temperature
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], table: SumTable
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
     ) -> Tensor:
         """What is minimised, reported as `actor_loss`: surrogate - entropy + KL, weighted.
 
@@ -207,20 +210,20 @@ class ActorLearner(ModelLearner):
             **aggregation,
         )
         loss, count = surrogate.loss, surrogate.token_count.item()
-        table.add("policy_loss", loss.item(), 0)
-        table.add("ppo_ratio", surrogate.ratio_sum.item(), count)
-        table.add("clip_fraction", surrogate.clip_sum.item(), count)
-        table.add("actor/clip_lower", surrogate.clip_lower_sum.item(), count)
-        table.add("actor/approx_kl", surrogate.approx_kl_sum.item(), count)
+        add_sum(sums, "policy_loss", loss.item(), 0)
+        add_sum(sums, "ppo_ratio", surrogate.ratio_sum.item(), count)
+        add_sum(sums, "clip_fraction", surrogate.clip_sum.item(), count)
+        add_sum(sums, "actor/clip_lower", surrogate.clip_lower_sum.item(), count)
+        add_sum(sums, "actor/approx_kl", surrogate.approx_kl_sum.item(), count)
         if with_entropy:
             entropy = aggregate(cut.spread(seen.entropy_N), mask_BT, **aggregation)
             loss = loss - s.entropy_coeff * entropy
-            table.add("actor/entropy_loss", entropy.item(), 0)
+            add_sum(sums, "actor/entropy_loss", entropy.item(), 0)
         if s.use_kl_loss:
             kl = aggregate(self._kl_BT(batch, cut, seen, new_BT), mask_BT, **aggregation)
             loss = loss + s.kl_loss_coef * kl
-            table.add("actor/kl_loss", kl.item(), 0)
-        table.add("actor_loss", loss.item(), 0)
+            add_sum(sums, "actor/kl_loss", kl.item(), 0)
+        add_sum(sums, "actor_loss", loss.item(), 0)
         return loss
 
     def _kl_BT(self, batch: TrainBatch, cut: Slice, seen: TokenView, new_BT: Tensor) -> Tensor:
@@ -260,7 +263,7 @@ class CriticLearner(ModelLearner):
         return cut.spread(values_N)
 
     def _loss(
-        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], table: SumTable
+        self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
     ) -> Tensor:
         """What is minimised, reported as `critic_loss`; `value_loss` is without its coefficient."""
         if batch.values_BT is None:
@@ -274,7 +277,7 @@ class CriticLearner(ModelLearner):
             **aggregation,
         )
         loss = self._settings.value_loss_coef * result.loss
-        table.add("value_loss", result.loss.item(), 0)
-        table.add("critic_loss", loss.item(), 0)
-        table.add("critic/clip_fraction", result.clip_sum.item(), result.token_count.item())
+        add_sum(sums, "value_loss", result.loss.item(), 0)
+        add_sum(sums, "critic_loss", loss.item(), 0)
+        add_sum(sums, "critic/clip_fraction", result.clip_sum.item(), result.token_count.item())
         return loss

@@ -31,6 +31,10 @@ from ppo_cli.records import Prompt, Rollout
 
 WORDS = "ahead.json"
 NUMBERS = "ahead.npz"
+# Of a rollout, beside its prompt and its numbers.
+TOLD: dict[str, Callable[..., Any]] = {
+    "sample": int, "text": str, "finish_reason": str, "weight_version": int
+}  # fmt: skip
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile)
 
 
@@ -123,14 +127,7 @@ def _words_of(kept: Round, published: int) -> dict[str, Any]:
         "sampling": asdict(kept.sampling),
         "prompts": [{"uid": p.uid, "token_ids": list(p.token_ids)} for p in kept.prompts],
         "rollouts": [
-            {
-                "uid": r.prompt.uid,
-                "sample": r.sample,
-                "text": r.text,
-                "finish_reason": r.finish_reason,
-                "weight_version": r.weight_version,
-            }
-            for r in kept.rollouts
+            {"uid": r.prompt.uid} | {name: getattr(r, name) for name in TOLD} for r in kept.rollouts
         ],
     }
 
@@ -156,23 +153,13 @@ def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     for words in saved["rollouts"]:
         ids, logprobs = next(rows)
-        made.rollouts.append(_rollout_of(words, by_uid[words["uid"]], ids, logprobs))
+        told = {name: kind(words[name]) for name, kind in TOLD.items()}
+        prompt, token_ids = by_uid[words["uid"]], tuple(ids.tolist())
+        made.rollouts.append(
+            Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **told)
+        )
     made.complete()
     return made
-
-
-def _rollout_of(
-    words: Mapping[str, Any], prompt: Prompt, ids: NDArray[np.int64], logprobs: NDArray[np.float32]
-) -> Rollout:
-    return Rollout(
-        prompt=prompt,
-        sample=int(words["sample"]),
-        token_ids=tuple(ids.tolist()),
-        sampler_logprobs=logprobs,
-        text=words["text"],
-        finish_reason=words["finish_reason"],
-        weight_version=int(words["weight_version"]),
-    )
 
 
 Upcoming = Callable[[int], tuple[Sequence[Prompt], Sampling] | None]

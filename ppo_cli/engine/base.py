@@ -39,8 +39,25 @@ class MiniBatch:
     critic: bool
 
 
-# Metric name -> (sum, count): ranks and micro-batches add exactly, the loop divides.
+# Metric name -> (sum, count): ranks and micro-batches add exactly, the loop divides. Before all
+# are added up a count may be 0: of what is normalised by the whole mini-batch already (a loss),
+# of which micro-batches hold parts and which counts once.
 Sums = dict[str, tuple[float, float]]
+
+
+def add_sum(sums: Sums, name: str, total: float, count: float) -> None:
+    """Add to a named sum and its count."""
+    before = sums.get(name, (0.0, 0.0))
+    sums[name] = (before[0] + total, before[1] + count)
+
+
+def merge_sums(parts: Sequence[Sums]) -> Sums:
+    """Add up the sums of all ranks; a name that only ever had count 0 counts as one."""
+    whole: Sums = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            add_sum(whole, name, total, count)
+    return {name: (total, count or 1.0) for name, (total, count) in whole.items()}
 
 
 class Engine(Protocol):

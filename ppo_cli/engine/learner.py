@@ -28,7 +28,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
-from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.base import MiniBatch, Sums
 from ppo_cli.engine.checkpoint import (
     Trained,
     model_files,
@@ -61,7 +61,6 @@ from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.sharding import full_tensor, load_spread
-from ppo_cli.engine.sums import Table, only_first
 from ppo_cli.errors import ModelError
 
 
@@ -125,23 +124,22 @@ class Learner:
                 row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks
             )
 
-    def step(self, minibatch: MiniBatch) -> Table:
+    def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
-        table: Table = {}
+        sums: Sums = {}
         with tell_out_of_memory("An optimizer step", "the size of --model"):
             if minibatch.actor:
                 with self.phase("update actor"):
-                    table |= self._actor.step(minibatch.batch)
+                    sums |= self._actor.step(minibatch.batch)
             if minibatch.critic and self._critic is not None:
                 with self.phase("update critic"):
-                    table |= self._critic.step(minibatch.batch)
+                    sums |= self._critic.step(minibatch.batch)
         # Only once memory has run out: what micro-batches hold since then.
         for name, budget in self._budgets().items():
-            if budget.halvings:
+            if budget.halvings and self._ranks.rank == 0:
                 unit, most = budget.held()
-                held = {f"{name}/micro_batch_{unit}": (float(most), 1.0)}
-                table |= only_first(self._ranks, held)
-        return table
+                sums[f"{name}/micro_batch_{unit}"] = (float(most), 1.0)
+        return sums
 
     def publish(self) -> None:
         """Raise the weight version and move the learning-rate schedules on."""

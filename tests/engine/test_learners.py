@@ -14,10 +14,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
+from ppo_cli.engine.base import merge_sums
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel, load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.sums import merge_sums
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near
 

@@ -23,7 +23,6 @@ STANDS = {
     "engine.tensor_parallel": "how layers are split; with it, sharding is over the cap",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.cluster.head": "a program of its own",
-    "engine.cluster.workers": "runs in the workers",
     "launch.keeper": "a program of its own",
     "launch.member": "the other nodes' side; with it, nodes is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",

@@ -16,7 +16,7 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.derived import weight_transfer
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.base import MiniBatch, Sampling, Sums
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.futures import Call, Member, late
 from ppo_cli.engine.cluster.ray_session import node_answers
@@ -24,7 +24,6 @@ from ppo_cli.engine.cluster.serialise import rejoin_prompt
 from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
-from ppo_cli.engine.sums import merge_sums
 from ppo_cli.errors import ConfigError, UserError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
