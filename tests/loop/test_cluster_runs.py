@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppo_cli.config.bundled import model_folder
 from tests.loop.runs import metrics, train
+from tests.loop.test_profile import PHASES, phases
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("pair") / "run"
-    train(out, *EIGHT, *TWO)
+    shown = train(out, *EIGHT, *TWO, "--profile", "2").stdout
+    out.with_name("shown").write_text(shown)
     return out
 
 
@@ -98,6 +100,18 @@ def test_two_ranks_train_as_one_process(alone: Path, pair: Path) -> None:
     assert_same_weights(alone, pair)
     assert_same_rewards(alone, pair)
     assert_same_numbers(metrics(alone), metrics(pair))
+
+
+def test_every_process_writes_its_own_profile(pair: Path) -> None:
+    shown = pair.with_name("shown").read_text()
+    found = {path.name: path for path in (pair / "profile").iterdir()}
+    processes = ("rank_0", "rank_1", "sampler_0")
+    assert set(found) == {f"step_000002.{p}.{end}" for p in processes for end in ("json.gz", "txt")}
+    for rank in (0, 1):
+        assert phases(found[f"step_000002.rank_{rank}.json.gz"]) == set(PHASES[1:])
+    assert phases(found["step_000002.sampler_0.json.gz"]) == {"rollout"}
+    for process in ("rank_0", "sampler_0"):
+        assert found[f"step_000002.{process}.txt"].read_text().rstrip() in shown
 
 
 @pytest.mark.parametrize(

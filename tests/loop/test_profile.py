@@ -43,19 +43,6 @@ def test_one_process_traces_the_step_and_shows_its_table(tmp_path: Path) -> None
     assert "aten::" in next(line for line in text.splitlines() if line.startswith("annotate"))
 
 
-@pytest.mark.slow
-def test_every_process_of_a_cluster_writes_its_own(tmp_path: Path) -> None:
-    shown = train(tmp_path, *SHORT, "--engine", "ray", "--num_workers", "2").stdout
-    found = {path.name: path for path in (tmp_path / "profile").iterdir()}
-    processes = ("rank_0", "rank_1", "sampler_0")
-    assert set(found) == {f"step_000002.{p}.{end}" for p in processes for end in ("json.gz", "txt")}
-    for rank in (0, 1):
-        assert phases(found[f"step_000002.rank_{rank}.json.gz"]) == set(PHASES[1:])
-    assert phases(found["step_000002.sampler_0.json.gz"]) == {"rollout"}
-    for process in ("rank_0", "sampler_0"):
-        assert found[f"step_000002.{process}.txt"].read_text().rstrip() in shown
-
-
 @pytest.mark.parametrize(
     ("given", "steps"),
     [
