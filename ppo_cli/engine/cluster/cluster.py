@@ -110,10 +110,10 @@ class Cluster:
         placement: Placement,
         logs: Path,
         *,
+        address: str,
         worker_timeout: float,
         node_timeout: float,
         threads: int = 1,
-        address: str | None = None,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -123,10 +123,7 @@ class Cluster:
         self._node_timeout = node_timeout
         self._group: PlacementGroup | None = None
         self._members: list[Member] = []
-        self._session: Session | None = Session(
-            gpus=placement.devices_per_node, logs=self._logs, address=address,
-            timeout_s=node_timeout, stop_requested=stop_requested,
-        )  # fmt: skip
+        self._session: Session | None = Session(address, self._logs)
         self.waits = Waits(worker_timeout, self._session.trouble, stop_requested)
         try:
             self._group = reserve_nodes(

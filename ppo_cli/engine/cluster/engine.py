@@ -130,7 +130,7 @@ class ClusterEngine:
         total_steps: int,
         placement: Placement,
         logs: Path,
-        address: str | None = None,
+        address: str,
         tell: Callable[[str], None] = lambda text: None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""The Ray session of a run: its own on this machine, or a cluster that it joins."""
+"""A Ray of a run's own on this machine, and the part of a process in any Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 
 from ppo_cli.engine.cluster.head import LOST, end_session
 from ppo_cli.engine.cluster.logs import read_tail
@@ -146,27 +145,14 @@ KNOCK_EVERY_S, KNOCKS = 5.0, 3
 
 
 class Session:
-    """Starts or joins Ray; `close` ends what was started and leaves what was joined."""
+    """This process's part in the Ray cluster at an address; `close` leaves it as it was."""
 
-    def __init__(
-        self,
-        *,
-        gpus: int,
-        logs: Path,
-        address: str | None,
-        timeout_s: float,
-        stop_requested: Callable[[], str | None],
-    ) -> None:
-        self._log = logs / "ray.log"
-        self._head: OwnRay | None = None
+    def __init__(self, address: str, logs: Path) -> None:
         self._gone: str | None = None
         self._address = address
         self._knocked_at = time.monotonic()
         try:
-            if address is None:
-                self._head = OwnRay(gpus=gpus, logs=logs)
-                self._address = self._head.await_address(timeout_s, stop_requested)
-            self._join(str(self._address))
+            self._join(logs)
         except BaseException:
             self.close()
             raise
@@ -174,30 +160,23 @@ class Session:
     def trouble(self) -> str | None:
         """Say what happened to Ray itself, or None while it is well."""
         if self._gone is None:
-            self._gone = self._head.trouble() if self._head is not None else self._knock()
+            self._gone = self._knock()
         return self._gone
 
     def close(self) -> None:
-        """Leave Ray; end it when it is ours. Safe to call twice."""
+        """Leave Ray. Safe to call twice."""
         self._gone = self._gone or "The cluster is closed."
         if ray.is_initialized():
             ray.shutdown()
-        head, self._head = self._head, None
-        if head is None:
-            sweep()
-        else:
-            head.close()
+        sweep()
 
-    def _join(self, address: str) -> None:
-        _keep_quiet(self._log)
+    def _join(self, logs: Path) -> None:
+        _keep_quiet(logs / "ray.log")
         kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        far = ray_constants.ENABLE_RAY_CLUSTER
-        # Ray takes 127.0.0.1 for this machine's name in the network, where ours does not listen.
-        ray_constants.ENABLE_RAY_CLUSTER = far and self._head is None
         try:
-            with _workers_import_as_we_do(self._log.parent):
+            with _workers_import_as_we_do(logs):
                 ray.init(
-                    address=address,
+                    address=self._address,
                     namespace=f"ppo-{uuid.uuid4().hex}",
                     log_to_driver=False,
                     logging_level="ERROR",
@@ -206,9 +185,8 @@ class Session:
             self._address = ray.get_runtime_context().gcs_address
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             words = str(error).strip().splitlines() or [type(error).__name__]
-            raise WorkerLost(f"There is no Ray to join at {address}: {words[0]}") from None
+            raise WorkerLost(f"There is no Ray to join at {self._address}: {words[0]}") from None
         finally:
-            ray_constants.ENABLE_RAY_CLUSTER = far
             for number, handler in kept.items():
                 with suppress(ValueError):  # only the main thread has a say in signals
                     signal.signal(number, handler)
@@ -217,7 +195,7 @@ class Session:
         """Ask the head of a joined cluster, now and then, whether somebody is at home."""
         if time.monotonic() - self._knocked_at < KNOCK_EVERY_S:
             return None
-        host, _, port = str(self._address).rpartition(":")
+        host, _, port = self._address.rpartition(":")
         for attempt in range(KNOCKS):
             try:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()

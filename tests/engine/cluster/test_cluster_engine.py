@@ -64,9 +64,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer: Any, logs: Path) -> Iterator[ClusterEngine]:
+def engine(address: str, tokenizer: Any, logs: Path) -> Iterator[ClusterEngine]:
     given = pickle.dumps(tokenizer)
-    made = ClusterEngine(make_config(), given, total_steps=8, placement=PLACEMENT, logs=logs)
+    made = ClusterEngine(
+        make_config(), given, total_steps=8, placement=PLACEMENT, logs=logs, address=address
+    )
     yield made
     made.close()
 
@@ -161,7 +163,7 @@ def test_a_users_mistake_in_a_sampler_and_on_all_ranks(
 
 def test_every_worker_has_a_log(engine: ClusterEngine, logs: Path) -> None:
     names = {path.name for path in logs.iterdir()}
-    assert {"learner-0.log", "learner-1.log", "sampler-0.log", "ray.log"} <= names
+    assert {"learner-0.log", "learner-1.log", "sampler-0.log"} <= names
 
 
 def kill_soon(pid: int) -> None:
@@ -201,6 +203,7 @@ def test_a_killed_rank_is_named_and_what_is_left_ends(
 
 
 def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_remembers(
+    address: str,
     prompts: list[Prompt],
     tokenizer: Any,
     tmp_path: Path,
@@ -225,6 +228,7 @@ def test_a_sampler_short_of_memory_samples_fewer_at_once_and_a_checkpoint_rememb
     told: list[str] = []
     made = ClusterEngine(
         make_config(), pickle.dumps(tokenizer), total_steps=8, logs=tmp_path / "logs",
+        address=address,
         placement=Placement(1, 0, (0,), ((0,), (1,)), ()), tell=told.append,
     )  # fmt: skip
     try:

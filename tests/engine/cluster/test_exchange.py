@@ -58,11 +58,15 @@ def settings(way: str, **trainer: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterEngine]:
+def engine(
+    address: str, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ClusterEngine]:
     config = settings("gloo")
     logs = tmp_path_factory.mktemp("run") / "logs"
     given = pickle.dumps(tokenizer)
-    engine = ClusterEngine(config, given, total_steps=4, placement=PLACEMENT, logs=logs)
+    engine = ClusterEngine(
+        config, given, total_steps=4, placement=PLACEMENT, logs=logs, address=address
+    )
     yield engine
     engine.close()
 
@@ -94,9 +98,9 @@ def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
     )
 
 
-# The first test of the file: the fixture `engine`, which the others share, holds a Ray of its own.
+# The first test of the file: the fixture `engine`, which the others share, stays joined.
 def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
-    prompts: list[Prompt], tokenizer: Any, tmp_path: Path
+    address: str, prompts: list[Prompt], tokenizer: Any, tmp_path: Path
 ) -> None:
     # Settings that say that there are GPUs, of which one only samples: auto takes NCCL then.
     devices = {"n_gpus_per_node": 2, "placement": "train:0,rollout:1"}
@@ -105,6 +109,7 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
     engine = ClusterEngine(
         config, pickle.dumps(tokenizer), total_steps=4,
         placement=Placement(1, 0, (0,), ((1,),), ()), logs=tmp_path / "logs", tell=told.append,
+        address=address,
     )  # fmt: skip
     try:
         (line,) = [text for text in told if "weight_transfer" in text]

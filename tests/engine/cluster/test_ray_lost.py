@@ -18,6 +18,7 @@ import pytest
 
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay
 from ppo_cli.errors import Interrupted, WorkerLost
 from tests.engine.cluster.test_workers import Hosted
 
@@ -75,23 +76,21 @@ def seconds_until_lost(work: Callable[[], object], match: str) -> float:
 def test_a_lost_raylet_is_told_and_leaves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = Cluster(ONE_NODE, tmp_path, worker_timeout=60, node_timeout=90)
-    session = cluster._session
-    assert session is not None and session._head is not None
-    head, folder = session._head.pid, session._head.folder
+    ray = OwnRay(gpus=0, logs=tmp_path)
     try:
-        thing = Hosted(cluster, Sleeper, role="thing 0")
-        threading.Timer(0.5, kill_part, (head, "raylet")).start()
-        assert seconds_until_lost(lambda: thing.call("sleep", 60), "lost its raylet") < 30
-        with pytest.raises(WorkerLost, match="lost its raylet"):
-            cluster.share([1] * 100_000)
+        ray.await_address(90, lambda: None)
+        assert ray.trouble() is None
+        kill_part(ray.pid, "raylet")
+        until = time.monotonic() + 30
+        while (told := ray.trouble()) is None:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert "lost its raylet" in told
     finally:
-        started = time.monotonic()
-        cluster.close()
-        cluster.close()
-    assert time.monotonic() - started < 45
-    assert await_end(head, 3) == {}
-    assert not folder.exists()
+        ray.close()
+        ray.close()
+    assert await_end(ray.pid, 3) == {}
+    assert not ray.folder.exists()
     assert capfd.readouterr() == ("", "")
 
 
@@ -151,9 +150,13 @@ import signal, sys, time
 from pathlib import Path
 from ppo_cli.config.placement import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.ray_session import OwnRay
 from tests.engine.cluster.test_ray_lost import ONE_NODE, Hosted, Sleeper
 
-cluster = Cluster(ONE_NODE, Path(sys.argv[1]), worker_timeout=60, node_timeout=90)
+logs = Path(sys.argv[1])
+ray = OwnRay(gpus=0, logs=logs)
+address = ray.await_address(90, lambda: None)
+cluster = Cluster(ONE_NODE, logs, address=address, worker_timeout=60, node_timeout=90)
 handled = signal.getsignal(signal.SIGTERM)
 assert handled == signal.SIG_DFL, handled
 seen = []
@@ -161,7 +164,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: seen.append(number))
 thing = Hosted(cluster, Sleeper, role="thing 0")
 pid = thing.call("sleep", 0)
-print(cluster._session._head.pid, cluster._session._head.folder, flush=True)
+print(ray.pid, ray.folder, flush=True)
 while len(seen) < 2:
     time.sleep(0.05)
 assert thing.call("sleep", 0.3) == pid
@@ -179,6 +182,7 @@ def test_signals_of_the_terminal_spare_the_workers_and_a_dead_driver_leaves_noth
         subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(tmp_path)],
             stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, cwd=ROOT,
+            env=os.environ | HERE_ONLY,
         ) as driver,
     ):  # fmt: skip
         assert driver.stdout is not None

@@ -125,14 +125,14 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(logs: Path) -> Iterator[Cluster]:
+def cluster(address: str, logs: Path) -> Iterator[Cluster]:
     chance = logs / "here"
     chance.mkdir()
     (chance / "wave.py").write_text("raise SystemExit('not for us')\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(chance)
         patch.setattr(sys, "path", [path for path in sys.path if path])
-        made = Cluster(ONE_NODE, logs, worker_timeout=30, node_timeout=90)
+        made = Cluster(ONE_NODE, logs, address=address, worker_timeout=30, node_timeout=90)
     yield made
     made.close()
 
