@@ -25,6 +25,9 @@ HOLDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 class KVLayer(DynamicLayer):
     """One layer's keys and values (rows, heads, columns, size)."""
 
+    keys: Tensor
+    values: Tensor
+
     def trim(self, columns: int) -> None:
         """Forget the first columns."""
         self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]

@@ -278,7 +278,8 @@ class Learner:
     def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
         checkpointing = self._config.model.enable_gradient_checkpointing
         prepare = partial(adapt_policy, adapt=adapter)
-        return self._load(load_policy, path, sharding, checkpointing, prepare)
+        policy: Policy = self._load(load_policy, path, sharding, checkpointing, prepare)
+        return policy
 
     def _load(
         self,
