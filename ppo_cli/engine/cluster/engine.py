@@ -22,6 +22,7 @@ from ppo_cli.engine.cluster.futures import Call, Member, late
 from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import rejoin_prompt
 from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved
+from ppo_cli.engine.cluster.worker_process import load_code, meeting_point
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.errors import ConfigError, UserError, WorkerLost
@@ -109,9 +110,8 @@ class Publisher:
 
 
 # What runs in the workers, by name: this process imports no models.
-LEARNER = "ppo_cli.engine.cluster.workers:LearnerRole"
-SAMPLER = "ppo_cli.engine.cluster.workers:SamplerRole"
-MEETING_POINT = "ppo_cli.engine.cluster.workers:meeting_point"
+WORKERS = "ppo_cli.engine.cluster.workers"
+LEARNER, SAMPLER = f"{WORKERS}:LearnerRole", f"{WORKERS}:SamplerRole"
 POLL_S = 0.2
 LOOPBACK = "127.0.0.1"
 
@@ -289,9 +289,12 @@ class ClusterEngine:
             loading = [c for i, c in enumerate(loading) if i not in placement.sleepers]
             self._publisher.sleep()
         first, size = self._learners[0], len(self._learners)
-        (point,) = collect(
-            [cluster.ask(first, "meet", "run", MEETING_POINT, first.node, self._one_node)],
+        collect(
+            [cluster.ask(one, "start", "run", load_code, WORKERS) for one in self._learners],
             may_stop=True,
+        )
+        (point,) = collect(
+            [cluster.ask(first, "meet", "run", meeting_point, first.node, self._one_node)]
         )
         joining = [
             cluster.ask(

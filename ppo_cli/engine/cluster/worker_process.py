@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import socket
 import threading
 import time
 import traceback
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import ray
 
 from ppo_cli.engine.cluster.logs import ignore_signals, write_into
+from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, PpoError
 from ppo_cli.redact import redact
 
@@ -75,17 +78,18 @@ class Worker:
 
         return _try(settle)
 
-    def run(self, work: Callable[..., Any] | str, *args: Any) -> Outcome:
-        """Do something that needs no object; `work` is a function or its `module:name`."""
-        return _try(lambda: _find(work)(*args))
+    def run(self, work: Callable[..., Any], *args: Any) -> Outcome:
+        """Do something that needs no object."""
+        return _try(lambda: work(*args))
 
     def build(self, factory: Callable[..., Any] | str, *args: Any) -> Outcome:
         """Make the object that calls go to; `factory` is a function or its `module:name`."""
 
-        def make() -> None:
-            self._held = _find(factory)(*args)
+        def work() -> None:
+            make = resolve_name(factory) if isinstance(factory, str) else factory
+            self._held = make(*args)
 
-        return _try(make)
+        return _try(work)
 
     def call(self, name: str, *args: Any) -> Outcome:
         """Call a method of the object; tensors come and go packed.
@@ -151,6 +155,23 @@ def _in_lists(made: queue.SimpleQueue[tuple[str, Any]]) -> Iterator[Outcome]:
             return
 
 
+def load_code(module: str) -> None:
+    """Import a module, which may take long, before anybody waits for anybody."""
+    import_module(module)
+
+
+def meeting_point(node: str, one_node: bool) -> str:
+    """A file of this node, or an address on it where nobody listens yet.
+
+    Whoever reaches such an address could take part: torch listens on all interfaces.
+    """
+    if one_node:
+        return f"file://{own_folder('ranks')}/meet"  # swept when this process is gone
+    with socket.socket() as free:
+        free.bind((node, 0))
+        return f"tcp://{node}:{free.getsockname()[1]}"
+
+
 def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
     """Name some of the GPUs that this node lets us see, by their number among those."""
     if not inherited:
@@ -162,10 +183,6 @@ def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
             "lower --n_gpus or show more."
         )
     return ",".join(names[gpu] for gpu in gpus)
-
-
-def _find(function: Callable[..., Any] | str) -> Any:
-    return resolve_name(function) if isinstance(function, str) else function
 
 
 def _try(work: Callable[[], Any]) -> Outcome:

@@ -23,7 +23,6 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.serialise import shed_prompt
 from ppo_cli.engine.cluster.weight_exchange import Exchange, ExchangePlan, Halved
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
@@ -33,18 +32,6 @@ from ppo_cli.records import Prompt, Rollout
 SIOCGIFADDR = 0x8915
 # Ranks give up on each other after the driver has: its sentence is the better one.
 AFTER_DRIVER_S = 60.0
-
-
-def meeting_point(node: str, one_node: bool) -> str:
-    """A file of this node, or an address on it where nobody listens yet.
-
-    Whoever reaches such an address could take part: torch listens on all interfaces.
-    """
-    if one_node:
-        return f"file://{own_folder('ranks')}/meet"  # swept when this process is gone
-    with socket.socket() as free:
-        free.bind((node, 0))
-        return f"tcp://{node}:{free.getsockname()[1]}"
 
 
 class LearnerRole(Learner):
