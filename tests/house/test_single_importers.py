@@ -21,6 +21,7 @@ STANDS = {
     "engine.checkpoint": "what is on the disk; with it, learner is over the cap",
     "engine.hf_sampler": "one sampler of several",
     "engine.tensor_parallel": "how layers are split; with it, sharding is over the cap",
+    "engine.cluster.cluster": "the processes, whatever they hold; with it, engine is over the cap",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.cluster.head": "a program of its own",
     "launch.keeper": "a program of its own",
