@@ -201,7 +201,8 @@ def score(path: Path, watch: Watching) -> Numbers:
         with watch():
             begun = scorer.begin(samples, 64)
             assert not any(begun.failures), begun.failures
-            while (batch := scorer.next_batch()) is not None:
+            while (scored := scorer.next_batch()) is not None:
+                batch, _ = scored
                 for index, row in zip(batch.indices, batch.rows, strict=True):
                     found[f"{index} {turn}"] = [row.score, *row.objectives.values()]
     scorer.close()

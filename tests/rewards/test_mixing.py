@@ -186,6 +186,11 @@ def test_renormalising_lets_the_others_share_the_weight() -> None:
     given = columns(a=[1.0, None, None], b=[1.0, 0.5, None])
     mixed = mix(parts, rollouts(3), given, "train", Memory())
     assert totals(mixed) == [pytest.approx(1.0), pytest.approx(0.5), None]
+    # A penalty has a weight too: 0.6 + 0.1 take over the 0.3 of the part that is lost.
+    parts = [part("a", 0.6), part("toxic", -0.1), part("b", 0.3, on_failure="renormalise")]
+    given = columns(a=[1.0], toxic=[2.0], b=[None])
+    mixed = mix(parts, rollouts(1), given, "train", Memory())
+    assert totals(mixed) == [pytest.approx((0.6 - 0.2) / 0.7)]
 
 
 def test_a_closed_gate_counts_as_the_lowest_of_the_round_and_never_above_0() -> None:

@@ -78,6 +78,14 @@ def test_a_pattern_that_backtracks_for_ever_fails_alone(rollout: MakeRollout) ->
     reward.close()
 
 
+def test_the_settings_of_a_rule_reach_its_workers(rollout: MakeRollout) -> None:
+    reward = RuleReward(RULES["format"], settings={"pattern": r"\d+"}, num_workers=1)
+    replies = ("42", "<think>a</think><answer>b</answer>")
+    scores = [reward.submit(rollout(reply)) for reply in replies]
+    assert [score.result(PATIENCE).value for score in scores] == [1.0, 0.0]
+    reward.close()
+
+
 def test_rows_that_cannot_be_scored_fail_with_the_reason(
     build: Build, rollout: MakeRollout
 ) -> None:
