@@ -15,7 +15,7 @@ from ppo_cli.data_sets.prepare import MATH_INSTRUCTION, boxed_answer, prepare
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
 from ppo_cli.fitting.preferences import load_pairs
-from ppo_cli.rewards.rules import score_math
+from ppo_cli.rewards.rules import compare_algebra, score_math
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "hh_rlhf"
 OPENING = "\n\nHuman: How do I boil an egg?"
@@ -145,7 +145,8 @@ def test_problems_of_every_layout_become_rows_that_the_rule_scores(
     }  # fmt: skip
     (loaded,) = load_rows(str(tmp_path / "out" / "test.parquet")).rows
     for reply, right in ((r"so \boxed{1.5}", 1.0), (r"so \boxed{2}", 0.0)):
-        found = score_math(reply, loaded.ground_truth, {})
+        truth = loaded.ground_truth
+        found = score_math(reply, truth, {}) or compare_algebra(reply, truth, {})
         assert found is not None and found["score"] == right
 
 
