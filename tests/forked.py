@@ -34,6 +34,9 @@ import json, os, signal, socket, sys
 import ppo_cli.cli.app, ppo_cli.engine.local, ppo_cli.loop, ppo_cli.run.assemble
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+# What the shell makes its background jobs ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 requests = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while True:

@@ -107,6 +107,10 @@ class _Inert(dict[Any, Any]):
 
     append = __setstate__ = extend
 
+    def __call__(self, *parts: object) -> _Inert:
+        """Stand for what a function that was found by `getattr` would return."""
+        return _Inert(*parts)
+
 
 class _InertTensor(_Inert):
     tensor = True
