@@ -38,11 +38,17 @@ def test_a_fit_from_the_command_line(
     for words in ("before    after", "accuracy", f"ppo train --reward_model {out_dir}",
                   "scaling: affine, mean: "):  # fmt: skip
         assert words in out
-    code, out, err = run(
-        capsys, *args, "--json", "--max_steps", "1", "--overwrite", "--freeze_body"
-    )
-    assert code == 0 and json.loads(out)["steps"]["all"] == 1
-    assert json.loads(out)["recipe"]["freeze_body"] is True
+    recipe = {
+        "epochs": 2, "max_steps": 1, "lr": 0.002, "warmup": 0.3, "batch_size": 6,
+        "batch_tokens": 4096, "center": 0.5, "freeze_body": True, "dtype": "float32", "seed": 7,
+    }  # fmt: skip
+    words = [
+        w for k, v in recipe.items() for w in ([f"--{k}"] if v is True else [f"--{k}", str(v)])
+    ]
+    code, out, err = run(capsys, *args, "--json", "--overwrite", *words)
+    assert code == 0, err
+    assert json.loads(out)["steps"]["all"] == 1
+    assert json.loads(out)["recipe"].items() >= recipe.items()
 
 
 def test_what_is_missing_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:

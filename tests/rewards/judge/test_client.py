@@ -324,6 +324,15 @@ def test_a_slow_call_is_hedged_and_both_are_paid(server: JudgeServer) -> None:
     assert ledger.reserved_tokens == 0
 
 
+def test_a_verdict_counts_the_tokens_of_all_its_tries(server: JudgeServer) -> None:
+    replies = iter(["Rather good, I would say.", '{"reason": "As told.", "score": 7}'])
+    server.score = lambda *_: next(replies)
+    ledger = free()
+    verdict = run(server, lambda client: client.ask(ask_for("twice")), ledger=ledger)
+    assert (verdict.value, verdict.calls) == (7, 2)
+    assert verdict.usage == ledger.total.usage
+
+
 def test_the_budget_stops_everybody(server: JudgeServer) -> None:
     ledger = Ledger(None, budget_usd=None, budget_tokens=600)
     answers = run(server, lambda client: ask_all(client, questions(60)), ledger=ledger)

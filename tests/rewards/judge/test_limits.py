@@ -124,6 +124,30 @@ def test_what_each_failure_teaches(clock: Hands) -> None:
     assert {what: (taught(what, 1), taught(what, 7)) for what in expected} == expected
 
 
+def test_a_later_failure_does_not_end_a_pause_that_was_asked_for(clock: Hands) -> None:
+    async def work() -> list[bool]:
+        admission = Admission(Limits(concurrency=8), Breaker("m", 1800.0, clock), clock)
+        first, second = Ticket(), Ticket()
+        for ticket in (first, second):
+            await admission.enter(ticket)
+        asked = JudgeError(Failure.RETRYABLE, "http_429", "no", status=429, retry_after=30.0)
+        admission.failed(first, asked)
+        clock.now += 1.0
+        admission.failed(second, fails(500))
+        waiting = asyncio.ensure_future(admission.enter(Ticket()))
+        entered = []
+        for later in (20.0, 20.0):
+            clock.now += later
+            admission.dropped(Ticket())  # whoever leaves looks whether others may go
+            await asyncio.sleep(0.01)
+            entered.append(waiting.done())
+        admission.close("over")
+        await asyncio.gather(waiting, return_exceptions=True)
+        return entered
+
+    assert asyncio.run(work()) == [False, True]
+
+
 def test_after_an_outage_the_window_opens_from_its_start_again(clock: Hands) -> None:
     async def work() -> tuple[int, int, int]:
         breaker = Breaker("openai (m)", 1800.0, clock)
