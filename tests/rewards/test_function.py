@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ import pytest
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.function import load_function
+from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.worker import Call, Task
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -269,6 +273,21 @@ def test_children_of_a_killed_worker_die_with_it(
     [score] = scores(code, "a", timeout=1.5)
     assert score.failure.startswith("timeout")
     _wait_until_gone(tmp_path / "pid")
+
+
+def test_a_worker_has_the_memory_of_its_task_and_no_more(reward_file: Write) -> None:
+    code = """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return float(len(bytes(int(solution_str))) > 0)
+    """
+    load = partial(load_function, reward_file(code), "compute_score", {})
+    pool = WorkerPool(Task("sized", load, memory_limit=1 << 30), size=1, timeout=PATIENCE)
+    sizes = (2 << 30, 5)
+    scores = [pool.submit(Call("", str(size), None, {}), lambda score: score) for size in sizes]
+    greedy, modest = (score.result(PATIENCE) for score in scores)
+    pool.close()
+    assert greedy.value is None and "MemoryError" in greedy.failure
+    assert modest.value == 1.0
 
 
 def test_workers_end_when_the_trainer_is_killed(reward_file: Write, tmp_path: Path) -> None:
