@@ -242,6 +242,18 @@ def test_several_outputs_need_their_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(scores.score_B, 0.5 * rows[0] - 2.0 * rows[2])
 
 
+def test_the_weight_of_a_single_output_counts(tmp_path: Path) -> None:
+    path = str(twins.skywork_llama_twin(tmp_path))
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    plain, turned = (
+        load_reward_model(ModelReward(path=path, device="cpu", outputs=outputs))
+        .network.score(ids, torch.ones_like(ids))
+        .score_B
+        for outputs in ((), (-2.0,))
+    )
+    torch.testing.assert_close(turned, -2.0 * plain)
+
+
 def test_several_outputs_of_an_encoder(tmp_path: Path) -> None:
     folder = twins.deberta_twin(tmp_path, outputs=2)
     assert "has 2 outputs" in refused(folder)
