@@ -19,10 +19,11 @@ def jsonl(path: Path, rows: int) -> Path:
 
 
 def test_a_run_is_counted_from_rows_to_optimizer_steps(tmp_path: Path) -> None:
-    train, val = jsonl(tmp_path / "t.jsonl", 1000), jsonl(tmp_path / "v.jsonl", 30)
+    train, val = jsonl(tmp_path / "t.jsonl", 1000), jsonl(tmp_path / "v.jsonl", 50)
     config = settle(
         f"data.train_files={train}",
         f"data.val_files={val}",
+        "data.val_max_samples=30",
         "data.train_batch_size=96",
         "actor.ppo_mini_batch_size=32",
         "actor.ppo_epochs=2",
