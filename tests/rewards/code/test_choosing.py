@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -168,3 +169,27 @@ def test_all_faults_are_told_and_no_sandbox_only_where_it_is_allowed(
     monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "")
     assert sandboxes.choose_sandbox(Code(allow_unsandboxed=True), told.append).name == "bwrap"
     assert len(told) == 2
+
+
+def test_the_filter_refuses_what_the_c_library_calls_by_these_names() -> None:
+    """The C library has the numbers of system calls from elsewhere."""
+    program = """
+import ctypes, errno, os
+from ppo_cli.rewards.code.limits import put_on
+libc, me = ctypes.CDLL(None, use_errno=True), os.getpid()
+calls = {
+    "ptrace": (0, 0, 0, 0), "socket": (2, 1, 0), "setsid": (), "setpgid": (0, 0),
+    "setpriority": (0, 0, 5), "process_vm_readv": (me, 0, 0, 0, 0, 0),
+    "process_vm_writev": (me, 0, 0, 0, 0, 0), "sched_setaffinity": (0, 0, 0),
+}
+put_on()
+for name, given in calls.items():
+    ctypes.set_errno(0)
+    refused = getattr(libc, name)(*given) == -1 and ctypes.get_errno() == errno.EPERM
+    print("" if refused else name, end=" ")
+print("getppid" if os.getppid() <= 0 else "")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.split(), ended.stderr) == (0, [], "")
