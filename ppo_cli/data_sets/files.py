@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.data_sets.problems import Place, RowProblem
-from ppo_cli.errors import DataError, did_you_mean
+from ppo_cli.errors import DataError, did_you_mean, first_line
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
@@ -376,12 +376,6 @@ def name_type(value: object) -> str:
     """Name the type of a JSON value in plain words."""
     name = type(value).__name__
     return TYPE_NAMES.get(name, f"a {name}")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type when it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 @dataclass(frozen=True)

@@ -67,4 +67,4 @@ class LocalEngine:
             self._sampler.room.resume(rows)
 
     def close(self) -> None:
-        """Stop watching the CPUs; nothing else outlives the process here."""
+        """Nothing here outlives the process."""

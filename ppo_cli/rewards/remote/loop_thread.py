@@ -29,7 +29,7 @@ class LoopThread:
         with self._lock:
             if self._closed:
                 work.close()
-                raise RuntimeError("the judge's event loop is closed")
+                raise RuntimeError(f"the event loop of {self._thread.name} is closed")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:

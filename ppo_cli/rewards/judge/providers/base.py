@@ -140,7 +140,7 @@ class SdkProvider(ABC):
 
     @property
     def identity(self) -> str:
-        """Everything but the question that may change an answer; no key, no negotiated state."""
+        """Everything but the question that may change an answer; no key, no dropped options."""
         where = urlsplit(self.base_url)
         known = {
             "provider": self.name,
