@@ -1,0 +1,256 @@
+"""What a run is built from: each setting reaches the part that uses it. Nothing is trained here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.placement import placement_of
+from ppo_cli.config.resolve import resolve
+from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
+from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.run import assemble, engines
+from ppo_cli.run.engines import Engines, start_engine
+from tests.loop.scripted import Screen
+from tests.loop.scripted import prompts as scripted_prompts
+
+WHOLE = (
+    "data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "data.train_max_samples=10",
+    "data.val_max_samples=3", "trainer.total_epochs=3", "trainer.total_training_steps=null",
+    "algorithm.kl_ctrl.kl_coef=0.25",
+)  # fmt: skip
+
+
+class Cluster:
+    """Nodes that are all there; node 1 was asked to stop."""
+
+    address = "10.0.0.1:6379"
+
+    def __init__(self) -> None:
+        self.waited: list[Callable[[], str | None]] = []
+
+    def wait_until_whole(self, *, stop_requested: Callable[[], str | None]) -> None:
+        self.waited.append(stop_requested)
+
+    def stop_asked(self) -> str | None:
+        return "SIGTERM on node 1"
+
+
+@pytest.fixture
+def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Build a run with these settings and stop short of its engine."""
+    load = assemble._load_tokenizer
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def build(*overrides: str, cluster: Cluster | None = None) -> SimpleNamespace:
+        seen = SimpleNamespace(screen=Screen())
+
+        def load_tokenizer(path: str, **options: Any) -> Any:
+            seen.tokenizer = options
+            return load(path, **options)
+
+        def start(build: Any, **options: Any) -> str:
+            seen.engines, seen.start = build.__self__, options
+            return "engine"
+
+        def run(job: Any, begin: Any, **options: Any) -> None:
+            seen.job, seen.begin, seen.restarts = job, begin, options
+
+        monkeypatch.setattr(assemble, "_load_tokenizer", load_tokenizer)
+        monkeypatch.setattr(assemble, "start_engine", start)
+        monkeypatch.setattr(assemble, "run_with_restarts", run)
+        given = (*WHOLE, f"trainer.output_dir={tmp_path / 'run'}", *overrides)
+        resolved = resolve(
+            flags={}, preset="embedded", config_files=(), overrides=given, environ={}
+        )
+        assemble.train(resolved, seen.screen, cluster)
+        return seen
+
+    return build
+
+
+def test_settings_of_a_run_reach_what_it_is_built_from(
+    assembled: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    seen = assembled(
+        "trainer.seed=7", "data.shuffle=false", "trainer.max_ckpt_to_keep=2",
+        "trainer.max_restarts=5", "trainer.node_timeout=77", "model.trust_remote_code=true",
+        "trainer.engine=ray",
+    )  # fmt: skip
+    job, engine = seen.job, seen.engines
+    assert seen.tokenizer == {"trust_remote_code": True}
+    assert (len(job.prompts), len(job.val_prompts), job.total_steps) == (10, 3, 3 * 2)
+    order = PromptOrder(10, 4, 7, False, fingerprint(job.prompts))
+    assert job.order.state_dict() == order.state_dict()
+    assert job.order.take() == [0, 1, 2, 3]
+    done: Future[None] = Future()
+    done.set_result(None)
+    for step in (1, 2, 3):
+        job.store.begin(step, lambda folder: done)
+    assert job.store.steps() == [2, 3] and job.store.directory == tmp_path / "run" / "checkpoints"
+    job.tracker.validation(0, {"reward_mean": 1.0})
+    assert job.tracker.history == [{"step": 0, "reward_mean": 1.0}]
+    assert job.pad_token_id == engine.tokenizer.pad_token_id is not None
+    assert job.decode(job.prompts[0].token_ids).count("user") == 1
+    assert (seen.start["most"], seen.start["patience_s"]) == (5, 77)
+    assert (seen.restarts["most"], seen.restarts["origin"]) == (5, None)
+    assert seen.restarts["build"] == engine.renew
+    assert (engine.total_steps, engine.logs) == (6, tmp_path / "run" / "logs")
+    assert engine.order is job.order and engine.prompts is job.prompts
+    assert engine.config is job.config and engine.address is None and engine.hosts_rewards()
+    state = seen.begin(job)
+    assert (state.step, state.kl_coef) == (0, 0.25)
+    steps = assembled("trainer.total_training_steps=5", "trainer.output_dir=other").job
+    assert steps.total_steps == 5
+
+
+def test_nodes_are_waited_for_and_heard(assembled: Callable[..., SimpleNamespace]) -> None:
+    cluster = Cluster()
+    seen = assembled("trainer.engine=ray", cluster=cluster)
+    assert seen.engines.address == cluster.address
+    for ask in (seen.job.stop_requested, seen.engines.stop_requested):
+        assert ask() == "SIGTERM on node 1"
+    for options in (seen.start, seen.restarts):
+        options["gather"]()
+    assert [ask() for ask in cluster.waited] == ["SIGTERM on node 1"] * 2
+
+
+OTHER_RUN = {
+    "data.max_response_length": "9", "algorithm.gamma": "0.9", "algorithm.lam": "0.9",
+    "algorithm.kl_ctrl.kl_coef": "0.1", "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.use_kl_in_reward": "false", "actor.optim.lr": "0.002",
+    "actor.ppo_mini_batch_size": "4", "actor.ppo_epochs": "3", "actor.clip_ratio": "0.1",
+    "actor.entropy_coeff": "0.01", "actor.use_kl_loss": "true", "critic.optim.lr": "0.002",
+    "critic.ppo_epochs": "3", "critic.cliprange_value": "0.1", "rollout.n": "3",
+    "rollout.temperature": "0.9", "rollout.top_p": "0.9", "rollout.top_k": "7",
+    "reward.rule": "exact", "trainer.seed": "7", "model.lora_rank": "2",
+    "data.train_batch_size": "2", "model.path": "a/b", "critic.model.path": "a/b",
+    "reward.model.path": "a/b", "reward.function": "f.py", "reward.parts": "rule:1",
+}  # fmt: skip
+SAME_RUN = {
+    "trainer.total_epochs": "4", "trainer.save_freq": "9", "trainer.test_freq": "9",
+    "actor.ppo_max_token_len_per_gpu": "999", "trainer.max_ckpt_to_keep": "9",
+    "data.val_max_samples": "9",
+}  # fmt: skip
+
+
+def test_what_is_learned_decides_whether_it_is_another_run() -> None:
+    prompts = scripted_prompts(3)
+
+    def identity(**changed: str) -> dict[str, Any]:
+        given = [f"{key}={value}" for key, value in changed.items()]
+        found = resolve(
+            flags={}, preset="embedded", config_files=(), overrides=[*WHOLE, *given], environ={}
+        )
+        return assemble._identity(found.config, prompts)
+
+    first = identity()
+    assert json.loads(json.dumps(first)) == first
+    for changes, same in ((OTHER_RUN, False), (SAME_RUN, True)):
+        for key, value in changes.items():
+            assert (identity(**{key: value}) == first) is same, key
+    judge = {"reward.api.enable": "true", "reward.api.model": "m"}
+    judged = identity(**judge)
+    for key, value in {
+        "type": "openai", "model": "n", "prompt_preset": "code", "system_prompt": "x",
+        "scoring_prompt": "x", "votes": "3",
+    }.items():  # fmt: skip
+        assert identity(**judge | {f"reward.api.{key}": value}) != judged != first, key
+    prompts.pop()
+    assert identity() != first
+
+
+def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:
+    said: list[str] = []
+    lost: list[Exception] = []
+    gathered: list[int] = []
+
+    def build() -> Any:
+        if lost:
+            raise lost.pop(0)
+        return "engine"
+
+    def started(most: int, *errors: Exception, patience_s: float = 60.0) -> Any:
+        lost[:] = errors
+        said.clear()
+        gathered.clear()
+        return start_engine(
+            build, most=most, patience_s=patience_s, gather=lambda: gathered.append(len(lost)),
+            tell=said.append, resume_command="ppo train -x",
+        )  # fmt: skip
+
+    assert started(0) == "engine"
+    assert started(2, WorkerLost("A died."), WorkerLost("B died.")) == "engine"
+    assert said == ["A died. Starting again (1 of 2).", "B died. Starting again (2 of 2)."]
+    assert gathered == [1, 0]
+    for most, patience in ((1, 60.0), (9, -1.0)):  # too often, or after too long a wait
+        with pytest.raises(Interrupted, match=r"^.* died\. Start again with: ppo train -x$"):
+            started(most, WorkerLost("A died."), WorkerLost("B died."), patience_s=patience)
+        assert len(gathered) == (1 if most == 1 else 0)
+    with pytest.raises(Interrupted, match=r"^Stopped\. Start again with: ppo train -x$"):
+        started(5, Interrupted("Stopped."))
+    assert gathered == []
+
+
+def test_a_cluster_engine_is_given_all_that_it_needs(
+    assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_cli.engine.cluster import remote
+
+    made: list[SimpleNamespace] = []
+
+    class Apart:
+        def __init__(self, config: Any, tokenizer: Any, **options: Any) -> None:
+            self.weight_transfer, self.closed, self.hosted = "memory", False, ()
+            made.append(SimpleNamespace(config=config, tokenizer=tokenizer, engine=self, **options))
+
+        def host(self, factory: Any, *, role: str, devices: Any) -> str:
+            self.hosted = (factory(), role, devices)
+            return "hosted"
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(remote, "ApartEngine", Apart)
+    seen = assembled("trainer.engine=ray", "trainer.num_workers=3", cluster=Cluster())
+    engine: Engines = seen.engines
+    assert engine.get() is engine.get() is made[0].engine
+    first = made[0]
+    assert (first.config, first.tokenizer) == (seen.job.config, engine.tokenizer)
+    assert (first.total_steps, first.logs) == (seen.job.total_steps, engine.logs)
+    assert first.placement == placement_of(seen.job.config) and first.placement.train == (0, 1, 2)
+    assert (first.address, first.stop_requested()) == (Cluster.address, "SIGTERM on node 1")
+    first.tell("Hello")
+    assert seen.screen.notes[-2:] == ["Loading embedded", "Hello"]
+    # What failed once need not be tried again by another start.
+    assert engine.renew() is made[1].engine and first.engine.closed
+    assert made[1].config.rollout.weight_transfer == "memory"
+    assert engine.host(lambda: "model", "judge") == "hosted"
+    assert made[1].engine.hosted == ("model", "reward judge", made[1].placement.reward)
+    engine.close()
+    assert made[1].engine.closed
+
+
+def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
+    assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = assembled("trainer.async_steps=2", "trainer.num_workers=1", "rollout.n=2")
+    engine: Engines = seen.engines
+    monkeypatch.setattr(
+        engines, "AheadEngine", lambda inner, upcoming, steps: (inner, upcoming, steps)
+    )
+    inner, upcoming, steps = engine._ahead("inner")  # type: ignore[arg-type,misc]
+    assert (inner, steps) == ("inner", 2)
+    job = seen.job
+    job.order.take()
+    expected = [job.prompts[i] for i in job.order.peek(2)]
+    prompts, sampling = upcoming(2)
+    assert (prompts, sampling.n) == (expected, 2)
+    assert sampling.seed not in (upcoming(1)[1].seed, upcoming(3)[1].seed)
+    assert upcoming(job.total_steps - 1) is not None and upcoming(job.total_steps) is None
