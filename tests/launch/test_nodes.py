@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +229,96 @@ def test_what_is_known_is_told_though_a_node_is_missing(monkeypatch: pytest.Monk
     assert problem.endswith("was started with other settings: actor.ppo_epochs.")
     assert ends[0].problems == (problem, "node 2 is not here yet.")
     assert sum(": no GPU, ppo-cli" in line for line in said) == 2
+
+
+class QuietRay:
+    """Stands where Ray would be started, and keeps how it was; a test may let it die."""
+
+    made: list[QuietRay]
+
+    def __init__(self, options: list[str], environ: Mapping[str, str], label: str) -> None:
+        self.options, self.environ, self.label = options, dict(environ), label
+        self.living = True
+        self.made.append(self)
+
+    def option(self, name: str) -> str:
+        return self.options[self.options.index(f"--{name}") + 1]
+
+    def wait(self) -> None: ...
+
+    def alive(self) -> bool:
+        return self.living
+
+    def ended(self) -> str:
+        return f"Ray stopped on {self.label}."
+
+    def tail(self) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.living = False
+
+
+@pytest.fixture
+def rays(monkeypatch: pytest.MonkeyPatch) -> list[QuietRay]:
+    monkeypatch.setattr(QuietRay, "made", [], raising=False)
+    monkeypatch.setattr("ppo_cli.launch.nodes.RayProcess", QuietRay)
+    return QuietRay.made
+
+
+def test_two_nodes_start_one_ray_and_end_together(rays: list[QuietRay]) -> None:
+    port = unused_port()
+    given = {"master_addr": "127.0.0.1", "master_port": port, "node_timeout": 30, "num_workers": 90}
+    settings = {"rollout": {"num_samplers": 7}}
+    first, second = (
+        Config.model_validate(
+            {"trainer": {**given, "nnodes": 2, "node_rank": rank, "max_restarts": 1}, **settings}
+        )
+        for rank in (0, 1)
+    )
+    ended: list[int] = []
+    guest = threading.Thread(
+        target=lambda: ended.append(
+            join_cluster(second, {"NODE_ADDR": "127.0.0.2", "A": "b"}, lambda text: None)
+        ),
+        daemon=True,
+    )
+    guest.start()
+    nodes = open_cluster(first, {"A": "c"}, lambda text: None)
+    head, node = rays
+    assert nodes.address == f"127.0.0.1:{head.option('port')}" == node.option("address")
+    assert "--head" in head.options and "--head" not in node.options
+    assert int(head.option("ray-client-server-port")) > 0
+    assert (head.option("node-ip-address"), node.option("node-ip-address")) == (
+        "127.0.0.1", "127.0.0.2",
+    )  # fmt: skip
+    assert nodes.ips == {0: "127.0.0.1", 1: "127.0.0.2"} and list(nodes.names) == [0, 1]
+    for ray, own in ((head, "c"), (node, "b")):
+        cores = max(90 + 7 + 2, os.cpu_count() or 1)
+        assert (int(ray.option("num-cpus")), ray.option("num-gpus")) == (cores, "0")
+        assert ray.environ["A"] == own and nodes.variables.items() <= ray.environ.items()
+    assert len(nodes.variables["RAY_AUTH_TOKEN"]) >= 32 and nodes.timeout == 30
+    node.living = False
+    until = time.monotonic() + 20
+    while len(rays) < 3 or nodes.lost() is not None:  # a node starts its own anew, max_restarts 1
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    nodes.close(3)
+    guest.join(20)
+    assert ended == [3] and [ray.living for ray in rays] == [False] * 3
+
+
+def test_a_node_alone_offers_its_gpus(
+    rays: list[QuietRay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("nodes", "preflight"):
+        monkeypatch.setattr(f"ppo_cli.launch.{module}.gpu_count", lambda environ: 8)
+    with open_cluster(config(nnodes=1, n_gpus_per_node=2), {}, print) as nodes:
+        (ray,) = rays
+        assert ray.option("num-gpus") == "2" and int(ray.option("num-cpus")) == os.cpu_count()
+        own = ray.option("node-ip-address")
+        assert (nodes.address, nodes.ips) == (f"{own}:{ray.option('port')}", {0: own})
+        assert nodes.variables.items() <= ray.environ.items()
+    assert not ray.living
+    with pytest.raises(ConfigError, match="shows 8 GPUs, but N_GPUS is 9"):
+        open_cluster(config(nnodes=1, n_gpus_per_node=9), {}, print)

@@ -69,6 +69,28 @@ def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -
     assert (tmp_path / "earlier_1" / "metrics.jsonl").read_text() == "first"
     assert (tmp_path / "earlier_2" / "metrics.jsonl").read_text() == "second"
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "logs").exists()
+    names = {"checkpoints", "config.yaml", "tensorboard", "report.html", "rollouts"}
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert folder.set_aside() == tmp_path / "earlier_3"
+    assert {path.name for path in (tmp_path / "earlier_3").iterdir()} == names
+    assert folder.set_aside() is None
+
+
+def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    for path, left in (("a/b", ["kept"]), ("kept", ["kept"])):
+        folder = RunFolder(tmp_path / path)
+        folder.prepare()
+        folder.logs.mkdir()
+        folder.drop_if_empty()
+        assert [path.name for path in tmp_path.iterdir()] == left
+    assert folder.logs.exists()
+    used = RunFolder(tmp_path / "used")
+    used.prepare()
+    (used.path / "x").touch()
+    used.drop_if_empty()
+    assert (used.path / "x").exists()
 
 
 def test_what_a_judge_cost_stays_with_a_run_that_begins_again(tmp_path: Path) -> None:

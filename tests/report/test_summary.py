@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
-from ppo_cli.report.metrics import dollars, refuse_unscored, resume_line, summarise
+from ppo_cli.report.metrics import dollars, judge_totals, refuse_unscored, resume_line, summarise
 from ppo_cli.report.tracker import Summary
 
 HERE = Path("my run")
@@ -35,6 +36,36 @@ def test_the_time_is_of_all_sessions() -> None:
     end = told(*lines, session=(4, 100.0))
     assert end.wall_seconds == 300.0 and end.session == (4, 100.0)
     assert told(*lines, session=(10, 301.0)).session is None
+
+
+def test_a_tenth_of_the_steps_is_compared_at_each_end() -> None:
+    rows = [{"step": n, **mixture(n, 0.1 * n, float(n))} for n in range(1, 31)]
+    end = told(*rows, session=(30, 1.0))
+    assert end.reward_before == pytest.approx(0.2) and end.reward_after == pytest.approx(2.9)
+    assert (end.before["reward judge"], end.after["reward judge"]) == (2.0, 29.0)
+    assert (end.before["validation judge"], end.after["validation judge"]) == (1.0, 30.0)
+    assert end.steps == 30 and len(end.rewards) == 30 and end.model_dir is None
+
+
+def test_calls_are_counted_over_judges_sessions_and_validations(tmp_path: Path) -> None:
+    def row(outcome: str, usd: float) -> str:
+        return json.dumps({"outcome": outcome, "usd": usd}) + "\n"
+
+    (tmp_path / "judge_calls.jsonl").write_text(
+        row("ok", 0.5) + row("timeout", 0.25) + row("timeout", 0.0) + '{"started": 1}\n'
+    )
+    (tmp_path / "judge_calls_safety.jsonl").write_text(row("http_503", 0.25))
+    history = [
+        {"step": 0, "val/judge/cached": 2.0, "val/score/failed": 1.0},
+        {"step": 1, "judge/cached": 3.0, "judge/retries": 4.0, "judge_safety/retries": 1.0,
+         "score/failed": 2.0, "judge/cached_share": 9.0},
+    ]  # fmt: skip
+    assert judge_totals(tmp_path, history) == (
+        "4 calls, 3 failed (timeout 2, http_503 1), 5 retries, 5 verdicts reused, "
+        "3 responses without a score, $1.00"
+    )
+    assert judge_totals(tmp_path / "none", history[:0]) == ""
+    assert judge_totals(tmp_path / "none", history[:1]).startswith("0 calls, 2 verdicts reused")
 
 
 def mixture(step: int, total: float, judge: float) -> dict[str, Any]:
@@ -124,6 +155,10 @@ def test_a_resume_line_names_a_budget_that_finishes_the_run() -> None:
     # Cut short in the first step: 8 of 200 are paid for.
     assert budget(UsedUp("--rm_budget_usd", 0.01, 8, 0.0), 0, False, 0)[1] == "0.3"
     assert budget(UsedUp("--rm_budget_usd", 0.0, 0, 0.01), 0, False, 0)[1] == "2.4"
+    # Two votes a response, and a step cut short: 12 of 200 were asked, 24 calls; a call is added.
+    votes = config.reward.api.model_copy(update={"votes": 2})
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"api": votes})})
+    assert budget(UsedUp("--rm_budget_usd", 0.12, 24, 0.5), 1, False, 0)[1] == "2.9"
     used = UsedUp("--rm_budget_tokens", 4_000, 40, 90)
     assert budget(used, 4, False, 0) == ["--rm_budget_tokens", "25000"]
     plain = resume_line("ppo train", Interrupted("down"), config, [], 20, 0)

@@ -92,6 +92,27 @@ def test_time_left_is_of_the_whole_run_and_time_spent_of_all_sessions(tmp_path: 
     assert again.session[0] == 1
 
 
+def test_the_newest_steps_and_all_that_comes_between_tell_the_time_left(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, Screen(), (), total_steps=20, config=Config())
+    for step in range(1, 13):
+        tracker.step(step, {"time/step_s": 100.0 if step <= 2 else 7.0})
+    between = {"time/validate_s": 6.0, "time/validate_reward_s": 12.0, "time/save_s": 21.0}
+    tracker.step(13, {"time/step_s": 7.0, **between, "time/rollout_s": 99.0})
+    found = [line["time/left_s"] for line in lines(tmp_path / "metrics.jsonl")]
+    assert found[10] == pytest.approx(9 * (100 + 9 * 7) / 10)  # ten steps, one of them slow
+    assert found[11:] == pytest.approx([8 * 7, 7 * (7 + 39 / 13)])
+
+
+def test_the_time_of_the_first_validation_is_in_its_own_line(tmp_path: Path) -> None:
+    tracker = make(tmp_path)
+    with tracker.phase("validate"):
+        pass
+    tracker.validation(0, {"val/x": 1.0})
+    tracker.step(1, {})
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert "time/validate_s" in first and second == {"step": 1}
+
+
 def test_validation_joins_the_line_of_its_step_and_step_0_has_its_own(tmp_path: Path) -> None:
     screen = Heard()
     tracker = make(tmp_path, screen)
