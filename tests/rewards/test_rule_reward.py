@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ppo_cli.config.reward_schema import Code
+from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.rules import RULES, RuleReward
 
 MakeRollout = Callable[..., Rollout]
@@ -143,6 +146,30 @@ def test_workers_start_only_when_something_is_slow(build: Build, rollout: MakeRo
     reward.submit(rollout("#### 72")).result()
     reward.submit(rollout(r"\boxed{7}", "7", "math")).result()
     assert len(_children()) == before
+
+
+def test_the_limits_of_the_settings_reach_the_workers(build: Build, rollout: MakeRollout) -> None:
+    before = set(_children())
+    reward = build({"format"}, num_workers=3, timeout=0.3)
+    hang = rollout("a" * 60 + "!", None, "format", format="(a+)+")
+    scores = [reward.submit(hang) for _ in range(3)]
+    until, most = time.monotonic() + PATIENCE, 0
+    while not all(score.done() for score in scores) and time.monotonic() < until:
+        most = max(most, len(set(_children()) - before))
+        time.sleep(0.01)
+    assert most == 3
+    assert {s.result().failure for s in scores} == {"timeout: took longer than 0.3 s"}
+
+
+def test_the_settings_of_code_reach_its_sandbox(
+    build: Build, rollout: MakeRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandboxes, "find_fault", lambda sandbox: "not here")
+    prompt, told = rollout("", ["assert f(1)"], "mbpp").prompt, list[str]()
+    with pytest.raises(RewardError, match="not here"):
+        build({"mbpp"}).start([prompt])
+    build({"mbpp"}, code=Code(allow_unsandboxed=True)).start([prompt], tell=told.append)
+    assert "WITHOUT a sandbox" in told[0]
 
 
 def test_a_reward_of_rules_remembers_nothing() -> None:
