@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -140,6 +142,10 @@ def _children() -> list[str]:
     return [pid for one in lists for pid in one.read_text().split()]
 
 
+def _limits(pid: str) -> str:
+    return Path(f"/proc/{pid}/limits").read_text()
+
+
 def test_workers_start_only_when_something_is_slow(build: Build, rollout: MakeRollout) -> None:
     reward = build({"math", "openai/gsm8k"})
     before = len(_children())
@@ -153,11 +159,15 @@ def test_the_limits_of_the_settings_reach_the_workers(build: Build, rollout: Mak
     reward = build({"format"}, num_workers=3, timeout=0.3)
     hang = rollout("a" * 60 + "!", None, "format", format="(a+)+")
     scores = [reward.submit(hang) for _ in range(3)]
-    until, most = time.monotonic() + PATIENCE, 0
+    until, most, memory = time.monotonic() + PATIENCE, 0, set[str]()
     while not all(score.done() for score in scores) and time.monotonic() < until:
-        most = max(most, len(set(_children()) - before))
+        workers = set(_children()) - before
+        most = max(most, len(workers))
+        for worker in workers:
+            with suppress(OSError):
+                memory |= set(re.findall(r"address space +(\S+)", _limits(worker)))
         time.sleep(0.01)
-    assert most == 3
+    assert (most, memory - {"unlimited"}) == (3, {str(4 << 30)})
     assert {s.result().failure for s in scores} == {"timeout: took longer than 0.3 s"}
 
 
