@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,19 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
-from ppo_cli.engine.base import merge_sums
+from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.models import Policy, ValueModel, load_policy, load_value_model
+from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.models import (
+    Policy,
+    ValueModel,
+    load_policy,
+    load_tokenizer,
+    load_value_model,
+)
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near
@@ -253,3 +263,43 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
     sizes.clear()
     learner.step(batch)
     assert max(sizes) == 2
+
+
+def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(tmp_path: Path) -> None:
+    def build() -> LocalEngine:
+        optim = {"lr": 0.5, "lr_scheduler_type": "cosine"}
+        config = Config.model_validate({
+            "model": {"path": "embedded", "dtype": "float32"}, "rollout": {"max_num_seqs": 9},
+            "actor": {"optim": optim}, "critic": {"optim": optim | {"lr_warmup_steps": 6}},
+        })  # fmt: skip
+        tokenizer = load_tokenizer(model_folder("embedded"))
+        return LocalEngine(config, tokenizer, total_steps=8, tell=told.append)
+
+    told: list[str] = []
+    engine, other = build(), build()
+    for _ in range(3):
+        engine.publish()
+    learner = engine._learner
+    budgets = learner._budgets()
+    assert budgets.keys() == {"actor", "critic", "annotate"}
+    for number, budget in enumerate(budgets.values(), 1):
+        budget.rows, budget.halvings = 10 * number, number
+    engine._sampler.room.halve(6)
+    assert told == [
+        "Sampling ran out of memory: at most 3 responses are sampled at once now. Set "
+        "rollout.max_num_seqs=3 to start there next time."
+    ]
+    engine.save(tmp_path).result(60)
+    other.load(tmp_path)
+    again = other._learner
+    assert again.weight_version == 3 and other._sampler.room.rows == other._sampler.room.left() == 3
+    assert again._budgets() == budgets
+    assert again._actor.optimizer.lr == pytest.approx(0.25 * (1 + math.cos(math.pi * 3 / 8)))
+    assert again._critic is not None and again._critic.optimizer.lr == pytest.approx(0.5 * 4 / 7)
+    # What is told of a step from then on, by the first rank alone.
+    batch = replace(make_batch(), valid_B=torch.zeros(17, dtype=torch.bool))
+    sums = other.step(MiniBatch(batch, actor=True, critic=True))
+    assert {name: value for name, value in sums.items() if "micro_batch" in name} == {
+        f"{name}/micro_batch_rows": (10.0 * number, 1.0) for number, name in enumerate(budgets, 1)
+    }
+    assert sums["actor/empty_minibatches"] == sums["critic/empty_minibatches"] == (1.0, 1.0)

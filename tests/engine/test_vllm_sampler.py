@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.lora import LoRA
+from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.samplers import CPU_CACHE_BYTES, build_sampler
+from ppo_cli.engine.token_draw import stream_key
 from ppo_cli.engine.vllm_sampler import VLLMSampler
-from ppo_cli.errors import MissingPart, ModelError, UserError
+from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt
 
 TOLERANCE = 1e-4
@@ -248,6 +254,131 @@ def test_workers_that_vllm_has_of_its_own_are_not_asked_again(sampler: Make) -> 
     made, _ = sampler(holds=3, tensor_parallel_size=2)
     with pytest.raises(torch.OutOfMemoryError):
         list(made.generate(PROMPTS, Sampling(), 0))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "model": {"path": "embedded", "dtype": "bfloat16", "trust_remote_code": True},
+    "data": {"max_prompt_length": 40, "max_response_length": 24},
+    "rollout": {
+        "name": "vllm", "gpu_memory_utilization": 0.3, "max_num_seqs": 12, "seed": 77,
+        "max_num_batched_tokens": 96, "enforce_eager": False, "enable_prefix_caching": False,
+    },
+}  # fmt: skip
+
+
+def started(
+    monkeypatch: pytest.MonkeyPatch, transfer: Any = "memory", **rollout: Any
+) -> tuple[VLLMSampler, dict[str, Any]]:
+    """A sampler as a run builds it, and what vLLM is asked for."""
+    asked: dict[str, Any] = {}
+
+    def note(self: VLLMSampler, options: dict[str, Any], way: str) -> None:
+        asked.update(options, transfer=way)
+
+    monkeypatch.setattr(VLLMSampler, "_start", note)
+    monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
+    monkeypatch.setattr("ppo_cli.engine.samplers.check_vllm", lambda: None)
+    monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
+    lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
+    given = SETTINGS | {
+        "model": SETTINGS["model"] | lora, "rollout": SETTINGS["rollout"] | rollout
+    }  # fmt: skip
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    sampler = build_sampler(Config.model_validate(given), tokenizer, transfer=transfer)
+    assert isinstance(sampler, VLLMSampler)
+    return sampler, asked
+
+
+def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    sampler, asked = started(monkeypatch, "gloo")
+    memory = asked.pop("kv_cache_memory_bytes")
+    assert asked == {
+        "model": model_folder("embedded"), "trust_remote_code": True, "skip_tokenizer_init": True,
+        "generation_config": "vllm", "dtype": "bfloat16", "max_model_len": 64,
+        "tensor_parallel_size": 1, "distributed_executor_backend": "uni",
+        "gpu_memory_utilization": 0.3, "max_num_seqs": 12, "max_num_batched_tokens": 96,
+        "enforce_eager": True, "enable_prefix_caching": False, "enable_sleep_mode": False,
+        "seed": 77, "disable_log_stats": True, "use_tqdm_on_load": False,
+        "worker_extension_cls": vllm_sampler.EXTENSION, "transfer": "gloo",
+    }  # fmt: skip
+    assert sampler.room.rows == 12
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    assert tokenizer.eos_token_id in sampler._eos_ids
+    assert sampler._detokenize(tokenizer("7 + 8").input_ids) == "7 + 8"
+    # Keys and values (2) of two-byte numbers for 12 sequences of two blocks of 128 tokens.
+    model = json.loads(Path(model_folder("embedded"), "config.json").read_text())
+    size = model["hidden_size"] // model["num_attention_heads"]
+    token = 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * size
+    assert memory == 12 * 2 * 128 * token
+    assert started(monkeypatch, max_num_seqs=10**6)[1]["kv_cache_memory_bytes"] == CPU_CACHE_BYTES
+    # Each sequence of a step needs room for its token.
+    assert started(monkeypatch, max_num_seqs=100)[1]["max_num_batched_tokens"] == 100
+    several = started(monkeypatch, tensor_model_parallel_size=2)[1]
+    assert several["tensor_parallel_size"] == 2 and several["distributed_executor_backend"] == "mp"
+    assert several["transfer"] == "memory"
+    adapted, asked = started(monkeypatch, lora=True)
+    assert {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}.items() <= asked.items()
+    assert adapted._lora == LoRA(3, 6.0)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert "kv_cache_memory_bytes" not in started(monkeypatch)[1]
+
+
+def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, _ = started(monkeypatch)
+    named = SimpleNamespace(
+        SamplingParams=dict, TokensPrompt=dict, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2)
+    )
+    for module in ("vllm", "vllm.inputs", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, module, named)  # type: ignore[arg-type]
+    asked: list[tuple[Any, ...]] = []
+
+    def add_request(*given: Any, lora_request: Any) -> None:
+        asked.append((*given, lora_request))
+
+    sampler._engine = SimpleNamespace(add_request=add_request)
+    sampler._adapter = "adapter"
+    sampling = Sampling(temperature=0.7, top_p=0.8, top_k=9, n=4, max_tokens=6, seed=3)
+    usual = {
+        "temperature": 1.0, "top_p": 0.8, "top_k": 9, "max_tokens": 6, "ignore_eos": True,
+        "stop_token_ids": sampler._eos_ids, "logprobs": 0, "flat_logprobs": True,
+        "detokenize": False, "skip_reading_prefix_cache": False, "output_kind": 2,
+    }  # fmt: skip
+    greedy = usual | {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    for wanted, given in (
+        (usual, sampling),
+        (usual | {"top_k": 0}, replace(sampling, top_k=-1)),
+        (greedy, replace(sampling, temperature=0.0)),
+    ):
+        name = sampler._submit(PROMPTS[1], 2, given)
+        seed = stream_key(3, "p1", 2) >> 1
+        expected = (name, {"prompt_token_ids": [3, 4]}, wanted | {"seed": seed}, "adapter")
+        assert asked[-1] == expected and seed < 2**63
+    assert len({request[0] for request in asked}) == 3
+
+
+def test_the_temperature_is_told_to_the_workers_before_each_draw(sampler: Make) -> None:
+    made, engine = sampler()
+    told: list[float] = []
+    engine.collective_rpc = lambda method, kwargs: told.append(kwargs["temperature"]) or []  # type: ignore
+    for temperature in (1.0, 0.5, 0.5, 0.0, 2.0):
+        found = list(made.generate(PROMPTS[:1], Sampling(temperature=temperature), 6))
+        assert [rollout.weight_version for rollout in found] == [6]
+    assert told == [0.5, 1.0, 2.0]
+
+
+def test_what_does_not_fit_and_a_second_caller_are_refused(sampler: Make) -> None:
+    made, engine = sampler()
+    assert len(list(made.generate(PROMPTS, Sampling(max_tokens=1022), 0))) == 5
+    with pytest.raises(DataError, match="p0 has 2 tokens; with 1023 for the response"):
+        made.generate(PROMPTS, Sampling(max_tokens=1023), 0)
+    begun = made.generate(PROMPTS, Sampling(), 0)
+    next(begun)
+    with pytest.raises(RuntimeError, match="neither used up nor closed"):
+        next(made.generate(PROMPTS, Sampling(), 0))
+    begun.close()  # type: ignore[attr-defined]
+    assert engine.requests == []
+    assert len(list(made.generate(PROMPTS, Sampling(), 0))) == 5
 
 
 IMPORTS = """
