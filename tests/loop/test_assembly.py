@@ -106,7 +106,7 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
     assert engine.config is job.config and engine.address is None and engine.hosts_rewards()
     state = seen.begin(job)
     assert (state.step, state.kl_coef) == (0, 0.25)
-    steps = assembled("trainer.total_training_steps=5").job
+    steps = assembled("trainer.total_training_steps=5", "trainer.resume_mode=never").job
     assert steps.total_steps == 5
 
 

@@ -102,7 +102,21 @@ def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps[1].startswith("ppo train --lr 1 --max_steps 6 ")
     embedded = Config.model_validate({"model": {"path": "embedded"}})
     found = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
-    assert all(line.startswith(r"/a\ b/ppo ") for line in found)
+    assert len(found) == 3 and all(line.startswith(r"/a\ b/ppo ") for line in found)
+
+
+def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
+    store, history = tmp_path / "checkpoints", [{"step": 4, "reward_mean": 0.5}]
+    for step in (2, 4):
+        (store / f"step_00000{step}" / "actor").mkdir(parents=True)
+    (tmp_path / "judge_calls.jsonl").write_text(json.dumps({"outcome": "ok", "usd": 0.25}))
+    (store / "latest").symlink_to("step_000004")
+    for best, named in (("step_000002", True), ("step_000004", False)):
+        (store / "best").unlink(missing_ok=True)
+        (store / "best").symlink_to(best)
+        end = summarise(history, tmp_path, Config(), session=(4, 1.0), resume_command="ppo")
+        assert end.model_dir == store / "latest" / "actor" and end.judge == "1 calls, $0.25"
+        assert any(str(store / "best" / "actor") in line for line in end.next_steps) is named
 
 
 def test_how_this_program_is_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,12 +195,21 @@ def test_noise_is_no_decline() -> None:
 
 def test_a_validation_declines_beyond_the_noise_of_its_responses() -> None:
     config = Config.model_validate({"data": {"val_files": ["embedded"], "val_max_samples": 100}})
-    for after, fell in ((0.45, False), (0.2, True)):
+    four = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(
+                update={"val_kwargs": config.rollout.val_kwargs.model_copy(update={"n": 4})}
+            )
+        }
+    )
+    for judged, after, fell in (
+        (config, 0.45, False), (config, 0.37, False), (config, 0.2, True), (four, 0.41, True),
+    ):  # fmt: skip
         lines = [
             {"step": n, "val/accuracy": v, "val/reward_mean": v, "val/score/std": 0.5}
             for n, v in enumerate([0.5, after])
         ]
-        end = summarise(lines, HERE, config, session=(1, 1.0), resume_command="")
+        end = summarise(lines, HERE, judged, session=(1, 1.0), resume_command="")
         assert ("validation accuracy" in end.declined) is fell
 
 
@@ -198,5 +221,13 @@ def test_a_collapse_is_said_at_the_end_too() -> None:
 
 
 def test_small_amounts_are_not_nothing() -> None:
-    shown = {12.5: "$12.50", 0.25: "$0.25", 0.0021: "$0.0021", 0.00001: "$1.0e-05", 0.0: "$0"}
+    shown = {
+        12.5: "$12.50",
+        0.996: "$1.00",
+        0.994: "$0.99",
+        0.25: "$0.25",
+        0.0021: "$0.0021",
+        0.00001: "$1.0e-05",
+        0.0: "$0",
+    }
     assert {amount: dollars(amount) for amount in shown} == shown
