@@ -12,6 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import read_file
+from ppo_cli.data_sets.rows import load_sets, read_source
 from ppo_cli.errors import DataError
 
 ROWS = [{"prompt": "Grüße, 世界 🙂\u2028second"}, {"prompt": "b"}]
@@ -164,3 +165,23 @@ def test_text_of_a_parquet_file_that_is_not_utf_8_costs_its_row_alone(tmp_path: 
     assert sorted(told) == [
         (2, "prompt", "is not UTF-8 (byte 0xff)"), (3, "why", "is not UTF-8 (byte 0xfe)"),
     ]  # fmt: skip
+
+
+def test_no_more_rows_are_read_than_are_wanted(tmp_path: Path) -> None:
+    rows = [{"prompt": str(n), "ground_truth": str(n)} for n in range(7)]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    texts = {
+        "a.jsonl": lines.replace("\n", "\n\n"), "b.json": json.dumps(rows),
+        "c.json": json.dumps({"data": rows}), "d.ndjson.gz": lines, "e.json.gz": json.dumps(rows),
+    }  # fmt: skip
+    for name, text in texts.items():
+        data = text.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet", row_group_size=2)
+    files = [str(tmp_path / name) for name in [*texts, "f.parquet"]]
+    for name in files:
+        most = 5 if name.endswith("a.jsonl") else 3  # blank lines count as lines
+        assert len(read_source(name, most).records) == 3, name
+        assert len(read_source(name).records) == 7
+    kept = load_sets(files[1:4], at_most=8)
+    assert [len(found.rows) for found in kept] == [7, 1, 1]  # one row at least of each file

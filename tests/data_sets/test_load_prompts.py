@@ -176,6 +176,10 @@ def test_control_words_and_other_columns_are_noted(tokenizer: Any, tmp_path: Pat
             {"filter_overlong_prompts": True, "apply_chat_template": False},
             {"filter_overlong": True, "apply_chat_template": False},
         ),
+        (
+            {"truncation": "right", "apply_chat_template_kwargs": {"bos_token": "X"}},
+            {"truncation": "right", "template_arguments": {"bos_token": "X"}},
+        ),
     ],
 )
 def test_a_run_reads_both_of_its_sets_by_its_settings(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import MissingPart
+from ppo_cli.errors import MissingPart, UserError
 from ppo_cli.report.tracker import Screen, Tracker
 
 
@@ -85,3 +88,57 @@ def test_wandb_offline_goes_on_with_the_same_run(
         names.append((tmp_path / "wandb" / "run_id").read_text())
     assert names[0] == names[1]
     assert list((tmp_path / "wandb").glob(f"offline-run-*{names[0]}"))
+
+
+def test_wandb_is_given_the_run_its_name_and_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With something in the place of the package, which need not be installed."""
+    asked: list[tuple[str, Any]] = []
+
+    class Run:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            asked.append(("log", (step, metrics)))
+
+        def finish(self) -> None:
+            asked.append(("finish", None))
+
+    def init(**options: Any) -> Run:
+        asked.append(("init", options))
+        return Run()
+
+    class Refused(Exception): ...
+
+    stand_in = ModuleType("wandb")
+    stand_in.__spec__ = ModuleSpec("wandb", None)
+    vars(stand_in).update(init=init, Error=Refused)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    trainer = {"project_name": "sums", "experiment_name": "third"}
+    reward = {"function": "f.py", "function_kwargs": {"api_key": "hush", "k": 2}}
+    config = Config.model_validate({"trainer": trainer, "reward": reward})
+
+    def ran(*steps: int) -> dict[str, Any]:
+        asked.clear()
+        tracker = Tracker(tmp_path, Screen(), ("wandb",), total_steps=9, config=config)
+        for step in steps:
+            tracker.step(step, {"x": float(step), "nan": float("nan")})
+        tracker.close()
+        tracker.close()
+        assert asked[1:] == [*(("log", (s, {"x": float(s)})) for s in steps), ("finish", None)]
+        options: dict[str, Any] = asked[0][1]
+        return options
+
+    first, again = ran(1, 2), ran(3)
+    assert first == again
+    assert (first["project"], first["name"], first["resume"]) == ("sums", "third", "allow")
+    assert first["dir"] == str(tmp_path) and len(first["id"]) >= 8
+    assert first["config"]["reward"]["function_kwargs"] == {"api_key": "***", "k": 2}
+    (tmp_path / "metrics.jsonl").unlink()  # a new run in the same folder
+    assert ran(1)["id"] != first["id"]
+
+    def refuse(**options: Any) -> None:
+        raise Refused("no login")
+
+    vars(stand_in)["init"] = refuse
+    with pytest.raises(UserError, match=r"did not start \(no login\)\. Log in with `wandb login`"):
+        ran(4)
