@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo_cli.cli.reward import bars, calibration_lines, part_lines
+from ppo_cli.errors import UserError
 from tests.trust.commands import read, run
 
 ROW: dict[str, Any] = {
@@ -222,6 +225,51 @@ def test_audit_as_json_with_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 0
     assert {"name", "passed", "said", "worst", "cases"} == set(told["checks"][0])
     assert all(case["sent"] for case in told["checks"][0]["cases"])
+
+
+def test_columns_of_any_name_are_read_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what else is typed reaches the calibration and the audit."""
+    seen: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[..., Any]:
+        def kept(*given: Any, **options: Any) -> Any:
+            seen[name] = (*given, options)
+            raise UserError("enough")
+
+        return kept
+
+    names = {"prompt": "q", "data_source": "kind", "response": "said"}
+    row = {names.get(key, key): value for key, value in ROW.items()} | {"good": "yes"}
+    other = {**row, "q": "2 + 2 = ?", "ground_truth": "4", "said": "#### 5", "good": "no"}
+    file = write(tmp_path / "a.jsonl", row, other)
+    keys = ("data.prompt_key=q", "data.reward_fn_key=kind")
+    columns = (*keys, "--response_key", "said")
+    code, _, err = run(capsys, "score", file, *columns)
+    assert (code, err) == (0, "")
+    assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [1.0, 0.0]
+    calibrate = import_module("ppo_cli.trust.calibrate")
+    monkeypatch.setattr(calibrate, "calibrate", keep("calibrate"))
+    labels = ("--labels", "good", "--positive", "no", "--repeat", "7")
+    run(capsys, "calibrate", file, *columns, *labels)
+    _, _, labelled, options = seen["calibrate"]
+    assert [row.rollout.prompt.data_source for row in labelled.rows] == ["gsm8k", "gsm8k"]
+    assert [row.rollout.text for row in labelled.rows] == ["#### 2", "#### 5"]
+    assert (options["repeat"], labelled.said) == (7, "'no' is good (1 of 2)")
+    audit = import_module("ppo_cli.trust.audit")
+    monkeypatch.setattr(audit, "audit", keep("audit"))
+    for args, prompts in (
+        (("--data", file, *keys), ["1 + 1 = ?", "2 + 2 = ?"]),
+        (("--data", file, *keys, "--rows", "1"), ["1 + 1 = ?"]),
+    ):
+        run(capsys, "audit", *args)
+        assert [item.prompt.text for item in seen["audit"][2]] == prompts
+    bundled = []
+    for name in ("math", "safety"):
+        run(capsys, "audit", "--items", name, "--rule", "exact")
+        bundled.append([item.prompt.text for item in seen["audit"][2]])
+    assert bundled[0] != bundled[1]
 
 
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

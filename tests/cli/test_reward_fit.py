@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.reward_fit import doubt_warning
+from ppo_cli.fitting.training import FitSettings, Recipe
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -49,6 +51,33 @@ def test_a_fit_from_the_command_line(
     assert code == 0, err
     assert json.loads(out)["steps"]["all"] == 1
     assert json.loads(out)["recipe"].items() >= recipe.items()
+
+
+def test_what_is_typed_reaches_the_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_cli.errors import UserError
+    from ppo_cli.fitting import fit as fitting
+
+    seen: list[FitSettings] = []
+
+    def fit(settings: FitSettings, screen: object) -> None:
+        seen.append(settings)
+        raise UserError("enough")
+
+    monkeypatch.setattr(fitting, "fit", fit)
+    both = ("--data", "a", "--data", "b", "--model", "m", "--out", "o")
+    own = ("--max_length", "99", "--template", "chatml", "--skip_bad_rows", "--overwrite")
+    assert run(capsys, *both)[0] == 2
+    run(capsys, *both, *own, "--val_data", "v", "--val_data", "w")
+    run(capsys, *both, "--val_share", "0.3")
+    usual, first, second = seen
+    assert usual == FitSettings(("a", "b"), "m", Path("o"), Recipe())
+    assert first == replace(
+        usual, val_data=("v", "w"), max_length=99, template="chatml", skip_bad_rows=True,
+        overwrite=True,
+    )  # fmt: skip
+    assert second == replace(usual, val_share=0.3)
 
 
 def test_what_is_missing_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
