@@ -120,12 +120,14 @@ def test_validations_compare_with_each_other_and_teach_nothing() -> None:
 
 def test_greedy_baselines_are_scaled_like_the_step_and_teach_nothing() -> None:
     for scaling in ("zscore", "group"):
-        parts = [part("a", scaling=scaling)]
-        step = mix(parts, rollouts(4, 2), columns(a=[1.0, 3.0, 5.0, 7.0]), "train", Memory())
-        greedy = mix(parts, rollouts(2), columns(a=[2.0, 50.0]), "baseline", step.memory)
+        parts = [part("a", scaling=scaling), part("b", 0.5, scaling)]
+        given = columns(a=[1.0, 3.0, 5.0, 7.0], b=[10.0, 30.0, 50.0, 70.0])
+        step = mix(parts, rollouts(4, 2), given, "train", Memory())
+        given = columns(a=[2.0, 50.0], b=[20.0, 50.0])
+        greedy = mix(parts, rollouts(2), given, "baseline", step.memory)
         assert greedy.memory == step.memory
         centre, spread = (4.0, pstdev([1, 3, 5, 7])) if scaling == "zscore" else (2.0, math.sqrt(2))
-        assert totals(greedy)[0] == pytest.approx((2.0 - centre) / spread, abs=1e-6)
+        assert totals(greedy)[0] == pytest.approx(1.5 * (2.0 - centre) / spread, abs=1e-6)
 
 
 def test_a_reward_model_around_20_and_a_rule_of_0_or_1_move_the_total_by_their_weights() -> None:
@@ -138,6 +140,10 @@ def test_a_reward_model_around_20_and_a_rule_of_0_or_1_move_the_total_by_their_w
         mixed = mix(parts, rollouts(128), columns(model=model, rule=rule), "train", memory)
         memory = mixed.memory
         metrics = describe_round(mixed.columns, rollouts(128))
+    assert {name: one.count for name, one in memory.running.items()} == {
+        "model": 2560,
+        "rule": 2560,
+    }
     assert metrics["reward/model/share"] == pytest.approx(0.7, rel=0.1)
     assert metrics["reward/rule/share"] == pytest.approx(0.3, rel=0.1)
     assert metrics["reward/rule/weight"] == pytest.approx(0.3)

@@ -12,6 +12,7 @@ import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.served import client
 from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import score_of_text
 from tests.rewards.served.conftest import SECRET, Bench
@@ -112,6 +113,19 @@ def test_retry_after_is_kept(bench: Bench) -> None:
     bench.score_all(bench.make("openrlhf"), [bench.rollout(1)])
     first, second = (call.time for call in bench.server.calls)
     assert 0.4 <= second - first < 2.0
+
+
+def test_who_is_asked_to_wait_long_sees_first_whether_the_server_is_down(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "LONG_PAUSE_S", 0.2)
+    for asked, calls in ((60, 3), (0.1, 2)):
+        before = len(bench.server.calls)
+        bench.server.fail(503, times=1, retry_after=asked)
+        began = time.monotonic()
+        (score,) = bench.score_all(bench.make("openrlhf"), [bench.rollout(1)])
+        assert score.value is not None and time.monotonic() - began < 20.0
+        assert len(bench.server.calls) - before == calls
 
 
 def test_half_a_character_is_the_servers_to_judge(bench: Bench) -> None:

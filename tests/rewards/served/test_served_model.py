@@ -106,11 +106,12 @@ def test_what_is_never_settled_is_scored_too(bench: Bench, monkeypatch: pytest.M
 
 
 def test_no_more_requests_at_once_than_allowed(bench: Bench) -> None:
-    bench.server.latency = 0.02
-    bench.score_all(
-        bench.make("openrlhf", request_rows=1, concurrency=3), [bench.rollout(n) for n in range(15)]
-    )
-    assert bench.server.most_in_flight == 3
+    # httpx would have 100 connections at most.
+    for latency, most, count in ((0.02, 3, 15), (0.5, 120, 120)):
+        bench.server.latency = latency
+        reward = bench.make("openrlhf", request_rows=1, concurrency=most)
+        bench.score_all(reward, [bench.rollout(n) for n in range(count)])
+        assert bench.server.most_in_flight == most
 
 
 # --- text ---------------------------------------------------------------------------------------
