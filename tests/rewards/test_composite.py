@@ -148,7 +148,8 @@ def test_a_gated_part_is_asked_only_where_the_gate_is_open(mixture: Build) -> No
     found = score(reward, rollouts("xx", "aaa", "yy", "aaaaa"))
     assert sorted(judge.asked) == ["aaa", "aaaaa"]
     assert [s.value for s in found] == [0.0, 4.0, 0.0, 6.0]
-    assert reward.measure()["reward/judge/gated_share"] == 0.5
+    metrics = reward.measure()
+    assert [metrics[f"reward/judge/{name}"] for name in ("gated_share", "failed")] == [0.5, 0.0]
 
 
 def test_gates_may_hang_on_gates(mixture: Build) -> None:
@@ -252,6 +253,7 @@ def test_a_steps_metrics_are_of_its_round_and_not_of_its_greedy_baselines(mixtur
 
     assert measured("train", "baseline") == measured("train")
     assert measured("train")["reward/x/std"] > 0 and not measured("baseline")
+    assert measured("validation")["reward/x/scaled_mean"] == 1.0
 
 
 def test_a_bug_in_a_part_reaches_who_waits(mixture: Build) -> None:

@@ -263,6 +263,11 @@ def test_steps_are_scaled_with_their_part() -> None:
     score = mix(parts, rollouts(1), given, "train", Memory()).scores[0]
     assert score.value == pytest.approx(1.0)
     assert score.steps == (PlacedReward(2, 0.5), PlacedReward(1, 0.5, "token"))
+    given[0]["c"] = Score.failed("timeout")
+    parts.append(part("c", -1.0, on_failure="renormalise"))
+    score = mix(parts, rollouts(1), given, "train", Memory()).scores[0]
+    assert score.value == pytest.approx(2.0)
+    assert score.steps == (PlacedReward(2, 1.0), PlacedReward(1, 1.0, "token"))
 
 
 def test_reports_of_a_part_are_kept_below_its_name() -> None:

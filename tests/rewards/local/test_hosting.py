@@ -299,6 +299,7 @@ def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(
     rollouts = rollouts_of(12)
     expected = score_all(reward_of(batch_tokens=200), rollouts)
     reward = reward_of(batch_tokens=200)
+    score_all(reward, rollouts_of(3, seed=5))
     left_over = submit_all(reward, rollouts_of(5, seed=8))
     reward.load_state_dict({})
     assert score_all(reward, rollouts) == expected
