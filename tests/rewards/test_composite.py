@@ -228,6 +228,7 @@ def test_a_killed_run_goes_on_with_the_same_scales_bit_for_bit(mixture: Build) -
     saved = json.loads(json.dumps(first.state_dict()))
     resumed = fresh()
     resumed.load_state_dict(saved)
+    assert resumed.state_dict() == saved
     assert [[s.value for s in score(resumed, made)] for made in rounds[3:]] == expected[3:]
     assert resumed.state_dict()["running"] == whole.state_dict()["running"]
     after = [s.value for s in score(resumed, rounds[5], "validation")]

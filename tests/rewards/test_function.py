@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -251,13 +250,17 @@ def test_workers_use_one_thread_and_are_clean(scores: Callable[..., list[Score]]
         import os, sys
         heavy = sorted({"torch", "transformers", "numpy", "sympy"} & set(sys.modules))
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            threads = os.environ["OMP_NUM_THREADS"]
-            return {"score": 1, "heavy": heavy, "threads": threads, "pid": str(os.getpid())}
+            names = [f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")]
+            fixed = [os.environ[name] for name in (*names, "PYTHONHASHSEED")]
+            pids = os.getpid(), os.getsid(0)
+            return {"score": 1, "heavy": heavy, "fixed": fixed, "pids": list(map(str, pids))}
     """
-    [score] = scores(code, "a")
-    assert score.info["heavy"] == []
-    assert score.info["threads"] == "1"
-    assert score.info["pid"] != str(os.getpid())
+    found = [score.info for score in scores(code, *"abc", num_workers=3)]
+    assert [info["heavy"] for info in found] == [[]] * 3
+    assert [info["fixed"] for info in found] == [["1", "1", "1", "1", "0"]] * 3
+    # Each leads a session of its own, which is killed as one.
+    assert all(own == session for own, session in (info["pids"] for info in found))
+    assert len({own for info in found for own in info["pids"]}) == 3
 
 
 def test_children_of_a_killed_worker_die_with_it(
