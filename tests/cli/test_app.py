@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ppo_cli.cli.app import COMMANDS, main
 from ppo_cli.cli.crash import DISK, Crash, exit_code_of
 from ppo_cli.config.keys import table
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, MissingPart
 
 PRESET = ["--preset", "embedded"]
@@ -236,6 +238,50 @@ def test_ctrl_c_is_a_clean_end(
 ) -> None:
     assert end_with(KeyboardInterrupt(), monkeypatch) == 130
     assert capsys.readouterr().err == "Stopped.\n"
+
+
+def test_who_trains_and_who_joins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Node 0 opens the cluster and trains in it, the others join, and one process needs none."""
+    import types
+    from contextlib import contextmanager
+
+    done: list[object] = []
+    nodes = types.SimpleNamespace(variables={"PPO_TEST_TOKEN": "x"})
+
+    @contextmanager
+    def open_cluster(config: Config, environ: object, tell: object) -> Iterator[object]:
+        done.append("open")
+        yield nodes
+        done.append("close")
+
+    def join_cluster(config: Config, environ: object, tell: object) -> int:
+        done.append(f"join {config.trainer.node_rank}")
+        return 3
+
+    def train(resolved: Resolved, screen: object, cluster: object = None) -> None:
+        done.append((cluster is nodes, os.environ.get("PPO_TEST_TOKEN")))
+
+    launch = types.SimpleNamespace(open_cluster=open_cluster, join_cluster=join_cluster)
+    monkeypatch.setitem(sys.modules, "ppo_cli.launch.nodes", launch)
+    monkeypatch.setitem(sys.modules, "ppo_cli.run.assemble", types.SimpleNamespace(train=train))
+    monkeypatch.setenv("PPO_TEST_TOKEN", "")
+    two = ("--nnodes", "2", "--master_addr", "127.0.0.1", "--node_rank")
+    for args, address, code, expected in (
+        ((), "", 0, [(False, None)]),
+        ((), "10.0.0.1:6379", 0, [(False, None)]),
+        (("--engine", "ray"), "", 0, [(False, None)]),
+        (("--engine", "ray"), "10.0.0.1:6379", 0, ["open", (True, "x"), "close"]),
+        ((*two, "0"), "", 0, ["open", (True, "x"), "close"]),
+        ((*two, "1"), "", 3, ["join 1"]),
+    ):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.delenv("PPO_TEST_TOKEN", raising=False)
+        done.clear()
+        assert main(["train", *PRESET, *args]) == code, args
+        assert done == expected, args
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_traceback_that_cannot_be_kept_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

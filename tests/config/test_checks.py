@@ -66,6 +66,7 @@ def test_a_clash_names_all_places_it_came_from() -> None:
         "algorithm.adv_estimator=grpo rollout.n=2 critic.ppo_mini_batch_size=7",
         "actor.clip_ratio_high=0.28",
         "actor.use_kl_loss=true actor.kl_loss_type=full",
+        "actor.kl_loss_coef=0",
         "algorithm.kl_ctrl.type=adaptive",
     ],
 )

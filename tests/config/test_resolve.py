@@ -242,6 +242,16 @@ def test_a_mini_batch_that_nobody_asked_for_follows_the_batch() -> None:
     assert "--mini_batch_size is lowered to the batch of 8 prompts." in found.notes
 
 
+def test_rows_that_just_fill_the_usual_batch_change_nothing(tmp_path: Path) -> None:
+    for rows, batch, mini in ((256, 256, 64), (255, 252, 63)):
+        file = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n' * rows)
+        found = settle(f"data.train_files={file}")
+        assert found.config.data.train_batch_size == batch
+        assert found.config.actor.ppo_mini_batch_size == mini
+        assert (found.origins["data.train_batch_size"] == "default") is (rows == batch)
+        assert any("is lowered" in note for note in found.notes) is (rows != batch)
+
+
 def test_the_last_of_two_overrides_counts_and_is_noted() -> None:
     same = settle("rollout.n=2", "rollout.n=2")
     found = settle("rollout.n=2", "rollout.n=3")

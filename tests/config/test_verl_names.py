@@ -168,6 +168,12 @@ def test_a_mesh_that_is_not_the_runs_is_refused() -> None:
     assert "'x' is not a whole number" in refusal("distributed.data_parallel_size=x")
 
 
+def test_a_size_for_all_ranks_is_shared_by_a_mesh_wherever_that_stands() -> None:
+    sizes = ("actor.ppo_micro_batch_size=8", "distributed.data_parallel_size=4")
+    for given in (sizes, sizes[::-1]):
+        assert settle(*given).config.actor.ppo_micro_batch_size_per_gpu == 2
+
+
 @pytest.mark.parametrize(
     "key",
     [
