@@ -52,6 +52,13 @@ def test_a_clash_is_told_with_its_mend(overrides: str, said: str) -> None:
     assert all(line.startswith("override: ") for line in caught.value.problems)
 
 
+def test_a_value_that_cannot_be_read_clashes_with_nothing() -> None:
+    (line,) = problems("data.train_batch_size=many", "actor.ppo_mini_batch_size=100")
+    assert "'many' is not a number" in line
+    (line,) = problems("actor.clip_ratio=-1", "actor.clip_ratio_low=0.3")
+    assert "must be above 0" in line
+
+
 def test_a_clash_names_all_places_it_came_from() -> None:
     flags = {"data.train_batch_size": ("100", "flag --batch_size")}
     (line,) = problems(flags=flags, env={"MINI_BATCH_SIZE": "30"})
