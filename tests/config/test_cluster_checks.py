@@ -60,6 +60,7 @@ SIZE = "fsdp_config.fsdp_size"
         ),
         ("trainer.num_workers=3 trainer.placement=train:0-1,rollout:2", "has 2 slot(s) where trai"),
         ("rollout.num_samplers=2 trainer.placement=train:0,rollout:1", "leave rollout.num_sampl"),
+        ("rollout.num_samplers=2 trainer.placement=train:0", "names no device for rollout"),
         # Ranks
         (
             "trainer.num_workers=3 trainer.tensor_parallel_size=2",
@@ -127,6 +128,8 @@ def test_a_placement_of_nobody_names_both_roles() -> None:
         "trainer.num_workers=2 trainer.placement=train:0-1,rollout:2",
         "trainer.engine=local trainer.num_workers=1",
         "trainer.async_steps=1",
+        f"actor.{SIZE}=4",
+        f"{EIGHT} algorithm.adv_estimator=rloo rollout.n=2 critic.{SIZE}=4",
     ],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
@@ -191,6 +194,19 @@ def test_what_may_surprise_is_remarked_on(
     monkeypatch.setattr(device_checks, "has_package", lambda name: True)
     (note,) = remarks(settle(*given.split()), gpus, {})
     assert said in note
+
+
+def test_what_just_fits_is_not_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_checks, "has_package", lambda name: True)
+    eight = "trainer.num_workers=8 data.train_batch_size=8"
+    for given, gpus in (
+        ("trainer.n_gpus_per_node=1", 2),
+        ("trainer.n_gpus_per_node=2 trainer.tensor_parallel_size=2", 2),
+        (f"{eight} actor.ppo_mini_batch_size=8", 0),
+        (f"{eight} actor.ppo_mini_batch_size=4 rollout.n=2", 0),
+        (f"{eight} critic.ppo_mini_batch_size=4 rollout.n=2", 0),
+    ):
+        assert remarks(settle(*given.split()), gpus, {}) == [], given
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ import pytest
 from ppo_cli.config.placement import placement_of
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
-from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
 from ppo_cli.run import assemble, engines
 from ppo_cli.run.engines import Engines, start_engine
-from tests.loop.scripted import Screen
+from ppo_cli.train.state import RunState
+from tests.loop.scripted import Screen, ScriptedReward
 from tests.loop.scripted import prompts as scripted_prompts
 
 WHOLE = (
@@ -48,7 +50,9 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     load = assemble._load_tokenizer
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def build(*overrides: str, cluster: Cluster | None = None) -> SimpleNamespace:
+    def build(
+        *overrides: str, cluster: Cluster | None = None, environ: Sequence[str] = ()
+    ) -> SimpleNamespace:
         seen = SimpleNamespace(screen=Screen())
 
         def load_tokenizer(path: str, **options: Any) -> Any:
@@ -67,8 +71,9 @@ def assembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         monkeypatch.setattr(assemble, "run_with_restarts", run)
         given = (*WHOLE, f"trainer.output_dir={tmp_path / 'run'}", *overrides)
         resolved = resolve(
-            flags={}, preset="embedded", config_files=(), overrides=given, environ={}
-        )
+            flags={}, preset="embedded", config_files=(), overrides=given,
+            environ={name: os.environ[name] for name in environ},
+        )  # fmt: skip
         assemble.train(resolved, seen.screen, cluster)
         return seen
 
@@ -119,6 +124,75 @@ def test_nodes_are_waited_for_and_heard(assembled: Callable[..., SimpleNamespace
     for options in (seen.start, seen.restarts):
         options["gather"]()
     assert [ask() for ask in cluster.waited] == ["SIGTERM on node 1"] * 2
+
+
+class Judge(ScriptedReward):
+    """A reward that keeps what it was asked, in order; it may refuse to start."""
+
+    def __init__(self, told: list[Any], stop: Interrupted | None) -> None:
+        super().__init__(lambda rollout, step: 1.0)
+        self._told, self._stop = told, stop
+
+    def start(self, prompts: Any, *, patient: bool = False, tell: Any = print) -> None:
+        self._told.append(("start", len(prompts), patient))
+        tell("The judge is tested.")
+        if self._stop is not None:
+            raise self._stop
+
+    def attach(self, folder: Path) -> None:
+        self._told.append(("attach", folder.name))
+
+    def close(self) -> None:
+        self._told.append("close")
+
+
+def test_a_reward_is_started_and_knows_what_it_has_spent(
+    assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    stops: list[Interrupted] = []
+
+    def build_reward(config: Any, *, sources: set[str], host: Any) -> Judge:
+        assert sources == {"ppo-cli/arithmetic"} and host is None
+        return Judge(told, stops.pop() if stops else None)
+
+    def asked(*overrides: str, **options: Any) -> SimpleNamespace:
+        told.clear()
+        return assembled(*overrides, **options)
+
+    monkeypatch.setattr(assemble, "build_reward", build_reward)
+    first, attached = asked(), ("attach", "run")
+    assert told == [attached, ("start", 13, False), "close"]
+    assert first.screen.notes[-1] == "The judge is tested."
+    done: Future[None] = Future()
+    done.set_result(None)
+
+    def fill(folder: Path) -> Future[None]:
+        job = first.job
+        job.order.take()
+        RunState(kl_coef=0.5, step=1).write(
+            folder, order=job.order, reward=job.reward, fingerprint=job.fingerprint
+        )
+        return done
+
+    first.job.store.begin(1, fill)
+    again = asked()
+    assert told == [attached, ("start", 13, True), "close"]
+    checkpoint = again.job.store.newest()
+    assert again.restarts["origin"] == checkpoint == first.job.store.directory / "step_000001"
+    monkeypatch.setattr("sys.argv", ["ppo", "train", "--rm_budget_usd=1", "--lr", "1 2"])
+    monkeypatch.delenv("PPO_COMMAND", raising=False)
+    monkeypatch.setenv("SEED", "42")
+    stops.append(Interrupted("Spent.", used_up=UsedUp("--rm_budget_usd", 1.3, 13, 0.0)))
+    with pytest.raises(Interrupted) as stopped:  # 13 of 3 x 2 x 4 x n responses and 2 validations
+        asked("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
+    assert str(stopped.value).startswith("Spent. Go on with: SEED=42 ppo train --lr '1 2' --rm_b")
+    assert str(stopped.value).endswith("--rm_budget_usd 6.5")
+    for given, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
+        anew = asked(given)
+        assert told == [("start", 13, False), attached, "close"]
+        assert sum("A new run: " in note for note in anew.screen.notes) == notes
+        assert anew.restarts["origin"] is None and anew.job.store.steps() == []
 
 
 OTHER_RUN = {
