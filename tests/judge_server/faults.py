@@ -21,13 +21,15 @@ KINDS = {
 class Fault(Occasion):
     """One kind of failure (a status code or one of KINDS), and when it strikes.
 
-    It strikes until `until` (on `time.monotonic`), on paths that contain one of `paths`. `param`
+    It strikes until `until` (on `time.monotonic`), on paths that contain one of `paths` and
+    requests that hold the words `said`. `param`
     names the parameter that `reject_param` (or a 400) is about; `code` is the provider's own word.
     `raw` is sent as the whole body of a status, whatever the provider's form is.
     """
 
     until: float | None = None
     paths: tuple[str, ...] = ()
+    said: str = ""
     retry_after: float | str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     param: str | None = None
@@ -43,6 +45,8 @@ class Fault(Occasion):
     def strikes(self, path: str, body: Any, dice: random.Random) -> bool:
         """Say whether this call meets the fault; counts it when it does."""
         if self.paths and not any(part in path for part in self.paths):
+            return False
+        if self.said and self.said not in str(body):
             return False
         if self.kind == "reject_param" and not holds_key(body, self.param or ""):
             return False

@@ -17,7 +17,7 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, Reservation
+from ppo_cli.rewards.judge.ledger import Ledger, Price, Reservation
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
@@ -177,12 +177,14 @@ def test_a_refusal_is_final_and_kept(server: JudgeServer, tmp_path: Path) -> Non
     cache = VerdictCache(tmp_path / "judge.sqlite")
 
     async def work(client: JudgeClient) -> list[Any]:
-        return [*await ask_all(client, [ask_for("no")]), *await ask_all(client, [ask_for("no")])]
+        twice = [await ask_all(client, [ask_for("no")]) for _ in range(2)]
+        return [*twice[0], *twice[1], client.counters.take()]
 
-    first, second = run(server, work, cache=cache)
+    first, second, counters = run(server, work, cache=cache)
     cache.close()
     assert first.kind is second.kind is Failure.REFUSED
     assert server.count == 1
+    assert (counters.refused, counters.cached, counters.verdicts) == (1, 1, 0)
 
 
 def test_retry_after_holds_everybody_back(server: JudgeServer) -> None:
@@ -251,6 +253,34 @@ def test_a_deadline_ends_a_verdict_only_while_the_judge_answers_others(
     assert "(2 calls in " in str(ended)
 
 
+def test_a_long_pause_uses_up_a_quarter_of_a_verdicts_time(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo_cli.rewards.judge.client.random.uniform", lambda low, high: 0.6)
+    server.fail(500, said="stubborn")
+
+    async def beside_others(client: JudgeClient) -> BaseException | None:
+        one = asyncio.create_task(client.ask(ask_for("stubborn")))
+        while not (await asyncio.wait([one], timeout=0.05))[0]:
+            await client.ask(ask_for(f"at {time.monotonic()}"))
+        return one.exception()
+
+    error = run(server, beside_others, deadline=1.2)
+    assert isinstance(error, JudgeError) and error.cause == "http_500"
+    assert server.state.count - server.state.answered in (3, 4)
+
+
+def test_the_time_of_a_verdict_begins_with_its_first_call(server: JudgeServer) -> None:
+    server.state.latency = 0.3
+    queued = run(server, lambda client: ask_all(client, questions(3)), concurrency=1)
+    times = [verdict.latency_s for verdict in verdicts(queued)]
+    assert sum(times) < 2.5 * min(times) + 0.6, "waiting for a place is not in it"
+    server.reset()
+    server.fail(500, times=2)
+    tried = run(server, lambda client: client.ask(ask_for("stumbles")))
+    assert tried.calls == 3 and tried.latency_s > 0.6, "all its tries are"
+
+
 def test_tokens_a_minute_are_kept(server: JudgeServer) -> None:
     async def work(client: JudgeClient) -> tuple[list[Verdict], float]:
         began = time.monotonic()
@@ -272,10 +302,13 @@ def test_equal_questions_share_one_call(server: JudgeServer, tmp_path: Path) -> 
         vote = await client.ask(ask_for("same", vote=1))
         return many, kept, vote, client.counters.take()
 
-    many, kept, vote, counters = run(server, work, cache=cache)
+    paid = Ledger(Price(1.0, 2.0, None, "test"), budget_usd=None, budget_tokens=None)
+    many, kept, vote, counters = run(server, work, cache=cache, ledger=paid)
     cache.close()
     assert sorted(v.cached for v in verdicts(many)) == [False] + [True] * 49
     assert sum(v.usage.input for v in many) == vote.usage.input
+    assert sum(v.calls for v in many) == 1 and sum("shared" in v.info for v in many) == 49
+    assert sum(v.cost_usd for v in many) == pytest.approx(vote.cost_usd) != 0.0
     assert kept.cached and not vote.cached
     assert (counters.calls, counters.shared, counters.cached) == (2, 49, 1)
     assert server.count == 2
@@ -287,10 +320,12 @@ def test_fresh_verdicts_are_calls_of_their_own(server: JudgeServer, tmp_path: Pa
     async def work(client: JudgeClient) -> None:
         await client.ask(ask_for("same"))
         await asyncio.gather(*(client.ask(ask_for("same"), fresh=True) for _ in range(3)))
+        await client.ask(ask_for("new"), fresh=True)
+        await client.ask(ask_for("new"))
 
     run(server, work, cache=cache)
     cache.close()
-    assert server.count == 4
+    assert server.count == 6
 
 
 def test_one_asker_may_leave_and_the_last_one_ends_the_call(server: JudgeServer) -> None:
@@ -327,10 +362,11 @@ def test_a_slow_call_is_hedged_and_both_are_paid(server: JudgeServer) -> None:
 def test_a_verdict_counts_the_tokens_of_all_its_tries(server: JudgeServer) -> None:
     replies = iter(["Rather good, I would say.", '{"reason": "As told.", "score": 7}'])
     server.score = lambda *_: next(replies)
-    ledger = free()
+    ledger = Ledger(Price(1.0, 2.0, None, "test"), budget_usd=None, budget_tokens=None)
     verdict = run(server, lambda client: client.ask(ask_for("twice")), ledger=ledger)
     assert (verdict.value, verdict.calls) == (7, 2)
     assert verdict.usage == ledger.total.usage
+    assert verdict.cost_usd == pytest.approx(ledger.total.usd) != 0.0
 
 
 def test_the_budget_stops_everybody(server: JudgeServer) -> None:

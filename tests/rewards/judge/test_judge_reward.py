@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -68,11 +69,17 @@ def test_scores_are_scaled_and_tell_what_was_said(make: Make) -> None:
 
 
 def test_nothing_is_asked_for_a_response_without_content(make: Make, server: JudgeServer) -> None:
-    scores = score_all(make(), [rollout(n, text) for n, text in enumerate(("", " :", "Solution:"))])
+    reward = make()
+    scores = score_all(reward, [rollout(n, text) for n, text in enumerate(("", " :", "Solution:"))])
     assert [s.value for s in scores] == [0.0] * 3 and server.count == 0
     assert all(s.gated for s in scores)
+    assert reward.measure()["judge/gated"] == 3 and reward.measure() == {}
     (score,) = score_all(make(gate=False), [rollout(5, ":")])
     assert score.value == 0.0 and server.count == 1
+    asks = "What is a homogeneous mixture called?"
+    told = [rollout(6, "Solution", text=asks, ground_truth="solution"), rollout(7, asks, text=asks)]
+    wanted, repeated = score_all(reward, told)
+    assert repeated.gated and not wanted.gated and server.count == 2
 
 
 def test_reasoning_alone_is_no_content(make: Make, server: JudgeServer) -> None:
@@ -83,15 +90,48 @@ def test_reasoning_alone_is_no_content(make: Make, server: JudgeServer) -> None:
 def test_votes_are_averaged_and_their_spread_is_told(server: JudgeServer, make: Make) -> None:
     answers = iter([4, 7, 10])
     server.score = lambda system, user: next(answers)
-    (score,) = score_all(make(votes=3), [right(1)])
+    reward = make(votes=3)
+    (score,) = score_all(reward, [right(1)])
     assert score.value == pytest.approx(6 / 9) and sorted(score.info["votes"]) == [4, 7, 10]
+    assert score.parts["judge"].raw == 7 and '"score": 7' in score.reply
     assert score.info["vote_spread"] == pytest.approx(np.std([3 / 9, 6 / 9, 1.0]))
+    assert reward.measure()["judge/vote_spread"] == pytest.approx(score.info["vote_spread"])
+    assert [call.body["seed"] for call in server.calls] == [0, 1, 2]
+    score_all(reward, [rollout(1, "")])
+    assert "judge/vote_spread" not in reward.measure()
 
 
 def test_half_of_the_votes_are_not_enough(server: JudgeServer, make: Make) -> None:
     server.fail("refusal", times=1)
-    (score,) = score_all(make(votes=2, max_failure_rate=1.0), [right(1)])
+    reward = make(votes=2, max_failure_rate=1.0)
+    (score,) = score_all(reward, [right(1)])
     assert score.value is None and score.failure.startswith("refusal")
+    assert reward.measure()["judge/refusals"] == 1
+
+
+def test_settings_reach_the_request(server: JudgeServer, make: Make) -> None:
+    reward = make(
+        max_tokens=77, max_response_chars=200, temperature=0.3, reasoning="keep",
+        scoring_prompt="{extra_info.rubric} {response}",
+    )  # fmt: skip
+    said = "<think>It is easy</think>It is 2." + " ever" * 200
+    score_all(reward, [rollout(1, said, extra_info={"rubric": "Be brief."})])
+    body = server.calls[-1].body
+    assert (body["max_tokens"], body["temperature"]) == (77, 0.3)
+    asked = str(body["messages"])
+    assert "It is easy" in asked and "Be brief." in asked and 20 < asked.count(" ever") < 60
+
+
+def test_what_becomes_of_a_failure_is_a_setting(server: JudgeServer, make: Make) -> None:
+    server.score = lambda system, user: "no number" if "What is 1 +" in user else 10
+    rollouts = [right(n) for n in range(1, 6)]
+    assert [s.value for s in score_all(make(), rollouts)] == [None, 1.0, 1.0, 1.0, 1.0]
+    imputed, *_ = score_all(make(on_failure="batch_mean"), rollouts)
+    assert imputed.value == 1.0 and imputed.imputed.startswith("form")
+    with pytest.raises(Interrupted, match="1 of 5 responses"):
+        score_all(make(on_failure="stop"), rollouts)
+    with pytest.raises(Interrupted, match="--rm_max_failure_rate 0 allows"):
+        score_all(make(max_failure_rate=0.0), rollouts)
 
 
 def test_a_cut_character_is_no_trouble(make: Make) -> None:
@@ -114,8 +154,23 @@ def test_a_conversation_is_shown_whole(make: Make, server: JudgeServer) -> None:
 def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
     reward = make(price_input=1.0, price_output=2.0)
     server.fail(503, times=1)
-    score_all(reward, [right(1), right(2), right(3), rollout(4, "no " * 40), rollout(5, "")])
+    scored = score_all(
+        reward, [right(1), right(2), right(3), rollout(4, "no " * 40), rollout(5, "")]
+    )
     metrics = reward.measure()
+
+    def total(name: str) -> float:
+        return sum(score.info.get(name, 0) for score in scored)
+
+    assert total("judge_calls") == metrics["judge/calls"]
+    assert total("judge_tokens") == metrics["judge/tokens_in"] + metrics["judge/tokens_out"]
+    cost = metrics["judge/tokens_in"] + 2 * metrics["judge/tokens_out"]
+    assert metrics["judge/cost_usd"] == pytest.approx(cost / 1e6)
+    assert metrics["judge/cost_usd"] == pytest.approx(total("cost_usd"))
+    assert metrics["judge/retries"] == 1 and metrics["judge/cached"] == 0
+    assert max(score.info.get("latency_s", 0.0) for score in scored) >= (
+        metrics["judge/latency_p95_s"] - 1e-3
+    )
     assert metrics["judge/calls"] == 5 and metrics["judge/error_rate"] == pytest.approx(0.2)
     assert metrics["judge/errors/http_503"] == 1 and metrics["judge/gated"] == 1
     assert metrics["judge/cost_usd"] > 0 and metrics["judge/tokens_in"] > 0
@@ -242,6 +297,43 @@ def test_a_run_that_goes_on_waits_for_its_judge(make: Make, server: JudgeServer)
     server.fail(503, seconds=1.5)
     make(cache="off").start([prompt(1)], patient=True, tell=told.append)
     assert "does not answer yet" in told[0] and server.count >= 2
+
+
+def test_the_start_waits_ever_longer_and_as_long_as_it_is_told(
+    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = time.sleep
+    main = threading.get_ident()
+
+    def note(seconds: float) -> None:
+        pauses.append(seconds) if threading.get_ident() == main else sleep(seconds)
+
+    monkeypatch.setattr("ppo_cli.rewards.judge.reward.time.sleep", note)
+    server.fail(503, times=6)
+    make(cache="off").start([prompt(1)])
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    pauses.clear()
+    server.fail(429, times=1, retry_after=7)
+    make(cache="off", outage_wait=60.0).start([prompt(1)])
+    server.fail(429, times=1, retry_after=7000)
+    make(cache="off", outage_wait=60.0).start([prompt(1)])
+    assert pauses == [7.0, pytest.approx(60.0, abs=5.0)]
+    with pytest.raises(Interrupted, match="did not answer for 1 s"):
+        # A run that goes on takes an address where nobody is for an outage.
+        make(base_url="http://127.0.0.1:9/v1", outage_wait=0.5).start([prompt(1)], patient=True)
+
+
+def test_the_start_asks_about_other_prompts_when_some_are_refused(
+    make: Make, server: JudgeServer
+) -> None:
+    told: list[str] = []
+    server.fail("refusal", times=2)
+    make(cache="off").start([prompt(n) for n in range(5)], tell=told.append)
+    assert server.count == 3 and told == []
+    server.fail("refusal")
+    make(cache="off").start([prompt(n) for n in range(5)], tell=told.append)
+    assert server.count == 6 and "would not judge the first prompts" in told[0]
 
 
 def test_missing_ground_truth_is_told_before_the_first_call(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError
+from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.ledger import (
     REQUEST_OVERHEAD,
@@ -88,6 +89,21 @@ def test_a_used_up_budget_stops_the_run_and_names_the_flag(
         asyncio.run(spend())
     assert caught.value.exit_code == EXIT_RESUMABLE
     assert book.total.calls >= 3
+
+
+def test_of_two_budgets_the_one_that_is_used_up_is_named() -> None:
+    named = []
+    for usd, tokens in ((0.005, 10_000), (1.0, 900)):
+        book = ledger(usd, tokens)
+        asyncio.run(call(book, Usage(100, 300)))
+        with pytest.raises(Interrupted) as caught:
+            asyncio.run(call(book, Usage(10, 600)))
+            asyncio.run(call(book, Usage(10, 600)))
+        named.append(caught.value.used_up)
+    need = REQUEST_OVERHEAD + estimate_tokens("x")
+    dollars, counted = named
+    assert dollars == UsedUp("--rm_budget_usd", pytest.approx(0.00911), 2, (need + 1000) * 1e-6)
+    assert counted == UsedUp("--rm_budget_tokens", 1010, 2, need + 100)
 
 
 def test_who_waits_goes_on_when_another_settles_lower() -> None:
@@ -234,18 +250,20 @@ def test_each_call_is_a_line_of_the_file_and_earlier_ones_follow(tmp_path: Path)
     asyncio.run(call(book, Usage(20, 2, 5), "http_429"))
     first, second = lines(path)
     assert (first["input"], second["input"]) == (10, 20)
-    assert second.items() >= {"provider": "openai", "model": "m", "outcome": "http_429"}.items()
-    assert set(second) == {
-        "time", "provider", "model", "outcome", "input", "output", "cached_input", "usd",
-        "latency_s",
+    assert abs(float(str(second.pop("time"))) - time.time()) < 3600.0
+    assert second == {
+        "provider": "openai", "model": "m", "outcome": "http_429", "input": 20, "output": 2,
+        "cached_input": 5, "usd": pytest.approx(35.5e-6), "latency_s": 0.5,
     }  # fmt: skip
+    with pytest.raises(RewardError, match=r"already kept in .*judge_ledger"):
+        book.attach(tmp_path / "another.jsonl")
 
 
 def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     before = ledger(tokens=2000)
     before.attach(path)
-    asyncio.run(call(before, Usage(1000, 700)))
+    asyncio.run(call(before, Usage(1000, 700, 300)))
     after = ledger(tokens=2000)
     after.attach(path)
     after.attach(path)
@@ -288,6 +306,21 @@ def test_a_file_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(RewardError, match=r"ledger in .*file"):
         ledger().attach(tmp_path / "file" / "ledger.jsonl")
+
+
+def test_a_file_that_is_gone_is_told_once_and_the_sums_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    book, path = ledger(), tmp_path / "ledger.jsonl"
+    book.attach(path)
+    path.unlink()
+    path.mkdir()
+    for _ in range(3):
+        asyncio.run(call(book, Usage(10, 1)))
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot write the judge's ledger: Is a directory"
+    ]
+    assert book.total.calls == 3
 
 
 @pytest.mark.parametrize(
@@ -341,6 +374,7 @@ def failed(kind: Failure, cause: str, told: str = "", **more: object) -> JudgeEr
         (None, Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "timeout"), Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "bad_body"), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "bad_body", "ConnectTimeout"), Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "bad_body", usage=Usage(9, 1)), Usage(9, 1), ""),
         (failed(Failure.RETRYABLE, "connection", "(ReadError)"), Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "connection", "(ConnectionRefusedError)"), Usage(), ""),

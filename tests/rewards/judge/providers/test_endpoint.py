@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge import providers
@@ -69,7 +70,25 @@ def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
     assert where(monitor(base_url="http://other")) == ("http://other", None)
 
 
+def test_every_setting_of_a_judge_reaches_its_provider() -> None:
+    told = {
+        "type": "openai", "model": "m", "base_url": "http://h/v1", "key_env": "MINE",
+        "temperature": 0.5, "votes": 3, "mode": "decision",
+    }  # fmt: skip
+    assert Endpoint.of(ApiReward.model_validate(told)) == Endpoint(**told, flags="--rm")  # type: ignore[arg-type]
+    monitor = {"type": "gemini", "model": "n", "base_url": "http://g", "key_env": "YOURS"}
+    seconded = ApiReward.model_validate({**told, "monitor": monitor})
+    assert Endpoint.of_monitor(seconded) == Endpoint(**monitor, flags="--rm_monitor")  # type: ignore[arg-type]
+
+
 def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
+    for kind, known in JUDGES.items():
+        for variable in known.url_variables:
+            near = {**KEYS, variable: " http://gateway/v7 "}
+            address = build_provider(Endpoint(kind, "m"), environ=near).base_url  # type: ignore[arg-type]
+            assert address == "http://gateway/v7", variable
+            with pytest.raises(RewardError, match=f"{variable} is 'gateway'"):
+                build_provider(Endpoint(kind, "m"), environ={**KEYS, variable: "gateway"})  # type: ignore[arg-type]
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     assert build_provider(Endpoint("openai", "m"), environ=environ).base_url == "http://gateway/v1"
     given = Endpoint("openai", "m", "http://mine/v1")
@@ -78,7 +97,11 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     assert build_provider(Endpoint("dashscope", "m"), environ=work).base_url == (
         "https://ws.ap-southeast-1.maas.aliyuncs.com/api/v1"
     )
-    for region, host in (("us-east-1", "dashscope-intl"), ("cn-beijing", "dashscope")):
+    regions = (
+        ("us-east-1", "dashscope-intl"), ("cn-beijing", "dashscope"),
+        ("cn-hongkong", "cn-hongkong.dashscope"),
+    )  # fmt: skip
+    for region, host in regions:
         near = {**KEYS, "DASHSCOPE_REGION": region}
         built = build_provider(Endpoint("dashscope", "m"), environ=near)
         assert built.base_url == f"https://{host}.aliyuncs.com/api/v1"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import traceback
 from typing import Any
 
@@ -124,6 +125,22 @@ def test_the_wait_that_was_asked_for(server: JudgeServer, ask: Ask, wire: str) -
     assert ask(wire).retry_after is None  # type: ignore[union-attr]
     server.fail(401, times=1, retry_after=7)
     assert ask(wire).retry_after is None  # type: ignore[union-attr]
+
+
+def test_gemini_tells_the_wait_in_its_body(server: JudgeServer, ask: Ask) -> None:
+    info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "7.5s"}
+    error = {"code": 429, "message": "m", "status": "RESOURCE_EXHAUSTED", "details": [{}, info]}
+    raw = json.dumps({"error": error})
+    server.fail(429, times=1, raw=raw)
+    assert ask("gemini").retry_after == 7.5  # type: ignore[union-attr]
+    server.fail(429, times=1, raw=raw, retry_after=2)
+    assert ask("gemini").retry_after == 2.0  # type: ignore[union-attr]
+
+
+def test_a_hint_names_the_flags_of_the_monitor(server: JudgeServer) -> None:
+    server.fail(404)
+    told = str(ask_once(judge_at(server, "openai", flags="--rm_monitor")))
+    assert "--rm_monitor_model (now 'judge-model')" in told and "--rm_monitor_base_url" in told
 
 
 def test_seconds_are_never_nonsense() -> None:

@@ -166,9 +166,39 @@ def test_thinking_is_off_and_filters_are_off(server: JudgeServer) -> None:
 def test_openai_itself_gets_the_new_name_of_the_limit() -> None:
     own = build_provider(Endpoint("openai", "m"), environ=KEYS)
     other = build_provider(Endpoint("openai", "m", "http://localhost:8000"), environ=KEYS)
-    limits = [next(o for o in p.options() if o.name == "max_tokens").forms for p in (own, other)]
-    assert limits[0] == ("max_completion_tokens", "max_tokens")
+    azure = build_provider(Endpoint("openai", "m", "https://x.openai.azure.com/v1"), environ=KEYS)
+    limits = [
+        next(o for o in p.options() if o.name == "max_tokens").forms for p in (own, other, azure)
+    ]
+    assert limits[0] == limits[2] == ("max_completion_tokens", "max_tokens")
     assert limits[1] == ("max_tokens", "max_completion_tokens")
+
+
+def test_qwen_is_told_not_to_think_in_the_words_of_its_host() -> None:
+    sent = {}
+    for url in ("https://dashscope.aliyuncs.com/compatible-mode/v1", "http://localhost:8000"):
+        judge = build_provider(Endpoint("openai", "Qwen-Plus", url), environ=KEYS)
+        assert isinstance(judge, openai.Judge)
+        extra = judge._parameters(make_question(output="text"), judge.form())["extra_body"]
+        sent[judge.base_url.split("/")[2]] = extra
+    assert sent == {
+        "dashscope.aliyuncs.com": {"enable_thinking": False},
+        "localhost:8000": {"chat_template_kwargs": {"enable_thinking": False}},
+    }
+    own = build_provider(Endpoint("openai", "qwen-like"), environ=KEYS)
+    assert "thinking" not in own.form()
+
+
+def test_gemini_thinks_as_little_as_the_model_can(server: JudgeServer) -> None:
+    server.fail(400, times=1, message="Budget 0 is invalid: this model thinks.")
+    server.fail(400, times=1, message="safety_settings: OFF is not a threshold here.")
+    ask_once(judge_at(server, "gemini"))
+    body = server.calls[-1].body
+    assert body["generationConfig"]["thinkingConfig"] == {"thinking_level": "MINIMAL"}
+    assert {(s["category"], s["threshold"]) for s in body["safetySettings"]} == {
+        (f"HARM_CATEGORY_{harm}", "BLOCK_NONE")
+        for harm in ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
+    }
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -226,15 +256,30 @@ def test_parts_of_a_count_are_added() -> None:
     assert read_usage(told, claude.TOKENS) == Usage(111, 0, 100)
     told = {"candidates_token_count": 1, "thoughts_token_count": 10}
     assert read_usage(told, gemini.TOKENS) == Usage(0, 11)
+    told = {"total_input_tokens": 9, "total_output_tokens": 3, "total_cached_tokens": 5}
+    assert read_usage(told, gemini.DECISION_TOKENS) == Usage(9, 3, 5)
+    nested = {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 5}}
+    assert read_usage(nested, openai.DECISION_TOKENS) == Usage(9, 3, 5)
 
 
 # --- decision endpoints -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", DECIDING)
-def test_a_decision_gives_a_probability_for_each_level(server: JudgeServer, wire: str) -> None:
-    reply = ask_once(judge_at(server, wire, mode="decision"))
+def test_a_decision_gives_a_probability_for_each_level(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def score(system: str, user: str) -> int:
+        seen.append((system, user))
+        return 10
+
+    monkeypatch.setattr(server, "score", score)
+    question = make_question()
+    reply = ask_once(judge_at(server, wire, mode="decision"), question)
     assert isinstance(reply, Reply)
+    assert seen == [(question.system, question.user)]
     shares = reply.probabilities
     assert shares is not None
     assert list(shares) == list(range(1, 11))

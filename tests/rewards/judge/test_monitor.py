@@ -1,0 +1,256 @@
+"""What is told of a judge in training: metrics of a step, worthless replies, a second judge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.records import Prompt, Rollout
+from ppo_cli.rewards.judge.calls import Question, Scale, Usage
+from ppo_cli.rewards.judge.ledger import Guest, Ledger, Price, Spent
+from ppo_cli.rewards.judge.metrics import Counters, Tally
+from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
+from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.remote.limiter import Limits
+from tests.judge_server import JudgeServer
+
+KEYS = {"OPENAI_API_KEY": "k", "OTHER_KEY": "k2"}
+PRICES = "prices:\n  claude:\n    judge-2: {input: 3.0, output: 5.0, cached_input: 1.0}\n"
+
+
+def rollout(number: int, sample: int = 0, text: str = "") -> Rollout:
+    asked = f"What is {number} + 1?"
+    prompt = Prompt(
+        str(number), asked, ({"role": "user", "content": asked},), asked, (1,),
+        ground_truth=str(number + 1),
+    )  # fmt: skip
+    said = text or f"It is {number + 1}."
+    return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), said, "stop")
+
+
+def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[float | None]:
+    futures = [reward.submit(one) for one in rollouts]
+    reward.settle()
+    return [future.result(60).value for future in futures]
+
+
+def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """Metrics added up until there is enough of them: nobody waits for canaries and monitors."""
+    total: Counter[str] = Counter()
+    until = time.monotonic() + 30.0
+    while not enough(total):
+        assert time.monotonic() < until, total
+        time.sleep(0.02)
+        total.update(reward.measure())
+    return dict(total)
+
+
+def test_rates_of_a_step_come_from_its_counts() -> None:
+    told = call_metrics(
+        Counters(
+            calls=10, retried=3, verdicts=4, cached=5, shared=1, refused=2,
+            unread=Counter(form=1, truncated=2), errors=Counter(http_503=3, timeout=1),
+            latencies=[7.0, 1.0, 2.0, 3.0, 6.0, 5.0, 4.0], concurrency=8, open_seconds=2.5,
+        )
+    )  # fmt: skip
+    expected = {
+        "calls": 10, "error_rate": 0.4, "unread": 0.3, "refusals": 2, "retries": 3, "cached": 6,
+        "cache_hits": 0.6, "concurrency": 8, "outage_s": 2.5, "errors/http_503": 3,
+        "errors/timeout": 1, "unread/form": 0.1, "unread/truncated": 0.2, "latency_p50_s": 4.0,
+        "latency_p95_s": 6.7,
+    }  # fmt: skip
+    assert told == pytest.approx({f"judge/{name}": value for name, value in expected.items()})
+
+
+def test_a_tally_starts_again_after_it_was_taken() -> None:
+    gauges = iter([(4, 1.5), (2, 4.0)])
+    tally = Tally(lambda: next(gauges))
+    for name in ("calls", "retried", "verdicts", "cached", "shared", "refused"):
+        tally.add(name)
+    tally.add_unread("form")
+    tally.add_error("timeout")
+    tally.add_latency(0.5)
+    assert tally.take() == Counters(
+        1, 1, 1, 1, 1, 1, Counter(form=1), Counter(timeout=1), [0.5], 4, 1.5
+    )
+    assert tally.take() == Counters(concurrency=2, open_seconds=2.5)
+
+
+def test_canaries_are_due_once_in_so_many_steps() -> None:
+    canaries = Canaries(None, every=3)  # type: ignore[arg-type]
+    due = []
+    for step in (1, 3, 3, 2, 4, 6, 3, 6, 9):
+        canaries.begin_step(step)
+        due.append(canaries.due)
+    assert due == [False, True, False, False, False, True, False, False, True]
+    never = Canaries(None, every=0)  # type: ignore[arg-type]
+    never.begin_step(0)
+    assert not never.due
+
+
+def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer) -> None:
+    server.score = lambda system, user: 10 if "It is" in user else "no number"
+    api = ApiReward(
+        enable=True, type="openai", model="judge-1", prompt_preset="math", cache="off",
+        base_url=server.url("openai"), canary_every=1,
+    )  # fmt: skip
+    reward = JudgeReward(api, environ=KEYS)
+    try:
+        reward.begin_step(1)
+        assert score_all(reward, [rollout(1)]) == [1.0]
+        told = measured(reward, lambda told: told.get("judge/canary_failed", 0) >= 4)
+        assert told["judge/canary_failed"] == 4 and "judge/canary_max" not in told
+        assert "judge/canary_failed" not in reward.measure()
+    finally:
+        reward.close()
+
+
+def watched(server: JudgeServer, folder: Path, **changes: object) -> ApiReward:
+    """A judge at `openai` whose every response is read at `claude`, too."""
+    (folder / "prices.yaml").write_text(PRICES, encoding="utf-8")
+    monitor = {
+        "type": "claude", "model": "judge-2", "base_url": server.url("claude"),
+        "key_env": "OTHER_KEY", "share": 1.0,
+    }  # fmt: skip
+    usual = {
+        "enable": True, "type": "openai", "model": "judge-1", "base_url": server.url("openai"),
+        "prompt_preset": "math", "cache": str(folder / "c.sqlite"), "monitor": monitor,
+        "price_input": 1.0, "price_output": 2.0, "prices": str(folder / "prices.yaml"),
+    }  # fmt: skip
+    return ApiReward.model_validate(usual | changes)
+
+
+def test_a_monitor_is_compared_and_paid_at_its_own_price(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    asked: Counter[str] = Counter()
+
+    def opinion(system: str, user: str) -> int:
+        """The same text is given n by the first judge, and 8 - n by the second."""
+        asked[user] += 1
+        number = int(user.split("What is ")[1].split(" +")[0])
+        return number if asked[user] == 1 else 8 - number
+
+    server.score = opinion
+    rollouts = [rollout(number) for number in (1, 2, 3)]
+    reward = JudgeReward(watched(server, tmp_path), environ=KEYS)
+    try:
+        reward.attach(tmp_path)
+        assert score_all(reward, rollouts) == pytest.approx([0.0, 1 / 9, 2 / 9])
+        while server.state.answered < 6:
+            time.sleep(0.02)
+        time.sleep(0.1)
+        told = reward.measure()
+        assert told["judge/monitor_mean"] == pytest.approx(5 / 9)
+        assert told["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
+        assert told["judge/monitor_correlation"] == pytest.approx(-1.0)
+        assert "judge/monitor_failed" not in told
+        written = (tmp_path / "judge_calls.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in written.splitlines()]
+        paid = [line for line in lines if line["provider"] == "claude"]
+        whose = Counter((line["provider"], line["model"]) for line in lines)
+        assert whose == {("openai", "judge-1"): 3, ("claude", "judge-2"): 3}
+        cost = sum(
+            3 * (line["input"] - line["cached_input"]) + line["cached_input"] + 5 * line["output"]
+            for line in paid
+        )
+        assert told["judge/monitor_cost_usd"] == pytest.approx(cost / 1e6)
+        assert sum(line["usd"] for line in paid) == pytest.approx(cost / 1e6)
+        assert told["judge/cost_usd"] == pytest.approx(sum(line["usd"] for line in lines))
+        assert reward.measure() == {}
+        # Both verdicts are in the cache now; the responses are compared all the same.
+        score_all(reward, rollouts)
+        again = measured(reward, lambda told: "judge/monitor_gap" in told)
+        assert server.count == 6 and "judge/monitor_cost_usd" not in again
+    finally:
+        reward.close()
+
+
+def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
+    def chosen(share: float, rollouts: Sequence[Rollout]) -> list[bool]:
+        monitor = Monitor(None, None, share, patience=1.0)  # type: ignore[arg-type]
+        return [monitor.wants(one) for one in rollouts]
+
+    kinds = (
+        [rollout(n, text="same") for n in range(1000)],
+        [rollout(1, sample=n, text="same") for n in range(1000)],
+        [rollout(1, text=f"text {n}") for n in range(1000)],
+    )
+    for rollouts in kinds:
+        assert 200 < sum(chosen(0.25, rollouts)) < 300
+        assert chosen(0.25, rollouts) == chosen(0.25, rollouts)
+    assert not any(chosen(0.0, kinds[0])) and all(chosen(1.0, kinds[0]))
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(4, 4), (64, 8)])
+def test_a_monitor_is_asked_little_at_once_and_never_given_up(
+    server: JudgeServer, tmp_path: Path, concurrency: int, most: int
+) -> None:
+    api = watched(server, tmp_path, concurrency=concurrency, timeout=7.0, max_rpm=30)
+    limits, book = Limits.of(api), Ledger(None, budget_usd=None, budget_tokens=None)
+    monitor = Monitor.of(api, environ=KEYS, limits=limits, ledger=book, cache=None)
+    assert monitor is not None
+    expected = replace(limits, concurrency=most, outage_wait=float("inf"))
+    assert monitor._client._limits == expected
+    assert monitor._patience == 14.0
+
+
+def test_a_monitor_that_does_not_answer_is_given_up_for_one_response(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    server.fail("hang", paths=("/v1/messages",))
+    reward = JudgeReward(watched(server, tmp_path, timeout=0.2), environ=KEYS)
+    try:
+        assert score_all(reward, [rollout(1), rollout(2)]) == [1.0, 1.0]
+        told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
+        assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
+        assert told["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
+    finally:
+        reward.close()
+
+
+def test_the_start_tries_the_monitor(server: JudgeServer, tmp_path: Path) -> None:
+    told: list[str] = []
+    reward = JudgeReward(watched(server, tmp_path), environ=KEYS)
+    try:
+        server.fail(503, paths=("/v1/messages",), times=1)
+        reward.start([rollout(1).prompt], tell=told.append)
+        assert len(told) == 1 and "monitoring judge gave no verdict yet" in told[0]
+        server.fail(401, paths=("/v1/messages",), times=1)
+        with pytest.raises(RewardError, match=r"monitoring judge cannot be used.*OTHER_KEY"):
+            reward.start([rollout(1).prompt])
+    finally:
+        reward.close()
+
+
+def test_a_guest_counts_for_itself_and_for_the_whole() -> None:
+    book = Ledger(Price(1.0, 1.0, None, "test"), budget_usd=0.01, budget_tokens=None)
+    guest = Guest(book, Price(1000.0, 2000.0, None, "test"), "claude", "judge-2")
+    question = Question("", "x", "x", Scale(1, 10), max_tokens=1)
+
+    async def one(usage: Usage) -> None:
+        held = await guest.reserve(question)
+        assert book.reserved_usd == pytest.approx((held.tokens - 1) * 1e-3 + 2e-3)
+        held.settle(usage, "ok")
+
+    with pytest.raises(Interrupted, match="used up"):
+        asyncio.run(one(Usage(3, 1)))
+    book.budget_usd = 1.0
+    measured = asyncio.run(guest.reserve(question, worst=lambda: Usage(5, 1)))
+    assert (measured.tokens, measured.usd) == (6, pytest.approx(0.007))
+    measured.settle(Usage(), "cancelled")
+    asyncio.run(one(Usage(3, 1)))
+    with pytest.raises(RewardError, match="price of the judge's model judge-2"):
+        Guest(book, None, "claude", "judge-2")
+    assert guest.take() == book.total == Spent(2, Usage(3, 1), pytest.approx(0.005))
+    assert guest.take() == Spent()
