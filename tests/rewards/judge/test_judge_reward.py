@@ -185,8 +185,8 @@ def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
 
 def test_replies_that_do_not_count_are_told_by_cause(make: Make, server: JudgeServer) -> None:
     reward = make()
-    server.fail("prose", times=1)
-    server.fail("truncated", times=2)
+    server.fail("prose", times=1, said="What is 1")
+    server.fail("truncated", times=2, said="What is 2")
     score_all(reward, [right(1), right(2)])
     metrics = reward.measure()
     assert metrics["judge/unread"] == pytest.approx(0.6)
