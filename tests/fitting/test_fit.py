@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.reward_schema import ModelReward
+from ppo_cli.engine.device import Compute
 from ppo_cli.errors import DataError, Interrupted
+from ppo_cli.fitting import fit as fits
 from ppo_cli.fitting.fit import fit
 from ppo_cli.fitting.training import FitSettings, Recipe
 from ppo_cli.report.tracker import Screen
@@ -56,6 +59,7 @@ def test_a_fit_learns_and_its_folder_scores_as_the_record_says(
     record = fit(settings(data, out, val_data=(str(held_out),)), Screen())
     assert record == json.loads((out / "fit.json").read_text())
     assert record["finished"] and record["steps"]["done"] == record["steps"]["all"] == 16
+    assert [line["step"] for line in record["history"]] == [4, 8, 12, 16]
     assert record["pairs"] == {"train": 32, "held_out": 8}
     assert record["dropped"] == {"in_val_data": 8}
     assert record["after"]["accuracy"] == 1.0 and record["after"]["loss"] < record["before"]["loss"]
@@ -157,3 +161,39 @@ def test_what_the_template_refuses_names_its_row(write_sums: WriteSums, tmp_path
         fit(settings(str(data), tmp_path / "rm", **more), Screen())
     record = fit(settings(str(data), tmp_path / "rm", skip_bad_rows=True, **more), Screen())
     assert record["dropped"] == {"refused": 1}
+
+
+def test_every_setting_reaches_the_part_that_it_is_for(
+    write_sums: WriteSums, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def note(name: str, real: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        def noted(*args: Any, **named: Any) -> Any:
+            given[name] = (args, named)
+            return named if real is None else real(*args, **named)
+
+        return noted
+
+    for name in ("split_by_prompt", "load_to_fit", "measure", "Trainer"):
+        monkeypatch.setattr(fits, name, note(name, getattr(fits, name)))
+    recipe = {
+        "batch_size": 4, "batch_tokens": 333, "dtype": "bfloat16", "seed": 9, "freeze_body": True,
+        "max_steps": 2, "lr": None, "epochs": 1,
+    }  # fmt: skip
+    asked = settings(
+        write_sums(12), tmp_path / "rm", recipe=recipe, val_share=0.3, max_length=70,
+        template="chatml",
+    )  # fmt: skip
+    record = fit(asked, Screen())
+    assert given["split_by_prompt"][0][1:] == (0.3, 9)
+    (path,), loading = given["load_to_fit"]
+    assert path == model_folder("embedded") and loading == {
+        "compute": Compute.choose("bfloat16"), "seed": 9, "frozen": True, "template": "chatml",
+        "max_length": 70,
+    }  # fmt: skip
+    assert given["measure"][0][2] == 333
+    assert given["Trainer"][0][1:] == (asked.recipe, 1e-3, 2)
+    assert record["steps"]["all"] == 2 and record["max_length"] == 70
+    assert record["recipe"] == asked.recipe.model_dump() | {"lr": 1e-3}
+    assert (record["model"], record["data"]) == ("embedded", list(asked.data))

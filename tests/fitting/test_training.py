@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import pytest
@@ -165,3 +166,35 @@ def test_the_learning_rate_suits_what_is_trained() -> None:
     assert choose_lr(Recipe(lr=3e-4), 10**9) == 3e-4
     assert choose_lr(Recipe(), 10**9) == 1e-5
     assert choose_lr(Recipe(), 10**5) == choose_lr(Recipe(freeze_body=True), 10**9) == 1e-3
+
+
+def test_every_setting_of_a_recipe_reaches_the_optimizer() -> None:
+    recipe = Recipe(warmup=0.25, weight_decay=0.3, grad_clip=0.0625, batch_tokens=100)
+    network, pairs, sizes = fresh_network(), make_pairs(13), []
+    trainer = Trainer(network, recipe, 2e-3, 8)
+    real = network.score_samples
+
+    def noted(samples: list[Encoded]) -> Tensor:
+        sizes.append(len(samples) * max(len(sample.ids) for sample in samples))
+        return real(samples)
+
+    network.score_samples = noted  # type: ignore[method-assign, assignment]
+    optimizer, rates = trainer._optimizer, []
+    kept = {n: p.detach().clone() for n, p in network.module.named_parameters()}
+    for number in range(8):
+        assert trainer.step(number, pairs).grad_norm > 0.0625
+        rates.append(optimizer.lr)
+        if number == 0:  # clipped: a tenth of it is what AdamW remembers after one step
+            squares = [t.square().sum() for n, t in optimizer.moments().items() if "avg" in n
+                       and not n.endswith("_sq")]  # fmt: skip
+            assert torch.stack(squares).sum().sqrt().item() == pytest.approx(0.00625, rel=1e-4)
+            moments = optimizer.moments()
+            for name, before in kept.items():
+                first, second = (moments[f"{name}.{m}"] for m in ("exp_avg", "exp_avg_sq"))
+                step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
+                decayed = before * (1 - rates[0] * (0.3 if before.ndim > 1 else 0.0))
+                after = dict(network.module.named_parameters())[name]
+                torch.testing.assert_close(after.detach(), decayed - rates[0] * step)
+    floor = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 6)) for k in range(6)]
+    assert rates == pytest.approx([2e-3 * share for share in (1 / 3, 2 / 3, *floor)])
+    assert max(sizes) <= 100 and len(sizes) > 8
