@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.served import client
+from ppo_cli.rewards.served.protocols import Kind, ServerFault
 from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import score_of_text
 from tests.rewards.served.conftest import SECRET, Bench
@@ -204,6 +206,52 @@ def test_a_sample_that_brings_the_server_down_is_found(bench: Bench) -> None:
     )
     assert [score.value is None for score in scores] == [False, False, True, False]
     assert scores[2].failure.startswith("connection: ")
+
+
+def test_a_sample_that_brings_the_server_down_again_and_again_fails_alone(bench: Bench) -> None:
+    bench.server.fail(500, holding="poison")
+    reward = bench.make("openrlhf")
+    calls: list[float] = []
+
+    async def witness() -> None:
+        # Down after each last try of the sample, and soon back.
+        calls.append(time.monotonic())
+        if len(calls) % 2:
+            raise ServerFault(Kind.DOWN, "http_503", "starting")
+
+    reward._client.outage._witness = witness
+    (score,) = bench.score_all(reward, [bench.rollout(1, "poison")])
+    assert score.failure == "http_500: a fault of this test"
+    assert (len(calls), len(bench.server.calls)) == (2 * 3, 3 * 10)
+
+
+def test_pauses_grow_to_a_limit_and_are_not_shorter_than_what_is_asked() -> None:
+    assert client._pause(1, 7.0) == 7.0
+    assert client._pause(1, 900.0) == 10.0
+    asked = [
+        ServerFault(Kind.DOWN, "http_503", "", retry_after=wait) for wait in (None, 10.0, 11.0)
+    ]
+    assert [client._is_long(fault) for fault in asked] == [False, False, True]
+
+
+def test_pauses_of_an_outage_double_up_to_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float | None] = [None, None, 9.0, *[None] * 5, 500.0]
+    waits: list[float] = []
+
+    async def witness() -> None:
+        if len(waits) < len(asked):
+            raise ServerFault(Kind.DOWN, "http_503", "", retry_after=asked[len(waits)])
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    outage = client.Outage("u", 100.0, witness)
+    was_up = asyncio.run(outage.is_well(ServerFault(Kind.DOWN, "timeout", ""), time.monotonic()))
+    assert not was_up and not outage.down
+    assert waits[:-1] == [0.5, 1.0, 9.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert 90.0 < waits[-1] <= 100.0  # no longer than an outage is waited out
 
 
 def test_closing_ends_what_is_under_way(bench: Bench) -> None:
