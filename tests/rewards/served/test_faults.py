@@ -274,10 +274,11 @@ def test_closing_ends_what_is_under_way(bench: Bench) -> None:
 def test_a_good_server_passes_the_start(bench: Bench, wire: str) -> None:
     told: list[str] = []
     reward = bench.make(wire)
-    reward.start([bench.prompt()], tell=told.append)
+    reward.start([bench.prompt(ground_truth="1<|im_end|>")], tell=told.append)
     assert [line for line in told if "end token" not in line and "cut long" not in line] == []
     assert len(told) == (2 if wire == "openrlhf" else 0)
-    assert reward.measure()["model/requests"] == 0
+    metrics = reward.measure()
+    assert (metrics["model/requests"], metrics["model/neutralised"]) == (0, 0)
 
 
 def test_a_server_that_gives_no_scores_is_told_at_once(bench: Bench) -> None:
