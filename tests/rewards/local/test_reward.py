@@ -154,6 +154,7 @@ def test_parts_name_the_model_and_its_objectives(reward_of: RewardOf) -> None:
 def test_what_was_measured(reward_of: RewardOf, loaded: Make) -> None:
     reward = reward_of(loaded(max_length=60), name="rm")
     long = rollout_of(2, "Yes.", "word " * 100)
+    reward.start([long.prompt])
     score_all(reward, [rollout_of(0, "Yes."), rollout_of(1, "y" * 200), long])
     metrics = reward.measure()
     assert metrics["rm/samples"] == 3
