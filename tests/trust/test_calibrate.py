@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,7 +19,7 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust import statistics
-from ppo_cli.trust.calibrate import STEADY, calibrate, per_thousand
+from ppo_cli.trust.calibrate import STEADY, _forecast, calibrate, per_thousand
 from ppo_cli.trust.rows import Labelled, read_answered, read_labels
 from ppo_cli.trust.score import Scoring
 from tests.trust.scripted import Scripted, write_rows
@@ -246,6 +247,7 @@ class Paid(Fickle):
 
     def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
         self.paid += votes
+        time.sleep(0.005)
         return super().repeat(rollout, votes)
 
     def measure(self) -> dict[str, float]:
@@ -262,6 +264,28 @@ def test_a_file_that_was_scored_before_still_has_a_cost(tmp_path: Path) -> None:
     assert result["per_1000"]["cost_usd"] == pytest.approx(10.0)
     assert result["per_1000"]["paid_calls"] == 40
     assert any("rests on the 40 calls made here" in line for line in result["advice"])
+    three = RewardSettings(api=ApiReward(enable=True, model="m", votes=3))
+    result = run(reward, labelled(tmp_path, rows), repeat=2, settings=three)
+    assert result["per_1000"]["cost_usd"] == pytest.approx(30.0)
+
+
+def test_how_much_will_be_asked_is_told() -> None:
+    three = RewardSettings(api=ApiReward(enable=True, model="m", votes=3))
+    assert _forecast(three, 60, 50, 2) == (
+        "Asking for at most 280 verdicts: 60 rows x 3 votes, and 50 of them 2 times again."
+    )
+    assert _forecast(JUDGE, 60, 0, 2) == "Asking for at most 60 verdicts: 60 rows."
+
+
+def test_the_seconds_of_repeats_count_and_many_run_at_once(tmp_path: Path) -> None:
+    rows = [{"response": str(i % 2), "label": i % 2} for i in range(20)]
+    reward = Paid(lambda r: Score(float(r.text), info={"cached": True}))
+    wide = RewardSettings(api=ApiReward(enable=True, model="m", concurrency=400))
+    began = time.monotonic()
+    result = run(reward, labelled(tmp_path, rows), repeat=2, settings=wide)
+    most = time.monotonic() - began
+    # 1,000 responses take 2.5 times as long as the 400 that run at once.
+    assert 2.5 * 20 * 0.005 <= result["per_1000"]["seconds"] <= 2.5 * most
 
 
 def test_pairs_of_one_prompt_count_where_levels_of_prompts_do_not_compare(tmp_path: Path) -> None:

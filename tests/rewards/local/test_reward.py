@@ -152,7 +152,7 @@ def test_parts_name_the_model_and_its_objectives(reward_of: RewardOf) -> None:
 
 
 def test_what_was_measured(reward_of: RewardOf, loaded: Make) -> None:
-    reward = reward_of(loaded(max_length=60), name="rm")
+    reward = reward_of(loaded(max_length=60), name="rm", self_test="warn")
     long = rollout_of(2, "Yes.", "word " * 100)
     reward.start([long.prompt])
     score_all(reward, [rollout_of(0, "Yes."), rollout_of(1, "y" * 200), long])
@@ -165,6 +165,8 @@ def test_what_was_measured(reward_of: RewardOf, loaded: Make) -> None:
     assert metrics["rm/seconds"] > 0
     assert metrics["rm/tokens_per_s"] > 0
     assert all(isinstance(value, float) for value in metrics.values())
+    score_all(reward, [rollout_of(3, "No.")])
+    assert reward.measure()["rm/prompts_cut"] == 0
 
 
 def test_a_response_that_does_not_fit_has_failed_with_the_numbers(
