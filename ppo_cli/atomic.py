@@ -65,20 +65,16 @@ def _sweep(path: Path) -> None:
     name = re.compile(rf"{re.escape(UNFINISHED)}(\d+)-{re.escape(path.name)}")
     for left in path.parent.glob(f"{UNFINISHED}*"):
         found = name.fullmatch(left.name)
-        if found and not _another_lives(int(found[1])):
+        if found and (int(found[1]) == os.getpid() or not lives(int(found[1]))):
             remove(left)
 
 
-def _another_lives(process: int) -> bool:
-    if process == os.getpid():
-        return False
+def lives(pid: int) -> bool:
+    """Tell whether a process runs: neither gone nor waiting to be reaped."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
         return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _set_aside(folder: Path) -> Path:

@@ -174,53 +174,49 @@ def _placement(config: Config, gpus: int) -> Iterator[Clash]:
         dot = "" if str(error)[-1] in ".?" else "."
         yield Clash((PLACEMENT,), f"{PLACEMENT}: {error}{dot}")
         return
-    said = [*_roles(roles), *_existing(config, roles, gpus), *_slots(config, roles, gpus)]
-    yield from (Clash(keys, f"{PLACEMENT} {sentence}") for keys, sentence in said)
-
-
-def _roles(roles: Roles) -> Iterator[tuple[tuple[str, ...], str]]:
-    train, rollout = roles.get("train", ()), roles.get("rollout", ())
-    for role, devices in (("train", train), ("rollout", rollout)):
-        if not devices:
-            yield (
+    for role in ("train", "rollout"):
+        if role not in roles:
+            yield Clash(
                 (PLACEMENT,),
-                f"names no device for {role}; write train:0-3,rollout:4-7 to part them, or "
-                "train:0-7,rollout:0-7 to let them take turns.",
+                f"{PLACEMENT} names no device for {role}; write train:0-3,rollout:4-7 to part "
+                "them, or train:0-7,rollout:0-7 to let them take turns.",
             )
+    yield from _existing(config, roles, gpus)
+    yield from _slots(config, roles, gpus)
 
 
-def _existing(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str, ...], str]]:
+def _existing(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
     trainer, per_node = config.trainer, gpus_per_node(config, gpus)
     there = per_node * trainer.nnodes
     highest = max((devices[-1] for devices in roles.values()), default=-1)
     if there and highest >= there:
         role = next(name for name, devices in roles.items() if devices[-1] == highest)
         least = -(-(highest + 1) // trainer.nnodes)
-        yield (
+        yield Clash(
             (PLACEMENT, "trainer.n_gpus_per_node", "trainer.nnodes"),
-            f"names GPU {highest} for {role}, but the last of the run's {there} is GPU "
+            f"{PLACEMENT} names GPU {highest} for {role}, but the last of the run's {there} is GPU "
             f"{there - 1}; use lower numbers, or --n_gpus {least}.",
         )
         return
     rollout, span = roles.get("rollout", ()), config.rollout.tensor_model_parallel_size
     if there and len(rollout) % span:
-        yield (
+        yield Clash(
             (PLACEMENT, SPAN),
-            f"gives rollout {len(rollout)} GPU(s), which cannot be split into samplers of {span}; "
-            "change that number, or --rollout_tp.",
+            f"{PLACEMENT} gives rollout {len(rollout)} GPU(s), which cannot be split into samplers "
+            f"of {span}; change that number, or --rollout_tp.",
         )
         return
     for at in range(0, len(rollout), span) if there else ():
         sampler = rollout[at : at + span]
         if sampler[0] // per_node != sampler[-1] // per_node:
-            yield (
+            yield Clash(
                 (PLACEMENT, SPAN),
-                f"puts one sampler on GPUs {numbered(sampler)}, which are on two nodes (each has "
-                f"{per_node}); a sampler stays on one.",
+                f"{PLACEMENT} puts one sampler on GPUs {numbered(sampler)}, which are on two nodes "
+                f"(each has {per_node}); a sampler stays on one.",
             )
 
 
-def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str, ...], str]]:
+def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
     """On the CPU the numbers of processes may be said twice, and must agree then."""
     if gpus_per_node(config, gpus):
         return
@@ -230,9 +226,9 @@ def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[tuple[tuple[str,
     )
     for key, count, slots in counts:
         if count is not None and slots and count != len(slots):
-            yield (
+            yield Clash(
                 (PLACEMENT, key),
-                f"has {len(slots)} slot(s) where {key} is {count}; leave {key} out.",
+                f"{PLACEMENT} has {len(slots)} slot(s) where {key} is {count}; leave {key} out.",
             )
 
 

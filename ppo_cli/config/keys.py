@@ -62,7 +62,7 @@ class Clash:
 @cache
 def table() -> dict[str, Key]:
     """Return every setting by its dotted name, in the schema's order."""
-    return dict(_walk(Config, ""))
+    return keys_of(Config)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
 from ppo_cli.config.judge_checks import VARIABLE, is_address
-from ppo_cli.config.keys import Clash
+from ppo_cli.config.keys import Clash, table
 from ppo_cli.config.known_models import (
     SERVED,
     absent_folder,
@@ -202,15 +202,11 @@ SAVED = "to which model and tokenizer were both saved, such as RUN/checkpoints/l
 
 def broken_models(config: Config) -> list[str]:
     """Return one sentence for each local model folder of a run that cannot be trained."""
-    asked = [("--model", config.model.path)]
-    if uses_critic(config):
-        asked.append(("--critic_model", critic_path(config)))
-    if uses_reference(config) and config.ref.path:
-        asked.append(("ref.path", config.ref.path))
     problems = []
-    for path, flag in {path: flag for flag, path in reversed(asked)}.items():
+    for path, key in {path: key for key, path in reversed([*_models(config)])}.items():
         folder = Path(model_folder(path)).expanduser()
         if (folder / "config.json").is_file():
+            flag = table()[key].flag or key
             problems.append(folder_problem(folder, flag, tokenizer=path == config.model.path))
     return [problem for problem in problems if problem]
 

@@ -86,7 +86,7 @@ BATCHES = ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_min
 def _fit_batches(draft: _Draft, config: Config) -> Config:
     """Lower batch sizes that nobody asked for to the rows and the batch there are, and say so."""
     rows, batch = train_rows(config), config.data.train_batch_size
-    mini, critic = config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size
+    mini = config.actor.ppo_mini_batch_size
     asked = {
         name
         for name in BATCHES
@@ -95,16 +95,13 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
     if rows and rows < batch and not asked:
         draft.notes.append(lowered_batches(rows, batch, mini))
         batch, mini = fitting_batches(rows, batch, mini)
-        sizes = {BATCHES[0]: batch, BATCHES[1]: mini} | ({BATCHES[2]: mini} if critic else {})
+        sizes = {BATCHES[0]: batch, BATCHES[1]: mini}
         why = f"{rows} training rows"
     else:  # too few rows for a batch that was asked for are refused when they have been read
-        minis = {BATCHES[1]: mini, BATCHES[2]: critic or 0}
-        sizes = {n: batch for n, size in minis.items() if size > batch and n not in asked}
-        why = f"a batch of {batch}"
-        if BATCHES[1] in sizes:
-            draft.notes.append(f"--mini_batch_size is lowered to the batch of {batch} prompts.")
-    if not sizes:
-        return config
+        if mini <= batch or BATCHES[1] in asked:
+            return config
+        sizes, why = {BATCHES[1]: batch}, f"a batch of {batch}"
+        draft.notes.append(f"--mini_batch_size is lowered to the batch of {batch} prompts.")
     for name, size in sizes.items():
         draft.entries[name] = Entry(name, size, why)
     draft.values |= sizes

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ppo_cli.atomic import lives
+
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner"
 
@@ -58,14 +60,6 @@ def sweep(place: Path | None = None) -> None:
             here = (boot, namespace) == (_boot(), str(_namespace()))
             if here and note.parent.lstat().st_uid == os.getuid() and not lives(int(pid)):
                 remove(note.parent, meeting_points(note.parent))
-
-
-def lives(pid: int) -> bool:
-    """Whether a process runs: neither gone nor waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
 
 
 def _place() -> Path:

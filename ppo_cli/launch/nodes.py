@@ -1,8 +1,8 @@
 """The nodes of a run: open them on node 0, join them on the others.
 
 `open_cluster` gives the Ray to connect to and watches the nodes; `join_cluster` gives a machine
-to node 0 until that ends. With RAY_ADDRESS nothing is started, and with one node no one is
-waited for. NODE_ADDR, where it is set, is the address by which the others reach this node.
+to node 0 until that ends. With RAY_ADDRESS nothing is started. NODE_ADDR, where it is set, is the
+address by which the others reach this node.
 
 The nodes must be in a network where all are trusted: what they and Ray say is not encrypted.
 PPO_CLUSTER_SECRET, the same on all nodes, keeps those out who do not have it (rendezvous.py).
@@ -28,7 +28,6 @@ from ppo_cli.launch.preflight import (
     describe,
     facts_here,
     fingerprint,
-    own_problems,
     run_key,
 )
 from ppo_cli.launch.ray_process import STOP_S, RayProcess, keeps_silent, ray_variables
@@ -140,8 +139,6 @@ def open_cluster(config: Config, environ: Mapping[str, str], tell: Tell) -> Node
     trainer = config.trainer
     if address := _given_cluster(config, environ):
         return _existing(address, config, environ, tell)
-    if trainer.nnodes == 1:
-        return _alone(config, environ, tell)
     own_address(environ.get("NODE_ADDR"))
     secret = Secret(environ)
     door = listen(trainer.master_addr, trainer.master_port)
@@ -296,28 +293,6 @@ def _late(meeting: Rendezvous) -> str:
     return ", ".join(slow)
 
 
-def _alone(config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
-    problems = own_problems(facts_here(config, environ, 0, socket.gethostname()), {0: "this node"})
-    if problems:
-        raise ConfigError([problem.text for problem in problems])
-    token, own = fresh(), _outward()
-    port = free_port(own)
-    ray = _head(config, {**environ, **ray_variables(token)}, own, port)
-    try:
-        ray.wait()
-    except BaseException:
-        ray.stop()
-        raise
-    return Nodes(
-        f"{own}:{port}",
-        {0: socket.gethostname()},
-        ips={0: own},
-        variables=ray_variables(token),
-        ray=ray,
-        tell=tell,
-    )
-
-
 def _existing(address: str, config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:
     found = re.fullmatch(r"\[?([^\[\]/]+)\]?:(\d{1,5})", address)
     if address != "auto" and found is None:
@@ -351,13 +326,3 @@ def _resources(config: Config, environ: Mapping[str, str]) -> list[str]:
     cpus = max(os.cpu_count() or 1, 0 if gpus else ranks + 2)
     agent = ["--dashboard-agent-listen-port", "0"]
     return ["--num-cpus", str(cpus), "--num-gpus", str(gpus), *agent]
-
-
-def _outward() -> str:
-    """Return the address that this machine uses towards others; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

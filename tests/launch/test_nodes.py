@@ -17,7 +17,7 @@ from ppo_cli.cli.crash import exit_code_of as tell_and_end
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, WorkerLost, exit_code_of
 from ppo_cli.launch.addresses import free_port, is_literal, is_mine, listen, resolve_host
-from ppo_cli.launch.nodes import Nodes, join_cluster, open_cluster
+from ppo_cli.launch.nodes import Nodes, _resources, join_cluster, open_cluster
 from ppo_cli.launch.preflight import facts_here
 from ppo_cli.launch.ray_process import RayProcess
 from ppo_cli.launch.rendezvous import Rendezvous
@@ -308,17 +308,9 @@ def test_two_nodes_start_one_ray_and_end_together(rays: list[QuietRay]) -> None:
     assert ended == [3] and [ray.living for ray in rays] == [False] * 3
 
 
-def test_a_node_alone_offers_its_gpus(
-    rays: list[QuietRay], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("nodes", "preflight"):
-        monkeypatch.setattr(f"ppo_cli.launch.{module}.gpu_count", lambda environ: 8)
-    with open_cluster(config(nnodes=1, n_gpus_per_node=2), {}, print) as nodes:
-        (ray,) = rays
-        assert ray.option("num-gpus") == "2" and int(ray.option("num-cpus")) == os.cpu_count()
-        own = ray.option("node-ip-address")
-        assert (nodes.address, nodes.ips) == (f"{own}:{ray.option('port')}", {0: own})
-        assert nodes.variables.items() <= ray.environ.items()
-    assert not ray.living
-    with pytest.raises(ConfigError, match="shows 8 GPUs, but N_GPUS is 9"):
-        open_cluster(config(nnodes=1, n_gpus_per_node=9), {}, print)
+def test_a_node_offers_the_gpus_that_it_is_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppo_cli.launch.nodes.gpu_count", lambda environ: 8)
+    for given, offered in ((config(n_gpus_per_node=2), "2"), (config(), "1")):
+        options = _resources(given, {})
+        assert options[options.index("--num-gpus") + 1] == offered
+        assert options[options.index("--num-cpus") + 1] == str(os.cpu_count())

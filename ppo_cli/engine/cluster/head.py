@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.engine.leftovers import lives, sweep
+from ppo_cli.atomic import lives
+from ppo_cli.engine.leftovers import sweep
 
 PARTS = ("gcs_server", "raylet")  # those that a cluster cannot be without
 LOST = {name: 40 + i for i, name in enumerate(PARTS)}  # exit codes
