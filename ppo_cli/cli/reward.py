@@ -302,9 +302,9 @@ def calibrate(given: Given) -> None:
 def audit(given: Given) -> None:
     """Attack a reward with worthless and hostile replies; exit 2 when a check fails."""
     config, screen = _settings(given)
+    from ppo_cli.trust.attacks import load_items
     from ppo_cli.trust.audit import audit as run_audit
     from ppo_cli.trust.audit import under_attack
-    from ppo_cli.trust.items import load_items
     from ppo_cli.trust.score import Watch, to_go_on
 
     items = load_items(

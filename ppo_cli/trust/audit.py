@@ -22,8 +22,16 @@ from ppo_cli.rewards.judge.prompt import Template, load_template, readable
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.trust import attacks as tr
-from ppo_cli.trust.attacks import FOR_THE_GATE, LEAKS
-from ppo_cli.trust.items import Item, Key, Ruler, plain_prompt, ruler_for, why_none
+from ppo_cli.trust.attacks import (
+    FOR_THE_GATE,
+    LEAKS,
+    Item,
+    Key,
+    Ruler,
+    plain_prompt,
+    ruler_for,
+    why_none,
+)
 from ppo_cli.trust.score import (
     Repeats,
     Watch,

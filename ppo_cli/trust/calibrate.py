@@ -1,26 +1,28 @@
 """How far a reward can be trusted: agreement with labels, with itself, biases and cost.
 
-Each number comes with a sentence that says what it means.
+Each number comes with a sentence that says what it means. What is not defined is None, never NaN.
+Ties count half everywhere: equal values share the mean of their ranks.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.trust import statistics as st
 from ppo_cli.trust.rows import Labelled
 from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, judged, score_all
 from ppo_cli.trust.sources import kind_of, unsteady, verdicts_each
@@ -34,6 +36,181 @@ from ppo_cli.trust.summary import (
     part_facts,
     spending,
 )
+
+Floats = NDArray[np.float64]
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its bootstrap interval; all None where it is not defined."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+def as_floats(values: ArrayLike) -> Floats:
+    """Return the values as a float64 array."""
+    return np.asarray(values, dtype=np.float64)
+
+
+def levels_of(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Return the sorted levels, and for each value the number of its level.
+
+    Small whole numbers are their own level numbers: no sorting, which makes resampling quick.
+    """
+    x = np.asarray(values)
+    if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
+        return np.arange(x.max() + 1), x.astype(np.intp)
+    levels, numbers = np.unique(x, return_inverse=True)
+    return levels, numbers.astype(np.intp)
+
+
+def coded(values: ArrayLike) -> NDArray[np.intp]:
+    """Return level numbers: the same order and ties as the values, quicker to rank."""
+    return levels_of(as_floats(values))[1]
+
+
+def ranks(values: ArrayLike) -> Floats:
+    """Return ranks from 1; equal values share the mean of theirs."""
+    _, numbers = levels_of(values)
+    counts = np.bincount(numbers)
+    means = np.cumsum(counts) - (counts - 1) / 2.0
+    return as_floats(means[numbers])
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Linear correlation; None when one side is constant or there are fewer than 2 values."""
+    a, b = as_floats(x), as_floats(y)
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    size = np.sqrt((a @ a) * (b @ b))
+    return None if size == 0 else float(np.clip((a @ b) / size, -1.0, 1.0))
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Correlation of the ranks."""
+    return pearson(ranks(x), ranks(y))
+
+
+def partial_spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float | None:
+    """Rank correlation of x and y with what `given` explains of both taken out.
+
+    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
+    wholly, or when one of the three is constant.
+    """
+    xy, xz, yz = spearman(x, y), spearman(x, given), spearman(y, given)
+    if xy is None or xz is None or yz is None:
+        return None
+    left = (1 - xz * xz) * (1 - yz * yz)
+    return None if left < 1e-12 else float(np.clip((xy - xz * yz) / np.sqrt(left), -1.0, 1.0))
+
+
+def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
+    """Share of (positive, negative) pairs in which the positive has the higher score."""
+    good = np.asarray(positive, dtype=bool)
+    count = int(good.sum())
+    others = len(good) - count
+    if not count or not others:
+        return None
+    total = ranks(scores)[good].sum() - count * (count + 1) / 2.0
+    return float(total / (count * others))
+
+
+def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:
+    """Share of rows that `score >= threshold` puts into the right class."""
+    good = np.asarray(positive, dtype=bool)
+    return float(np.mean((as_floats(scores) >= threshold) == good)) if len(good) else None
+
+
+def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float] | None:
+    """The threshold with the highest accuracy, and that accuracy; the lowest of equal ones.
+
+    Candidates lie half-way between neighbouring scores, and outside both ends, so that
+    "all positive" and "all negative" are among them.
+    """
+    good = np.asarray(positive, dtype=bool)
+    if not len(good):
+        return None
+    levels, numbers = levels_of(scores)
+    positives = np.bincount(numbers, weights=good, minlength=len(levels))
+    negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
+    # right[k]: the k lowest levels called negative, all others positive.
+    below = np.concatenate([[0.0], np.cumsum(negatives)])
+    above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
+    right = below + above
+    best = int(np.argmax(right))
+    edges = np.concatenate([[levels[0]], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+    return float(edges[best]), float(right[best] / len(good))
+
+
+def bootstrap(
+    statistic: Callable[[NDArray[np.intp]], float | None],
+    count: int,
+    *,
+    seed: int = 0,
+    resamples: int | None = None,
+    share: bool = False,
+) -> Estimate:
+    """Value over all rows, and the percentile interval over resampled rows.
+
+    Where all resamples agree that interval has no width, which 12 of 12 does not deserve: a
+    `share` of rows then gets Wilson's interval, anything else none.
+
+    `statistic` takes row numbers, so that all columns of a row stay together. Resamples in
+    which it is not defined are left out; with more than half of them gone there is no interval.
+    """
+    value = statistic(np.arange(count))
+    if value is None:
+        return Estimate(None)
+    random = np.random.default_rng(seed)
+    times = RESAMPLES if resamples is None else resamples
+    drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
+    known = [v for v in drawn if v is not None]
+    if len(known) * 2 < times:
+        return Estimate(value)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    if high - low <= 1e-12:
+        return wilson(value, count) if share else Estimate(value)
+    return Estimate(value, float(low), float(high))
+
+
+def wilson(share: float, count: int) -> Estimate:
+    """Wilson's score interval of a share of `count` rows (Wilson 1927)."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    half = spread / (1 + z * z / count)
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How repeated verdicts on the same rows agree."""
+
+    rows: int
+    same: float
+    mean_gap: float
+    largest_gap: float
+
+
+def agreement(verdicts: Sequence[Sequence[float]]) -> Agreement | None:
+    """Compare every two verdicts on each row; rows with fewer than two do not count."""
+    rows = [as_floats(v) for v in verdicts if len(v) > 1]
+    if not rows:
+        return None
+    same, gaps, largest = [], [], 0.0
+    for row in rows:
+        first, second = np.triu_indices(len(row), k=1)
+        gap = np.abs(row[first] - row[second])
+        same.append(float(np.mean(gap == 0)))
+        gaps.append(float(gap.mean()))
+        largest = max(largest, float(gap.max()))
+    return Agreement(len(rows), float(np.mean(same)), float(np.mean(gaps)), largest)
+
 
 Facts = Mapping[str, Any]
 STRONG, FAIR = 0.9, 0.75
@@ -182,11 +359,11 @@ Rows = NDArray[np.intp]
 class Columns:
     """The rows that got a score, as columns."""
 
-    scores: st.Floats
-    labels: st.Floats
+    scores: Floats
+    labels: Floats
     positive: NDArray[np.bool_] | None
-    lengths: st.Floats
-    order: st.Floats
+    lengths: Floats
+    order: Floats
     prompts: tuple[str, ...]
 
 
@@ -214,7 +391,7 @@ def calibrate(
     judges = [judge.settings for judge in judges_of(settings)]
 
     def repeated(name: str) -> dict[str, Any] | None:
-        found = st.agreement(repeats.verdicts.get(name, []))
+        found = agreement(repeats.verdicts.get(name, []))
         return None if found is None else {**asdict(found), "verdicts": repeat}
 
     result: dict[str, Any] = {
@@ -261,11 +438,11 @@ def _columns(labelled: Labelled, column: Column) -> Columns:
     kept = list(values)
     rows = [labelled.rows[i].rollout for i in kept]
     return Columns(
-        scores=st.as_floats(list(values.values())),
+        scores=as_floats(list(values.values())),
         labels=labelled.values[kept],
         positive=None if labelled.positive is None else labelled.positive[kept],
-        lengths=st.as_floats([len(row.text) for row in rows]),
-        order=st.as_floats(kept),
+        lengths=as_floats([len(row.text) for row in rows]),
+        order=as_floats(kept),
         prompts=tuple(row.prompt.text for row in rows),
     )
 
@@ -274,11 +451,11 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     """Accuracy, AUC and correlations with the labels, each with its interval."""
     x, y, good = columns.scores, columns.labels, columns.positive
     flags = np.zeros(len(x), dtype=bool) if good is None else good
-    level, labels = st.coded(x), st.coded(y)
+    level, labels = coded(x), coded(y)
     estimate = partial(_estimate, len(x))
 
     def best(rows: Rows) -> float | None:
-        chosen = st.best_threshold(level[rows], flags[rows])
+        chosen = best_threshold(level[rows], flags[rows])
         return None if chosen is None else chosen[1]
 
     classes = "labels of two classes are needed" if good is None else ""
@@ -288,16 +465,16 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     inside = not len(x) or (x.min() >= 0.0 and x.max() <= 1.0)
     off_scale = "" if inside else "the scores do not lie between 0 and 1"
     flat = _flat("score", x) or _flat("label", y)
-    threshold = st.best_threshold(x, flags)
+    threshold = best_threshold(x, flags)
     at = None if unfit or threshold is None else min(threshold[0], 1e9)
     return {
         "accuracy at the best threshold": estimate(best, unfit, share=True) | {"at": at},
         "accuracy at 0.5": estimate(
-            lambda rows: st.accuracy_at(x[rows], flags[rows], 0.5), classes or off_scale, share=True
+            lambda rows: accuracy_at(x[rows], flags[rows], 0.5), classes or off_scale, share=True
         ),
-        "AUC": estimate(lambda rows: st.auc(level[rows], flags[rows]), unfit, share=True),
-        "Spearman": estimate(lambda rows: st.spearman(level[rows], labels[rows]), flat),
-        "Pearson": estimate(lambda rows: st.pearson(x[rows], y[rows]), flat),
+        "AUC": estimate(lambda rows: auc(level[rows], flags[rows]), unfit, share=True),
+        "Spearman": estimate(lambda rows: spearman(level[rows], labels[rows]), flat),
+        "Pearson": estimate(lambda rows: pearson(x[rows], y[rows]), flat),
         **_pair_accuracy(columns),
     }
 
@@ -309,7 +486,7 @@ def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
     prompts are drawn for the interval; nothing where no prompt has better and worse answers.
     """
     counts = [_won(columns.scores[rows], columns.labels[rows]) for rows in _groups(columns.prompts)]
-    pairs = st.as_floats([both for both in counts if both[1]])
+    pairs = as_floats([both for both in counts if both[1]])
     if not len(pairs):
         return {}
 
@@ -323,7 +500,7 @@ def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
     return {"pairs of one prompt in order": made}
 
 
-def _won(scores: st.Floats, labels: st.Floats) -> tuple[float, float]:
+def _won(scores: Floats, labels: Floats) -> tuple[float, float]:
     """Pairs of unlike labels that the scores order rightly, and how many there are."""
     better, worse = np.nonzero(labels[:, None] > labels[None, :])
     gaps = scores[better] - scores[worse]
@@ -332,31 +509,31 @@ def _won(scores: st.Floats, labels: st.Floats) -> tuple[float, float]:
 
 def bias_of(columns: Columns) -> dict[str, dict[str, Any]]:
     """Rank correlations of the score with what should not matter."""
-    x, y = st.coded(columns.scores), st.coded(columns.labels)
-    size, order = st.coded(columns.lengths), st.coded(columns.order)
+    x, y = coded(columns.scores), coded(columns.labels)
+    size, order = coded(columns.lengths), coded(columns.order)
     same_score = _flat("score", columns.scores)
     flat = same_score or _flat("response's length", columns.lengths)
     estimate = partial(_estimate, len(x))
     found = {
-        "length": estimate(lambda rows: st.spearman(x[rows], size[rows]), flat),
+        "length": estimate(lambda rows: spearman(x[rows], size[rows]), flat),
         "length, labels held equal": estimate(
-            lambda rows: st.partial_spearman(x[rows], size[rows], y[rows]),
+            lambda rows: partial_spearman(x[rows], size[rows], y[rows]),
             flat or _flat("label", columns.labels),
         ),
     }
     groups = _groups(columns.prompts)
     if not groups:
         found["position in the file"] = estimate(
-            lambda rows: st.spearman(x[rows], order[rows]), same_score
+            lambda rows: spearman(x[rows], order[rows]), same_score
         )
         return found
     # Scores less their group's mean, and places less theirs, of all rows in groups.
     scores = np.concatenate([columns.scores[rows] - columns.scores[rows].mean() for rows in groups])
     places = np.concatenate([np.arange(len(rows)) - (len(rows) - 1) / 2 for rows in groups])
-    within, place = st.coded(np.round(scores, 9)), st.coded(places)
+    within, place = coded(np.round(scores, 9)), coded(places)
     found["position among answers to one prompt"] = _estimate(
         len(scores),
-        lambda rows: st.spearman(within[rows], place[rows]),
+        lambda rows: spearman(within[rows], place[rows]),
         _flat("score within a prompt", scores),
     )
     return found
@@ -376,12 +553,12 @@ def _estimate(
         why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
     if why_not:
         return {"value": None, "low": None, "high": None, "why": why_not}
-    made = st.bootstrap(statistic, rows, share=share)
+    made = bootstrap(statistic, rows, share=share)
     why = "it is not defined for these rows" if made.value is None else ""
     return {**asdict(made), "why": why}
 
 
-def _flat(what: str, values: st.Floats) -> str:
+def _flat(what: str, values: Floats) -> str:
     return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
 
 

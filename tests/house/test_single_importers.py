@@ -34,8 +34,6 @@ STANDS = {
     "rewards.judge.providers.failures": "what goes wrong; with it, base is over the cap",
     "rewards.judge.providers.openai": "one provider of several",
     "run.engines": "starts engines, and restarts them after a failure",
-    "trust.attacks": "the attacks; audit has the checks",
-    "trust.statistics": "formulas; calibrate says what they mean",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }

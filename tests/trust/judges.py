@@ -12,7 +12,7 @@ from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.judge.prompt import load_preset, load_template, preset_names, readable
 from ppo_cli.rewards.judge.sanitise import neutralise
 from ppo_cli.rewards.judge.scoring import material_of
-from ppo_cli.trust.items import bundled
+from ppo_cli.trust.attacks import bundled
 from tests.judge_server.wire import fenced
 from tests.trust.scripted import Scripted
 

@@ -18,9 +18,16 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge import prompt
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.trust import attacks as tr
-from ppo_cli.trust.attacks import INJECTIONS, LEAKS, MASTER_KEYS, injected, padded
+from ppo_cli.trust.attacks import (
+    INJECTIONS,
+    LEAKS,
+    MASTER_KEYS,
+    bundled,
+    injected,
+    load_items,
+    padded,
+)
 from ppo_cli.trust.audit import audit, hold
-from ppo_cli.trust.items import bundled, load_items
 from tests.trust.judges import Asked, Judge, gullible, honest, literal, obedient
 from tests.trust.scripted import Scripted, write_rows
 

@@ -18,7 +18,6 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.records import Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.trust import statistics
 from ppo_cli.trust.calibrate import STEADY, _forecast, calibrate, per_thousand
 from ppo_cli.trust.rows import Labelled, read_answered, read_labels
 from ppo_cli.trust.score import Scoring
@@ -29,7 +28,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "RESAMPLES", 100)
+    monkeypatch.setattr("ppo_cli.trust.calibrate.RESAMPLES", 100)
 
 
 def labelled(tmp_path: Path, rows: list[Row]) -> Labelled:

@@ -13,7 +13,6 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.mixture import judges_of, mixture_of
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
-from ppo_cli.trust import statistics
 from ppo_cli.trust.score import QUIET
 from ppo_cli.trust.sources import describe, lone_judge, unsteady, with_all
 from tests.judge_server import JudgeServer
@@ -28,7 +27,7 @@ Told = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "RESAMPLES", 50)
+    monkeypatch.setattr("ppo_cli.trust.calibrate.RESAMPLES", 50)
 
 
 @pytest.fixture

@@ -13,9 +13,17 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.report.tracker import Screen
-from ppo_cli.trust.attacks import INJECTIONS, Trial, injected, outcome
+from ppo_cli.trust.attacks import (
+    INJECTIONS,
+    Ruler,
+    Trial,
+    bundled,
+    injected,
+    load_items,
+    outcome,
+    ruler_for,
+)
 from ppo_cli.trust.audit import audit
-from ppo_cli.trust.items import Ruler, bundled, load_items, ruler_for
 from tests.rewards.local.twins import skywork_qwen3_twin
 from tests.trust.scripted import Scripted, write_rows
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
-from ppo_cli.rewards.code.boot import Role, command
 from ppo_cli.rewards.code.channel import (
     MOST_TRUSTED,
     Gone,
@@ -39,7 +38,7 @@ from ppo_cli.rewards.code.ending import (
     remove_folder,
 )
 from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
-from ppo_cli.rewards.code.sandboxes import Sandbox, choose_sandbox
+from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
 from ppo_cli.rewards.returned import LONGEST_TEXT, CannotScore, describe_error
 from ppo_cli.rewards.worker import Call
 

@@ -13,7 +13,7 @@ import pytest
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
-from ppo_cli.rewards.code import boot
+from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.check import Check, judge
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed, find_fault
 from ppo_cli.rewards.worker import Call
@@ -63,7 +63,7 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     token = uuid.uuid4().hex
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setitem(boot.ENVIRONMENT, "PPO_TEST_TOKEN", token)
+    monkeypatch.setitem(sandboxes.ENVIRONMENT, "PPO_TEST_TOKEN", token)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
     assert find_marked(token) == []

@@ -15,20 +15,19 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.records import Score
-from ppo_cli.rewards.code.boot import ENVIRONMENT, interpreter
 from ppo_cli.rewards.code.check import Check
 from ppo_cli.rewards.code.ending import end_process
-from ppo_cli.rewards.code.sandboxes import Forked, Sandbox
+from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, Forked, Sandbox, interpreter
 
 ROOT = Path(__file__).resolve().parents[3]
 SLEEP = "import time; time.sleep(60)"
 TRAINER = """
 import sys, time
 from ppo_cli.config.reward_schema import Code
-from ppo_cli.rewards.code import boot
+from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.worker import Call
-boot.ENVIRONMENT["PPO_TEST_TOKEN"] = sys.argv[1]
+sandboxes.ENVIRONMENT["PPO_TEST_TOKEN"] = sys.argv[1]
 pool = CodePool(Code(sandbox="sandlock", timeout=60), size=2)
 call = Call("code", "import time\\ndef f(n): time.sleep(50)", ["assert f(1)"], {})
 futures = [pool.submit(call, lambda returned: returned) for _ in range(2)]
