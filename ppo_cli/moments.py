@@ -7,7 +7,7 @@ change a bit of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,12 +23,13 @@ class Moments:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Moments:
-        """The moments of some numbers."""
-        if not values:
+    def of(cls, values: Iterable[float | None]) -> Moments:
+        """The moments of some numbers; None is none."""
+        known = [v for v in values if v is not None]
+        if not known:
             return cls()
-        mean = math.fsum(values) / len(values)
-        return cls(len(values), mean, math.fsum((v - mean) ** 2 for v in values))
+        mean = math.fsum(known) / len(known)
+        return cls(len(known), mean, math.fsum((v - mean) ** 2 for v in known))
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both together (Chan et al. 1983, eq. 1.5)."""
@@ -84,10 +85,11 @@ def clipped(value: float, most: float | None) -> float:
     return value if most is None else max(-most, min(most, value))
 
 
-def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Pearson's; None where one of the two does not vary."""
-    x, y = Moments.of(xs), Moments.of(ys)
-    if len(xs) < 2 or not (x.varies and y.varies):
+def correlation(xs: Sequence[float | None], ys: Sequence[float | None]) -> float | None:
+    """Pearson's over the pairs that are whole; None where one of the two does not vary."""
+    pairs = [(a, b) for a, b in zip(xs, ys, strict=True) if a is not None and b is not None]
+    x, y = Moments.of(a for a, _ in pairs), Moments.of(b for _, b in pairs)
+    if not (x.varies and y.varies):
         return None
-    both = math.fsum((a - x.mean) * (b - y.mean) for a, b in zip(xs, ys, strict=True))
+    both = math.fsum((a - x.mean) * (b - y.mean) for a, b in pairs)
     return both / math.sqrt(x.squares * y.squares)

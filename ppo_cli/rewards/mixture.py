@@ -129,7 +129,7 @@ def _column(
         scaled.append(None if x is None else clipped(x, part.bound))
         slopes.append(slope)
     # A closed gate counts as whatever adds least to the total, 0 or one of the round.
-    least = (min if part.weight >= 0 else max)([0.0, *_known(scaled)])
+    least = (min if part.weight >= 0 else max)([0.0, *(x for x in scaled if x is not None)])
     shut = [score is CLOSED for score in scores]
     scaled = [least if closed else x for closed, x in zip(shut, scaled, strict=True)]
     failed = sum(v is None for v in raw) - sum(shut)
@@ -210,13 +210,13 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
     `weight` is the share that the part's weight asks for, so that the two can be compared.
     """
     lengths = [float(len(r.token_ids)) for r in rollouts]
-    spreads = {n: abs(c.part.weight) * Moments.of(_known(c.scaled)).std for n, c in columns.items()}
+    spreads = {n: abs(c.part.weight) * Moments.of(c.scaled).std for n, c in columns.items()}
     weights = math.fsum(abs(c.part.weight) for c in columns.values())
     whole = math.fsum(spreads.values())
     metrics: dict[str, float] = {}
     for name, column in columns.items():
         key = f"reward/{name}"
-        raw, scaled = Moments.of(_known(column.raw)), Moments.of(_known(column.scaled))
+        raw, scaled = Moments.of(column.raw), Moments.of(column.scaled)
         if raw.count:
             metrics[f"{key}/std"] = raw.std
         if scaled.count:
@@ -228,22 +228,12 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
             metrics[f"{key}/share"] = spreads[name] / whole
         if column.part.only_if:
             metrics[f"{key}/gated_share"] = column.gated / len(rollouts)
-        metrics |= _together(f"{key}/length_correlation", column.raw, lengths)
+        if (found := correlation(column.raw, lengths)) is not None:
+            metrics[f"{key}/length_correlation"] = found
     for one, other in combinations(columns, 2):
-        metrics |= _together(
-            f"reward/correlation/{one}/{other}", columns[one].raw, columns[other].raw
-        )
+        if (found := correlation(columns[one].raw, columns[other].raw)) is not None:
+            metrics[f"reward/correlation/{one}/{other}"] = found
     return metrics
-
-
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [v for v in values if v is not None]
-
-
-def _together(key: str, xs: Sequence[float | None], ys: Sequence[float | None]) -> dict[str, float]:
-    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
-    found = correlation([x for x, _ in pairs], [y for _, y in pairs])
-    return {} if found is None else {key: found}
 
 
 @dataclass(frozen=True)

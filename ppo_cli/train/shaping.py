@@ -142,8 +142,7 @@ def _lowered(one: Scored, taken: Mapping[str, float]) -> Scored:
 
 def _moments(scored: Sequence[Scored]) -> Moments:
     # An imputed value teaches nothing.
-    return Moments.of([s.score.value for s in scored if s.score.value is not None
-                       and s.score.judged])  # fmt: skip
+    return Moments.of(s.score.value for s in scored if s.score.judged)
 
 
 def _scale(settings: Shaping, scored: Sequence[Scored], running: Moments) -> Affine:

@@ -93,11 +93,11 @@ def part_facts(
     return {
         "parts": found,
         "reported": _reported(scores, columns),
-        "length": together(total, lengths),
+        "length": correlation(total, lengths),
         "correlations": [
             {"parts": [one, other], "value": value}
             for one, other in combinations(columns, 2)
-            if (value := together(columns[one].raw, columns[other].raw)) is not None
+            if (value := correlation(columns[one].raw, columns[other].raw)) is not None
         ],
         "remarks": _remarks(parts, found),
     }
@@ -113,17 +113,17 @@ def columns_of(settings: RewardSettings, scores: Sequence[Score]) -> dict[str, C
 
 def _facts(column: Column, lengths: Sequence[float]) -> dict[str, Any]:
     return {
-        "scored": len(_known(column.raw)),
+        "scored": Moments.of(column.raw).count,
         "failed": column.failed,
         **({"gated": column.gated} if column.gated else {}),
         **_moments(column.raw),
-        "length": together(column.raw, lengths),
+        "length": correlation(column.raw, lengths),
         "affine": affine_line(column.raw),
     }
 
 
 def _moments(values: Values) -> dict[str, float | None]:
-    known = _known(values)
+    known = [v for v in values if v is not None]
     moments = Moments.of(known)
     return {
         "mean": moments.mean if known else None,
@@ -135,7 +135,7 @@ def _moments(values: Values) -> dict[str, float | None]:
 
 def affine_line(values: Values) -> str | None:
     """The settings that bring a part to this file's scale; None without a spread."""
-    moments = Moments.of(_known(values))
+    moments = Moments.of(values)
     if moments.std <= TINY:
         return None
     # The mean is printed as finely as the spread: a scale of 0.01 around 20 keeps its centre.
@@ -154,9 +154,7 @@ def _in_mixture(
     parts: Sequence[MixPart], columns: Mapping[str, Column]
 ) -> dict[str, dict[str, Any]]:
     """Weight asked for, and share of the spread that came of it, as in a run's metrics."""
-    spreads = {
-        p.name: abs(p.weight) * Moments.of(_known(columns[p.name].scaled)).std for p in parts
-    }
+    spreads = {p.name: abs(p.weight) * Moments.of(columns[p.name].scaled).std for p in parts}
     whole, weights = math.fsum(spreads.values()), math.fsum(abs(p.weight) for p in parts)
     return {
         p.name: {
@@ -197,16 +195,6 @@ def _remarks(parts: Sequence[MixPart], found: Mapping[str, Mapping[str, Any]]) -
                 f"weight says {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
             )
     return said
-
-
-def together(xs: Values, ys: Values) -> float | None:
-    """Correlation over the rows that both have; None where one of them does not vary."""
-    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
-    return correlation([x for x, _ in pairs], [y for _, y in pairs])
-
-
-def _known(values: Values) -> list[float]:
-    return [v for v in values if v is not None]
 
 
 MOST_LEVELS = 12
