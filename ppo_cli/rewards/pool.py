@@ -216,7 +216,7 @@ class _Worker:
         process.kill()
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            late = not reason.died and call.deadline <= loop.time()
+            late = call.deadline <= loop.time()
             error = _Lost(str(reason), blamed=True) if late else reason
             call.answer.set_exception(error)
             call.answer.exception()  # nobody may be left to ask for it

@@ -155,21 +155,24 @@ def test_coroutines_have_deadlines(scores: Callable[..., list[Score]]) -> None:
 
 
 def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
-    build: Build, rollout: MakeRollout, reward_file: Write
+    build: Build, rollout: MakeRollout, reward_file: Write, tmp_path: Path
 ) -> None:
     code = """
         import time
         async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             if solution_str == "block":
+                with open(__file__ + ".log", "a") as log:
+                    log.write("x")
                 time.sleep(1000)
             return 1
     """
     reward = build(function=reward_file(code), timeout=1.0, num_workers=1)
-    blocked = reward.submit(rollout("block"))
+    blocked = [reward.submit(rollout("block")) for _ in range(2)]
     time.sleep(0.7)
     beside = reward.submit(rollout("fine"))
-    assert "it blocked the event loop" in blocked.result(PATIENCE).failure
+    assert all("it blocked the event loop" in one.result(PATIENCE).failure for one in blocked)
     assert beside.result(PATIENCE).value == 1.0
+    assert (tmp_path / "my_reward.py.log").read_text() == "x"  # the other is late, too
 
 
 def test_calls_that_kill_their_worker_are_tried_twice(

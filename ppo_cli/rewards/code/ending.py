@@ -6,11 +6,10 @@ A response may do to its files what it likes while they are counted, and leave t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import secrets
 import signal
 import stat
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -156,46 +155,18 @@ def _count_unlinked(folder: str, pids: list[int]) -> tuple[int, int]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder with all that is in it; what its process still writes as it dies goes too."""
+    """Remove a folder with all that is in it; what its process still writes as it dies goes too.
+
+    A tree may be deeper than Python can go, and lock its owner out.
+    """
     for _ in range(MOST_ROUNDS):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
         if not os.path.lexists(folder):
             return
-        with contextlib.suppress(OSError):
-            top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                _empty(top)
-            finally:
-                os.close(top)
+        for program in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*program, "--", folder], stderr=subprocess.DEVNULL)
         time.sleep(0.02)
-
-
-def _empty(top: int) -> None:
-    """Empty a folder level by level: what a folder in it holds is moved up before it goes."""
-    fresh = (f"{secrets.token_hex(8)}-{number}" for number in itertools.count())
-    while names := os.listdir(top):
-        for name in names:
-            if _unlink(name, top):
-                continue
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-            try:
-                for child in os.listdir(inner):
-                    if not _unlink(child, inner):
-                        os.rename(child, next(fresh), src_dir_fd=inner, dst_dir_fd=top)
-            finally:
-                os.close(inner)
-            os.rmdir(name, dir_fd=top)
-
-
-def _unlink(name: str, folder: int) -> bool:
-    """Remove a file; a folder is made one that can be emptied and moved instead."""
-    try:
-        os.unlink(name, dir_fd=folder)
-    except (IsADirectoryError, PermissionError):
-        os.chmod(name, 0o700, dir_fd=folder)
-        return False
-    return True
 
 
 def find_excess(sandbox: str, pid: int, folder: str, most_threads: int) -> str:
