@@ -96,15 +96,22 @@ def test_a_bad_answer_fails_alone(
     assert (before.value, after.value) == (3.0, 5.0)
 
 
-def test_a_segmentation_fault_fails_alone(scores: Callable[..., list[Score]]) -> None:
+def test_a_segmentation_fault_fails_alone_and_at_once(
+    scores: Callable[..., list[Score]], tmp_path: Path
+) -> None:
     code = """
         import ctypes
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-            return ctypes.string_at(0) if solution_str == "crash" else 1
+            if solution_str != "crash":
+                return 1
+            with open(__file__ + ".log", "a") as log:
+                log.write("x")
+            ctypes.string_at(0)
     """
     bad, good = scores(code, "crash", "fine")
     assert "signal SIGSEGV" in bad.failure
     assert good.value == 1.0
+    assert (tmp_path / "my_reward.py.log").read_text() == "x"
 
 
 def test_a_dict_brings_parts_reason_and_info(scores: Callable[..., list[Score]]) -> None:
