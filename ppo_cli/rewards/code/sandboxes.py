@@ -29,7 +29,6 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -459,15 +458,9 @@ WARNING = (
 )
 
 
-@dataclass
-class Probed:
-    """What trying the sandboxes out has shown, kept for the life of this process."""
-
-    faults: dict[str, str] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-_PROBED = Probed()
+# What trying the sandboxes out has shown, by their names.
+_FAULTS: dict[str, str] = {}
+_PROBING = threading.Lock()
 
 
 def choose_sandbox(settings: Code, tell: Callable[[str], None] = lambda text: None) -> Sandbox:
@@ -490,10 +483,10 @@ def choose_sandbox(settings: Code, tell: Callable[[str], None] = lambda text: No
 
 def find_fault(sandbox: Sandbox) -> str:
     """Say what is wrong with a sandbox, or return an empty text; tried once in a process."""
-    with _PROBED.lock:
-        if sandbox.name not in _PROBED.faults:
-            _PROBED.faults[sandbox.name] = sandbox.missing() or _probe(sandbox)
-        return _PROBED.faults[sandbox.name]
+    with _PROBING:
+        if sandbox.name not in _FAULTS:
+            _FAULTS[sandbox.name] = sandbox.missing() or _probe(sandbox)
+        return _FAULTS[sandbox.name]
 
 
 def _probe(sandbox: Sandbox) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from ppo_cli.rewards.self_test import (
 )
 
 Load = Callable[[ModelReward], LoadedModel]
+COUNTED = ("samples", "failed", "prompts_cut", "batches", "seconds")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a score alone and in a batch
 
 
@@ -272,19 +274,6 @@ class _Round:
             entry.future.cancel()
 
 
-@dataclass
-class _Tally:
-    """What was scored since the metrics were last taken."""
-
-    samples: int = 0
-    failed: int = 0
-    prompts_cut: int = 0
-    batches: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    padded: int = 0
-
-
 class LocalModelReward(Reward):
     """Scores with a reward model that `host` gives a place; see ModelReward for every setting."""
 
@@ -303,7 +292,7 @@ class LocalModelReward(Reward):
         self._budget = Budget(settings.batch_tokens)  # the host's, and kept when that is lost
         self._pending: list[_Entry] = []
         self._rounds: list[_Round] = []
-        self._tally = _Tally()
+        self._tally: dict[str, float] = defaultdict(float)  # since the metrics were taken
         self._closed = False
         # One thread: batches run in their order, and the tokenizer has one user at a time.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}")
@@ -343,18 +332,12 @@ class LocalModelReward(Reward):
 
     def measure(self) -> dict[str, float]:
         """`NAME/…` metrics since the last call."""
-        done, self._tally = self._tally, _Tally()
-        if not done.samples:
+        done, self._tally = self._tally, defaultdict(float)
+        if not done["samples"]:
             return {}
-        metrics = {
-            "samples": done.samples,
-            "failed": done.failed,
-            "prompts_cut": done.prompts_cut,
-            "batches": done.batches,
-            "seconds": done.seconds,
-            "tokens_per_s": done.tokens / max(done.seconds, 1e-9),
-            "padding_share": 1.0 - done.tokens / done.padded if done.padded else 0.0,
-        }
+        metrics = {key: done[key] for key in COUNTED}
+        metrics["tokens_per_s"] = done["tokens"] / max(done["seconds"], 1e-9)
+        metrics["padding_share"] = 1.0 - done["tokens"] / done["padded"] if done["padded"] else 0.0
         return {f"{self.name}/{key}": float(value) for key, value in metrics.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -370,7 +353,7 @@ class LocalModelReward(Reward):
         """
         self._budget.lower_to(int(state.get("batch_tokens", self._settings.batch_tokens)))
         self._give_up_all()
-        self._tally = _Tally()
+        self._tally.clear()
 
     def close(self) -> None:
         """Let the batch under way finish, drop the rest and free the model."""
@@ -420,7 +403,7 @@ class LocalModelReward(Reward):
         started, host, entries = time.perf_counter(), self._ready(), settled.entries
         samples = [entry.sample for entry in entries]
         begun: Begun = host.call("begin", samples, self._budget.tokens)
-        self._tally.prompts_cut += begun.prompts_cut
+        self._tally["prompts_cut"] += begun.prompts_cut
         for entry, failure in zip(entries, begun.failures, strict=True):
             if failure is not None:
                 self._resolve(entry, Score.failed(failure))
@@ -433,10 +416,10 @@ class LocalModelReward(Reward):
             # Counted first: whoever waits for the last future asks for the metrics next.
             now = time.perf_counter()
             tally = self._tally
-            tally.batches += 1
-            tally.tokens += batch.tokens
-            tally.padded += batch.padded
-            tally.seconds += now - started
+            tally["batches"] += 1
+            tally["tokens"] += batch.tokens
+            tally["padded"] += batch.padded
+            tally["seconds"] += now - started
             started = now
             for index, row in zip(batch.indices, batch.rows, strict=True):
                 self._resolve(entries[index], self._score_of(row, begun.adapter))
@@ -452,8 +435,8 @@ class LocalModelReward(Reward):
     def _resolve(self, entry: _Entry, score: Score) -> None:
         if entry.future.done():
             return  # given up meanwhile
-        self._tally.samples += 1
-        self._tally.failed += score.value is None
+        self._tally["samples"] += 1
+        self._tally["failed"] += score.value is None
         entry.future.set_result(score)
 
 

@@ -43,7 +43,7 @@ class Inheriting(Unsandboxed):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "_PROBED", sandboxes.Probed())
+    monkeypatch.setattr(sandboxes, "_FAULTS", {})
 
 
 def test_each_thing_that_gets_through_is_named() -> None:
@@ -142,7 +142,7 @@ def test_a_trial_that_hangs_or_cannot_start_is_a_fault_found_once(
 ) -> None:
     monkeypatch.setattr(sandboxes, "SECONDS_TO_PROBE", 0.2)
     assert sandboxes.find_fault(Stuck()) == "its trial took more than 0.2 s"
-    monkeypatch.setattr(sandboxes, "_PROBED", sandboxes.Probed())
+    monkeypatch.setattr(sandboxes, "_FAULTS", {})
     for _ in range(2):
         assert sandboxes.find_fault(NotThere()) == "it does not start (Permission denied)"
     assert NotThere.tries == 1
