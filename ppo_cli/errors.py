@@ -165,6 +165,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(" .:")
 
 
+def shorten(text: str, most: int) -> str:
+    """Return at most so many characters of a text."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_cli.errors import ppo
+from ppo_cli.errors import ppo, shorten
 from ppo_cli.records import Scored
 from ppo_cli.rewards import checkers
 from ppo_cli.rewards.rules import RULES
@@ -177,8 +177,7 @@ def _example(one: Scored) -> str:
 
 
 def _cut(text: str, most: int = 120) -> str:
-    plain = " ".join(text.split())
-    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
+    return shorten(" ".join(text.split()), most)
 
 
 def _cut_middle(text: str, most: int = 160) -> str:

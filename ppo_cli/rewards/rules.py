@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ppo_cli.config.reward_schema import Code
-from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.errors import RewardError, did_you_mean, shorten
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.checkers import (
@@ -46,6 +46,7 @@ Facts = Mapping[str, Any]
 
 LONGEST_ANSWER = 300
 LAST_PART = 2000
+SHOWN = 60
 _ANNOUNCED = re.compile(
     r"(?:final\s+answer|answer)\s*(?:is|:|=)\s*:?|答案\s*(?:是|为|為|:)\s*:?", re.IGNORECASE
 )
@@ -265,7 +266,7 @@ def _score_number(found: str | None, truth: Any) -> Answer:
         written = find_after_hashes(gold) if "####" in gold else gold
         number = None if written is None else read_number(written)
         if number is None:
-            raise CannotScore(f"ground_truth {_cut(gold)!r} is not a number")
+            raise CannotScore(f"ground_truth {shorten(gold, SHOWN)!r} is not a number")
         right |= given == number
     return _answer(right, found)
 
@@ -303,7 +304,7 @@ def score_choice(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the reply chooses the right letter."""
     letters = [read_choice(gold) for gold in _golds(truth)]
     if None in letters:
-        raise CannotScore(f"ground_truth {_cut(str(truth))!r} is not a letter A-J")
+        raise CannotScore(f"ground_truth {shorten(str(truth), SHOWN)!r} is not a letter A-J")
     found = find_answer(reply, truth)
     letter = found and (read_choice(found) or find_choice(found))
     return _answer(letter in letters, letter or None)
@@ -330,7 +331,9 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
     try:
         match = re.compile(wanted, re.DOTALL).fullmatch(reply)
     except re.error as error:
-        raise CannotScore(f"the pattern {_cut(wanted)!r} is not valid: {error}") from error
+        raise CannotScore(
+            f"the pattern {shorten(wanted, SHOWN)!r} is not valid: {error}"
+        ) from error
     return _answer(match is not None, None if match is None else "matched")
 
 
@@ -378,10 +381,6 @@ def _golds(ground_truth: Any) -> list[str]:
     if not golds:
         raise CannotScore("the row has no ground_truth")
     return golds
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # The first pattern that fits decides; matched without regard to case.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ppo_cli.errors import RewardError
+from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 
 Sample = TypeVar("Sample")
@@ -134,10 +134,11 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
     if 2 * right > len(results):
         return f"Reward model tested: {right} of {len(results)} good answers above bad ones."
     pair, good, bad = wrong[0]
-    question = _short(str(conversation_of(pair.prompt)[-1]["content"]))
+    asked = str(conversation_of(pair.prompt)[-1]["content"])
+    question, better, worse = (shorten(text, 80) for text in (asked, pair.good, pair.bad))
     raise RewardError(
         f"The reward model put only {right} of {len(results)} good answers above bad ones. Asked "
-        f"{question!r}, {_short(pair.good)!r} got {good:.4g} and {_short(pair.bad)!r} got "
+        f"{question!r}, {better!r} got {good:.4g} and {worse!r} got "
         f"{bad:.4g}. Is it a reward model for such prompts, is higher better, {doubt}? {TURN_OFF}"
     )
 
@@ -167,7 +168,3 @@ def _pairs_of_rows(rows: Sequence[tuple[Prompt, str]]) -> Iterable[Pair]:
     for i, (prompt, truth) in enumerate(rows):
         others = (other for other in truths[i + 1 :] + truths[:i] if other != truth)
         yield Pair(prompt, truth, next(others, NO_ANSWER))
-
-
-def _short(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"

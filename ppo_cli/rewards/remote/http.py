@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-LONGEST = 600
+LONGEST = 600  # characters of a provider's words that are shown
 # Where the words stand, the most telling place first.
 _PLACES = (
     "message", "msg", "detail", "details", "error_description", "error_message", "error",
@@ -68,11 +68,6 @@ def _of_object(body: Mapping[str, Any], depth: int) -> str:
         return f"{'.'.join(map(str, loc))}: {words}"
     inner = read_words(behind.get("raw"), depth + 1) if isinstance(behind, Mapping) else ""
     return f"{words}: {inner}" if words and inner else words or inner
-
-
-def shorten(text: str, longest: int = LONGEST) -> str:
-    """At most a few lines of a provider's words."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def read_seconds(text: str) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import RewardError
+from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.rewards.local.base import TooLong
 from ppo_cli.rewards.local.formats import (
@@ -166,8 +166,7 @@ def finite(value: Any) -> float | None:
 
 def shown(value: Any) -> str:
     """A short form of a value for a message."""
-    text = repr(value)
-    return text if len(text) <= EXCERPT else f"{text[: EXCERPT - 1]}…"
+    return shorten(repr(value), EXCERPT)
 
 
 def _wrong_head(rows: int, weights: int) -> str:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 from ppo_cli.config.known_models import JUDGES
+from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key, clean_url
@@ -31,7 +32,7 @@ from ppo_cli.rewards.judge.providers.failures import (
     diagnose,
     read_symptoms,
 )
-from ppo_cli.rewards.remote.http import LONGEST, one_line, shorten
+from ppo_cli.rewards.remote.http import LONGEST, one_line
 
 logger = logging.getLogger(__name__)
 
