@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -75,14 +76,25 @@ RIGHT: list[tuple[str, str, Any, int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("code", "truth", "total"), [r[1:] for r in RIGHT], ids=[r[0] for r in RIGHT]
-)
+def run_all(run: RunCode, cases: Sequence[tuple[str, Any]], **settings: Any) -> list[Score]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda case: run(*case, **settings), cases))
+
+
+def counts_of(score: Score) -> tuple[int, int]:
+    return score.info["passed"], score.info["total"]
+
+
 @pytest.mark.usefixtures("no_trace")
-def test_right_answers(code: str, truth: Any, total: int, run_code: RunCode) -> None:
-    found = run_code(code, truth)
-    assert (found.value, found.failure, found.reason) == (1.0, "", "")
-    assert (found.info["passed"], found.info["total"]) == (total, total)
+def test_right_answers(run_code: RunCode) -> None:
+    found = run_all(run_code, [(code, truth) for _, code, truth, _ in RIGHT])
+    wrong = [
+        (name, score)
+        for (name, _, _, total), score in zip(RIGHT, found, strict=True)
+        if (score.value, score.failure, score.reason) != (1.0, "", "")
+        or counts_of(score) != (total, total)
+    ]
+    assert wrong == []
 
 
 WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
@@ -129,40 +141,44 @@ WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("code", "truth", "counts", "words"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
-)
-def test_wrong_answers(
-    code: str, truth: Any, counts: tuple[int, int], words: str, run_code: RunCode
-) -> None:
-    found = run_code(code, truth)
-    assert (found.value, found.failure) == (0.0, "")
-    assert (found.info["passed"], found.info["total"]) == counts
-    assert words in found.reason
-    shared = run_code(code, truth, score="share")
-    assert shared.value == counts[0] / counts[1]
+def test_wrong_answers(run_code: RunCode) -> None:
+    found = run_all(run_code, [(code, truth) for _, code, truth, *_ in WRONG], score="share")
+    wrong = [
+        (name, score)
+        for (name, _, _, counts, words), score in zip(WRONG, found, strict=True)
+        if (score.value, score.failure) != (counts[0] / counts[1], "")
+        or counts_of(score) != counts
+        or words not in score.reason
+    ]
+    assert wrong == []
+    _, code, truth, counts, _ = WRONG[0]
+    whole = run_code(code, truth)
+    assert (whole.value, whole.failure, counts_of(whole)) == (0.0, "", counts)
 
 
-@pytest.mark.parametrize(
-    ("truth", "words"),
-    [
-        ("72", "ground_truth has no tests"),
-        (["assert f(1) =="], "not valid Python"),
-        (["import no_such_module"], "the tests raised ModuleNotFoundError"),
-        ({"test": "def check(candidate): pass"}, "no entry_point"),
-        ({"tests": ["assert f(1)"], "test_setup_code": "1 / 0"}, "setup raised ZeroDivisionError"),
-        (["assert f(lambda: 1)"], "an object of type function, which cannot travel"),
-        (["raise SystemExit"], "end the interpreter"),
-        (["print(f(1))"], "assert nothing"),
-        (["import math", "def test_f():\n    f(1)"], "assert nothing"),
-        ({"test": "def check(candidate): candidate(1)", "entry_point": "f"}, "assert nothing"),
-        (["def test_f(capsys):\n    assert f(1)"], "takes arguments"),
-    ],
-)
-def test_faults_of_the_row_are_failures(truth: Any, words: str, run_code: RunCode) -> None:
-    found = run_code("def f(n): return n", truth)
-    assert found.value is None
-    assert words in found.failure
+FAULTS: list[tuple[Any, str]] = [
+    ("72", "ground_truth has no tests"),
+    (["assert f(1) =="], "not valid Python"),
+    (["import no_such_module"], "the tests raised ModuleNotFoundError"),
+    ({"test": "def check(candidate): pass"}, "no entry_point"),
+    ({"tests": ["assert f(1)"], "test_setup_code": "1 / 0"}, "setup raised ZeroDivisionError"),
+    (["assert f(lambda: 1)"], "an object of type function, which cannot travel"),
+    (["raise SystemExit"], "end the interpreter"),
+    (["print(f(1))"], "assert nothing"),
+    (["import math", "def test_f():\n    f(1)"], "assert nothing"),
+    ({"test": "def check(candidate): candidate(1)", "entry_point": "f"}, "assert nothing"),
+    (["def test_f(capsys):\n    assert f(1)"], "takes arguments"),
+]
+
+
+def test_faults_of_the_row_are_failures(run_code: RunCode) -> None:
+    found = run_all(run_code, [("def f(n): return n", truth) for truth, _ in FAULTS])
+    wrong = [
+        (words, score)
+        for (_, words), score in zip(FAULTS, found, strict=True)
+        if score.value is not None or words not in score.failure
+    ]
+    assert wrong == []
 
 
 def test_a_response_computes_nothing_for_the_tests(run_code: RunCode) -> None:
