@@ -21,6 +21,7 @@ from ppo_cli.trust.score import (
     Watch,
     cause_of,
     cut,
+    repeat_all,
     score_all,
     scored_row,
     to_go_on,
@@ -252,6 +253,24 @@ def test_facts_of_gated_imputed_and_failed_parts(tmp_path: Path) -> None:
     assert (rule["scored"], rule["failed"], "gated" in rule) == (4, 0, False)
     assert judge["affine"] is None
     assert rule["affine"] == "scaling: affine, mean: 0.5, std: 0.5"
+
+
+def test_a_part_is_dominated_below_a_third_of_what_its_weight_asks_for(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, "a", "b")
+    settings = RewardSettings(parts=("judge:1", "rule:1"))
+    for quiet, remarks in ((0.21, 0), (0.19, 1)):  # a share of 0.174 and 0.160, half is asked for
+        scores = [
+            Score(x, parts={"judge": Part(x, quiet * x), "rule": Part(x, x)}) for x in (0.0, 1.0)
+        ]
+        told = part_facts(settings, found.rollouts, scores)["remarks"]
+        assert len(told) == remarks and all(line.startswith("judge is dominated") for line in told)
+
+
+def test_repeats_are_asked_for_each_row_and_counted(tmp_path: Path) -> None:
+    seen = list[int]()
+    found = repeat_all(Scripted(by_length), rows_of(tmp_path, "a", "bb").rollouts, 3,
+                       Watch(seen.append))  # fmt: skip
+    assert (found, seen) == (("", [[1.0] * 3, [2.0] * 3]), [1, 1])
 
 
 def test_lines_to_paste() -> None:

@@ -28,6 +28,8 @@ RIGHT: list[tuple[str, str, Any, int]] = [
     ("one_text", "def f(n): return n + 1", "assert f(1) == 2\nassert f(2) == 3", 2),
     ("setup", "def f(n): return n",
      {"test_list": ["assert f(x) == 5"], "test_setup_code": "x = 5"}, 1),
+    ("memory_of_the_tests", "def f(n): return n",
+     {"test_list": ["assert f(1) == 1"], "test_setup_code": "kept = bytearray(350 << 20)"}, 1),
     ("own_class", PAIR, ["assert totals([Pair(1, 2), Pair(3, 4)]) == [3, 7]"], 1),
     ("attributes", PAIR, ["p = Pair(1, 2)\np.a = 5\nassert p.total() == 7 and p.a == 5"], 1),
     ("class_in_setup", PAIR,

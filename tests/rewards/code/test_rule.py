@@ -131,8 +131,10 @@ def test_limits_are_those_that_were_set(
         0.0, "wrote more than 100 KB of output",
     )  # fmt: skip
     patient = make_reward(timeout=60, cpu_seconds=2, output_kb=600)
-    assert [patient.submit(rollout(reply, TESTS[:1])).result(PATIENCE).value
-            for reply in (asleep, flood)] == [1.0, 1.0]  # fmt: skip
+    busy = f"def f(n):\n    while True: pass\n{right}"
+    found = [patient.submit(rollout(reply, TESTS[:1])) for reply in (asleep, flood, busy)]
+    assert [one.result(PATIENCE).value for one in found] == [1.0, 1.0, 0.0]
+    assert found[2].result().reason == "killed: computed for more than 2 s"
 
 
 @pytest.mark.parametrize(
