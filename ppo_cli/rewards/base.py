@@ -112,9 +112,9 @@ HostMaker = Callable[[Factory, str], Host]
 
 
 class InProcess:
-    """The object lives here, and its errors are its own."""
+    """The object lives here, where nothing else was arranged, and its errors are its own."""
 
-    def __init__(self, factory: Factory) -> None:
+    def __init__(self, factory: Factory, name: str = "") -> None:
         self._made = factory()
         self._closed = False
 
@@ -134,8 +134,3 @@ class InProcess:
         if not self._closed:
             self._closed = True
             self._made.close()
-
-
-def in_process(factory: Factory, name: str) -> Host:
-    """Host a reward here, where nothing else was arranged."""
-    return InProcess(factory)

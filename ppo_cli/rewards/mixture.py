@@ -236,14 +236,6 @@ def describe_round(columns: Mapping[str, Column], rollouts: Sequence[Rollout]) -
     return metrics
 
 
-@dataclass(frozen=True)
-class BuiltPart:
-    """The settings of a part, and the reward that scores it."""
-
-    settings: MixPart
-    reward: Reward
-
-
 @dataclass(eq=False)
 class _Entry:
     """One rollout on its way through the parts."""
@@ -268,10 +260,9 @@ class CompositeReward(Reward):
 
     name = "mixture"
 
-    def __init__(self, parts: Sequence[BuiltPart]) -> None:
-        self._parts = tuple(parts)
-        self._settings = tuple(part.settings for part in parts)
-        self._rewards = {part.settings.name: part.reward for part in parts}
+    def __init__(self, parts: Sequence[tuple[MixPart, Reward]]) -> None:
+        self._settings = tuple(settings for settings, _ in parts)
+        self._rewards = {settings.name: reward for settings, reward in parts}
         self._gates: dict[str, Condition] = {
             p.name: gate for p in self._settings if (gate := p.gate) is not None
         }
@@ -456,7 +447,7 @@ class CompositeReward(Reward):
             if head.kind is None:
                 return
             self._settle_gated(head, head.kind)
-            if any(len(e.scores) < len(self._parts) for e in head.entries):
+            if any(len(e.scores) < len(self._settings) for e in head.entries):
                 return
             self._finish(head.entries, head.kind)
             self._rounds.popleft()
@@ -483,7 +474,7 @@ class CompositeReward(Reward):
     def _give_up(self, found: _Round, error: BaseException) -> None:
         """A part stops the run: what is complete keeps its score, the rest says why."""
         memory = self._memory
-        whole = [e for e in found.entries if len(e.scores) == len(self._parts)]
+        whole = [e for e in found.entries if len(e.scores) == len(self._settings)]
         if whole:
             self._finish(whole, found.kind or "train")
         self._memory = memory  # a round that was not finished has taught nothing

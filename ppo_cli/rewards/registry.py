@@ -15,10 +15,10 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.reward_schema import ModelReward as ModelSettings
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.base import HostMaker, Reward, in_process
+from ppo_cli.rewards.base import HostMaker, InProcess, Reward
 from ppo_cli.rewards.function import FunctionReward
 from ppo_cli.rewards.judge.reward import JudgeReward
-from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
+from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.rules import RuleReward, check_sources, rule_named
 from ppo_cli.rewards.served.reward import ServedModelReward
 
@@ -30,7 +30,7 @@ def build_reward(
 
     `host` gives reward models a place of their own; without it they run in this process.
     """
-    host = host or in_process
+    host = host or InProcess
     parts = mixture_of(settings)
     if parts:
         return _mixture(settings, parts, sources, host)
@@ -56,7 +56,7 @@ def _mixture(
             except RewardError as error:
                 raise RewardError(f"Part '{part.name}' of the mixture: {error}") from error
             undoing.callback(reward.close)
-            built.append(BuiltPart(part, reward))
+            built.append((part, reward))
         undoing.pop_all()
     return CompositeReward(built)
 

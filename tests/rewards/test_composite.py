@@ -17,7 +17,7 @@ from ppo_cli.config.mixture import MixPart
 from ppo_cli.errors import Interrupted, PpoError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
+from ppo_cli.rewards.mixture import CompositeReward
 
 PATIENCE = 20
 
@@ -102,7 +102,7 @@ def mixture() -> Iterator[Callable[..., CompositeReward]]:
             )
             for s in sources
         ]
-        made.append(CompositeReward([BuiltPart(p, s) for p, s in zip(parts, sources, strict=True)]))
+        made.append(CompositeReward(list(zip(parts, sources, strict=True))))
         return made[-1]
 
     yield build

@@ -17,7 +17,7 @@ import torch
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Host, HostMaker, Reward, RoundKind, in_process
+from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind
 from ppo_cli.rewards.local.base import (
     Batch,
     Budget,
@@ -283,7 +283,7 @@ class LocalModelReward(Reward):
         *,
         name: str = "model",
         load: Load = load_reward_model,
-        host: HostMaker = in_process,
+        host: HostMaker = InProcess,
     ) -> None:
         self.name = name
         self._settings = settings

@@ -20,10 +20,10 @@ from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.base import Factory, Host, InProcess, in_process
+from ppo_cli.rewards.base import Factory, Host, InProcess
 from ppo_cli.rewards.local.base import LoadedModel, Scores
 from ppo_cli.rewards.local.reward import LocalModelReward
-from ppo_cli.rewards.mixture import BuiltPart, CompositeReward
+from ppo_cli.rewards.mixture import CompositeReward
 from tests.rewards.local.spawned import Spawned
 from tests.rewards.local.twins import armorm_twin
 
@@ -111,7 +111,7 @@ def reward_of(loaded: Make) -> Iterator[RewardOf]:
     built: list[LocalModelReward] = []
     Frail.made.clear()
 
-    def make(host: Any = in_process, network: Any = None, **settings: Any) -> LocalModelReward:
+    def make(host: Any = InProcess, network: Any = None, **settings: Any) -> LocalModelReward:
         model = loaded(network=network)
         asked = ModelReward(path="made/model", **{"self_test": "off", **settings})
         built.append(LocalModelReward(asked, load=lambda _: model, host=host))
@@ -336,7 +336,7 @@ def test_a_round_that_was_given_up_is_not_scored_to_its_end(reward_of: RewardOf)
 def test_a_mixture_that_takes_a_step_again_forgets_the_first_time(reward_of: RewardOf) -> None:
     def mixture() -> CompositeReward:
         parts = [MixPart(name=name, kind="model", weight=0.5) for name in ("a", "b")]
-        return CompositeReward([BuiltPart(p, reward_of(batch_tokens=200)) for p in parts])
+        return CompositeReward([(p, reward_of(batch_tokens=200)) for p in parts])
 
     def values(reward: CompositeReward) -> list[float | None]:
         futures = [reward.submit(rollout) for rollout in rollouts_of(10)]
