@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ppo_cli.config.reward_schema import ModelReward
@@ -106,12 +107,27 @@ def test_what_is_never_settled_is_scored_too(bench: Bench, monkeypatch: pytest.M
 
 
 def test_no_more_requests_at_once_than_allowed(bench: Bench) -> None:
-    # httpx would have 100 connections at most.
-    for latency, most, count in ((0.02, 3, 15), (0.5, 120, 120)):
-        bench.server.latency = latency
-        reward = bench.make("openrlhf", request_rows=1, concurrency=most)
-        bench.score_all(reward, [bench.rollout(n) for n in range(count)])
-        assert bench.server.most_in_flight == most
+    bench.server.latency = 0.02
+    bench.score_all(
+        bench.make("openrlhf", request_rows=1, concurrency=3), [bench.rollout(n) for n in range(15)]
+    )
+    assert bench.server.most_in_flight == 3
+
+
+def test_connections_have_no_limit_beside_that_of_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself httpx has 100 of them at most."""
+    limits: list[int | None] = []
+
+    class Recording(httpx.AsyncClient):
+        def __init__(self, **given: Any) -> None:
+            limits.append(given["limits"].max_connections)
+            super().__init__(**given)
+
+    monkeypatch.setattr(httpx, "AsyncClient", Recording)
+    bench.score_all(bench.make("openrlhf", concurrency=500), [bench.rollout(1)])
+    assert limits == [None]
 
 
 # --- text ---------------------------------------------------------------------------------------
