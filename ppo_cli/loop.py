@@ -18,7 +18,9 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Scored
 from ppo_cli.report.metrics import resume_line, score_metrics, staleness_metrics
-from ppo_cli.train.rollouts import (
+from ppo_cli.train.shaping import place_steps, shape_scores, shape_step
+from ppo_cli.train.state import MOST_UNSCORED, VALIDATION, Job, RunState, stream_seed
+from ppo_cli.train.steps import (
     baselines_of_rows,
     explain_zero_reward,
     gather,
@@ -26,10 +28,8 @@ from ppo_cli.train.rollouts import (
     roll_out,
     submit_baselines,
     train_sampling,
+    update,
 )
-from ppo_cli.train.shaping import place_steps, shape_scores, shape_step
-from ppo_cli.train.state import MOST_UNSCORED, VALIDATION, Job, RunState, stream_seed
-from ppo_cli.train.updates import update
 
 
 def run(job: Job, state: RunState) -> None:

@@ -1,4 +1,4 @@
-"""KL to the reference policy: per-token estimators, and the coefficient's controllers.
+"""KL to the reference policy: per-token estimators, and the coefficient's control.
 
 Legend: B sequences, T response tokens. Estimators of KL(pi || ref) from tokens sampled from pi
 follow Schulman, "Approximating KL divergence" (2020), with x = log pi - log ref.
@@ -7,8 +7,6 @@ follow Schulman, "Approximating KL divergence" (2020), with x = log pi - log ref
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,63 +61,19 @@ def mean_kl(kl_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return masked_mean(masked_mean(kl_BT, mask_BT, 1), mask_BT.any(1))
 
 
-@dataclass(frozen=True)
-class FixedKLController:
-    """A coefficient that stays as it is."""
+def adapt_coef(
+    coef: float, current_kl: float, sequences: int, *, target: float, horizon: int
+) -> float:
+    """The next coefficient, steered towards a target KL (Ziegler 2019, arXiv 1909.08593, 2.2).
 
-    coef: float
-
-    def update(self, current_kl: float, n_steps: int) -> FixedKLController:
-        """Return itself."""
-        return self
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> FixedKLController:
-        """Return itself: a fixed coefficient is a setting, so a changed setting wins."""
-        return self
-
-
-@dataclass(frozen=True)
-class AdaptiveKLController:
-    """A coefficient steered towards a target KL (Ziegler 2019, arXiv 1909.08593, section 2.2)."""
-
-    coef: float
-    target: float
-    horizon: int
-
-    def update(self, current_kl: float, n_steps: int) -> AdaptiveKLController:
-        """Return the next controller: coef (1 + clip(kl / target - 1, +-0.2) n_steps / horizon).
-
-        `n_steps` counts the sequences behind `current_kl`. Raises ValueError for a KL that is
-        not finite: the coefficient could never recover from it.
-        """
-        if not math.isfinite(current_kl):
-            raise ValueError(f"the KL to the reference is {current_kl}")
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        return replace(self, coef=self.coef * (1 + error * n_steps / self.horizon))
-
-    def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> AdaptiveKLController:
-        """Return the controller with the coefficient that a checkpoint kept."""
-        return replace(self, coef=float(state["coef"]))
-
-
-KLController = FixedKLController | AdaptiveKLController
-
-
-def build_controller(kind: str, coef: float, target: float, horizon: int) -> KLController:
-    """Build the controller named "fixed" or "adaptive"; ValueError for another name."""
-    if kind == "fixed":
-        return FixedKLController(coef)
-    if kind == "adaptive":
-        return AdaptiveKLController(coef, target, horizon)
-    raise ValueError(f"unknown kl controller {kind!r}, known are fixed, adaptive")
+    coef (1 + clip(kl / target - 1, +-0.2) sequences / horizon), where `sequences` are those behind
+    `current_kl`. Raises ValueError for a KL that is not finite: the coefficient could never
+    recover from it.
+    """
+    if not math.isfinite(current_kl):
+        raise ValueError(f"the KL to the reference is {current_kl}")
+    error = min(max(current_kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * sequences / horizon)
 
 
 @torch.no_grad()

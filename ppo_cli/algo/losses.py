@@ -45,7 +45,6 @@ class ValueLoss:
 
     loss: Tensor  # with gradient, normalised by the mini-batch's counts
     clip_sum: Tensor  # tokens where the clipped error is the larger one
-    value_sum: Tensor
     token_count: Tensor
 
 
@@ -189,6 +188,5 @@ def value_loss(
         return ValueLoss(
             loss=loss,
             clip_sum=((held_error_BT > free_error_BT) & mask_BT).sum(),
-            value_sum=masked_sum(new_BT, mask_BT),
             token_count=mask_BT.sum(),
         )

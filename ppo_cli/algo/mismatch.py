@@ -20,11 +20,10 @@ _LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True, eq=False)
 class Mismatch:
-    """Sums over tokens of sampler minus trainer log-prob (scalars, without gradient)."""
+    """Sampler minus trainer log-prob, summed over tokens (scalars, without gradient)."""
 
     abs_diff_sum: Tensor
-    kl_sum: Tensor  # k1 estimate of KL(sampler || trainer), may be negative
-    k3_kl_sum: Tensor  # k3 estimate, never negative
+    k3_kl_sum: Tensor  # estimate of KL(sampler || trainer), never negative
     abs_diff_max: Tensor
     token_count: Tensor
 
@@ -81,7 +80,6 @@ def compute_mismatch(
     held_BT = (-diff_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
     return Mismatch(
         abs_diff_sum=diff_BT.abs().sum(),
-        kl_sum=diff_BT.sum(),
         k3_kl_sum=masked_sum(held_BT.exp() - held_BT - 1, mask_BT),
         abs_diff_max=diff_BT.abs().max() if diff_BT.numel() else diff_BT.sum(),
         token_count=mask_BT.sum(),

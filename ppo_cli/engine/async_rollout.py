@@ -300,14 +300,11 @@ class AheadEngine:
             kept.append(known)
         if missing:
             self._wait()
-            self._start_thread(missing)
+            self._thread = threading.Thread(
+                target=self._sample, args=(missing,), name="sampling-ahead", daemon=True
+            )
+            self._thread.start()
         self._rounds = kept
-
-    def _start_thread(self, rounds: Sequence[Round]) -> None:
-        self._thread = threading.Thread(
-            target=self._sample, args=(rounds,), name="sampling-ahead", daemon=True
-        )
-        self._thread.start()
 
     def _sample(self, rounds: Sequence[Round]) -> None:
         """Sample rounds one after the other, in the background."""

@@ -175,35 +175,24 @@ class Share:
 def cut_share(
     stem: str, tensors: Mapping[str, Tensor], ranks: Ranks, most: int, model: Any = None
 ) -> Share:
-    """This rank's share of `tensors` among the first `most` ranks; all ranks call."""
+    """This rank's share of `tensors`, whole copies in host memory; all ranks call.
+
+    The same names in the same order on all ranks. Bytes are balanced over the first `most`.
+    """
     owners = assign_owners(tensors, most)
     places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
     writers: list[dict[str, Tensor]] = [{} for _ in places]
-    for name, rank in owners.items():
-        tensor = tensors[name]
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        writers[places.index(rank)][name] = empty
-    number = places.index(ranks.rank) if ranks.rank in places else None
-    return Share(stem, take_share(tensors.items(), ranks, most), writers, number, model)
-
-
-def take_share(
-    named: Iterable[tuple[str, Tensor]], ranks: Ranks, writers: int
-) -> dict[str, Tensor]:
-    """Whole copies, in host memory, of the tensors that this rank writes; all ranks call.
-
-    The same names in the same order on all ranks. Bytes are balanced over the first `writers`.
-    """
-    tensors = dict(named)
-    owners = assign_owners(tensors, writers)
-    share: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        writers[places.index(owners[name])][name] = empty
         ours = owners[name] == ranks.rank
         if ours or isinstance(tensor, DTensor):
             whole = full_tensor(tensor)
             if ours:
-                share[name] = whole
-    return share
+                own[name] = whole
+    number = places.index(ranks.rank) if ranks.rank in places else None
+    return Share(stem, own, writers, number, model)
 
 
 def assign_owners(tensors: Mapping[str, Tensor], writers: int) -> dict[str, int]:
@@ -274,7 +263,9 @@ class Snapshot:
 
         The checkpoint is whole when `write` has ended on all ranks.
         """
-        self._make_folders(directory)
+        # All folders first: one that has been given up must not come to life again.
+        for name in (*(share.stem for share in self.shares), *self.files):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
         for share in self.shares:
             share.write(directory)
             if self.speaks:
@@ -282,11 +273,6 @@ class Snapshot:
         if self.speaks:
             for name, content in self.files.items():
                 write_file(directory / name, content)
-
-    def _make_folders(self, directory: Path) -> None:
-        """Make all folders first: one that has been given up must not come to life again."""
-        for name in (*(share.stem for share in self.shares), *self.files):
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
 
     def write_in_background(self, directory: Path) -> Future[None]:
         """Write in a thread of its own; the future holds what went wrong."""
@@ -373,7 +359,8 @@ def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[s
     Only the first rank reads. Raises ModelError, on all ranks, that names tensor and file.
     """
     try:
-        state: dict[str, Any] = _read_on_first(ranks, lambda: _read_state(directory))
+        read = together(ranks, lambda: _read_state(directory) if ranks.rank == 0 else {})
+        state: dict[str, Any] = gather_objects(ranks, read)[0]
         for part in trained:
             _load_weights(directory, part, ranks)
             _load_moments(directory, part, ranks)
@@ -394,12 +381,6 @@ def _read_state(directory: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ModelError(f"{path.name} holds no table.")
     return state
-
-
-def _read_on_first(ranks: Ranks, read: Callable[[], Any]) -> Any:
-    """What the first rank reads, on all ranks."""
-    found = together(ranks, lambda: read() if ranks.rank == 0 else None)
-    return gather_objects(ranks, found)[0]
 
 
 @torch.no_grad()

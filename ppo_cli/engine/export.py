@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ppo_cli.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_merged
+from ppo_cli.engine.checkpoint import StoredTensors
+from ppo_cli.engine.lora import ADAPTER_CONFIG, load_merged
 from ppo_cli.engine.models import DAMAGED
 from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
-WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Of a saved model, what is made anew; all else (tokenizer, templates, code) is copied.
 MADE_ANEW = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
@@ -60,7 +60,12 @@ def write_model(
     if (source / ADAPTER_CONFIG).exists():
         name = base or _base_name(source)
         model = _merge(source, name, trust_remote_code=trust_remote_code)
-        _save_model(model if wanted is None else model.to(wanted), out)
+        try:
+            (model if wanted is None else model.to(wanted)).save_pretrained(
+                out, max_shard_size=FILE_BYTES
+            )
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
         if not (source / "tokenizer_config.json").exists():
             _save_tokenizer(name, out, trust_remote_code=trust_remote_code)
         return _describe(out, base=name)
@@ -109,13 +114,6 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _save_model(model: Any, out: Path) -> None:
-    try:
-        model.save_pretrained(out, max_shard_size=FILE_BYTES)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
 def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
@@ -129,23 +127,17 @@ def _write_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
 
     Fractions are cast to `dtype`.
     """
-    places = _weight_files(source)
+    try:
+        stored = StoredTensors(source, "model")
+    except ModelError as error:
+        raise ModelError(f"The checkpoint {source} is damaged: {error}") from error
 
     def read(name: str) -> Tensor:
-        try:
-            tensor: Tensor = opened[places[name]].get_tensor(name)
-        except SafetensorError as error:
-            raise _damaged(source / places[name], error) from error
+        tensor = stored[name]
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    with ExitStack() as closing:
-        opened: dict[str, Any] = {}
-        for file in dict.fromkeys(places.values()):
-            try:
-                opened[file] = closing.enter_context(safe_open(source / file, "pt"))
-            except (OSError, SafetensorError) as error:
-                raise _damaged(source / file, error) from error
-        sizes = {name: torch.empty_like(read(name), device="meta") for name in places}
+    with closing(stored):
+        sizes = {name: torch.empty_like(read(name), device="meta") for name in stored}
         plan = split_torch_state_dict_into_shards(sizes, max_shard_size=FILE_BYTES)
         for file, names in plan.filename_to_tensors.items():
             try:
@@ -161,35 +153,6 @@ def _write_weights(source: Path, out: Path, dtype: torch.dtype | None) -> None:
         (out / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _weight_files(source: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    if (source / INDEX).exists():
-        try:
-            return {str(n): str(f) for n, f in _read_json(source / INDEX)["weight_map"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _damaged(source / INDEX, error) from error
-    if not (source / WEIGHTS).exists():
-        raise ModelError(
-            f"{source} holds no weights: neither {WEIGHTS} nor {INDEX} nor {ADAPTER_WEIGHTS}."
-        )
-    try:
-        with safe_open(source / WEIGHTS, "pt") as opened:
-            return dict.fromkeys(opened.keys(), WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(source / WEIGHTS, error) from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"The checkpoint is damaged: {path} ({first_line(error)}).")
-
-
 def _describe(out: Path, base: str | None = None) -> Written:
     """Count what lies in the weight files."""
     parameters = size = 0
@@ -203,8 +166,6 @@ def _describe(out: Path, base: str | None = None) -> Written:
                 count = torch.Size(held.get_shape()).numel()
                 parameters += count
                 dtypes[held.get_dtype()] = dtypes.get(held.get_dtype(), 0) + count
-    if not dtypes:
-        raise ModelError("The checkpoint is damaged: its weight files are empty.")
     dtype = max(dtypes, key=lambda name: dtypes[name])
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
     return Written(parameters, size, names.get(dtype, dtype.lower()), tuple(files), base)
@@ -212,7 +173,12 @@ def _describe(out: Path, base: str | None = None) -> Written:
 
 def _tell_dtype(config_file: Path, dtype: str) -> None:
     """Let the config name the dtype of the weights, so that loading keeps it."""
-    config = _read_json(config_file)
+    try:
+        config = json.loads(config_file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"The checkpoint is damaged: {config_file} ({first_line(error)})."
+        ) from error
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -3,29 +3,45 @@
 Rows are sampled together, at most `max_num_seqs` of them. Finished rows leave the cache when a
 quarter of it is idle, and waiting prompts take their place, longest prompts first, so that what
 comes later always fits beside what runs. When memory runs out, the unfinished rows are sampled
-again, half as many at once; each draws from a stream of its own, so they come out the same.
-Shapes: R rows, P prompts, C columns, V vocabulary.
+again, half as many at once, and come out the same.
+Each rollout has a stream of numbers of its own, so that a draw does not depend on which rows share
+the batch. Every row of the cache ends at the same column; a row that is shorter begins later
+(`starts`). Sliding-window layers keep their whole past too: the mask applies the window.
+Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import publishes_adapter
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.kv_cache import KVCache, plan_layers
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
+from ppo_cli.engine.models import (
+    adapt_policy,
+    decode_text,
+    load_policy,
+    plan_layers,
+    stop_token_ids,
+)
 from ppo_cli.engine.packed_rows import BY_ROWS
-from ppo_cli.engine.sampler import Room, Weights
-from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
+from ppo_cli.engine.sampler import Room, Weights, stream_key
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
 
@@ -33,6 +49,43 @@ PREFILL_TOKENS = 16_384  # of one forward pass, padding included: bounds its mem
 BUSY_SHARE = 0.75
 # Puts the tensors of a LoRA adapter into a model that has one.
 LoadAdapter = Callable[[nn.Module, Mapping[str, Tensor]], None]
+
+
+class KVLayer(DynamicLayer):
+    """One layer's keys and values (rows, heads, columns, size)."""
+
+    keys: Tensor
+    values: Tensor
+
+    def trim(self, columns: int) -> None:
+        """Forget the first columns."""
+        self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
+
+    def append_rows(self, other: KVLayer, rows: Tensor) -> None:
+        """Add rows of a cache that is not longer, so that both end at the same column."""
+        # Zeros before them, for 0 x NaN is NaN.
+        before = (0, 0, self.get_seq_length() - other.get_seq_length(), 0)
+        self.keys = torch.cat([self.keys, pad(other.keys[rows], before)])
+        self.values = torch.cat([self.values, pad(other.values[rows], before)])
+
+
+class KVCache(Cache):
+    """A `KVLayer` for each layer of the model."""
+
+    layers: list[KVLayer]
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[KVLayer() for _ in range(num_layers)])
+
+    def trim(self, columns: int) -> None:
+        """Forget the first columns of every layer."""
+        for layer in self.layers:
+            layer.trim(columns)
+
+    def append_rows(self, other: KVCache, rows: Tensor) -> None:
+        """Add rows of a cache that is not longer, right-aligned."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.append_rows(theirs, rows)
 
 
 @dataclass(frozen=True)
@@ -110,7 +163,7 @@ class HFSampler:
         pad_token_id: int,
         max_num_seqs: int,
         detokenize: Callable[[Sequence[int]], str],
-        autocast: torch.dtype | None = None,
+        compute: Compute | None = None,
         load_adapter: LoadAdapter | None = None,
     ) -> None:
         self._model = model
@@ -119,7 +172,7 @@ class HFSampler:
         self._pad_id = pad_token_id
         self.room = Room(max_num_seqs)
         self._detokenize = detokenize
-        self._autocast = autocast
+        self._autocast = nullcontext if compute is None else compute.autocast
         self._num_layers, has_sliding = plan_layers(model.config)
         attention = model.config._attn_implementation
         self._takes_ready_mask = not has_sliding and attention in ("sdpa", BY_ROWS)
@@ -199,7 +252,8 @@ class HFSampler:
                     running = None
                 continue
             # Only here, as the error holds what was computed up to it.
-            _put_back(waiting, [*under_way, *admitted])
+            waiting += [*under_way, *admitted]
+            waiting.sort(key=lambda job: len(job.prompt.token_ids))  # as in `_list_jobs`
             self.room.halve(len(under_way) + len(admitted))
         return running, finished
 
@@ -305,18 +359,14 @@ class HFSampler:
     def _sampling_mode(self) -> Iterator[None]:
         """Evaluate without gradients, in the wanted precision; put training modes back after."""
         training = [module for module in self._model.modules() if module.training]
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
-            stack.enter_context(self._precision())
-            stack.callback(_set_training, training)
-            if training:
-                self._model.eval()
-            yield
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._model.device.type, dtype=self._autocast)
+        if training:
+            self._model.eval()
+        try:
+            with torch.inference_mode(), self._autocast():
+                yield
+        finally:
+            for module in training:
+                module.training = True
 
 
 def _list_jobs(prompts: Sequence[Prompt], sampling: Sampling) -> list[Job]:
@@ -340,12 +390,6 @@ def _next_jobs(waiting: list[Job], room: int) -> list[Job]:
         prompts.add(uid)
         taken.append(waiting.pop())
     return taken
-
-
-def _put_back(waiting: list[Job], jobs: list[Job]) -> None:
-    """Let jobs that were begun wait again, in the order of `_list_jobs`."""
-    waiting += jobs
-    waiting.sort(key=lambda job: len(job.prompt.token_ids))
 
 
 def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[Prompt]]:
@@ -377,6 +421,94 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
     return Running(running.rows.take(kept), running.cache, starts_R - unused)
 
 
-def _set_training(modules: list[nn.Module]) -> None:
-    for module in modules:
-        module.training = True
+def sample_from(
+    model: Any, config: Config, tokenizer: Any, *, load_adapter: LoadAdapter | None = None
+) -> HFSampler:
+    """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
+    return HFSampler(
+        model,
+        eos_token_ids=stop_token_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        max_num_seqs=config.rollout.max_num_seqs,
+        detokenize=partial(decode_text, tokenizer),
+        compute=Compute.choose(config.model.dtype),
+        load_adapter=load_adapter,
+    )
+
+
+def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
+    """A sampler with a model of its own."""
+    settings = config.model
+    policy = load_policy(
+        model_folder(settings.path),
+        trust_remote_code=settings.trust_remote_code,
+        attn_implementation=settings.attn_implementation,
+    )
+    inject = adapt(config) if publishes_adapter(config) else None
+    model = adapt_policy(policy, inject).model
+    model.requires_grad_(False).eval().to(Compute.choose(settings.dtype).device)
+    return sample_from(model, config, tokenizer, load_adapter=load_adapter if inject else None)
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+def compute_uniforms(
+    keys_R: NDArray[np.uint64], positions_R: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return number `position` of each stream, in [0, 1): SplitMix64 (Steele et al., 2014)."""
+    x = keys_R + (positions_R.astype(np.uint64) + np.uint64(1)) * GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * MIX_A
+    x = (x ^ (x >> np.uint64(27))) * MIX_B
+    x ^= x >> np.uint64(31)
+    # 24 bits are what float32 holds without rounding up to 1.
+    uniforms_R: NDArray[np.float32] = (x >> np.uint64(40)).astype(np.float32)
+    return uniforms_R * np.float32(2.0**-24)
+
+
+def draw_tokens(
+    logits_RV: Tensor, sampling: Sampling, uniforms_R: NDArray[np.float32]
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and their log-probs under the temperature, before top-k and top-p.
+
+    Temperature 0 takes the most likely token; its log-prob is that of temperature 1.
+    """
+    logits_RV = logits_RV.float()
+    if sampling.temperature == 0:
+        logprobs_RV = logits_RV.log_softmax(-1)
+        chosen_R1 = logits_RV.argmax(-1, keepdim=True)
+    else:
+        logprobs_RV = (logits_RV / sampling.temperature).log_softmax(-1)
+        uniforms_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None]
+        chosen_R1 = _draw(logprobs_RV, sampling, uniforms_R1)
+    return chosen_R1[:, 0], logprobs_RV.gather(-1, chosen_R1)[:, 0]
+
+
+def _draw(logprobs_RV: Tensor, sampling: Sampling, uniforms_R1: Tensor) -> Tensor:
+    top_k = min(sampling.top_k, logprobs_RV.shape[-1])
+    if top_k <= 0 and sampling.top_p >= 1:
+        return _invert(logprobs_RV.exp(), uniforms_R1)
+    if top_k > 0:
+        logprobs_RK, ids_RK = logprobs_RV.topk(top_k, dim=-1)
+    else:
+        logprobs_RK, ids_RK = logprobs_RV.sort(dim=-1, descending=True)
+    probs_RK = logprobs_RK.softmax(-1)
+    if sampling.top_p < 1:
+        before_RK = probs_RK.cumsum(-1) - probs_RK
+        before_RK[:, 0] = 0
+        probs_RK = probs_RK.masked_fill(before_RK >= sampling.top_p, 0.0)
+    return ids_RK.gather(-1, _invert(probs_RK, uniforms_R1))
+
+
+def _invert(probs_RK: Tensor, uniforms_R1: Tensor) -> Tensor:
+    """Return the first place where the running sum passes the uniform's share of the total."""
+    sums_RK = probs_RK.cumsum(-1)
+    total_R1 = sums_RK[:, -1:]
+    # Rounding must not lift the target to the total: nothing lies beyond it.
+    target_R1 = torch.minimum(
+        uniforms_R1 * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    )
+    place_R1 = torch.searchsorted(sums_RK, target_R1, right=True)
+    return place_R1.clamp_(max=probs_RK.shape[-1] - 1)

@@ -80,7 +80,7 @@ class Learner:
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
-        self._weight_version = 0
+        self.weight_version = 0  # how often `publish` was called in this run
         self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
         self.policy = self._load_policy(
@@ -92,11 +92,6 @@ class Learner:
         self._annotate_budget = micro_batch_budget(
             config.ref.log_prob_max_token_len_per_gpu, None, *self._models()
         )
-
-    @property
-    def weight_version(self) -> int:
-        """How often `publish` was called in this run."""
-        return self._weight_version
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> Annotations:
@@ -144,12 +139,12 @@ class Learner:
     def publish(self) -> None:
         """Raise the weight version and move the learning-rate schedules on."""
         self._profiler.finish()
-        self._weight_version += 1
+        self.weight_version += 1
         self._set_progress()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase of the training step under way, for its profile."""
-        return self._profiler.phase(name, self._weight_version + 1)
+        return self._profiler.phase(name, self.weight_version + 1)
 
     @torch.no_grad()
     def weights(self) -> Weights | None:
@@ -160,7 +155,7 @@ class Learner:
                 tensors[name] = whole
         if self._ranks.rank != 0:
             return None
-        return Weights(tensors, self._weight_version, adapter=publishes_adapter(self._config))
+        return Weights(tensors, self.weight_version, adapter=publishes_adapter(self._config))
 
     @torch.no_grad()
     def begin_save(
@@ -172,7 +167,7 @@ class Learner:
         is what halvings have left of each sampler's, None where there were none.
         """
         budgets = {name: budget.state() for name, budget in self._budgets().items()}
-        state = {"weight_version": self._weight_version, "budgets": budgets, "room": [*room]}
+        state = {"weight_version": self.weight_version, "budgets": budgets, "room": [*room]}
         snapshot = take_snapshot(self._trained(), state, self._ranks, writers)
         return snapshot.write_in_background(directory)
 
@@ -182,7 +177,7 @@ class Learner:
         Returns the `room` that was saved.
         """
         state = restore(directory, self._trained(), self._ranks)
-        self._weight_version = state["weight_version"]
+        self.weight_version = state["weight_version"]
         for name, budget in self._budgets().items():
             budget.load_state(state["budgets"][name])
         self._set_progress()
@@ -253,7 +248,7 @@ class Learner:
 
     def _set_progress(self) -> None:
         for learner in self._learners().values():
-            learner.optimizer.set_progress(self._weight_version)
+            learner.optimizer.set_progress(self.weight_version)
 
     def _annotations(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature

@@ -12,11 +12,11 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
 from ppo_cli.engine.device import set_threads
+from ppo_cli.engine.hf_sampler import sample_from
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sampler import room_told
-from ppo_cli.engine.samplers import sample_from
 from ppo_cli.records import Prompt, Rollout
 
 

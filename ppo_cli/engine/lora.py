@@ -250,27 +250,24 @@ def _choose_targets(
     linear, kept_out = _linear_modules(model)
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         return ALL_LINEAR, list(linear.values())
-    if isinstance(wanted, str) and _named(wanted, [*linear, *kept_out]):
-        wanted = [wanted]
-    if isinstance(wanted, str):
-        found = [name for name, _ in model.named_modules() if _matches(wanted, name)]
-        if not found:
-            raise _unknown_target(wanted, linear)
-        _check_fit(wanted, found, linear, kept_out)
-        return wanted, [linear[name] for name in found]
-    chosen: list[str] = []
-    for word in wanted:
-        found = _named(word, (name for name, _ in model.named_modules()))
-        if not found:
-            raise _unknown_target(word, linear)
-        _check_fit(word, found, linear, kept_out)
-        chosen += found
-    if not chosen:
+    names = [name for name, _ in model.named_modules()]
+    found = {
+        word: _named(word, names) for word in ([wanted] if isinstance(wanted, str) else wanted)
+    }
+    if isinstance(wanted, str) and not found[wanted]:
+        found = {wanted: [name for name in names if _matches(wanted, name)]}
+    else:
+        wanted = list(found)
+    if not found:
         raise ModelError(
             "model.target_modules is empty: name the modules that LoRA adapts, or leave it at "
             f"{ALL_LINEAR}."
         )
-    return list(wanted), [linear[name] for name in chosen]
+    for word, meant in found.items():
+        if not meant:
+            raise _unknown_target(word, linear)
+        _check_fit(word, meant, linear, kept_out)
+    return wanted, [linear[name] for meant in found.values() for name in meant]
 
 
 def _linear_modules(model: Any) -> tuple[dict[str, nn.Module], set[str]]:

@@ -24,13 +24,17 @@ class Budget:
     """How much a micro-batch may hold; halved, and kept halved, when memory runs out.
 
     `tokens` counts padded tokens (rows x longest row), or those of the rows alone where they
-    are `packed`; `rows` caps the rows.
+    are `packed`; `rows` caps the rows. `too_much` is said where one row does not fit.
     """
 
     tokens: int
     rows: int | None = None
     halvings: int = 0
     packed: bool = False
+    too_much: str = (
+        "a single sequence of {} tokens. Lower --max_response_length or --max_prompt_length, "
+        "switch on model.enable_gradient_checkpointing, or take a smaller --model."
+    )
 
     def size(self, rows: int, longest: int, real: int) -> int:
         """What rows take of `tokens`, given the longest of them and their real tokens."""
@@ -43,11 +47,7 @@ class Budget:
         its rows: memory goes by tokens there.
         """
         if most_rows <= 1:
-            raise UserError(
-                f"Out of memory with a single sequence of {longest} tokens. Lower "
-                "--max_response_length or --max_prompt_length, switch on "
-                "model.enable_gradient_checkpointing, or take a smaller --model."
-            )
+            raise UserError(f"Out of memory with {self.too_much.format(longest)}")
         if self.packed:
             self.tokens = most_tokens // 2
         else:

@@ -25,13 +25,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedConfig,
 )
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.known_models import absent_folder
 from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
 from ppo_cli.engine.packed_rows import PackedRows, Packing
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, first_line
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
@@ -157,7 +159,7 @@ def load_policy(
         path,
         "causal language model",
         empty=empty,
-        config=_load_config(path, "--model", trust_remote_code),
+        config=load_config(path, "--model", trust_remote_code),
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
@@ -178,7 +180,7 @@ def load_value_model(
 
     An `empty` one has no weights: every tensor is on the meta device.
     """
-    config = _load_config(path, CRITIC_FLAG, trust_remote_code)
+    config = load_config(path, CRITIC_FLAG, trust_remote_code)
     config.num_labels = 1
     config.classifier_dropout = 0.0
     found = _load_model(
@@ -228,7 +230,25 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in ids)
 
 
-def _load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
+HOLDABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def plan_layers(config: PreTrainedConfig) -> tuple[int, bool]:
+    """Return how many cache layers a model needs, and whether any of them slides.
+
+    Raises ModelError for a model that keeps something else than keys and values.
+    """
+    layers = DynamicCache(config=config).layers
+    odd = sorted({type(layer).__name__ for layer in layers if type(layer) not in HOLDABLE})
+    if odd:
+        raise ModelError(
+            f"The hf sampler cannot hold the state of a {config.model_type} model "
+            f"({', '.join(odd)}); use a model whose layers are attention with keys and values."
+        )
+    return len(layers), any(layer.is_sliding for layer in layers)
+
+
+def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
     """A model's config, every dropout rate zero.
 
     Old and new log-probs must come from the same function.
@@ -270,18 +290,17 @@ def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: A
 
 def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
     local = Path(path).expanduser()
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if local.is_dir():
         return (
-            f"The {what} in {path} does not load: {first.rstrip(' .:')}. Name a folder with "
+            f"The {what} in {path} does not load: {first_line(error)}. Name a folder with "
             f"{flag} {SAVED}."
         )
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         return absent_folder(path, flag)
     return (
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
-        f"hub did not give it ({first}). Give a local folder with {flag}, or check the name and "
-        "the connection."
+        f"hub did not give it ({first_line(error)}). Give a local folder with {flag}, or check the "
+        "name and the connection."
     )
 
 

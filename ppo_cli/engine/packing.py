@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.kv_cache import plan_layers
 from ppo_cli.engine.micro_batches import Budget, is_out_of_memory
-from ppo_cli.engine.models import Policy, ValueModel
+from ppo_cli.engine.models import Policy, ValueModel, plan_layers
 from ppo_cli.engine.packed_rows import BY_ROWS, PackedRows, Packing
 from ppo_cli.engine.ranks import Ranks, together
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import ModelError, first_line
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 
@@ -99,7 +98,7 @@ def _try(loaded: Policy | ValueModel, compute: Compute) -> str:
         if is_out_of_memory(error):
             raise
         loaded.forget()
-        return f"it does not take them ({(str(error).splitlines() or [''])[0]})"
+        return f"it does not take them ({first_line(error)})"
     leak, gap = LIMITS[compute.dtype]
     if not _distance(seen, beside_others) <= leak:
         return "its tokens would see those of other rows"

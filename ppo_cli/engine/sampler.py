@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ppo_cli.config.derived import sampler_name
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt, Rollout
@@ -68,6 +72,12 @@ def room_told(rows: int, who: str = "Sampling") -> str:
     )
 
 
+def stream_key(seed: int, uid: str, sample: int) -> int:
+    """Return the 64-bit key of one rollout's stream."""
+    digest = hashlib.blake2b(f"{seed} {sample} {uid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 class Sampler(Protocol):
     """Samples from weights of its own."""
 
@@ -94,3 +104,13 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Free everything. Safe to call twice."""
         ...
+
+
+def build_sampler(config: Config, tokenizer: Any, *, transfer: Transfer = "memory") -> Sampler:
+    """Build the run's sampler with a model of its own, by `build` of engine/NAME_sampler.py.
+
+    `transfer` is how new weights reach it: as `Weights`, or by a `Sender` of vLLM's.
+    """
+    module = import_module(f"ppo_cli.engine.{sampler_name(config)}_sampler")
+    sampler: Sampler = module.build(config, tokenizer, transfer)
+    return sampler

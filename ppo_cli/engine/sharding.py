@@ -1,15 +1,21 @@
 """Load a model over ranks: read by the first, held in pieces by all (FSDP2).
 
 Only the first rank ever holds a whole model, and only while it loads. The others build the
-architecture without weights; layer by layer, weights are sent to all and cut to pieces."""
+architecture without weights; layer by layer, weights are sent to all and cut to pieces.
+
+With tensor parallelism, layers are split over neighbouring ranks by the plan that their family
+publishes. Embeddings, norms and the output head stay whole: every neighbour computes the same with
+them and arrives at the same gradient.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,14 +36,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import Policy, ValueModel, Work
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.tensor_parallel import plan_split, split_modules
 from ppo_cli.errors import ModelError
 
 
@@ -184,7 +196,8 @@ def fill_from_rank0(target: Tensor, full: Tensor | None, ranks: Ranks) -> None:
             raise ValueError(_misfit(target))
         target.copy_(full)
         return
-    device = torch.device(_device_type(ranks))
+    assert ranks.mesh is not None
+    device = torch.device(ranks.mesh.device_type)
     agreed = torch.tensor([int(fits)], device=device)
     dist.broadcast(agreed, 0)
     if not agreed.item():
@@ -332,13 +345,17 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
     plan = together(
         ranks, lambda: plan_split(model, loaded.backbone, tensor_size) if tensor_size > 1 else {}
     )
-    _share_generation_config(model, ranks)
+    # It comes with the weights: without them a model has only a default one.
+    held = getattr(model, "generation_config", None)
+    model.generation_config = gather_objects(ranks, held if ranks.rank == 0 else None)[0]
     weights = take_weights(model, ranks, path)
+    mesh = ranks.mesh
+    pinned = compute.device.type == "cuda"
     shard = partial(
         fully_shard,
-        mesh=_data_mesh(ranks.mesh),
+        mesh=mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
         reshard_after_forward=sharding.reshard_after_forward,
-        offload_policy=_offload_policy(sharding.param_offload, compute),
+        offload_policy=CPUOffloadPolicy(pinned) if sharding.param_offload else OffloadPolicy(),
     )
     precision = _precision(compute)
     for prefix, layer in _layers(loaded):
@@ -348,14 +365,14 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
             for name, style in plan.items()
             if name.startswith(f"{prefix}.")
         }
-        split_modules(layer, inside, ranks.mesh["tensor"])
+        split_modules(layer, inside, mesh["tensor"])
         shard(layer, mp_policy=precision)
     root: Any = Root(model)
     weights.give(root, ranks, compute.device)
     if isinstance(loaded, ValueModel) and compute.dtype != torch.float32:  # its head stays so
         shard(loaded.head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     shard(root, mp_policy=precision)
-    in_pieces = ranks.mesh["shard"].size() > 1
+    in_pieces = mesh["shard"].size() > 1
     for module in _sharded_modules(root):
         module.set_custom_all_gather(AgreedGather(ranks))
         module.set_custom_reduce_scatter(AgreedReduction(ranks, in_pieces))
@@ -372,10 +389,6 @@ def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in loaded.backbone.named_modules() if type(m).__name__ in kinds]
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
-
-
 def _precision(compute: Compute) -> MixedPrecisionPolicy:
     if compute.dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -384,20 +397,8 @@ def _precision(compute: Compute) -> MixedPrecisionPolicy:
     )
 
 
-def _offload_policy(offload: bool, compute: Compute) -> OffloadPolicy:
-    if not offload:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=compute.device.type == "cuda")
-
-
 def _sharded_modules(root: Any) -> Sequence[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def _share_generation_config(model: Any, ranks: Ranks) -> None:
-    """It comes with the weights: without them a model has only a default one."""
-    held = getattr(model, "generation_config", None)
-    model.generation_config = gather_objects(ranks, held if ranks.rank == 0 else None)[0]
 
 
 def _return_freed_memory() -> None:
@@ -432,10 +433,113 @@ def _own_piece(whole: Tensor, target: DTensor) -> Tensor:
     return whole
 
 
-def _device_type(ranks: Ranks) -> str:
-    assert ranks.mesh is not None
-    return ranks.mesh.device_type
-
-
 def _misfit(target: Tensor) -> str:
     return f"no whole tensor of shape {tuple(target.shape)} was given"
+
+
+COLUMNS = ("colwise", "colwise_gather_output")
+ROWS = ("rowwise", "rowwise_split_input")
+NORM = "replicated_with_grad_allreduce"
+KEPT_WHOLE = ("embedding_rowwise", "embedding_colwise")
+
+
+def plan_split(model: Any, backbone: nn.Module, size: int) -> dict[str, str]:
+    """Module name inside the backbone -> how it is split over `size` ranks.
+
+    Raises ModelError for a model that cannot be split so.
+    """
+    config = model.config.get_text_config()
+    published = config.base_model_tp_plan or {}
+    names = [name for name, _ in backbone.named_modules()]
+    names += [name for name, _ in backbone.named_parameters()]
+    plan = {
+        name: style
+        for pattern, style in published.items()
+        if style not in KEPT_WHOLE
+        for name in names
+        if _matches(pattern, name)
+    }
+    if not plan:
+        raise ModelError(
+            f"--tensor_parallel_size {size}: {_family(config)} does not say how its layers are "
+            "split. Leave it at 1, or take another --model."
+        )
+    _check_sizes(config, backbone, plan, size)
+    return plan
+
+
+def split_modules(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Split what `plan` names inside `module`; every rank must hold the same weights whole."""
+    for name, style in plan.items():
+        for part, how in _parts(module.get_submodule(name), style):
+            parallelize_module(part, mesh, how, src_data_rank=None)
+
+
+def _parts(module: nn.Module, style: str) -> list[tuple[nn.Module, ParallelStyle]]:
+    """A layer and its style; a low-rank adapter beside it is split where the layer is."""
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Module):
+        return [(module, _style(style))]
+    found = [(base, _style(style))]
+    # Columns of the layer are columns of B, rows of the layer are rows of A.
+    beside = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    if beside is not None:
+        found += [(part, _style(style)) for part in getattr(module, beside).values()]
+    return found
+
+
+def _style(name: str) -> ParallelStyle:
+    if name == "colwise":
+        return ColwiseParallel()
+    if name == "colwise_gather_output":
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == "rowwise":
+        return RowwiseParallel()
+    if name == "rowwise_split_input":
+        return RowwiseParallel(input_layouts=Replicate())
+    # A norm over one head, weights whole, heads spread: its gradient is summed over the ranks.
+    return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def _check_sizes(config: Any, backbone: nn.Module, plan: Mapping[str, str], size: int) -> None:
+    """Every rank must get whole heads and an equal share of each split layer."""
+    heads = config.num_attention_heads
+    for what, count in (
+        ("attention heads", heads),
+        ("key-value heads", getattr(config, "num_key_value_heads", None) or heads),
+    ):
+        if count % size:
+            raise ModelError(
+                f"--tensor_parallel_size {size} does not divide the {count} {what} of "
+                f"{_family(config)}: take a divisor of {count}."
+            )
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for name, style in plan.items():
+        if style not in (*COLUMNS, *ROWS, NORM):
+            raise ModelError(
+                f"--tensor_parallel_size {size}: {_family(config)} splits {name} in a way that "
+                f"is not known here ({style}). Leave it at 1, or take another --model."
+            )
+        module = backbone.get_submodule(name)
+        weight: Any = getattr(module, "base_layer", module).weight
+        if style == NORM:
+            if weight.numel() != head_size:
+                raise ModelError(
+                    f"--tensor_parallel_size {size}: {_family(config)} normalises all heads "
+                    f"together ({name}), which cannot be split. Leave it at 1, or take another "
+                    "--model."
+                )
+        elif weight.shape[0 if style in COLUMNS else 1] % size:
+            shape = " x ".join(str(n) for n in weight.shape)
+            raise ModelError(
+                f"--tensor_parallel_size {size} does not divide {name} ({shape}) of "
+                f"{_family(config)}: take another size."
+            )
+
+
+def _family(config: Any) -> str:
+    return f"this {config.model_type} model"

@@ -10,26 +10,33 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
 
-from ppo_cli.config.schema import Transfer
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import publishes_adapter, sampler_seed
+from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.lora import LoRA, write_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
-from ppo_cli.engine.sampler import Room, Weights
-from ppo_cli.engine.token_draw import stream_key
+from ppo_cli.engine.models import decode_text, stop_token_ids
+from ppo_cli.engine.sampler import Room, Weights, stream_key
 from ppo_cli.engine.weight_transfer.gloo_group import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
@@ -83,7 +90,7 @@ def set_environment() -> None:
 
 
 class VLLMSampler:
-    """Samples from weights of its own, with vLLM."""
+    """Samples from weights of its own, with vLLM; `more` are settings of vLLM's own."""
 
     def __init__(
         self,
@@ -94,16 +101,13 @@ class VLLMSampler:
         max_model_len: int,
         dtype: torch.dtype = torch.float32,
         tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.5,
         cpu_cache_bytes: int = 2**30,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         enforce_eager: bool = False,
-        enable_prefix_caching: bool = True,
-        seed: int = 0,
-        trust_remote_code: bool = False,
         lora: LoRA | None = None,
         transfer: Transfer = "memory",
+        **more: Any,
     ) -> None:
         self.room = Room(max_num_seqs)
         self._eos_ids = sorted(eos_token_ids)
@@ -119,30 +123,26 @@ class VLLMSampler:
         self._temperature = 1.0
         self._engine: Any = None
         self._met_at: list[str] = []
-        check_vllm()
         set_environment()
         on_gpu = torch.cuda.is_available()
         self._sleep_level = (1 if lora else 2) if on_gpu else 0
         options: dict[str, Any] = {
             "model": model,
-            "trust_remote_code": trust_remote_code,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "dtype": str(dtype).removeprefix("torch."),
             "max_model_len": max_model_len,
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "uni" if self._own_process else "mp",
-            "gpu_memory_utilization": gpu_memory_utilization,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
             # Compiling for the CPU takes a minute and gains nothing.
             "enforce_eager": enforce_eager or not on_gpu,
-            "enable_prefix_caching": enable_prefix_caching,
             "enable_sleep_mode": on_gpu,
-            "seed": seed,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": EXTENSION,
+            **more,
         }
         if lora is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.padded_rank()}
@@ -405,3 +405,65 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return first.removeprefix("Value error, ").partition(". ")[0].rstrip(" .")
+
+
+# Keys and values on the CPU: enough for all sequences at full length, but no more than this.
+CPU_CACHE_BYTES = 2 * 2**30
+CPU_BLOCK = 128  # tokens, of which vLLM gives whole blocks
+
+
+def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
+    """A sampler as the run's settings have it; it needs a process of its own.
+
+    Raises MissingPart where vLLM is not installed.
+    """
+    check_vllm()
+    rollout, settings = config.rollout, config.model
+    path = model_folder(settings.path)
+    model_config = _model_config(path, settings.trust_remote_code)
+    dtype = Compute.choose(settings.dtype).dtype
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return VLLMSampler(
+        path,
+        eos_token_ids=stop_token_ids(_with_generation(path, model_config), tokenizer),
+        detokenize=partial(decode_text, tokenizer),
+        max_model_len=longest,
+        dtype=dtype,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        cpu_cache_bytes=_cache_bytes(model_config, dtype, longest, rollout.max_num_seqs),
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enforce_eager=rollout.enforce_eager,
+        lora=LoRA(settings.lora_rank, settings.lora_alpha) if publishes_adapter(config) else None,
+        transfer=transfer,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        seed=sampler_seed(config),
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _model_config(path: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"The config of {path} does not load: {error}") from error
+
+
+def _with_generation(path: str, model_config: Any) -> Any:
+    """What `stop_token_ids` reads of a model: the generation config it would be loaded with."""
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = GenerationConfig.from_model_config(model_config)
+    return SimpleNamespace(generation_config=generation)
+
+
+def _cache_bytes(model_config: Any, dtype: torch.dtype, longest: int, sequences: int) -> int:
+    """Memory for all sequences at full length, within bounds; never less than for one."""
+    c = model_config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    token = 2 * c.num_hidden_layers * heads * size * dtype.itemsize
+    one = token * CPU_BLOCK * (math.ceil(longest / CPU_BLOCK) + 1)
+    return int(max(one, min(one * sequences, CPU_CACHE_BYTES)))

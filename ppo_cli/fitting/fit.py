@@ -276,7 +276,7 @@ class Fit:
             "after": asdict(self._best),
             "scores": {"mean": self._best.mean, "std": self._best.std},
             "history": self._history,
-            "recipe": self._settings.recipe.model_dump() | {"lr": self._lr},
+            "recipe": asdict(self._settings.recipe) | {"lr": self._lr},
             "max_length": self._loaded.max_length,
             "torch": torch.__version__.split("+")[0],
         }  # fmt: skip

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.models import DAMAGED, DROPOUT_FIELDS, load_tokenizer
-from ppo_cli.errors import ModelError, did_you_mean
+from ppo_cli.engine.models import DAMAGED, load_config, load_tokenizer
+from ppo_cli.errors import ModelError, did_you_mean, first_line
 from ppo_cli.rewards.local.base import Encoded, LoadedModel, Scores
 from ppo_cli.rewards.local.load import hard_limit
 
@@ -173,20 +173,16 @@ def load_to_fit(
 
 def load_classifier(path: str) -> tuple[Any, bool]:
     """Load a sequence classifier with one row, and tell whether its head is a fresh one."""
+    config = load_config(path, "--model", False)
+    config.num_labels = 1
+    config.id2label, config.label2id = {0: "score"}, {"score": 0}
     try:
-        config = AutoConfig.from_pretrained(path)
-        for name, value in list(vars(config).items()):
-            if DROPOUT_FIELDS.search(name) and isinstance(value, float):
-                setattr(config, name, 0.0)
-        config.num_labels = 1
-        config.id2label, config.label2id = {0: "score"}, {"score": 0}
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, dtype=torch.float32, output_loading_info=True
         )
     except DAMAGED as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{path} does not load as a model with one score ({first.rstrip(' .:')}). Give "
+            f"{path} does not load as a model with one score ({first_line(error)}). Give "
             "--model a causal language model, such as RUN/checkpoints/latest/actor, or a reward "
             "model with one score."
         ) from error

@@ -9,43 +9,39 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ppo_cli.config.algorithm_schema import Optim
-from ppo_cli.config.fields import Section, setting
 from ppo_cli.engine.micro_batches import Budget, plan_micro_batches, run_within_memory
 from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.errors import ModelError, UserError
+from ppo_cli.errors import ModelError
 from ppo_cli.fitting.network import ScoreNetwork
 from ppo_cli.fitting.preferences import EncodedPair
 from ppo_cli.report.tracker import Advance
 
-Precision = Literal["float32", "bfloat16"]
 SMALL_MODEL = 10_000_000
 HEAD_LR, SMALL_LR, USUAL_LR = 1e-3, 1e-3, 1e-5
 
 
-class Recipe(Section):
-    """How the weights are trained."""
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are trained; ranges are those of the flags of `ppo reward fit`."""
 
-    epochs: int = setting(1, "Passes over the pairs.", ge=1)
-    max_steps: int | None = setting(None, "Most steps; unset: all of the epochs.", ge=1)
-    lr: float | None = setting(
-        None, "Peak learning rate; unset: chosen by what is trained.", gt=0.0, le=1.0
-    )
-    warmup: float = setting(0.05, "Share of the steps with a rising rate.", ge=0.0, le=1.0)
-    weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0.0, le=1.0)
-    grad_clip: float = setting(1.0, "Largest norm of a gradient; 0: no limit.", ge=0.0)
-    batch_size: int = setting(32, "Pairs in a step.", ge=1)
-    batch_tokens: int = setting(16384, "Tokens in memory at once, padding included.", ge=16)
-    center: float = setting(0.0, "Weight of (chosen + rejected)^2.", ge=0.0)
-    freeze_body: bool = setting(False, "Train the head alone.")
-    dtype: Precision | None = setting(None, "Precision; unset: bfloat16 on a GPU, else float32.")
-    seed: int = setting(42, "Seed of head, split and order.", ge=0)
+    epochs: int = 1
+    max_steps: int | None = None  # unset: all of the epochs
+    lr: float | None = None  # unset: chosen by what is trained
+    warmup: float = 0.05  # share of the steps with a rising rate
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0  # 0: no limit
+    batch_size: int = 32  # pairs
+    batch_tokens: int = 16384  # in memory at once, padding included
+    center: float = 0.0  # weight of (chosen + rejected)^2
+    freeze_body: bool = False
+    dtype: str | None = None  # unset: bfloat16 on a GPU, else float32
+    seed: int = 42  # of head, split and order
 
 
 @dataclass(frozen=True)
@@ -134,17 +130,10 @@ def figures_of(chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor) -> Figure
 MOST_BROKEN = 5
 
 
-class PairBudget(Budget):
-    """A budget of pairs, which says in its own words that one is too much."""
-
-    def halve(self, longest: int, most_rows: int, most_tokens: int = 0) -> None:
-        """Shrink below what was just tried."""
-        if most_rows <= 1:
-            raise UserError(
-                f"Out of memory with a single pair of 2 x {longest} tokens. Lower --max_length, "
-                "train the head alone with --freeze_body, or take a smaller --model."
-            )
-        super().halve(longest, most_rows, most_tokens)
+TOO_MUCH = (
+    "a single pair of 2 x {} tokens. Lower --max_length, train the head alone with --freeze_body, "
+    "or take a smaller --model."
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +153,7 @@ class Trainer:
         self.network = network
         self._recipe = recipe
         # Both samples of a pair lie in a micro-batch: the loss couples them.
-        self._budget = PairBudget(max(1, recipe.batch_tokens // 2))
+        self._budget = Budget(max(1, recipe.batch_tokens // 2), too_much=TOO_MUCH)
         self._broken = 0
         self.skipped = 0
         self._optimizer = Optimizer(

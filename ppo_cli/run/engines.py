@@ -26,8 +26,8 @@ from ppo_cli.errors import Interrupted, WorkerLost
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.base import Host
-from ppo_cli.train.rollouts import train_sampling
 from ppo_cli.train.state import Job, RunState
+from ppo_cli.train.steps import train_sampling
 
 Build = Callable[[], Engine]
 

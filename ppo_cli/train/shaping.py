@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_cli.algo.advantages import compute_advantages, place_scores
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
-from ppo_cli.algo.kl import KLController, build_controller, mean_kl, penalise, token_kl
+from ppo_cli.algo.kl import adapt_coef, mean_kl, penalise, token_kl
 from ppo_cli.algo.mismatch import compute_mismatch, importance_weights
 from ppo_cli.algo.tokens import masked_mean, masked_sum
 from ppo_cli.config.algorithm_schema import Algorithm
@@ -240,7 +240,7 @@ def shape_step(
         lam=algorithm.lam,
         whiten=algorithm.whiten_advantages,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        baseline_B=_baseline_tensor(baselines),
+        baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),
     )
     batch = TrainBatch(
         **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
@@ -273,25 +273,12 @@ def _inner(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, inner_BT, 0.0)
 
 
-def _baseline_tensor(baselines: Sequence[float | None] | None) -> Tensor | None:
-    if baselines is None:
-        return None
-    return torch.tensor([0.0 if b is None else float(b) for b in baselines])
-
-
-def controller(algorithm: Algorithm, kl_coef: float) -> KLController:
-    """The controller of the KL coefficient, at its present value."""
-    k = algorithm.kl_ctrl
-    return build_controller(k.type, kl_coef, k.target_kl, k.horizon)
-
-
 def _kl(
     algorithm: Algorithm, batch: AnnotatedBatch, mask_BT: Tensor, kl_coef: float
 ) -> tuple[Tensor | None, dict[str, float], float]:
     """Penalty per token, its metrics, and the coefficient of the next step."""
-    if batch.ref_logprobs_BT is None:
-        return None, {}, kl_coef
-    if not bool(mask_BT.any()):  # no row has a score: there is nothing to measure
+    # Without a row that has a score there is nothing to measure.
+    if batch.ref_logprobs_BT is None or not bool(mask_BT.any()):
         return None, {}, kl_coef
     k3_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, "k3")
     metrics = {"kl_divergence": float(mean_kl(k3_BT, mask_BT))}
@@ -302,8 +289,13 @@ def _kl(
         kl_BT = token_kl(batch.old_logprobs_BT, batch.ref_logprobs_BT, algorithm.kl_penalty)
     current = float(mean_kl(kl_BT, mask_BT))
     metrics |= {"kl/penalty": current, "kl/coef": kl_coef}
-    sequences = int(mask_BT.any(1).sum())
-    return kl_BT, metrics, controller(algorithm, kl_coef).update(current, sequences).coef
+    ctrl = algorithm.kl_ctrl
+    if ctrl.type == "adaptive":
+        sequences = int(mask_BT.any(1).sum())
+        kl_coef = adapt_coef(
+            kl_coef, current, sequences, target=ctrl.target_kl, horizon=ctrl.horizon
+        )
+    return kl_BT, metrics, kl_coef
 
 
 def _importance(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tensor:

@@ -81,33 +81,18 @@ def test_penalise_subtracts_under_the_mask_only() -> None:
     assert kl.penalise(rewards, kl_BT, mask, coef=0.5).tolist() == [[-0.25, 1.5, 0.0]]
 
 
-def test_adaptive_controller_by_hand() -> None:
-    start = kl.AdaptiveKLController(coef=0.1, target=0.05, horizon=1000)
+def test_the_adaptive_coefficient_by_hand() -> None:
+    def adapted(current: float, sequences: int) -> float:
+        return kl.adapt_coef(0.1, current, sequences, target=0.05, horizon=1000)
+
     # 10 % above target over 100 sequences: 1 + 0.1 * 100 / 1000.
-    assert start.update(0.055, 100).coef == pytest.approx(0.1 * 1.01)
-    assert start.update(5.0, 100).coef == pytest.approx(0.1 * 1.02)
-    assert start.update(-5.0, 100).coef == pytest.approx(0.1 * 0.98)
-    assert start.update(0.0, 0).coef == 0.1
-    assert start.coef == 0.1
-
-
-def test_adaptive_controller_comes_back_from_a_checkpoint() -> None:
-    used = kl.build_controller("adaptive", 0.1, 0.05, 1000).update(1.0, 100)
-    fresh = kl.build_controller("adaptive", 0.1, 0.05, 1000)
-    assert fresh.load_state_dict(used.state_dict()) == used != fresh
-
-
-def test_fixed_controller_stays() -> None:
-    fixed = kl.build_controller("fixed", 0.1, 0.05, 1000)
-    assert fixed.update(9.0, 100).coef == 0.1
-    assert fixed.load_state_dict({"coef": 7.0}).coef == 0.1
-    assert fixed.state_dict() == {"coef": 0.1}
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_adaptive_controller_refuses_what_it_could_not_recover_from(bad: float) -> None:
-    with pytest.raises(ValueError, match="the KL to the reference is"):
-        kl.AdaptiveKLController(0.1, 0.05, 1000).update(bad, 1)
+    assert adapted(0.055, 100) == pytest.approx(0.1 * 1.01)
+    assert adapted(5.0, 100) == pytest.approx(0.1 * 1.02)
+    assert adapted(-5.0, 100) == pytest.approx(0.1 * 0.98)
+    assert adapted(0.0, 0) == 0.1
+    for bad in (math.nan, math.inf):  # it could not recover from these
+        with pytest.raises(ValueError, match="the KL to the reference is"):
+            adapted(bad, 1)
 
 
 def test_the_schema_offers_the_same_kinds() -> None:
@@ -123,5 +108,3 @@ def test_bad_arguments_are_named() -> None:
         kl.token_kl(X, REF[:, :1], "k1")
     with pytest.raises(ValueError, match="shapes differ"):
         kl.penalise(X, REF[:, :1], X > 0, 0.1)
-    with pytest.raises(ValueError, match="unknown kl controller 'pid'"):
-        kl.build_controller("pid", 0.1, 0.1, 1)

@@ -305,13 +305,12 @@ def test_token_kl_and_its_gradient(kind: str, core: Any, record_property: Any) -
 def test_adaptive_controller(core: Any, record_property: Any) -> None:
     def compare(case: Case) -> float:
         coef, target = case.uniform(0.001, 0.5), case.uniform(0.01, 0.2)
-        mine = kl.AdaptiveKLController(coef, target, 10_000)
         other = core.AdaptiveKLController(coef, target, 10_000)
         for _ in range(10):
             current, n = case.uniform(0, 0.3), len(case.mask_BT) * 64
-            mine = mine.update(current, n)
+            coef = kl.adapt_coef(coef, current, n, target=target, horizon=10_000)
             other.update(current, n)
-        return largest_difference(mine.coef, other.value)
+        return largest_difference(coef, other.value)
 
     hold("AdaptiveKLController, 10 updates", compare, record_property)
 
@@ -391,9 +390,6 @@ def test_mismatch_diagnostics(correction: Any, record_property: Any) -> None:
         sampler_BT = old_BT + case.normal(0.4)
         mine = mismatch.compute_mismatch(old_BT, sampler_BT, case.mask_BT)
         other = correction.compute_offpolicy_metrics(old_BT, sampler_BT, case.float_mask_BT)
-        return max(
-            largest_difference(mine.kl_sum / mine.token_count, other["kl"]),
-            largest_difference(mine.k3_kl_sum / mine.token_count, other["k3_kl"]),
-        )
+        return largest_difference(mine.k3_kl_sum / mine.token_count, other["k3_kl"])
 
-    hold("mismatch kl, k3", compare, record_property)
+    hold("mismatch k3", compare, record_property)

@@ -26,7 +26,7 @@ from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.samplers import build_sampler
+from ppo_cli.engine.sampler import build_sampler
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.local import load as reward_loading
 from ppo_cli.rewards.local.reward import ModelScorer, Sample

@@ -26,11 +26,11 @@ from ppo_cli.engine.checkpoint import (
     Share,
     Trained,
     assign_owners,
+    cut_share,
     model_files,
     restore,
     saved_model,
     stored_tensors,
-    take_share,
     take_snapshot,
 )
 from ppo_cli.engine.models import load_policy, load_value_model
@@ -202,7 +202,7 @@ def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:
 
 def test_shares_are_whole_disjoint_and_balanced() -> None:
     tensors = {f"layers.{i}.{part}": torch.randn(i + 1, 8) for i in range(20) for part in "ab"}
-    shares = [take_share(tensors.items(), Ranks(rank, 4), writers=3) for rank in range(4)]
+    shares = [cut_share("x", tensors, Ranks(rank, 4), 3).tensors for rank in range(4)]
     assert shares[3] == {}
     assert sorted(name for share in shares for name in share) == sorted(tensors)
     assert equal(

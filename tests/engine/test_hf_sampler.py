@@ -29,9 +29,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ppo_cli.engine import hf_sampler
 from ppo_cli.engine.base import Sampling
-from ppo_cli.engine.hf_sampler import HFSampler
-from ppo_cli.engine.kv_cache import KVCache
-from ppo_cli.engine.token_draw import compute_uniforms, draw_tokens, stream_key
+from ppo_cli.engine.device import Compute
+from ppo_cli.engine.hf_sampler import HFSampler, KVCache, compute_uniforms, draw_tokens
+from ppo_cli.engine.sampler import stream_key
 from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 
@@ -256,7 +256,7 @@ def count_caches() -> int:
 
 def test_low_precision_runs_and_stays_near() -> None:
     model, prompts = build_model(initializer_range=0.1), make_prompts()
-    sampler = make_sampler(model, autocast=torch.bfloat16)
+    sampler = make_sampler(model, compute=Compute(torch.device("cpu"), torch.bfloat16))
     for rollout in sampler.generate(prompts, Sampling(max_tokens=12), 0):
         expected = forward_logprobs(model, rollout, 1.0)
         np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=0.1)

@@ -15,8 +15,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.lora import adapt, adapter_tensors
 from ppo_cli.engine.models import load_policy, load_tokenizer
-from ppo_cli.engine.sampler import Weights
-from ppo_cli.engine.samplers import build_sampler, check_sampler
+from ppo_cli.engine.sampler import Weights, build_sampler
 from ppo_cli.errors import MissingPart
 from ppo_cli.records import Prompt, Rollout
 
@@ -98,6 +97,5 @@ def test_weights_of_another_model_are_a_bug() -> None:
 
 def test_a_sampler_that_is_not_installed_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_sampler(read_config())
     with pytest.raises(MissingPart, match="scripts/setup vllm"):
-        check_sampler(read_config("rollout.name=vllm"))
+        build_sampler(read_config("rollout.name=vllm"), None)

@@ -23,10 +23,8 @@ from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.sampler import Weights
-from ppo_cli.engine.samplers import CPU_CACHE_BYTES, build_sampler
-from ppo_cli.engine.token_draw import stream_key
-from ppo_cli.engine.vllm_sampler import VLLMSampler
+from ppo_cli.engine.sampler import Weights, build_sampler, stream_key
+from ppo_cli.engine.vllm_sampler import CPU_CACHE_BYTES, VLLMSampler
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt
 
@@ -200,7 +198,6 @@ class FakeEngine:
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler, FakeEngine]]:
     """A sampler of a fake engine, which needs no vLLM."""
-    monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
 
     def make(holds: int = 100, **options: Any) -> tuple[VLLMSampler, FakeEngine]:
@@ -277,7 +274,6 @@ def started(
 
     monkeypatch.setattr(VLLMSampler, "_start", note)
     monkeypatch.setattr(vllm_sampler, "check_vllm", lambda: None)
-    monkeypatch.setattr("ppo_cli.engine.samplers.check_vllm", lambda: None)
     monkeypatch.setattr(vllm_sampler, "set_environment", lambda: None)
     lora = {"lora_rank": 3, "lora_alpha": 6.0} if rollout.pop("lora", False) else {}
     given = SETTINGS | {

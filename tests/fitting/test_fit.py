@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -195,5 +196,5 @@ def test_every_setting_reaches_the_part_that_it_is_for(
     assert given["measure"][0][2] == 333
     assert given["Trainer"][0][1:] == (asked.recipe, 1e-3, 2)
     assert record["steps"]["all"] == 2 and record["max_length"] == 70
-    assert record["recipe"] == asked.recipe.model_dump() | {"lr": 1e-3}
+    assert record["recipe"] == asdict(asked.recipe) | {"lr": 1e-3}
     assert (record["model"], record["data"]) == ("embedded", list(asked.data))

@@ -15,7 +15,6 @@ from ppo_cli.errors import ModelError, UserError
 from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.fitting.preferences import EncodedPair
 from ppo_cli.fitting.training import (
-    PairBudget,
     Recipe,
     Trainer,
     batches,
@@ -97,7 +96,7 @@ def test_out_of_memory_is_met_with_smaller_micro_batches(monkeypatch: pytest.Mon
 
 def test_one_pair_too_much_is_told() -> None:
     with pytest.raises(UserError, match=r"2 x 900 tokens. Lower --max_length"):
-        PairBudget(100).halve(longest=900, most_rows=1)
+        Trainer(fresh_network(), Recipe(), 1e-3, 1)._budget.halve(longest=900, most_rows=1)
 
 
 def test_steps_lower_the_loss_and_two_fits_are_equal() -> None:

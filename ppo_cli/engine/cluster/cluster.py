@@ -153,10 +153,7 @@ class Cluster:
             self._node_timeout,
             may_stop=True,
         )
-        known = [
-            replace(member, node=hello.node, node_id=hello.node_id, pid=hello.pid)
-            for member, hello in zip(fresh, greeted, strict=True)
-        ]
+        known = [replace(member, **here) for member, here in zip(fresh, greeted, strict=True)]
         self._members = [m for m in self._members if m not in fresh] + known
         return known
 

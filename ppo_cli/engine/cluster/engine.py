@@ -117,7 +117,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class ClusterEngine:
-    """Leads the workers; holds no model itself.
+    """Leads the workers; holds no model itself. `cluster` may host other things too.
 
     The tokenizer comes pickled: it is only passed on, and to open it takes all of transformers.
     """
@@ -144,7 +144,7 @@ class ClusterEngine:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="ppo-save")
         self._learners: list[Member] = []
         self._samplers: list[Member] = []
-        self._cluster = Cluster(
+        self.cluster = Cluster(
             placement, logs, threads=trainer.threads or 1, address=address,
             worker_timeout=trainer.worker_timeout, node_timeout=trainer.node_timeout,
             tell=tell, stop_requested=stop_requested,
@@ -165,9 +165,9 @@ class ClusterEngine:
         for sampler, hand in zip(self._samplers, hands, strict=True):
             if hand:
                 words = (hand, sampling, self._weight_version)
-                calls.append(self._cluster.ask(sampler, "generate", "stream", *words))
+                calls.append(self.cluster.ask(sampler, "generate", "stream", *words))
         own = {prompt.uid: prompt for prompt in prompts}
-        for sent in self._cluster.waits.stream(calls):
+        for sent in self.cluster.waits.stream(calls):
             for item in sent:
                 if isinstance(item, Halved):
                     self._room[item.sampler] = item.rows
@@ -178,12 +178,12 @@ class ClusterEngine:
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values; each rank does its rows."""
         self._publisher.sleep()
-        return merge_annotations(batch, self._learn("annotate", self._cluster.share(batch)))
+        return merge_annotations(batch, self._learn("annotate", self.cluster.share(batch)))
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
         self._publisher.sleep()
-        sums = merge_sums(self._learn("step", self._cluster.share(minibatch)))
+        sums = merge_sums(self._learn("step", self.cluster.share(minibatch)))
         return sums | {f"perf/weights_by_{self.weight_transfer}": (1.0, 1.0)}
 
     def publish(self) -> None:
@@ -205,27 +205,15 @@ class ClusterEngine:
         limits = [(i, rows) for i, rows in enumerate(saved[: len(self._room)]) if rows is not None]
         for i, rows in limits:
             self._room[i] = rows
-            self._cluster.call([self._samplers[i]], "resume_room", rows)
+            self.cluster.call([self._samplers[i]], "resume_room", rows)
         self._weight_version = self._learn("version")[0]
         self._publisher.send()
-
-    def host(self, factory: Callable[[], Any], role: str, devices: Sequence[int]) -> Member:
-        """Host what a picklable factory makes in a process of its own, on these devices."""
-        return self._cluster.host(factory, role=role, devices=devices)
-
-    def call(self, hosted: Member, name: str, *args: Any) -> Any:
-        """Call a method of what a worker hosts."""
-        return self._cluster.call([hosted], name, *args)[0]
-
-    def dismiss(self, hosted: Member) -> None:
-        """End a worker. Safe to call twice."""
-        self._cluster.dismiss(hosted)
 
     def close(self) -> None:
         """End all workers, and Ray if we started it. Safe to call twice."""
         self._saver.shutdown(wait=False, cancel_futures=True)
         samplers, self._samplers = self._samplers, []
-        self._cluster.close(samplers)
+        self.cluster.close(samplers)
 
     def _start(
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
@@ -249,7 +237,7 @@ class ClusterEngine:
                     f"{what}. The workers start again, and rollout.weight_transfer=auto takes "
                     "memory from now on."
                 )
-            self._cluster.end_workers(self._samplers)
+            self.cluster.end_workers(self._samplers)
             self.weight_transfer = "memory"
 
     def _lost_node(self) -> bool:
@@ -257,7 +245,7 @@ class ClusterEngine:
         return not all(map(node_answers, nodes))
 
     def _start_workers(self, placement: Placement) -> None:
-        seat = self._cluster.seat
+        seat = self.cluster.seat
         train, rollout = placement.train, placement.rollout
         seats = [
             seat(f"learner rank {rank}", [device], rank, len(train))
@@ -266,14 +254,14 @@ class ClusterEngine:
         seats += [
             seat(f"sampler {i}", devices, i, len(rollout)) for i, devices in enumerate(rollout)
         ]
-        members = self._cluster.start(seats)
+        members = self.cluster.start(seats)
         self._learners = members[: len(train)]
         self._samplers = members[len(train) :]
 
     def _build_models(
         self, config: Config, tokenizer: bytes, total_steps: int, placement: Placement
     ) -> None:
-        cluster, collect = self._cluster, self._cluster.waits.collect
+        cluster, collect = self.cluster, self.cluster.waits.collect
         given = cluster.share(config), cluster.share(tokenizer), self.weight_transfer
         loading = [
             cluster.ask(sampler, "start", "build", SAMPLER, i, *given, self._profiles)
@@ -320,7 +308,7 @@ class ClusterEngine:
 
     def _learn(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every learner rank."""
-        return self._cluster.call(self._learners, name, *args)
+        return self.cluster.call(self._learners, name, *args)
 
     def _count_writers(self, directory: Path) -> int:
         """How many of the first ranks see the folder: nodes may have disks of their own."""
@@ -328,9 +316,9 @@ class ClusterEngine:
         mark.touch()
         try:
             asked = [
-                self._cluster.ask(one, "sees", "run", Path.exists, mark) for one in self._learners
+                self.cluster.ask(one, "sees", "run", Path.exists, mark) for one in self._learners
             ]
-            sees = self._cluster.waits.collect(asked)
+            sees = self.cluster.waits.collect(asked)
         finally:
             mark.unlink()
         if not sees[0]:
@@ -343,7 +331,7 @@ class ClusterEngine:
 
     def _await_saved(self, since: float) -> None:
         """Wait until no rank writes any more, then raise what went wrong first."""
-        waits = self._cluster.waits
+        waits = self.cluster.waits
         writing = list(self._learners)
         errors: list[Exception] = []
         while writing:
@@ -357,7 +345,7 @@ class ClusterEngine:
     def _has_saved(self, learner: Member, errors: list[Exception]) -> bool:
         """Whether a rank has done with writing, well or not."""
         try:
-            return bool(self._cluster.call([learner], "saved")[0])
+            return bool(self.cluster.call([learner], "saved")[0])
         except WorkerLost:
             raise
         except Exception as error:

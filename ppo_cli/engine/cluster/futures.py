@@ -17,10 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from ppo_cli.engine.cluster.logs import CRASH, KILLED, last_lines
 from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import unpack
-from ppo_cli.engine.cluster.worker_process import Failure, Outcome
+from ppo_cli.engine.cluster.worker_process import CRASH, KILLED, Failure, Outcome, last_lines
 from ppo_cli.errors import Interrupted, PpoError, WorkerLost
 
 EXIT = re.compile(r"exits with an exit code (.+?)\.?\s*$", re.MULTILINE)

@@ -21,9 +21,9 @@ from typing import Any
 import ray
 
 from ppo_cli.engine.cluster.head import LOST, end_session
-from ppo_cli.engine.cluster.logs import read_tail
+from ppo_cli.engine.cluster.worker_process import read_tail
 from ppo_cli.engine.leftovers import claim, sweep
-from ppo_cli.errors import Interrupted, WorkerLost
+from ppo_cli.errors import Interrupted, WorkerLost, first_line
 from ppo_cli.redact import redact
 
 # Ray puts unix sockets 77 bytes below it, and their paths end at 107.
@@ -184,8 +184,8 @@ class Session:
             # What was asked for may be "auto", or a name.
             self._address = ray.get_runtime_context().gcs_address
         except (ConnectionError, RuntimeError, TimeoutError) as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            raise WorkerLost(f"There is no Ray to join at {self._address}: {words[0]}") from None
+            said = first_line(error)
+            raise WorkerLost(f"There is no Ray to join at {self._address}: {said}") from None
         finally:
             for number, handler in kept.items():
                 with suppress(ValueError):  # only the main thread has a say in signals
@@ -195,33 +195,34 @@ class Session:
         """Ask the head of a joined cluster, now and then, whether somebody is at home."""
         if time.monotonic() - self._knocked_at < KNOCK_EVERY_S:
             return None
-        host, _, port = self._address.rpartition(":")
         for attempt in range(KNOCKS):
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            if _listens(self._address):
                 self._knocked_at = time.monotonic()
                 return None
-            except OSError:
-                time.sleep(0.3 * (attempt + 1))
+            time.sleep(0.3 * (attempt + 1))
         return f"The Ray cluster at {self._address} does not answer any more."
 
 
 def node_answers(node_id: str) -> bool:
     """Whether somebody is at home on a node; Ray itself takes long to miss one."""
-    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
-    try:  # without its head, Ray's list of nodes would be waited for without end
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
+    # Without its head, Ray's list of nodes would be waited for without end.
+    if not _listens(ray.get_runtime_context().gcs_address):
         return False
     for node in ray.nodes():
         if node["NodeID"] == node_id:
-            door = (node["NodeManagerAddress"], node["NodeManagerPort"])
-            try:
-                socket.create_connection(door, timeout=5).close()
-            except OSError:
-                return False
-            return bool(node["Alive"])
+            door = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+            return bool(node["Alive"]) and _listens(door)
     return not node_id
+
+
+def _listens(address: str) -> bool:
+    """Whether somebody takes connections at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

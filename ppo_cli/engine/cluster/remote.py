@@ -33,9 +33,9 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.config.placement import Placement
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.cluster.logs import KILLED, read_tail
 from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay, import_paths
 from ppo_cli.engine.cluster.serialise import lighten_prompt, rejoin_prompt
+from ppo_cli.engine.cluster.worker_process import KILLED, read_tail
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 

@@ -27,9 +27,9 @@ from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import Member, WorkerFault
-from ppo_cli.engine.cluster.logs import ignore_signals, write_into
 from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.engine.cluster.serialise import shed_prompt
+from ppo_cli.engine.cluster.worker_process import ignore_signals, write_into
 from ppo_cli.errors import PpoError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
@@ -101,17 +101,17 @@ class Service:
 
     def host(self, factory: Any, role: str, devices: Sequence[int]) -> int:
         """Host an object; it is known by a number from now on."""
-        member, number = self._built.host(factory, role, devices), next(self._numbers)
-        self._hosted[number] = member
+        number = next(self._numbers)
+        self._hosted[number] = self._built.cluster.host(factory, role=role, devices=devices)
         return number
 
     def call(self, hosted: int, name: str, *args: Any) -> Any:
         """Call a method of a hosted object."""
-        return self._built.call(self._hosted[hosted], name, *args)
+        return self._built.cluster.call([self._hosted[hosted]], name, *args)[0]
 
     def dismiss(self, hosted: int) -> None:
         """End the process of a hosted object."""
-        self._built.dismiss(self._hosted[hosted])
+        self._built.cluster.dismiss(self._hosted[hosted])
 
     def close(self) -> None:
         """Leave the cluster."""

@@ -6,7 +6,6 @@ sending never would: a send by NCCL does not notice that the other side is gone.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.cluster.futures import GRACE_S, Call, Member, Waits
+from ppo_cli.engine.cluster.worker_process import free_port
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.errors import ConfigError, PpoError
@@ -89,7 +89,7 @@ class Exchange:
         if plan.transfer == "ipc":
             return trainer.connect_by_ipc(source, client, rank=rank)
         if plan.transfer == "nccl":
-            port = _free_port(plan.address) if rank == 0 else 0
+            port = free_port(plan.address) if rank == 0 else 0
             return trainer.connect_by_nccl(
                 source, client, rank=rank, address=plan.address, port=port
             )
@@ -153,12 +153,6 @@ class Exchange:
 
 def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as free:
-        free.bind((address, 0))
-        return int(free.getsockname()[1])
 
 
 def _last_line(error: Exception) -> str:

@@ -1,15 +1,20 @@
 """The actor behind every role: holds one object and calls it, and never raises into Ray.
 
 What goes wrong travels as a value, so that the driver can raise it as it was, and only once.
+Each worker writes a log, whose last lines are told when it is lost.
 No torch here: the environment of the process is made before its object brings that along.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import io
 import os
 import pickle
 import queue
+import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -24,7 +29,6 @@ from typing import Any
 
 import ray
 
-from ppo_cli.engine.cluster.logs import ignore_signals, write_into
 from ppo_cli.engine.leftovers import own_folder
 from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, PpoError
 from ppo_cli.redact import redact
@@ -49,15 +53,6 @@ class Outcome:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True)
-class Hello:
-    """Where a worker found itself."""
-
-    node: str
-    node_id: str
-    pid: int
-
-
 class Worker:
     """Hosts the object that a factory makes."""
 
@@ -67,14 +62,19 @@ class Worker:
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="ppo-stream")
 
     def arrive(self, log: str, gpus: tuple[int, ...]) -> Outcome:
-        """Open the log, see these GPUs of the node and no others, and say where this is."""
+        """Open the log, see these GPUs of the node and no others, and say where this is.
 
-        def settle() -> Hello:
+        In the words of a `Member`.
+        """
+
+        def settle() -> dict[str, Any]:
             write_into(Path(log))
             ignore_signals()
             os.environ[VISIBLE] = visible_gpus(gpus, os.environ.get(VISIBLE))
             here = ray.get_runtime_context().get_node_id()
-            return Hello(ray.util.get_node_ip_address(), here, os.getpid())
+            return {
+                "node": ray.util.get_node_ip_address(), "node_id": here, "pid": os.getpid()
+            }  # fmt: skip
 
         return _try(settle)
 
@@ -167,9 +167,14 @@ def meeting_point(node: str, one_node: bool) -> str:
     """
     if one_node:
         return f"file://{own_folder('ranks')}/meet"  # swept when this process is gone
+    return f"tcp://{node}:{free_port(node)}"
+
+
+def free_port(address: str) -> int:
+    """A port of this address where nobody listens yet."""
     with socket.socket() as free:
-        free.bind((node, 0))
-        return f"tcp://{node}:{free.getsockname()[1]}"
+        free.bind((address, 0))
+        return int(free.getsockname()[1])
 
 
 def visible_gpus(gpus: Sequence[int], inherited: str | None) -> str:
@@ -205,3 +210,61 @@ def _failure(error: BaseException) -> Failure:
     except Exception:
         return Failure(None, text)
     return Failure(pickled, text)
+
+
+LINES, BYTES = 6, 8000
+CRASH = "Fatal Python error"
+MARK = "--- process "
+KILLED = "was killed (signal 9; out of memory?)"
+
+
+def write_into(path: Path) -> None:
+    """Send all that this process says into a file, C libraries and last words included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", line_buffering=True)
+        for number in (1, 2)
+    )
+    faulthandler.enable(file=2)
+    print(f"{_mark(os.getpid())} {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
+
+
+def ignore_signals() -> None:
+    """Let the driver decide what Ctrl-C and a polite end mean for its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def last_lines(path: Path, pid: int = 0) -> list[str]:
+    """The end of a log, or of what one process wrote, without empty lines and secrets.
+
+    A crash is told from its first line on. Nothing when the log is not readable here.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line for line in redact(text).splitlines() if line.strip()]
+    starts = [i for i, line in enumerate(lines) if line.startswith(_mark(pid))]
+    lines = lines[starts[-1] + 1 :] if pid and starts else lines
+    lines = [line for line in lines if not line.startswith(MARK)]
+    crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
+    return lines[-LINES:] if crash is None else lines[crash : crash + LINES]
+
+
+def _mark(pid: int) -> str:
+    return f"{MARK}{pid},"
+
+
+def read_tail(path: Path, pid: int = 0) -> str:
+    """Say where a log is, and how it ends, or what one process wrote."""
+    lines = last_lines(path, pid)
+    if not lines:
+        return f"Its log: {path}."
+    return "\n  ".join([f"The last lines of its log, {path}:", *lines])

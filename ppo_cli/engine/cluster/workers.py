@@ -26,7 +26,7 @@ from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import join_ranks
-from ppo_cli.engine.samplers import build_sampler
+from ppo_cli.engine.sampler import build_sampler
 from ppo_cli.records import Prompt, Rollout
 
 SIOCGIFADDR = 0x8915

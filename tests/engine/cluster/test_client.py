@@ -17,10 +17,10 @@ import pytest
 
 from ppo_cli.engine.cluster import remote as clients
 from ppo_cli.engine.cluster.futures import WorkerFault
-from ppo_cli.engine.cluster.logs import read_tail
 from ppo_cli.engine.cluster.ray_session import import_paths
 from ppo_cli.engine.cluster.remote import DROP, GONE, Answer, ApartEngine, Client, limit_silence
 from ppo_cli.engine.cluster.service import portable
+from ppo_cli.engine.cluster.worker_process import read_tail
 from ppo_cli.errors import ConfigError, WorkerLost
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -144,8 +144,8 @@ def test_the_verbs_give_what_one_process_gives(
 
 def test_rollouts_stream(engine: ClusterEngine, prompts: list[Prompt]) -> None:
     sampling = Sampling(n=100, max_tokens=24, seed=5)
-    call = engine._cluster.ask(engine._samplers[0], "generate", "stream", prompts, sampling, 0)
-    pieces = list(engine._cluster.waits.stream([call]))
+    call = engine.cluster.ask(engine._samplers[0], "generate", "stream", prompts, sampling, 0)
+    pieces = list(engine.cluster.waits.stream([call]))
     assert sum(len(piece) for piece in pieces) == 12 * 100
     assert len(pieces[0]) == 1 and len(pieces) > 2  # the first did not wait for the others
 

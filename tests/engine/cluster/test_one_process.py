@@ -159,7 +159,7 @@ def test_settings_weights_and_state_reach_every_worker(
         config, pickle.dumps(tokenizer), total_steps=3, placement=PLACEMENT,
         logs=tmp_path / "logs", address="there", tell=told.append,
     )  # fmt: skip
-    cluster: Any = engine._cluster
+    cluster: Any = engine.cluster
     del cluster.settings["tell"], cluster.settings["stop_requested"]
     assert cluster.settings == {
         "threads": 3, "address": "there", "worker_timeout": 33.0, "node_timeout": 44.0

@@ -206,7 +206,7 @@ def test_what_came_waits_for_no_other(cluster: Cluster, things: list[Hosted]) ->
 def test_a_save_ends_when_all_ranks_have_ended(cluster: Cluster) -> None:
     writers = [Hosted(cluster, Writer, role=f"writer {i}") for i in range(2)]
     engine = object.__new__(ClusterEngine)
-    engine._cluster = cluster
+    engine.cluster = cluster
     engine._learners = [writer.member for writer in writers]
     writers[0].call("write", 1, True)
     writers[1].call("write", 3)
