@@ -118,7 +118,8 @@ def _find_files(directory: Path, stem: str) -> list[Path]:
     if not numbered:
         raise ModelError(f"{_told(alone)} is missing.")
     count = int(numbered[0].group(2))
-    paths = [directory / file_name(stem, number, count) for number in range(count)]
+    names = (f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+    paths = [directory / name for name in names]
     for path in paths:
         if not path.exists():
             raise ModelError(f"{_told(path)} is missing.")
