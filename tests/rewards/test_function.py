@@ -75,25 +75,23 @@ def test_its_arguments_arrive(build: Build, rollout: MakeRollout, reward_file: W
     assert score.info["seen"] == "here reply ['a', 1] {'tier': 2}"
 
 
-@pytest.mark.parametrize(
-    ("mood", "failure"),
-    [
-        ("hang", "timeout: took longer than 3 s"),
-        ("spin", "timeout: took longer than 3 s"),
-        ("raise", "raised ValueError: no such mood (my_reward.py, line 12)"),
-        ("exit", "raised SystemExit: 3 (my_reward.py, line 14)"),
-        ("die", "the worker process ended with exit code 3"),
-        ("nan", "returned nan"),
-        ("none", "returned None; is a `return` missing?"),
-        ("text", "returned text '1', not a number"),
-    ],
-)
-def test_a_bad_answer_fails_alone(
-    mood: str, failure: str, scores: Callable[..., list[Score]]
-) -> None:
-    before, bad, after = scores(MOODS, "one", mood, "three", timeout=3.0, num_workers=1)
-    assert (bad.value, bad.failure) == (None, failure)
-    assert (before.value, after.value) == (3.0, 5.0)
+def test_bad_answers_fail_alone(scores: Callable[..., list[Score]]) -> None:
+    failures = {
+        "hang": "timeout: took longer than 1.5 s",
+        "spin": "timeout: took longer than 1.5 s",
+        "raise": "raised ValueError: no such mood (my_reward.py, line 12)",
+        "exit": "raised SystemExit: 3 (my_reward.py, line 14)",
+        "die": "the worker process ended with exit code 3",
+        "nan": "returned nan",
+        "none": "returned None; is a `return` missing?",
+        "text": "returned text '1', not a number",
+    }
+    replies = [word for mood in failures for word in (mood, "three")]
+    found = scores(MOODS, *replies, timeout=1.5, num_workers=1)
+    assert {m: (s.value, s.failure) for m, s in zip(failures, found[::2], strict=True)} == {
+        mood: (None, failure) for mood, failure in failures.items()
+    }
+    assert [score.value for score in found[1::2]] == [5.0] * len(failures)
 
 
 def test_a_segmentation_fault_fails_alone_and_at_once(
@@ -155,8 +153,8 @@ def test_coroutines_have_deadlines(scores: Callable[..., list[Score]]) -> None:
                 raise TimeoutError("the server slept")
             return 1
     """
-    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=3.0)
-    assert bad.failure == "timeout: took longer than 3 s"
+    bad, late, good = scores(code, "hang", "late", "fine", name=":judge", timeout=1.5)
+    assert bad.failure == "timeout: took longer than 1.5 s"
     assert late.failure == "raised TimeoutError: the server slept (my_reward.py, line 7)"
     assert good.value == 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,20 +45,26 @@ def test_one_rule_can_serve_every_row(build: Build, rollout: MakeRollout) -> Non
     assert reward.submit(rollout("It is 72.", data_source="my/own")).result().value == 1.0
 
 
-def test_algebra_is_done_in_workers(build: Build, rollout: MakeRollout) -> None:
-    reward = build({"math"})
-    right = reward.submit(rollout(r"\boxed{\frac{1}{2}}", "0.5", "math"))
-    wrong = reward.submit(rollout(r"\boxed{\frac{1}{3}}", "0.5", "math"))
+@pytest.fixture(scope="module")
+def maths() -> Iterator[Reward]:
+    """One reward for all tests of algebra: its workers take seconds to start."""
+    reward = RuleReward(num_workers=2)
+    yield reward
+    reward.close()
+
+
+def test_algebra_is_done_in_workers(maths: Reward, rollout: MakeRollout) -> None:
+    right = maths.submit(rollout(r"\boxed{\frac{1}{2}}", "0.5", "math"))
+    wrong = maths.submit(rollout(r"\boxed{\frac{1}{3}}", "0.5", "math"))
     assert right.result(PATIENCE).value == 1.0
     assert wrong.result(PATIENCE).value == 0.0
     assert right.result().info == {"extracted": r"\frac{1}{2}", "rule": "math"}
 
 
-def test_four_hundred_expressions(build: Build, rollout: MakeRollout) -> None:
-    reward = build({"math"})
-    replies = [rf"\boxed{{\frac{{{n}}}{{7}}}}" for n in range(400)]
-    futures = [reward.submit(rollout(r, f"{n}/7", "math")) for n, r in enumerate(replies)]
-    assert [f.result(PATIENCE).value for f in futures] == [1.0] * 400
+def test_a_hundred_expressions(maths: Reward, rollout: MakeRollout) -> None:
+    replies = [rf"\boxed{{\frac{{{n}}}{{7}}}}" for n in range(100)]
+    futures = [maths.submit(rollout(r, f"{n}/7", "math")) for n, r in enumerate(replies)]
+    assert [f.result(PATIENCE).value for f in futures] == [1.0] * 100
 
 
 def test_expressions_that_never_end_fail_alone(rollout: MakeRollout) -> None:
@@ -115,10 +121,9 @@ def test_a_rule_that_raises_or_says_nan_fails(rollout: MakeRollout) -> None:
         reward.close()
 
 
-def test_the_same_rollout_gives_the_same_score(build: Build, rollout: MakeRollout) -> None:
-    reward = build({"math"})
+def test_the_same_rollout_gives_the_same_score(maths: Reward, rollout: MakeRollout) -> None:
     one = rollout(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "math")
-    first, second = (reward.submit(one).result(PATIENCE) for _ in range(2))
+    first, second = (maths.submit(one).result(PATIENCE) for _ in range(2))
     assert first == second
     json.dumps(asdict(first))
 
