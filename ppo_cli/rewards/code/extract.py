@@ -141,16 +141,16 @@ def _given(ground_truth: Any) -> dict[str, Any]:
     return {}
 
 
-def _loaded(text: str) -> Any:
-    """Read JSON; a text that is none stays as it is."""
+def _loaded(value: Any) -> Any:
+    """Read a text of JSON; anything else stays as it is."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        return text
+        return value
 
 
 def _listed(value: Any) -> list[Any]:
-    value = _loaded(value) if isinstance(value, str) else value
+    value = _loaded(value)
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -180,7 +180,7 @@ def _read_pairs(inputs: list[Any], outputs: list[Any], entry: str) -> RowTests:
     if len(inputs) != len(outputs) or not inputs:
         raise CannotScore(f"the row has {len(inputs)} inputs but {len(outputs)} outputs")
     if entry:
-        calls = zip(map(_arguments, inputs), map(_expected, outputs), strict=True)
+        calls = zip(map(_arguments, inputs), map(_loaded, outputs), strict=True)
         return RowTests("calls", entry, pairs=tuple(calls))
     texts = zip(map(_text, inputs), map(_text, outputs), strict=True)
     return RowTests("programs", pairs=tuple(texts))
@@ -191,10 +191,6 @@ def _arguments(given: Any) -> list[Any]:
     if isinstance(given, str):
         return [_loaded(line) for line in given.splitlines() if line.strip()]
     return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _expected(output: Any) -> Any:
-    return _loaded(output) if isinstance(output, str) else output
 
 
 def _text(value: Any) -> str:

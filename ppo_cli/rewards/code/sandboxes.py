@@ -49,7 +49,6 @@ from ppo_cli.rewards.code.sandlock_launcher import NUMBER, READY
 
 Role = Literal["candidate", "tester", "probe", "sandlock_launcher"]
 
-_ROOM = Path(__file__).parent
 _PACKAGE = "ppo_cli.rewards.code"
 _SHARED = ("limits", "channel")
 _MODULES: dict[Role, tuple[str, ...]] = {
@@ -96,16 +95,13 @@ def program(role: Role, arguments: Sequence[object] = ()) -> list[str]:
 
 @cache
 def _packed(role: Role) -> str:
-    modules = [(f"{_PACKAGE}.{name}", _compiled(name)) for name in _MODULES[role]]
-    packages = ["ppo_cli", "ppo_cli.rewards", _PACKAGE]
     empty = compile("", "<package>", "exec")
-    whole = marshal.dumps([*((name, empty) for name in packages), *modules])
-    return zlib.compress(whole, 9).hex()
-
-
-def _compiled(name: str) -> object:
-    text = (_ROOM / f"{name}.py").read_text(encoding="utf-8")
-    return compile(text, f"<{name}>", "exec", dont_inherit=True, optimize=2)
+    whole = [(name, empty) for name in ("ppo_cli", "ppo_cli.rewards", _PACKAGE)]
+    for name in _MODULES[role]:
+        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        code = compile(text, f"<{name}>", "exec", dont_inherit=True, optimize=2)
+        whole.append((f"{_PACKAGE}.{name}", code))
+    return zlib.compress(marshal.dumps(whole), 9).hex()
 
 
 SECONDS_TO_ANSWER = 60.0

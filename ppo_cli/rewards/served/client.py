@@ -143,7 +143,7 @@ class Outage:
             else:
                 self._back_at = time.monotonic() if self.down else self._back_at
                 return not self.down
-            hopeless = hopeless + 1 if _is_final(fault) else 0
+            hopeless = 0 if fault.kind is Kind.DOWN else hopeless + 1
             if hopeless >= MOST_HOPELESS:
                 raise self._refused(fault)
             left = self._gives_up_at - time.monotonic()
@@ -165,10 +165,6 @@ class Outage:
             f"The reward model's server at {self._url} did not answer for "
             f"{self._outage_wait:,.0f} s ({fault})."
         )
-
-
-def _is_final(fault: ServerFault) -> bool:
-    return fault.kind is not Kind.DOWN
 
 
 FIRST_BACKOFF_S = 0.2
@@ -292,8 +288,11 @@ class ServedModelClient:
         # Escaped, so that half a surrogate pair in a response is the server's to refuse.
         content = None if body is None else json.dumps(body).encode()
         if self._http is None:
+            headers = {"Content-Type": "application/json"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
             self._http = httpx.AsyncClient(
-                headers={"Content-Type": "application/json", **self._authorization()},
+                headers=headers,
                 timeout=self._timeout,
                 limits=httpx.Limits(max_connections=None),
                 verify=_trusted(),
@@ -314,9 +313,6 @@ class ServedModelClient:
         if response.status_code != 200:
             raise self._fault_of(response.status_code, text, response.headers)
         return self._read(text)
-
-    def _authorization(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
     def _read(self, text: str) -> Any:
         try:
