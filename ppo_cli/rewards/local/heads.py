@@ -90,12 +90,12 @@ def hidden_states(body: nn.Module, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
     return hidden_BLH
 
 
+@dataclass(frozen=True)
 class RowWeights:
     """What the rows of a head are called, and how much each counts."""
 
-    def __init__(self, weights: Sequence[float], names: Sequence[str]) -> None:
-        self.weights = tuple(weights)
-        self.names = tuple(names)
+    weights: tuple[float, ...]
+    names: tuple[str, ...]
 
     def scores(self, output_BO: Tensor) -> Scores:
         """Sum the rows by weight; several rows are shown by name beside the sum."""
@@ -120,8 +120,8 @@ def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) 
         )
     labels = getattr(config, "id2label", None) or {}
     named = len(labels) == rows and len(set(labels.values())) == rows
-    names = [str(labels[i]) if named and i in labels else f"output_{i}" for i in range(rows)]
-    return RowWeights(outputs or (1.0,), names)
+    names = (str(labels[i]) if named and i in labels else f"output_{i}" for i in range(rows))
+    return RowWeights(tuple(outputs) or (1.0,), tuple(names))
 
 
 def linear_head(
