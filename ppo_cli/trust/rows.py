@@ -57,11 +57,6 @@ class AnsweredSet:
         """What a reward is given, in the order of the file."""
         return [row.rollout for row in self.rows]
 
-    @property
-    def data_sources(self) -> set[str]:
-        """Every data_source of the rows."""
-        return {row.rollout.prompt.data_source for row in self.rows}
-
 
 def read_answered(
     file: str,
