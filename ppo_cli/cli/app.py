@@ -27,7 +27,7 @@ EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parqu
 COMMANDS = {
     "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
     "plan": (
-        "ppo_cli.cli.plan:app",
+        "ppo_cli.cli.train:plan_app",
         "Show every setting with its origin, and the batch arithmetic.",
     ),
     "presets": ("ppo_cli.cli.presets:app", "List the presets, or show one."),

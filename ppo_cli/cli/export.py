@@ -69,21 +69,10 @@ def export(
     """
     from ppo_cli.run.export import export as run_export
 
-    done = run_export(
+    record = run_export(
         source, out, checkpoint=checkpoint, critic=critic, dtype=dtype, base=base, force=force,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    record = {
-        "out": str(done.out),
-        "use_as": "--critic_model" if done.is_critic else "--model",
-        "source": str(done.source),
-        "step": done.step,
-        "base": done.written.base,
-        "dtype": done.written.dtype,
-        "parameters": done.written.parameters,
-        "bytes": done.written.bytes,
-        "files": list(done.written.files),
-    }
     text = json.dumps(record, indent=2) if as_json else export_text(record)
     typer.echo(fit(text, sys.stdout.encoding))
 

@@ -11,6 +11,7 @@ from ppo_cli.config.derived import (
     engine_name,
     gpus_per_node,
     has_package,
+    hosts_reward,
     learner_ranks,
     numbered,
     publishes_adapter,
@@ -21,7 +22,6 @@ from ppo_cli.config.derived import (
     uses_critic,
 )
 from ppo_cli.config.keys import Clash, value_of
-from ppo_cli.config.placement import hosts_reward
 from ppo_cli.config.schema import Config
 
 KEY = "rollout.weight_transfer"

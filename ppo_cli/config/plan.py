@@ -9,12 +9,19 @@ from typing import Any
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Trained
-from ppo_cli.config.derived import critic_mini_batch, data_ranks, train_rows, uses_critic, val_rows
+from ppo_cli.config.derived import (
+    PlanPart,
+    critic_mini_batch,
+    data_ranks,
+    device_plan,
+    train_rows,
+    uses_critic,
+    val_rows,
+)
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.known_models import find_adapter
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.model_checks import template_remark
-from ppo_cli.config.placement import PlanPart, device_plan
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_schema import Reward

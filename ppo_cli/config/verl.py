@@ -507,7 +507,9 @@ class Translator:
         if isinstance(entry.raw, str) and "${" in entry.raw:
             self.problem(entry, f"{name}: '{entry.raw}' is not filled in; write the value itself.")
         elif isinstance(entry.raw, Reset):
-            self._reset(entry)
+            # `~key`: only what is a setting of ours, by any of its names, can be taken back.
+            for own in _renamed(name) or (name,):
+                self.put(entry, own, entry.raw)
         elif name in TURNED:
             TURNED[name](self, entry)
         elif find(name) is not None:
@@ -518,7 +520,10 @@ class Translator:
     def _foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
         if renamed := _renamed(name):
             for own in renamed:
-                self._to_own(entry, own)
+                if find(own) is None:
+                    self._one(Entry(own, entry.raw, entry.origin))
+                else:
+                    self.put(entry, own, entry.raw)
             if name in names.remarks:
                 self.note(entry, names.remarks[name])
         elif name in names.tied:
@@ -533,17 +538,6 @@ class Translator:
             self.problem(entry, f"{name} cannot be set here: {said}.")
         else:
             self.put(entry, name, entry.raw)
-
-    def _to_own(self, entry: Entry, own: str) -> None:
-        if find(own) is None:
-            self._one(Entry(own, entry.raw, entry.origin))
-        else:
-            self.put(entry, own, entry.raw)
-
-    def _reset(self, entry: Entry) -> None:
-        """`~key`: only what is a setting of ours, by any of its names, can be taken back."""
-        for own in _renamed(entry.name) or (entry.name,):
-            self.put(entry, own, entry.raw)
 
     def _same(self, entry: Entry, allowed: Sequence[str], said: str) -> None:
         if _plain(entry.raw) not in allowed:

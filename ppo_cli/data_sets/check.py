@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.data_sets.problems import RowProblem
+from ppo_cli.data_sets.files import RowProblem
 from ppo_cli.data_sets.render import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
 

@@ -2,9 +2,9 @@
 
 A new file format is one line in FORMATS.
 
-A row that does not parse becomes a problem with its place, so that all are reported at once; a
-file that cannot be read at all is a DataError. A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`,
-each with `:SPLIT` if wanted.
+A row that does not parse becomes a problem with its place, so that all bad rows are reported at
+once; a file that cannot be read at all is a DataError. A hub set is `OWNER/NAME` or
+`OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted.
 """
 
 from __future__ import annotations
@@ -12,15 +12,69 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from ppo_cli.data_sets.problems import Place, RowProblem
-from ppo_cli.errors import DataError, did_you_mean, first_line
+from ppo_cli.errors import DataError, did_you_mean, first_line, ppo
+
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of a file: a 1-based line of a JSONL file, or a 1-based row of any other."""
+
+    file: str
+    number: int
+    unit: str = "row"
+
+    def __str__(self) -> str:
+        """Return `FILE line 7`."""
+        return f"{self.file} {self.unit} {self.number}"
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """One thing wrong with one row; `column` is empty when the row itself does not parse."""
+
+    place: Place
+    column: str
+    message: str
+
+    def __str__(self) -> str:
+        """Return `FILE line 7, column prompt: …`."""
+        column = f", column {self.column}" if self.column else ""
+        return f"{self.place}{column}: {self.message}"
+
+
+class RowError(Exception):
+    """Raised while one row is read; collected, so that all bad rows are reported at once."""
+
+    def __init__(self, column: str, message: str) -> None:
+        """Keep the column beside the message."""
+        super().__init__(message)
+        self.column = column
+
+
+def raise_problems(problems: Sequence[RowProblem]) -> None:
+    """Raise one DataError that counts the bad rows and names the first few; none: do nothing."""
+    if not problems:
+        return
+    rows = len({problem.place for problem in problems})
+    lines = [str(problem) for problem in problems[:SHOWN]]
+    if len(problems) > SHOWN:
+        lines.append(f"… and {len(problems) - SHOWN} more.")
+    if rows > 1:
+        lines.insert(0, f"{rows} bad rows:")
+    files = " ".join(dict.fromkeys(shlex.quote(problem.place.file) for problem in problems))
+    lines.append(f"Correct or remove them; `{ppo(f'data check {files}')}` names them all.")
+    raise DataError("\n".join(lines))
+
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"

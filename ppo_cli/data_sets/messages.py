@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ppo_cli.data_sets.files import name_type
-from ppo_cli.data_sets.problems import RowError
+from ppo_cli.data_sets.files import RowError, name_type
 from ppo_cli.errors import did_you_mean
 from ppo_cli.records import Message
 

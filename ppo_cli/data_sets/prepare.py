@@ -18,14 +18,17 @@ from ppo_cli.atomic import replacing
 from ppo_cli.data_sets.files import (
     SPLITS,
     SUFFIXES,
+    Place,
     Record,
     Records,
+    RowError,
+    RowProblem,
     file_suffix,
+    raise_problems,
     read_bytes,
     split_sources,
 )
 from ppo_cli.data_sets.messages import is_transcript, split_transcript
-from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import read_records, read_source
 from ppo_cli.errors import DataError, did_you_mean, ppo
 from ppo_cli.records import Message

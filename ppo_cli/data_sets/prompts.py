@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ppo_cli.data_sets.problems import RowProblem, raise_problems
+from ppo_cli.data_sets.files import RowProblem, raise_problems
 from ppo_cli.data_sets.render import Rendered, Renderer, Tokenizer
 from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.errors import DataError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ppo_cli.data_sets.problems import RowError, RowProblem
+from ppo_cli.data_sets.files import RowError, RowProblem
 from ppo_cli.data_sets.rows import Row
 from ppo_cli.errors import DataError, first_line
 from ppo_cli.records import Message

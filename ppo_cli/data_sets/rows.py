@@ -12,9 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppo_cli.data_sets.files import Record, Records, is_hub_name, name_type, read_file, read_hub
+from ppo_cli.data_sets.files import (
+    Place,
+    Record,
+    Records,
+    RowError,
+    RowProblem,
+    is_hub_name,
+    name_type,
+    raise_problems,
+    read_file,
+    read_hub,
+)
 from ppo_cli.data_sets.messages import question_of, read_plain, read_prompt
-from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Message, Prompt
 

@@ -18,7 +18,7 @@ from itertools import combinations
 from typing import Any
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.data_sets.files import Record, Records, name_type
+from ppo_cli.data_sets.files import Place, Record, Records, RowError, RowProblem, name_type
 from ppo_cli.data_sets.messages import (
     as_plain,
     is_transcript,
@@ -28,7 +28,6 @@ from ppo_cli.data_sets.messages import (
     read_prompt,
     split_transcript,
 )
-from ppo_cli.data_sets.problems import Place, RowError, RowProblem
 from ppo_cli.data_sets.rows import PROMPT_ALIASES, list_names, read_records, read_source, sole
 from ppo_cli.errors import DataError, RewardError, did_you_mean
 from ppo_cli.records import Message

@@ -6,28 +6,17 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.engine.export import Written, write_model
+from ppo_cli.engine.export import write_model
 from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
 from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
 
 CRITIC_HEAD = "ForTokenClassification"
 MODEL_FILES = ("config.json", "adapter_config.json")
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written, and from where; `step` is that of the checkpoint, where it is known."""
-
-    out: Path
-    source: Path
-    step: int | None
-    written: Written
-    is_critic: bool
 
 
 def export(
@@ -40,10 +29,11 @@ def export(
     base: str | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
-) -> Exported:
+) -> dict[str, Any]:
     """Write the actor (or critic) of a run or checkpoint to `out` as one Hugging Face folder.
 
-    `checkpoint` is best, latest, a step's folder or a path; None is the latest.
+    `checkpoint` is best, latest, a step's folder or a path; None is the latest. Returns what was
+    written, and from where, as JSON takes it; `step` is None where it is not known.
     """
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
     with _placing(out.expanduser(), folder, force=force) as fresh:
@@ -55,8 +45,17 @@ def export(
             trust_remote_code=trust_remote_code,
         )
     found = STEP_NAME.match(folder.parent.name)
-    step = int(found.group(1)) if found else None
-    return Exported(out, folder, step, written, _is_critic(out.expanduser(), folder))
+    return {
+        "out": str(out),
+        "use_as": "--critic_model" if _is_critic(out.expanduser(), folder) else "--model",
+        "source": str(folder),
+        "step": int(found.group(1)) if found else None,
+        "base": written.base,
+        "dtype": written.dtype,
+        "parameters": written.parameters,
+        "bytes": written.bytes,
+        "files": list(written.files),
+    }
 
 
 def _is_critic(out: Path, source: Path) -> bool:

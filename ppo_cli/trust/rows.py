@@ -15,9 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.atomic import replacing
-from ppo_cli.data_sets.files import Record, file_suffix, name_type
+from ppo_cli.data_sets.files import (
+    Place,
+    Record,
+    RowError,
+    RowProblem,
+    file_suffix,
+    name_type,
+    raise_problems,
+)
 from ppo_cli.data_sets.messages import as_plain
-from ppo_cli.data_sets.problems import Place, RowError, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import (
     alias_notes,
     find_columns,

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from ppo_cli.cli.app import main
 from ppo_cli.cli.data import print_report, remarks
 from ppo_cli.data_sets.check import Finding, Report
-from ppo_cli.data_sets.problems import Place, RowProblem
+from ppo_cli.data_sets.files import Place, RowProblem
 from ppo_cli.data_sets.rows import load_rows
 
 GOOD = {"prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "sums"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.reward_fit import doubt_warning
+from ppo_cli.cli.reward import doubt_warning
 from ppo_cli.fitting.training import FitSettings, Recipe
 
 

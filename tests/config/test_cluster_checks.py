@@ -235,7 +235,7 @@ def test_launchers_may_name_the_first_of_one_node() -> None:
 
 
 def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.checks.gpu_count", lambda environ: 2)
+    monkeypatch.setattr("ppo_cli.config.resolve.gpu_count", lambda environ: 2)
     (line,) = problems("trainer.num_workers=2")
     assert "use --n_gpus 2, or hide them" in line
 

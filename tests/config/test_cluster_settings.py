@@ -5,9 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.config.derived import data_ranks, engine_name, gpus_per_node, learner_ranks, numbered
+from ppo_cli.config.derived import (
+    data_ranks,
+    describe,
+    device_plan,
+    engine_name,
+    gpus_per_node,
+    learner_ranks,
+    numbered,
+    placement_of,
+)
 from ppo_cli.config.device_checks import cluster_clashes, cluster_remarks
-from ppo_cli.config.placement import describe, device_plan, placement_of
 from ppo_cli.config.schema import Config
 
 SMALL = st.integers(1, 4)

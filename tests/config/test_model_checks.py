@@ -57,7 +57,7 @@ def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
 def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.config.checks.gpu_count", lambda environ: 1)
+    monkeypatch.setattr("ppo_cli.config.resolve.gpu_count", lambda environ: 1)
     found = settle(RM, f"reward.model.device={device}")
     assert found.config.reward.model.device == device
     with pytest.raises(ConfigError, match=r"the last of 1 GPU\(s\) is cuda:0"):

@@ -6,8 +6,14 @@ import json
 
 import pytest
 
-from ppo_cli.config.derived import data_ranks, has_package, learner_ranks
-from ppo_cli.config.placement import describe, device_plan, placement_of
+from ppo_cli.config.derived import (
+    data_ranks,
+    describe,
+    device_plan,
+    has_package,
+    learner_ranks,
+    placement_of,
+)
 from ppo_cli.config.plan import arithmetic, make_plan
 from ppo_cli.config.schema import Config
 from tests.config.settling import settle

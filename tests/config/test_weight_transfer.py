@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.config import derived
-from ppo_cli.config.derived import weight_transfer
-from ppo_cli.config.placement import device_plan
+from ppo_cli.config.derived import device_plan, weight_transfer
 from tests.config.settling import problems, settle
 
 VLLM = "rollout.name=vllm"

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from ppo_cli.data_sets.files import SHOWN, Place, RowProblem, raise_problems
 from ppo_cli.data_sets.messages import NotText, as_plain, question_of
-from ppo_cli.data_sets.problems import SHOWN, Place, RowProblem, raise_problems
 from ppo_cli.data_sets.rows import Row, RowSet, load_rows
 from ppo_cli.errors import DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppo_cli.data_sets.problems import Place
+from ppo_cli.data_sets.files import Place
 from ppo_cli.errors import DataError
 from ppo_cli.fitting.preferences import MOST_HELD_OUT, Pair, keep_apart, split_by_prompt
 

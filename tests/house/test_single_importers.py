@@ -13,9 +13,6 @@ from tests.house.test_floors import own_imports
 
 MOST = 25
 STANDS = {
-    "cli.plan": "a command",
-    "cli.reward_fit": "a command",
-    "config.checks": "the rules between settings; resolve merges the layers",
     "config.verl": "the translation of foreign names; resolve merges the layers",
     "engine.actor_critic": "the models that are trained; with them, learner is over the cap",
     "engine.hf_sampler": "one sampler of several",
@@ -31,7 +28,6 @@ STANDS = {
     "rewards.judge.scale_words": "which scale a text names: a reader of its own",
     "rewards.judge.providers.failures": "what goes wrong; with it, base is over the cap",
     "rewards.judge.providers.openai": "one provider of several",
-    "run.engines": "starts engines, and restarts them after a failure",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }

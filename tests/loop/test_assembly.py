@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.placement import placement_of
+from ppo_cli.config.derived import placement_of
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
 from ppo_cli.run import assemble, engines
-from ppo_cli.run.engines import Engines, start_engine
+from ppo_cli.run.assemble import Engines, start_engine
 from ppo_cli.train.state import RunState
 from tests.loop.scripted import Screen, ScriptedReward
 from tests.loop.scripted import prompts as scripted_prompts

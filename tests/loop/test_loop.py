@@ -14,7 +14,7 @@ from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.errors import Interrupted, UserError, WorkerLost
 from ppo_cli.loop import load, run, take_step
 from ppo_cli.records import PlacedReward, Prompt, Rollout, Score
-from ppo_cli.run.engines import run_with_restarts
+from ppo_cli.run.assemble import run_with_restarts
 from tests.loop.scripted import KL, LENGTH, Engine, Scoring, Script, Stage, is_greedy, number, who
 
 Make = Callable[..., Script]

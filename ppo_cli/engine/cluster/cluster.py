@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement
 from ppo_cli.engine.cluster.futures import TICK_S, Call, Member, Waits
 from ppo_cli.engine.cluster.ray_session import Session
 from ppo_cli.engine.cluster.serialise import pack

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
-from ppo_cli.config.derived import weight_transfer
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement, weight_transfer
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
 from ppo_cli.engine.cluster.cluster import Cluster

@@ -30,7 +30,7 @@ from typing import Any
 from ray import cloudpickle
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay, import_paths

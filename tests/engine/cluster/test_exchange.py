@@ -20,7 +20,7 @@ import torch
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay
 from ppo_cli.errors import Interrupted, WorkerLost
@@ -148,7 +148,7 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
 DRIVER = """
 import signal, sys, time
 from pathlib import Path
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.ray_session import OwnRay
 from tests.engine.cluster.test_ray_lost import ONE_NODE, Hosted, Sleeper

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.config.placement import Placement
+from ppo_cli.config.derived import Placement
 from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import Member, WorkerFault, lost

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prepare import humaneval_row
-from ppo_cli.data_sets.problems import Place
 from ppo_cli.records import Score
 
 RunCode = Callable[..., Score]
