@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich import box
@@ -222,10 +222,6 @@ class PlainScreen(Screen):
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
-    def phase(self, name: str, total: int | None) -> AbstractContextManager[Advance]:
-        """Show nothing: bars belong on a terminal."""
-        return nullcontext(lambda done: None)
-
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Print the line of a step."""
         self._print(step_line(step, total_steps, metrics))
@@ -242,9 +238,6 @@ class PlainScreen(Screen):
         """Print what the run came to."""
         lines = summary_lines(summary, ascii_only=not can_show(BLOCKS + "→", self._file.encoding))
         self._print("\n".join(["", "Done", *(f"  {line}".rstrip() for line in lines)]))
-
-    def close(self) -> None:
-        """Do nothing: nothing was opened."""
 
     def _print(self, text: str) -> None:
         try:

@@ -400,83 +400,41 @@ def hosts_reward(config: Config) -> bool:
 
 def describe(placement: Placement) -> list[str]:
     """Say who works where, in sentences."""
+    size = placement.devices_per_node
     if placement.alone:
-        where = "the GPU" if placement.devices_per_node else "the CPU"
-        return [f"one process on {where} trains and samples"]
-    said = [f"{_learners(placement)}, {_samplers(placement)}"]
-    if placement.reward:
-        said.append(f"reward models on {_devices(placement, placement.reward)}{_beside(placement)}")
-    if idle := _idle(placement):
-        said.append(f"{_devices(placement, idle)} {'does' if len(idle) == 1 else 'do'} nothing")
-    if placement.nodes > 1 and placement.devices_per_node:
-        said.append(", ".join(_nodes(placement)))
+        return [f"one process on {'the GPU' if size else 'the CPU'} trains and samples"]
+
+    def on(devices: Sequence[int]) -> str:
+        kind = "GPU" if size else "CPU slot"
+        return f"{kind}{'s' if len(devices) > 1 else ''} {numbered(tuple(devices))}"
+
+    rollout = tuple(device for sampler in placement.rollout for device in sampler)
+    samplers = _count(len(placement.rollout), "sampler")
+    if size:
+        samplers += f" of {_count(len(rollout) // len(placement.rollout), 'GPU')}"
+    asleep = tuple(device for i in placement.sleepers for device in placement.rollout[i])
+    said = [
+        f"{_count(len(placement.train), 'learner rank')} on {on(placement.train)}, "
+        f"{samplers} on {on(rollout)}"
+        + (f" (asleep on {on(asleep)} while training)" if asleep else "")
+    ]
+    if placement.reward:  # these never sleep
+        shared = [
+            f"{numbered(both)} with {what}"
+            for what, used in (("training", placement.train), ("sampling", rollout))
+            if (both := tuple(device for device in placement.reward if device in used))
+        ]
+        beside = f" (shares {' and '.join(shared)})" if shared else ""
+        said.append(f"reward models on {on(placement.reward)}{beside}")
+    busy = {*placement.train, *placement.reward, *rollout}
+    if idle := [device for device in range(placement.nodes * size) if device not in busy]:
+        said.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
+    if placement.nodes > 1 and size:
+        spans = [range(node * size, (node + 1) * size) for node in range(placement.nodes)]
+        said.append(", ".join(f"node {node} has {on(span)}" for node, span in enumerate(spans)))
     elif placement.nodes > 1:
         said.append(f"the slots are spread over {placement.nodes} nodes")
     return said
-
-
-def _learners(placement: Placement) -> str:
-    train = placement.train
-    return f"{_count(len(train), 'learner rank')} on {_devices(placement, train)}"
-
-
-def _samplers(placement: Placement) -> str:
-    rollout = tuple(device for sampler in placement.rollout for device in sampler)
-    count, span = len(placement.rollout), len(placement.rollout[0]) if placement.rollout else 0
-    what = _count(count, "sampler")
-    if placement.devices_per_node and (span > 1 or count > 1):
-        what += f" of {_count(span, 'GPU')}"
-    if rollout == placement.train:
-        kind = "GPU" if placement.devices_per_node else "slot"
-        return f"{what} on the same {kind}{'s' if len(rollout) > 1 else ''} (asleep while training)"
-    return f"{what} on {_devices(placement, rollout)}{_asleep(placement)}"
-
-
-def _asleep(placement: Placement) -> str:
-    """Say which samplers share devices with the learner, where not all devices are shared."""
-    sleepers, count = placement.sleepers, len(placement.rollout)
-    if not sleepers:
-        return ""
-    if len(sleepers) == count:
-        return f" ({'shares' if count == 1 else 'share'} with training, asleep meanwhile)"
-    devices = tuple(device for i in sleepers for device in placement.rollout[i])
-    one = len(sleepers) == 1
-    return (
-        f" ({'that' if one else 'those'} on {_devices(placement, devices)} "
-        f"{'shares' if one else 'share'} with training, asleep meanwhile)"
-    )
-
-
-def _beside(placement: Placement) -> str:
-    """Say with whom the reward models share devices; they never sleep."""
-    reward = {*placement.reward}
-    others = {
-        "training": {*placement.train},
-        "sampling": {device for sampler in placement.rollout for device in sampler},
-    }
-    shared = [
-        f"{numbered(tuple(sorted(reward & used)))} with {what}"
-        for what, used in others.items()
-        if reward & used
-    ]
-    return f" (shares {' and '.join(shared)})" if shared else ""
-
-
-def _idle(placement: Placement) -> tuple[int, ...]:
-    busy = {*placement.train, *placement.reward, *(d for s in placement.rollout for d in s)}
-    every = range(placement.nodes * placement.devices_per_node)
-    return tuple(device for device in every if device not in busy)
-
-
-def _nodes(placement: Placement) -> list[str]:
-    size = placement.devices_per_node
-    spans = (tuple(range(node * size, (node + 1) * size)) for node in range(placement.nodes))
-    return [f"node {node} has {_devices(placement, span)}" for node, span in enumerate(spans)]
-
-
-def _devices(placement: Placement, devices: tuple[int, ...]) -> str:
-    kind = "GPU" if placement.devices_per_node else "CPU slot"
-    return f"{kind}{'s' if len(devices) > 1 else ''} {numbered(devices)}"
 
 
 def _count(number: int, what: str) -> str:

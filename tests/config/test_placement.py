@@ -124,8 +124,8 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
             f"trainer.n_gpus_per_node=8 {SPAN}=2",
             8,
             [
-                "8 learner ranks on GPUs 0-7, 4 samplers of 2 GPUs on the same GPUs "
-                "(asleep while training)"
+                "8 learner ranks on GPUs 0-7, 4 samplers of 2 GPUs on GPUs 0-7 "
+                "(asleep on GPUs 0-7 while training)"
             ],
         ),
         (
@@ -141,8 +141,8 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
             f"{TABLE} {SPAN}=2 {RM}",
             8,
             [
-                "8 learner ranks on GPUs 0-7, 1 sampler of 2 GPUs on GPUs 0-1 (shares with "
-                "training, asleep meanwhile)",
+                "8 learner ranks on GPUs 0-7, 1 sampler of 2 GPUs on GPUs 0-1 (asleep on "
+                "GPUs 0-1 while training)",
                 "reward models on GPUs 2-3 (shares 2-3 with training)",
             ],
         ),
@@ -150,8 +150,8 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
             f"{PARTLY},reward:5-6 {RM}",
             8,
             [
-                "6 learner ranks on GPUs 0-5, 4 samplers of 1 GPU on GPUs 4-7 (those on GPUs 4-5 "
-                "share with training, asleep meanwhile)",
+                "6 learner ranks on GPUs 0-5, 4 samplers of 1 GPU on GPUs 4-7 (asleep on GPUs "
+                "4-5 while training)",
                 "reward models on GPUs 5-6 (shares 5 with training and 5-6 with sampling)",
             ],
         ),
@@ -159,16 +159,16 @@ def test_a_split_counts_only_the_ranks_that_train() -> None:
             "trainer.placement=train:0-1,rollout:1-2",
             0,
             [
-                "2 learner ranks on CPU slots 0-1, 2 samplers on CPU slots 1-2 (that on CPU slot "
-                "1 shares with training, asleep meanwhile)"
+                "2 learner ranks on CPU slots 0-1, 2 samplers on CPU slots 1-2 (asleep on CPU "
+                "slot 1 while training)"
             ],
         ),
         (
             "trainer.n_gpus_per_node=2 trainer.nnodes=2 trainer.node_rank=0",
             2,
             [
-                "4 learner ranks on GPUs 0-3, 4 samplers of 1 GPU on the same GPUs "
-                "(asleep while training)",
+                "4 learner ranks on GPUs 0-3, 4 samplers of 1 GPU on GPUs 0-3 "
+                "(asleep on GPUs 0-3 while training)",
                 "node 0 has GPUs 0-1, node 1 has GPUs 2-3",
             ],
         ),
