@@ -18,7 +18,7 @@ from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo
 from ppo_cli.report.metrics import budget_to_finish, judge_totals, paid_calls, recent, resume_line
-from ppo_cli.run_folder.folder import (
+from ppo_cli.run_folder import (
     METRICS_FILE,
     read_lines,
     read_metrics,

@@ -18,7 +18,6 @@ from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, add_command, switch
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import PlanPart, engine_name, too_few_rows, train_rows
-from ppo_cli.config.judge_checks import missing_keys
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.config.plan import Plan, make_plan
@@ -30,6 +29,7 @@ from ppo_cli.config.requirements import (
     remarks,
 )
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name

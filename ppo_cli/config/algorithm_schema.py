@@ -1,11 +1,47 @@
-"""Settings of the algorithm and of the models that are trained: verl's names, no wrapper."""
+"""Settings of the algorithm and of the models that are trained: verl's names, no wrapper.
+
+And how a setting is declared: default, range, one line of help, and its flag and variable.
+Everything that the command line, the plan and the reference page know of a setting is read from
+its declaration, so that it is written down once.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.fields import Section, section, setting
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def setting(
+    default: Any,
+    help_text: str,
+    *,
+    flag: str | None = None,
+    env: str | None = None,
+    usual: tuple[float, float] | None = None,
+    **limits: Any,
+) -> Any:
+    """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
+
+    `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
+    A value outside the `usual` range is taken with a remark.
+    """
+    extra: Any = {k: v for k, v in (("flag", flag), ("env", env), ("usual", usual)) if v}
+    return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
+
+
+def section(kind: type[Section]) -> Any:
+    """Declare a nested section with its own defaults."""
+    return Field(default_factory=kind, description=(kind.__doc__ or "").splitlines()[0])
+
 
 if TYPE_CHECKING:
     EstimatorName = str

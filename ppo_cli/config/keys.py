@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppo_cli.config.fields import Section
+from ppo_cli.config.algorithm_schema import Section
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import did_you_mean
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from ppo_cli.config.fields import Section, setting
+from ppo_cli.config.algorithm_schema import Section, setting
 from ppo_cli.config.keys import Clash, Key, keys_of, nested, place, refusals
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward

@@ -11,7 +11,6 @@ from typing import Any
 
 from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
-from ppo_cli.config.judge_checks import VARIABLE, is_address
 from ppo_cli.config.keys import Clash, table
 from ppo_cli.config.known_models import (
     SERVED,
@@ -22,6 +21,7 @@ from ppo_cli.config.known_models import (
     tensor_names,
 )
 from ppo_cli.config.mixture import Scorer, models_of
+from ppo_cli.config.reward_checks import VARIABLE, is_address
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.redact import redact

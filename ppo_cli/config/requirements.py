@@ -23,13 +23,12 @@ from ppo_cli.config.derived import (
     uses_reference,
 )
 from ppo_cli.config.device_checks import cluster_remarks
-from ppo_cli.config.judge_checks import judge_remarks, missing_keys
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
-from ppo_cli.config.mixture_checks import mixture_remarks
 from ppo_cli.config.model_checks import broken_models, missing_models
 from ppo_cli.config.resolve import DEFAULT, Resolved
+from ppo_cli.config.reward_checks import judge_remarks, missing_keys, mixture_remarks
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo

@@ -26,7 +26,6 @@ from ppo_cli.config.derived import (
     uses_critic,
 )
 from ppo_cli.config.device_checks import cluster_clashes
-from ppo_cli.config.judge_checks import judge_clashes
 from ppo_cli.config.keys import (
     Clash,
     find,
@@ -42,8 +41,8 @@ from ppo_cli.config.keys import (
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
 from ppo_cli.config.mixture import has_mixture
-from ppo_cli.config.mixture_checks import mixture_clashes
 from ppo_cli.config.model_checks import head_clashes, model_clashes
+from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
 from ppo_cli.config.values import read_free, read_value
 from ppo_cli.config.verl import Demand, Late, Translator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from ppo_cli.config.fields import Section, section, setting
+from ppo_cli.config.algorithm_schema import Section, section, setting
 from ppo_cli.config.known_models import HEADS, JUDGES, SERVED
 
 if TYPE_CHECKING:

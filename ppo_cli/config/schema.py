@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ppo_cli.config.algorithm_schema import Actor, Algorithm, Critic, Ref
-from ppo_cli.config.fields import Section, section, setting
+from ppo_cli.config.algorithm_schema import Actor, Algorithm, Critic, Ref, Section, section, setting
 from ppo_cli.config.reward_schema import Reward
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"

@@ -23,7 +23,7 @@ from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of
 from ppo_cli.report.tracker import Summary
-from ppo_cli.run_folder.folder import SPENT, read_lines
+from ppo_cli.run_folder import SPENT, read_lines
 
 
 class StepSums:

@@ -25,7 +25,7 @@ from ppo_cli.errors import MissingPart, UserError
 from ppo_cli.records import Scored
 from ppo_cli.redact import mask_secrets
 from ppo_cli.report.health import HealthWatch, limits_of
-from ppo_cli.run_folder.folder import (
+from ppo_cli.run_folder import (
     METRICS_FILE,
     append_line,
     drop_rollouts_past,

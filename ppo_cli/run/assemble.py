@@ -41,10 +41,9 @@ from ppo_cli.report.tracker import Screen, Tracker, check_loggers
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
-from ppo_cli.run_folder.folder import RunFolder, differences, read_metrics
+from ppo_cli.run_folder import CheckpointStore, RunFolder, differences, find_resume, read_metrics
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.train.rollouts import train_sampling
+from ppo_cli.train.steps import train_sampling
 from ppo_cli.train.state import Job, RunState, read_state
 
 Build = Callable[[], Engine]

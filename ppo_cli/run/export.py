@@ -13,7 +13,7 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import write_model
 from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
-from ppo_cli.run_folder.checkpoints import STEP_NAME, CheckpointStore
+from ppo_cli.run_folder import STEP_NAME, CheckpointStore
 
 CRITIC_HEAD = "ForTokenClassification"
 MODEL_FILES = ("config.json", "adapter_config.json")

@@ -21,7 +21,7 @@ from ppo_cli.records import Prompt, Score, Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.report.tracker import Tracker
 from ppo_cli.rewards.base import Reward
-from ppo_cli.run_folder.checkpoints import CheckpointStore
+from ppo_cli.run_folder import CheckpointStore
 
 STATE_FILE = "run.json"
 # Of all that a checkpoint's `state/` holds: raise it when any of it is written in another form.

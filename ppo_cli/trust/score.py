@@ -26,7 +26,7 @@ from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run_folder.folder import plain
+from ppo_cli.run_folder import plain
 from ppo_cli.trust.rows import Answered
 from ppo_cli.trust.sources import kind_of, unsteady, with_all
 

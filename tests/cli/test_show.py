@@ -20,7 +20,7 @@ from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import summarise
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder.folder import METRICS_FILE, read_metrics, replace_lines
+from ppo_cli.run_folder import METRICS_FILE, read_metrics, replace_lines
 
 
 def scored(uid: str, text: str, value: float | None) -> Scored:

@@ -6,11 +6,11 @@ import datetime
 
 import pytest
 
-from ppo_cli.config.judge_checks import judge_remarks, missing_keys, scale_ends
 from ppo_cli.config.keys import table
 from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.reward_checks import judge_remarks, missing_keys, scale_ends
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
 from tests.config import settling

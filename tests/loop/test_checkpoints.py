@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.errors import ModelError, UserError
-from ppo_cli.run_folder.checkpoints import CheckpointStore, find_resume
+from ppo_cli.run_folder import CheckpointStore, find_resume
 
 Fill = Callable[[Path], Future[None]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import UserError
-from ppo_cli.run_folder.folder import LOCK, RunFolder, differences
+from ppo_cli.run_folder import LOCK, RunFolder, differences
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_claim_on_a_file_that_was_just_taken_away_is_none(
         fcntl.flock(file, how)
 
     monkeypatch.setattr(
-        "ppo_cli.run_folder.folder.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": claim_late})
+        "ppo_cli.run_folder.fcntl", SimpleNamespace(**vars(fcntl) | {"flock": claim_late})
     )
     with RunFolder(tmp_path).alone():
         assert len(claims) == 2

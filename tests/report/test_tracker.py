@@ -13,7 +13,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder.folder import replace_lines
+from ppo_cli.run_folder import replace_lines
 
 
 class Heard(Screen):

@@ -1,1 +1,0 @@
-"""The run folder on the disk: line files and checkpoints."""
