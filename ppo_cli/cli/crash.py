@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import sys
 import time
 import traceback
@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ppo_cli.errors import (
+    DISK_ERRNOS,
     EXIT_BUG,
     EXIT_USER,
+    FULL_DISK_ERRNOS,
     ConfigError,
     Interrupted,
     PpoError,
@@ -23,14 +25,6 @@ from ppo_cli.errors import (
 from ppo_cli.redact import redact
 
 DEFAULT_FOLDER = Path("outputs")
-DISK = {  # by DISK_ERRNOS
-    errno.ENOSPC: "the disk is full. Free some space, or write elsewhere with --output_dir.",
-    errno.EDQUOT: "the disk quota is used up. Free some space, or use another --output_dir.",
-    errno.EFBIG: "the file would be larger than allowed here. Write elsewhere with --output_dir.",
-    errno.EROFS: "this is a read-only file system. Write elsewhere with --output_dir.",
-    errno.EACCES: "permission denied. Choose a place that you may use.",
-    errno.EPERM: "not permitted. Choose a place that you may use.",
-}
 
 
 class Crash(Exception):
@@ -55,8 +49,11 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     if isinstance(bug, Interrupted | WorkerLost):
         _say(str(bug))
         return bug.exit_code
-    if isinstance(bug, OSError) and bug.errno in DISK and not isinstance(bug, PpoError):
-        _say(f"error: {bug.filename or 'writing'}: {DISK[bug.errno]}")
+    if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
+        full = bug.errno in FULL_DISK_ERRNOS
+        mend = "Free some space, or write elsewhere" if full else "Choose a place that you may use"
+        why = os.strerror(bug.errno).lower()
+        _say(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
         return EXIT_USER
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -27,7 +26,7 @@ MOST_SOURCES = 20
 Table = Sequence[tuple[str, str]]
 
 
-def print_report(report: Report, model: str, training: Sequence[str], rich_screen: bool) -> None:
+def print_report(report: Report, model: str, training: Sequence[str]) -> None:
     """Print the tables, the remarks, the bad rows and one rendered prompt.
 
     `training` is what training would say of the rows.
@@ -39,7 +38,7 @@ def print_report(report: Report, model: str, training: Sequence[str], rich_scree
     }
     for title, rows in tables.items():
         if rows:
-            (print_rich if rich_screen else print_plain)(title, rows)
+            typer.echo("\n".join([title, *(f"  {line}" for line in aligned(rows)), ""]))
     print_lines("Please note", [*training, *remarks(report)])
     print_lines("Bad rows", bad_rows(report))
     if report.sample is not None:
@@ -132,23 +131,6 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
         typer.echo("\n".join([title, *shown, ""]))
 
 
-def print_plain(title: str, rows: Table) -> None:
-    """Print a table as aligned text."""
-    typer.echo("\n".join([title, *(f"  {line}" for line in aligned(rows)), ""]))
-
-
-def print_rich(title: str, rows: Table) -> None:
-    """Print a table for a terminal; the words of the files are no markup."""
-    from rich.console import Console
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid(show_header=False)
-    for name, value in rows:
-        grid.add_row(Text(name, style="cyan"), Text(value))
-    Console().print(Text(title, style="bold"), grid, "")
-
-
 def print_prepared(files: Sequence[Prepared]) -> None:
     """Print what was written and the command that uses it."""
     for file in files:
@@ -225,7 +207,7 @@ def check(
     if as_json:
         typer.echo(report.to_json())
     else:
-        print_report(report, model or EMBEDDED, _training(report, model), sys.stdout.isatty())
+        print_report(report, model or EMBEDDED, _training(report, model))
     if report.bad:
         raise typer.Exit(EXIT_USER)
 

@@ -22,17 +22,7 @@ from ppo_cli.config.keys import Key, range_words, table
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.errors import ConfigError, ppo
 
-PANELS = {
-    "model": "Model",
-    "data": "Data",
-    "algorithm": "Algorithm",
-    "actor": "Actor",
-    "critic": "Critic",
-    "ref": "Reference",
-    "rollout": "Rollout",
-    "reward": "Reward",
-    "trainer": "Run",
-}
+PANELS = {"ref": "Reference", "trainer": "Run"}  # the others are called as their group
 UNKNOWN = "ppo_cli.unknown_flags"  # where the parser's context keeps flags that do not exist
 EXAMPLES = {
     "--train_files": "train.parquet",
@@ -290,7 +280,8 @@ def _layers() -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, key: Key) -> inspect.Parameter:
-    panel = PANELS[key.name.split(".")[0]]
+    group = key.name.partition(".")[0]
+    panel = PANELS.get(group, group.capitalize())
     if key.kind is bool:
         spelt = f"--{name}/--no_{name}"
         option = typer.Option(

@@ -197,19 +197,10 @@ def report(**changed: Any) -> Report:
     return Report(**{**empty, **changed})
 
 
-@pytest.mark.parametrize("rich_screen", [True, False])
-def test_words_of_files_are_no_markup(
-    capsys: pytest.CaptureFixture[str], rich_screen: bool
-) -> None:
-    odd = "[bold]x[/nothing]"
-    print_report(report(data_sources={odd: 3}), "m", [], rich_screen)
-    assert odd in capsys.readouterr().out
-
-
 def test_very_many_bad_rows_and_sources_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     bad = tuple(RowProblem(Place("a.jsonl", i, "line"), "prompt", "is empty") for i in range(80))
     sources = {f"s{i}": 100 - i for i in range(30)}
-    print_report(report(bad_rows=bad, data_sources=sources), "m", [], False)
+    print_report(report(bad_rows=bad, data_sources=sources), "m", [])
     out = capsys.readouterr().out
     assert out.count("is empty") == 50
     assert "and 30 more; --json names them all" in out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config import checks, derived, layers, placement, requirements
+from ppo_cli.config import derived, layers, requirements, resolve
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"^(?P<env>(?:[A-Z_]+=\S+ )*)(?:\S*ppo plan|\./train\.sh)\b(?P<args>[^#]*)", re.M)
@@ -34,7 +34,7 @@ def test_there_are_lines_to_plan() -> None:
 def test_a_documented_line_can_be_planned(
     env: str, args: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (checks, placement, derived, layers, requirements, placement):
+    for module in (resolve, derived, layers, requirements):
         if hasattr(module, "gpu_count"):
             gpus = 0 if "--num_workers" in args else 8
             monkeypatch.setattr(module, "gpu_count", lambda *_, gpus=gpus: gpus)

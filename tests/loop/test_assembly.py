@@ -16,7 +16,7 @@ from ppo_cli.config.derived import placement_of
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
-from ppo_cli.run import assemble, engines
+from ppo_cli.run import assemble
 from ppo_cli.run.assemble import Engines, start_engine
 from ppo_cli.train.state import RunState
 from tests.loop.scripted import Screen, ScriptedReward
@@ -317,7 +317,7 @@ def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
     seen = assembled("trainer.async_steps=2", "trainer.num_workers=1", "rollout.n=2")
     engine: Engines = seen.engines
     monkeypatch.setattr(
-        engines, "AheadEngine", lambda inner, upcoming, steps: (inner, upcoming, steps)
+        assemble, "AheadEngine", lambda inner, upcoming, steps: (inner, upcoming, steps)
     )
     inner, upcoming, steps = engine._ahead("inner")  # type: ignore[arg-type,misc]
     assert (inner, steps) == ("inner", 2)
