@@ -92,6 +92,21 @@ def test_a_plan_refuses_the_rows_that_a_run_refuses(
     assert not failed
 
 
+def test_only_rows_that_a_run_would_use_are_held_against_it(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "a"}] * 4 + [ROW] * 4
+    (desk / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (desk / "bare.jsonl").write_text((json.dumps({"prompt": "a"}) + "\n") * 8)
+    plan = TRAIN.replace("train", "plan", 1)
+    line = f"{plan} --train_files rows.jsonl --rule gsm8k"
+    assert main(line.split()) == 0
+    assert "None of 4 prompts" in problems(f"{line} data.train_max_samples=4", capfd)
+    line = f"{plan} --rule gsm8k --train_files bare.jsonl"
+    assert "None of 8 prompts" in problems(line, capfd)
+    assert main(f"{line} openai/gsm8k".split()) == 0  # nobody knows what that set holds
+
+
 def test_all_that_is_wrong_with_the_rows_is_told_at_once(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

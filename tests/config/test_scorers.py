@@ -15,9 +15,10 @@ from ppo_cli.config.mixture import (
     rule_settings,
 )
 from ppo_cli.config.requirements import missing_inputs, remarks
-from tests.config.settling import settle, written
+from tests.config.settling import problems, settle, written
 
 RM = "reward.model.path=rm"
+NAMES = ("revision", "tokenizer", "key_env", "model_name")  # of one checkpoint or server
 TWO = "composite_reward:\n  enable: true\n  weights: {rm_score: 0.7, rule_score: 0.3}\n"
 
 
@@ -34,6 +35,7 @@ def test_a_judge_of_a_part_has_the_runs_settings_under_its_own() -> None:
     reward = settle(
         "reward.api.model=m", "reward.api.votes=3", "reward.api.base_url=http://h/v1",
         "reward.api.key_env=MINE", "reward.api.prompt_preset=math",
+        "reward.api.price_input=1", "reward.api.price_output=4",
         "reward.composite.parts.b.judge={votes: 5, model: n}",
         "reward.composite.parts.c.judge={type: claude, model: o}",
         mix=("judge:a:1", "judge:b:1", "judge:c:1"),
@@ -42,7 +44,13 @@ def test_a_judge_of_a_part_has_the_runs_settings_under_its_own() -> None:
     assert a == reward.api.model_copy(update={"enable": True})
     assert (b.model, b.votes, b.base_url, b.key_env) == ("n", 5, "http://h/v1", "MINE")
     assert (c.type, c.model, c.votes, c.prompt_preset) == ("claude", "o", 3, "math")
-    assert (c.base_url, c.key_env) == (None, None)  # another provider's address and key
+    assert (b.price_input, b.price_output) == (1.0, 4.0)
+    # Another provider's address, key, prices and model.
+    assert (c.base_url, c.key_env, c.price_input, c.price_output) == (None,) * 4
+    (problem,) = problems(
+        "reward.api.model=m", "reward.composite.parts.c.judge={type: claude}", mix=("judge:c:1",)
+    )
+    assert "has no model" in problem
 
 
 def test_a_budget_of_several_judges_is_remarked_on() -> None:
@@ -63,6 +71,8 @@ def test_a_judge_without_a_model_is_the_default_one() -> None:
 def test_a_model_of_a_part_has_the_runs_settings_unless_they_are_of_its_checkpoint() -> None:
     reward = settle(
         RM, "reward.model.adapter=pair", "reward.model.max_length=99", "reward.model.offload=true",
+        *(f"reward.model.{name}=x" for name in NAMES), "reward.model.outputs=[1, 2]",
+        "reward.model.template='{prompt} {response}'",
         "reward.composite.parts.b.model={path: other, system_prompt: drop}",
         "reward.composite.parts.c.model.max_length=50",
         mix=("model:a:1", "model:b:1", "model:c:1"),
@@ -70,7 +80,9 @@ def test_a_model_of_a_part_has_the_runs_settings_unless_they_are_of_its_checkpoi
     a, b, c = (model_settings(reward, part) for part in mixture_of(reward))
     assert a == reward.model
     assert (b.path, b.adapter, b.max_length, b.offload) == ("other", None, None, True)
-    assert b.system_prompt == "drop"
+    assert b.system_prompt == "drop" and (b.template, b.outputs) == (None, ())
+    assert [getattr(b, name) for name in NAMES] == [None] * len(NAMES)
+    assert [getattr(c, name) for name in NAMES] == ["x"] * len(NAMES) and c.outputs == (1.0, 2.0)
     assert (c.path, c.adapter, c.max_length) == ("rm", "pair", 50)
 
 
@@ -118,6 +130,13 @@ def test_what_rm_score_means_is_remarked_on() -> None:
     given = ("reward.api.enable=true", "reward.api.model=m")
     notes = remarks(settle(*given, file=written(TWO)), gpus=0)
     assert any("rm_score is the judge's score" in note for note in notes)
+
+
+def test_scaled_values_are_cut_where_the_part_or_its_scaling_says() -> None:
+    part = MixPart(name="a", kind="rule")
+    found = [part.model_copy(update=more).bound for more in ({}, {"clip": 2.0})]
+    found += [part.model_copy(update={"scaling": name}).bound for name in ("none", "group")]
+    assert found == [5.0, 2.0, None, None]
 
 
 def test_a_mixture_reads_in_one_line() -> None:
