@@ -269,7 +269,8 @@ def score(given: Given) -> None:
         raise Interrupted(f"{scoring.stopped} {done} {to_go_on(config.reward)}")
     if summary["scored"] < summary["rows"]:
         lost = summary["rows"] - summary["scored"]
-        _say(f"{lost} of {summary['rows']} rows could not be scored; `failure` says why.")
+        said = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
+        print(clean(said), file=sys.stderr)
 
 
 def calibrate(given: Given) -> None:
@@ -347,10 +348,6 @@ def _print(
         typer.echo(fit(json.dumps(result, ensure_ascii=False, indent=2), encoding))
     else:
         typer.echo(fit("\n".join(clean(line) for line in lines(result)), encoding))
-
-
-def _say(text: str) -> None:
-    print(clean(text), file=sys.stderr)
 
 
 def _add(run: Callable[[Given], None], example: str, *extras: inspect.Parameter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,14 +226,11 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
         found[name] = Entry(name, _value(name, entry), entry.origin)
     if problems:
         raise ConfigError(problems)
-    return [*_turned_on(found), *found.values()]
-
-
-def _turned_on(found: dict[str, Entry]) -> Iterator[Entry]:
-    """Switch the judge on where a file sets one up and does not say whether."""
+    # A file that sets a judge up, and does not say whether, switches it on.
     first = next((e for name, e in found.items() if name.startswith(API)), None)
     if first is not None and SWITCH not in found:
-        yield Entry(SWITCH, "true", first.origin)
+        return [Entry(SWITCH, "true", first.origin), *found.values()]
+    return [*found.values()]
 
 
 def _own_name(entry: Entry, given: list[Entry], *, rules: bool) -> str:

@@ -321,7 +321,11 @@ class _Reader:
             return
         part = self._part(name, key)
         known = set(MixPart.model_fields) - {"name"}
-        values = self._read(MixPart, _spelt_out(dict(given or {})), key, known)
+        given = dict(given or {})
+        for word, leaf in (("model", "path"), ("judge", "model")):  # `model: DIR`, `judge: NAME`
+            if isinstance(given.get(word), str):
+                given[word] = {leaf: given[word]}
+        values = self._read(MixPart, given, key, known)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
         try:
             if values.get("only_if") is not None:
@@ -436,14 +440,6 @@ class _Reader:
         return MixPart.model_validate(
             settings | {"name": part.name, "kind": part.kind, "weight": weight}
         )
-
-
-def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
-    """Read `model: DIR` as `model: {path: DIR}`, and `judge: NAME` likewise."""
-    for word, key in (("model", "path"), ("judge", "model")):
-        if isinstance(given.get(word), str):
-            given[word] = {key: given[word]}
-    return given
 
 
 def _number(raw: Any) -> float | None:

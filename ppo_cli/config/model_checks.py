@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -59,15 +58,14 @@ def _models(config: Config) -> Iterator[tuple[str, str]]:
 def _heads(path: str) -> dict[str, int]:
     """Return how many heads a model has; empty where that cannot be read here."""
     try:
-        text = (Path(model_folder(path)).expanduser() / "config.json").read_text(encoding="utf-8")
-        told = json.loads(text)
-        attention = told["num_attention_heads"]
-        both = {
-            "attention heads": attention,
-            "key-value heads": told.get("num_key_value_heads") or attention,
-        }
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError):
+        told = read_json(Path(model_folder(path)).expanduser() / "config.json")
+    except (ModelError, RuntimeError):  # a home that is nobody's
         return {}
+    attention = told.get("num_attention_heads")
+    both = {
+        "attention heads": attention,
+        "key-value heads": told.get("num_key_value_heads") or attention,
+    }
     return both if all(type(n) is int and n > 0 for n in both.values()) else {}
 
 

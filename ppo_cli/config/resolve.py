@@ -233,12 +233,9 @@ def _reward(config: Config) -> Iterator[Clash]:
         out = " without --rule" if keys[-2:] == ("reward.function", "reward.rule") else ""
         yield Clash(
             keys,
-            f"{_listed(keys)} each say how every row is scored. Keep one, or mix them{out}: {mix}.",
+            f"{', '.join(keys[:-1])} and {keys[-1]} each say how every row is scored. Keep one, or "
+            f"mix them{out}: {mix}.",
         )
-
-
-def _listed(words: tuple[str, ...]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _shaping(config: Config) -> Iterator[Clash]:

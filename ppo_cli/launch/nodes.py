@@ -271,7 +271,11 @@ def _await(
         here = f"{total - len(missing)} of {total} nodes are here"
         state = f"{here}; " + (f"waiting for {', '.join(missing)}" if missing else doing)
         if now > deadline:
-            late = ", ".join(missing) if missing else (_late(meeting) or "Ray on a node")
+            slow = [
+                f"{meeting.label(rank)} {meeting.members[rank].why}".strip()
+                for rank in meeting.in_phase("here", "checked", "started")
+            ]
+            late = ", ".join(missing or slow) or "Ray on a node"
             hint = (
                 " Under SLURM start it on every node: srun --ntasks-per-node=1 ./train.sh …"
                 if missing and outside_step(environ)
@@ -283,14 +287,6 @@ def _await(
             said, last = state, now
         with meeting.changed:
             meeting.changed.wait(min(0.5, max(0.01, deadline - now)))
-
-
-def _late(meeting: Rendezvous) -> str:
-    slow = [
-        f"{meeting.label(rank)} {meeting.members[rank].why}".strip()
-        for rank in meeting.in_phase("here", "checked", "started")
-    ]
-    return ", ".join(slow)
 
 
 def _existing(address: str, config: Config, environ: Mapping[str, str], tell: Tell) -> Nodes:

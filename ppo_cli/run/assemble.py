@@ -74,7 +74,9 @@ def run_with_restarts(
                 state = begin(job)
             else:
                 newest = job.store.newest() or origin
-                _tell(job, lost, f"({restarts} of {most})", newest)
+                where = f"{newest.name}, the last checkpoint" if newest else "the first step"
+                again = f"Starting again ({restarts} of {most}) from {where}."
+                job.tracker.screen.health(_then(lost, again))
                 _leave(job)
                 job = replace(job, engine=_make_another(job, gather, build))
                 state = _begin_again(job, begun) if newest is None else load(job, newest)
@@ -111,11 +113,6 @@ def start_engine(
             tell(_then(lost, f"Starting again ({restarts + 1} of {most})."))
             gather()
     raise AssertionError("every turn ends above")
-
-
-def _tell(job: Job, lost: WorkerLost, count: str, newest: Path | None) -> None:
-    where = f"{newest.name}, the last checkpoint" if newest else "the first step"
-    job.tracker.screen.health(_then(lost, f"Starting again {count} from {where}."))
 
 
 def _then(lost: WorkerLost | None, more: str) -> str:
@@ -385,13 +382,17 @@ def _train_in(
         )
         begin = partial(_begin, resume_from=resume_from, screen=screen)
         run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
-        refuse_unscored(tracker.history, folder.path, resume_command)
-        screen.summary(
-            summarise(
-                tracker.history, folder.path, config, session=tracker.session,
-                resume_command=resume_command,
-            )
-        )  # fmt: skip
+        _say_the_end(screen, tracker, folder.path, config, resume_command)
+
+
+def _say_the_end(
+    screen: Screen, tracker: Tracker, run_dir: Path, config: Config, resume_command: str
+) -> None:
+    history, session = tracker.history, tracker.session
+    refuse_unscored(history, run_dir, resume_command)
+    screen.summary(
+        summarise(history, run_dir, config, session=session, resume_command=resume_command)
+    )
 
 
 def _stop_on_signal(screen: Screen, cluster: Cluster | None) -> StopOnSignal:
