@@ -373,9 +373,7 @@ def _train_in(
             pad_token_id=tokenizer.pad_token_id,
             total_steps=total_steps,
             decode=partial(decode_text, tokenizer),
-            diagnose=partial(
-                explain_no_reward, look=commands(folder.path, config.data.train_files)
-            ),
+            diagnose=_diagnose(folder, config),
             stop_requested=stop.reason,
             resume_command=resume_command,
             fingerprint=identity,
@@ -383,6 +381,10 @@ def _train_in(
         begin = partial(_begin, resume_from=resume_from, screen=screen)
         run_with_restarts(job, begin, build=engines.renew, origin=resume_from, **losses)
         _say_the_end(screen, tracker, folder.path, config, resume_command)
+
+
+def _diagnose(folder: RunFolder, config: Config) -> Callable[[Sequence[Scored]], str | None]:
+    return partial(explain_no_reward, look=commands(folder.path, config.data.train_files))
 
 
 def _say_the_end(
