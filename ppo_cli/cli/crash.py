@@ -52,7 +52,7 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
         full = bug.errno in FULL_DISK_ERRNOS
         mend = "Free some space, or write elsewhere" if full else "Choose a place that you may use"
-        why = os.strerror(bug.errno).lower()
+        why = os.strerror(bug.errno or 0).lower()
         _say(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
         return EXIT_USER
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER

@@ -34,7 +34,7 @@ from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import load, run
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.metrics import refuse_unscored, resume_line, summarise
 from ppo_cli.report.tracker import Screen, Tracker, check_loggers
