@@ -43,8 +43,8 @@ from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import CheckpointStore, RunFolder, differences, find_resume, read_metrics
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.train.steps import train_sampling
 from ppo_cli.train.state import Job, RunState, read_state
+from ppo_cli.train.steps import train_sampling
 
 Build = Callable[[], Engine]
 
