@@ -62,7 +62,7 @@ def _heads(path: str) -> dict[str, int]:
     except (ModelError, RuntimeError):  # a home that is nobody's
         return {}
     attention = told.get("num_attention_heads")
-    both = {
+    both: dict[str, Any] = {
         "attention heads": attention,
         "key-value heads": told.get("num_key_value_heads") or attention,
     }
