@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +27,6 @@ from ppo_cli.rewards.judge.calls import (
     Verdict,
 )
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill, worst_case
-from ppo_cli.rewards.judge.metrics import Tally
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 from ppo_cli.rewards.remote.limiter import Limits
@@ -66,6 +66,30 @@ class _Job:
         return self.worst_known
 
 
+@dataclass
+class Counters:
+    """Counts since the last `take()`.
+
+    `calls` are requests sent, `retried` those that repeat a failed one, and `verdicts` the scores
+    that they brought; `cached` and `shared` are answers that needed no call of their own. `unread`
+    counts replies that did not count, by cause, and `errors` failed calls, retried ones included;
+    `latencies` are the seconds of the calls that a score was read from. `concurrency` is how many
+    calls may be under way now, `open_seconds` how long the breaker was open.
+    """
+
+    calls: int = 0
+    retried: int = 0
+    verdicts: int = 0
+    cached: int = 0
+    shared: int = 0
+    refused: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
+    concurrency: int = 0
+    open_seconds: float = 0.0
+
+
 @dataclass(eq=False)
 class _Pending:
     job: _Job
@@ -93,7 +117,8 @@ class JudgeClient:
         self._admission = Admission(limits, self._breaker)
         self._admission.known_good = self._probe_known_good
         self._bad_requests = BadRequests()
-        self.counters = Tally(lambda: (self._admission.window.size(), self._breaker.open_seconds()))
+        self._counts = Counters()
+        self._open_before = 0.0
         self._pending: dict[Hashable, _Pending] = {}
         self._spares: set[asyncio.Task[None]] = set()
         self._known_good: Question | None = None
@@ -117,7 +142,7 @@ class JudgeClient:
         if pending is None:
             return await self._join(self._start(key, question, key))
         verdict = await self._join(pending)
-        self.counters.add("shared")
+        self._counts.shared += 1
         info = {**verdict.info, "shared": True}
         return replace(verdict, usage=Usage(), cost_usd=0.0, calls=0, cached=True, info=info)
 
@@ -127,6 +152,14 @@ class JudgeClient:
         value, reason, reply = await self._call(job)
         self._known_good = question
         return self._verdict(job, value, reason, reply, job.last_s)
+
+    def take(self) -> Counters:
+        """Return what was counted since the last call, and start again from nothing."""
+        taken, self._counts = self._counts, Counters()
+        open_seconds = self._breaker.open_seconds()
+        taken.concurrency = self._admission.window.size()
+        taken.open_seconds, self._open_before = open_seconds - self._open_before, open_seconds
+        return taken
 
     def waiting_for(self) -> str | None:
         """Say in one sentence what the judge is waited for, or None; from any thread."""
@@ -159,10 +192,10 @@ class JudgeClient:
         try:
             kept = self._cache.get(key)
         except JudgeError:
-            self.counters.add("cached")
+            self._counts.cached += 1
             raise
         if kept is not None:
-            self.counters.add("cached")
+            self._counts.cached += 1
         return kept
 
     def _start(self, name: Hashable, question: Question, key: str | None) -> _Pending:
@@ -201,12 +234,12 @@ class JudgeClient:
                 value, reason, reply = await self._try(job)
             except JudgeError as error:
                 pause = self._after(job, error, key)
-                self.counters.add("retried")
+                self._counts.retried += 1
             else:
                 took = self._clock() - (job.first_sent or 0.0)
                 verdict = self._verdict(job, value, reason, reply, took)
                 self._known_good = job.asked
-                self.counters.add("verdicts")
+                self._counts.verdicts += 1
                 if self._cache is not None and key is not None:
                     self._cache.put(key, verdict)
                 return verdict
@@ -222,7 +255,7 @@ class JudgeClient:
     def _after(self, job: _Job, error: JudgeError, key: str | None) -> float:
         """Seconds to wait before the next try; raises the final error when there is none."""
         if error.kind is Failure.REFUSED:
-            self.counters.add("refused")
+            self._counts.refused += 1
             if self._cache is not None and key is not None and error.cause in FINAL_REFUSALS:
                 self._cache.put_refusal(key, error.cause, str(error))
             raise self._final(job, error)
@@ -327,7 +360,7 @@ class JudgeClient:
         held = await self._ledger.reserve(job.question, worst=job.worst)
         job.calls += 1
         job.under_way += 1
-        self.counters.add("calls")
+        self._counts.calls += 1
         began, word = self._clock(), "cancelled"
         outcome: Reply | JudgeError | None = None
         try:
@@ -337,9 +370,9 @@ class JudgeClient:
         except JudgeError as error:
             outcome, word = outcome or error, error.cause
             if error.kind is Failure.UNPARSED:
-                self.counters.add_unread(error.cause)
+                self._counts.unread[error.cause] += 1
             else:
-                self.counters.add_error(error.cause)
+                self._counts.errors[error.cause] += 1
             raise self._bad_requests.weigh(error, job.asked) from None
         finally:
             job.under_way -= 1
@@ -347,7 +380,7 @@ class JudgeClient:
             usage, note = bill(outcome, job.worst)
             job.usage += usage
             job.cost_usd += held.settle(usage, word, job.last_s, note)
-        self.counters.add_latency(job.last_s)
+        self._counts.latencies.append(job.last_s)
         self._mean_output += 0.1 * (usage.output - self._mean_output)
         return value, reason, replace(reply, usage=usage)
 

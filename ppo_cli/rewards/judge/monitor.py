@@ -18,9 +18,8 @@ from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
-from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, find_price
-from ppo_cli.rewards.judge.metrics import Counters
 from ppo_cli.rewards.judge.providers import Endpoint, build_provider
 from ppo_cli.rewards.remote.limiter import Limits
 

@@ -505,7 +505,7 @@ class JudgeReward(Reward):
         return [self._question(prompt, text) for text in WORTHLESS]
 
     async def _measure(self) -> dict[str, float]:
-        metrics = self._report.take(self._client.counters.take(), self._ledger)
+        metrics = self._report.take(self._client.take(), self._ledger)
         metrics |= self._canaries.take(self.template.scale)
         return metrics | (self._monitor.take() if self._monitor else {})
 

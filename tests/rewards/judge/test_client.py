@@ -16,7 +16,7 @@ import pytest
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
-from ppo_cli.rewards.judge.client import JudgeClient
+from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, Price, Reservation
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 from tests.judge_server import JudgeServer
@@ -66,7 +66,7 @@ def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None
 
     async def work(client: JudgeClient) -> tuple[list[Any], Any]:
         answers = await ask_all(client, questions(100))
-        return answers, client.counters.take()
+        return answers, client.take()
 
     answers, counters = run(server, work, concurrency=64)
     assert len(verdicts(answers)) == counters.verdicts == 100
@@ -79,7 +79,7 @@ def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None
 def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: int) -> None:
     server.state.latency = 0.3  # or all is over before the judge goes away
 
-    async def work(client: JudgeClient) -> tuple[list[Any], str, Any]:
+    async def work(client: JudgeClient) -> tuple[list[Any], str, Any, Any]:
         asked = [asyncio.create_task(client.ask(q)) for q in questions(40)]
         await asyncio.wait(asked[:1])
         await asyncio.to_thread(server.pause)
@@ -89,14 +89,17 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
             told = client.waiting_for() or told
         await asyncio.to_thread(server.resume)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        return answers, told, client.counters.take()
+        return answers, told, client.take(), client.take()
 
-    answers, told, counters = run(server, work, concurrency=concurrency, timeout=2, deadline=20)
+    answers, told, counters, nothing = run(
+        server, work, concurrency=concurrency, timeout=2, deadline=20
+    )
     assert len(verdicts(answers)) == 40
     assert server.state.answered <= 40 + concurrency  # those cut off on their way back
     if concurrency > 1:  # one at a time, five failures may take longer than this outage
         assert "The judge does not answer (connection" in told
-        assert counters.open_seconds > 0.3
+        assert counters.open_seconds > 0.3 and counters.concurrency >= 1
+        assert nothing == Counters(concurrency=counters.concurrency)
 
 
 def test_nothing_is_asked_again_once_it_was_answered(server: JudgeServer) -> None:
@@ -136,7 +139,7 @@ def test_a_poisoned_text_ends_alone(server: JudgeServer) -> None:
 
     async def work(client: JudgeClient) -> tuple[list[Any], Any]:
         answers = await ask_all(client, [ask_for(POISON), *questions(20)])
-        return answers, client.counters.take()
+        return answers, client.take()
 
     (bad, *good), counters = run(server, work, concurrency=4)
     assert isinstance(bad, JudgeError) and bad.kind is Failure.UNPARSED
@@ -178,7 +181,7 @@ def test_a_refusal_is_final_and_kept(server: JudgeServer, tmp_path: Path) -> Non
 
     async def work(client: JudgeClient) -> list[Any]:
         twice = [await ask_all(client, [ask_for("no")]) for _ in range(2)]
-        return [*twice[0], *twice[1], client.counters.take()]
+        return [*twice[0], *twice[1], client.take()]
 
     first, second, counters = run(server, work, cache=cache)
     cache.close()
@@ -300,7 +303,7 @@ def test_equal_questions_share_one_call(server: JudgeServer, tmp_path: Path) -> 
         many = await ask_all(client, [ask_for("same")] * 50)
         kept = await client.ask(ask_for("same"))
         vote = await client.ask(ask_for("same", vote=1))
-        return many, kept, vote, client.counters.take()
+        return many, kept, vote, client.take()
 
     paid = Ledger(Price(1.0, 2.0, None, "test"), budget_usd=None, budget_tokens=None)
     many, kept, vote, counters = run(server, work, cache=cache, ledger=paid)
@@ -349,7 +352,7 @@ def test_a_slow_call_is_hedged_and_both_are_paid(server: JudgeServer) -> None:
     ledger = free()
 
     async def work(client: JudgeClient) -> tuple[Verdict, Any]:
-        return await client.ask(ask_for("slow")), client.counters.take()
+        return await client.ask(ask_for("slow")), client.take()
 
     verdict, counters = run(server, work, ledger=ledger, hedge_after=0.2, timeout=20)
     assert verdict.latency_s < 5.0

@@ -17,8 +17,8 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
+from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, Price, Spent
-from ppo_cli.rewards.judge.metrics import Counters, Tally
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.remote.limiter import Limits
@@ -70,20 +70,6 @@ def test_rates_of_a_step_come_from_its_counts() -> None:
         "latency_p95_s": 6.7,
     }  # fmt: skip
     assert told == pytest.approx({f"judge/{name}": value for name, value in expected.items()})
-
-
-def test_a_tally_starts_again_after_it_was_taken() -> None:
-    gauges = iter([(4, 1.5), (2, 4.0)])
-    tally = Tally(lambda: next(gauges))
-    for name in ("calls", "retried", "verdicts", "cached", "shared", "refused"):
-        tally.add(name)
-    tally.add_unread("form")
-    tally.add_error("timeout")
-    tally.add_latency(0.5)
-    assert tally.take() == Counters(
-        1, 1, 1, 1, 1, 1, Counter(form=1), Counter(timeout=1), [0.5], 4, 1.5
-    )
-    assert tally.take() == Counters(concurrency=2, open_seconds=2.5)
 
 
 def test_canaries_are_due_once_in_so_many_steps() -> None:

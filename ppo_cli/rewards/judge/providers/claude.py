@@ -7,6 +7,7 @@ from typing import Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    FORMAT_WORDS,
     Form,
     Option,
     SdkProvider,
@@ -16,8 +17,8 @@ from ppo_cli.rewards.judge.providers.base import (
     finish,
     read_usage,
     refused,
+    verdict_schema,
 )
-from ppo_cli.rewards.judge.providers.verdict_schema import FORMAT_WORDS, verdict_schema
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}
 # `input_tokens` leaves out what was read from or put in a cache.

@@ -8,21 +8,19 @@ from typing import Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    FORMAT_WORDS,
     Form,
     Option,
     SdkProvider,
     TokenFields,
     attribute,
     hush,
-    read_usage,
-)
-from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
-from ppo_cli.rewards.judge.providers.verdict_schema import (
-    FORMAT_WORDS,
     read_decision,
+    read_usage,
     response_format,
     score_question,
 )
+from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
 
 TOKENS = TokenFields(("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens")
 

@@ -16,11 +16,9 @@ from ppo_cli.rewards.judge.providers.base import (
     bad_body,
     finish,
     hush,
+    read_decision,
     read_usage,
     refused,
-)
-from ppo_cli.rewards.judge.providers.verdict_schema import (
-    read_decision,
     score_question,
     verdict_schema,
 )

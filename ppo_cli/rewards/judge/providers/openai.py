@@ -8,21 +8,19 @@ from urllib.parse import urlsplit
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    FORMAT_WORDS,
+    QUESTION,
     Form,
     Option,
     SdkProvider,
     TokenFields,
     attribute,
     bad_body,
+    by_level,
+    criteria,
     finish,
     read_usage,
     refused,
-)
-from ppo_cli.rewards.judge.providers.verdict_schema import (
-    FORMAT_WORDS,
-    QUESTION,
-    by_level,
-    criteria,
     response_format,
 )
 
