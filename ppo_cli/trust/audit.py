@@ -18,9 +18,8 @@ from ppo_cli.records import Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
-from ppo_cli.rewards.judge.prompt import Template, load_template, readable
+from ppo_cli.rewards.judge.prompt import Template, load_template, material_of, readable
 from ppo_cli.rewards.judge.sanitise import content_free
-from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.trust import attacks as tr
 from ppo_cli.trust.attacks import (
     FOR_THE_GATE,

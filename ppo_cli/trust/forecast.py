@@ -21,8 +21,7 @@ from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Price, find_price
-from ppo_cli.rewards.judge.prompt import Template, load_template
-from ppo_cli.rewards.judge.scoring import material_of
+from ppo_cli.rewards.judge.prompt import Template, load_template, material_of
 
 SAMPLE = 200
 # Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no

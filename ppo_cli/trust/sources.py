@@ -24,8 +24,7 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.function import check_syntax, find_file
-from ppo_cli.rewards.judge.prompt import Material, load_template
-from ppo_cli.rewards.judge.scoring import material_of
+from ppo_cli.rewards.judge.prompt import Material, load_template, material_of
 from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
 
 

@@ -9,9 +9,14 @@ from functools import lru_cache
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.rewards.judge.prompt import load_preset, load_template, preset_names, readable
+from ppo_cli.rewards.judge.prompt import (
+    load_preset,
+    load_template,
+    material_of,
+    preset_names,
+    readable,
+)
 from ppo_cli.rewards.judge.sanitise import neutralise
-from ppo_cli.rewards.judge.scoring import material_of
 from ppo_cli.trust.attacks import bundled
 from tests.judge_server.wire import fenced
 from tests.trust.scripted import Scripted

@@ -75,6 +75,11 @@ class Usage:
     output: int = 0
     cached_input: int = 0
 
+    @property
+    def total(self) -> int:
+        """Tokens read and written."""
+        return self.input + self.output
+
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             self.input + other.input,

@@ -26,7 +26,7 @@ from ppo_cli.rewards.judge.calls import (
     Usage,
     Verdict,
 )
-from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill, worst_case
+from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 from ppo_cli.rewards.remote.limiter import Limits
@@ -37,7 +37,7 @@ MOST_FATALS = 3
 MOST_TOKENS = 8  # times what was asked for at first, when answers keep being cut
 _CLOSED = "The run ended before the judge had answered."
 
-Read = tuple[float, str, Reply]
+Read = tuple[float, str, str, int]  # score, reason, the whole reply, tokens
 
 
 @dataclass(eq=False)
@@ -57,13 +57,6 @@ class _Job:
     under_way: int = 0
     usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
-    worst_known: Usage | None = None
-
-    def worst(self) -> Usage:
-        """The most that a call may be billed for: the text is read once, however many tries."""
-        if self.worst_known is None:
-            self.worst_known = worst_case(self.question)
-        return self.worst_known
 
 
 @dataclass
@@ -149,9 +142,9 @@ class JudgeClient:
     async def probe(self, question: Question) -> Verdict:
         """Make one call, past cache, queue and breaker; raises its JudgeError as it is."""
         job = _Job(question, question)
-        value, reason, reply = await self._call(job)
+        read = await self._call(job)
         self._known_good = question
-        return self._verdict(job, value, reason, reply, job.last_s)
+        return self._verdict(job, read, job.last_s)
 
     def take(self) -> Counters:
         """Return what was counted since the last call, and start again from nothing."""
@@ -231,13 +224,13 @@ class JudgeClient:
     async def _answer(self, job: _Job, key: str | None) -> Verdict:
         while True:
             try:
-                value, reason, reply = await self._try(job)
+                read = await self._try(job)
             except JudgeError as error:
                 pause = self._after(job, error, key)
                 self._counts.retried += 1
             else:
                 took = self._clock() - (job.first_sent or 0.0)
-                verdict = self._verdict(job, value, reason, reply, took)
+                verdict = self._verdict(job, read, took)
                 self._known_good = job.asked
                 self._counts.verdicts += 1
                 if self._cache is not None and key is not None:
@@ -246,9 +239,10 @@ class JudgeClient:
             if pause > 0.0:
                 await self._admission.rest(pause)
 
-    def _verdict(self, job: _Job, value: float, reason: str, reply: Reply, took: float) -> Verdict:
+    def _verdict(self, job: _Job, read: Read, took: float) -> Verdict:
+        value, reason, text, _ = read
         return Verdict(
-            value, redact(reason), reply.text, usage=job.usage, cost_usd=job.cost_usd,
+            value, redact(reason), text, usage=job.usage, cost_usd=job.cost_usd,
             latency_s=took, calls=job.calls,
         )  # fmt: skip
 
@@ -287,7 +281,6 @@ class JudgeClient:
             tokens = min(2 * tokens, MOST_TOKENS * job.asked.max_tokens)
         text = reminder(job.asked.output, job.asked.scale)
         job.question = job.asked.again(reminder=text, max_tokens=tokens)
-        job.worst_known = None
 
     def _answered_others(self, job: _Job) -> bool:
         """Whether the judge answered anything since this verdict was begun: then it is not down."""
@@ -344,7 +337,7 @@ class JudgeClient:
             if error.kind in (Failure.REFUSED, Failure.UNPARSED):
                 if error.cause != "bad_request":
                     self._bad_requests.answered()
-                self._admission.succeeded(ticket, used=_tokens(job.usage) - _tokens(before))
+                self._admission.succeeded(ticket, used=job.usage.total - before.total)
             else:
                 self._admission.failed(ticket, error)
             raise
@@ -352,12 +345,12 @@ class JudgeClient:
             self._admission.dropped(ticket)
             raise
         self._bad_requests.answered()
-        self._admission.succeeded(ticket, used=_tokens(read[2].usage))
+        self._admission.succeeded(ticket, used=read[3])
         return read
 
     async def _call(self, job: _Job) -> Read:
         """Reserve, call, read, settle."""
-        held = await self._ledger.reserve(job.question, worst=job.worst)
+        held = await self._ledger.reserve(job.question)
         job.calls += 1
         job.under_way += 1
         self._counts.calls += 1
@@ -377,12 +370,12 @@ class JudgeClient:
         finally:
             job.under_way -= 1
             job.last_s = self._clock() - began
-            usage, note = bill(outcome, job.worst)
+            usage, note = bill(outcome, job.question)
             job.usage += usage
             job.cost_usd += held.settle(usage, word, job.last_s, note)
         self._counts.latencies.append(job.last_s)
         self._mean_output += 0.1 * (usage.output - self._mean_output)
-        return value, reason, replace(reply, usage=usage)
+        return value, reason, reply.text, usage.total
 
     def _expected_tokens(self, question: Question) -> int:
         if self._limits.max_tpm is None:
@@ -409,7 +402,3 @@ class JudgeClient:
             await self._send(job, job.ticket)
         except (JudgeError, Interrupted):
             return  # the admission has heard of it
-
-
-def _tokens(usage: Usage | None) -> int:
-    return usage.input + usage.output if usage else 0

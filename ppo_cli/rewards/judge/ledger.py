@@ -17,8 +17,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -158,13 +159,17 @@ def estimate_tokens(text: str) -> int:
     return sum(_piece(found.group()) for found in _PIECES.finditer(text))
 
 
+@lru_cache(maxsize=256)
 def worst_case(question: Question) -> Usage:
-    """Return the most that one call of this question may be billed for."""
+    """Return the most that one call of this question may be billed for.
+
+    It is kept: a long text is measured once, however many tries and calls it takes.
+    """
     read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
     return Usage(read, question.max_tokens)
 
 
-def bill(outcome: Reply | JudgeError | None, worst: Callable[[], Usage]) -> tuple[Usage, str]:
+def bill(outcome: Reply | JudgeError | None, question: Question) -> tuple[Usage, str]:
     """Return what a call is booked with, and a note unless the provider told it.
 
     `None` stands for a call that was cut off here. What the provider does not tell is estimated
@@ -174,19 +179,20 @@ def bill(outcome: Reply | JudgeError | None, worst: Callable[[], Usage]) -> tupl
     if outcome is not None and outcome.usage and outcome.usage != Usage():
         return outcome.usage, ""
     if isinstance(outcome, Reply):
-        return _estimated(worst(), outcome.text)
+        return _estimated(question, outcome.text)
     if outcome is None:
-        return worst(), "upper bound"
+        return worst_case(question), "upper bound"
     if outcome.status is not None or outcome.kind is Failure.FATAL:
         return Usage(), ""  # turned away before the model saw it
     if outcome.kind is not Failure.RETRYABLE:
-        return _estimated(worst(), outcome.reply)
+        return _estimated(question, outcome.reply)
     if outcome.cause == "connection" and _NEVER_SENT.search(str(outcome)):
         return Usage(), ""
-    return worst(), "upper bound"
+    return worst_case(question), "upper bound"
 
 
-def _estimated(worst: Usage, text: str) -> tuple[Usage, str]:
+def _estimated(question: Question, text: str) -> tuple[Usage, str]:
+    worst = worst_case(question)
     return Usage(worst.input, min(estimate_tokens(text), worst.output)), "estimated"
 
 
@@ -231,11 +237,9 @@ class Guest:
     def __post_init__(self) -> None:
         _need_price(self.ledger.budget_usd, self.price, self.model)
 
-    async def reserve(
-        self, question: Question, *, worst: Callable[[], Usage] | None = None
-    ) -> Reservation:
+    async def reserve(self, question: Question) -> Reservation:
         """Set aside the worst case of one call; see `Ledger.reserve`."""
-        return await self.ledger.reserve(question, worst=worst, guest=self)
+        return await self.ledger.reserve(question, guest=self)
 
     def take(self) -> Spent:
         """Return what this model was booked for since the last call of this method."""
@@ -304,23 +308,16 @@ class Ledger:
             since, self._taken = self._total - self._taken, self._total
         return since
 
-    async def reserve(
-        self,
-        question: Question,
-        *,
-        worst: Callable[[], Usage] | None = None,
-        guest: Guest | None = None,
-    ) -> Reservation:
+    async def reserve(self, question: Question, *, guest: Guest | None = None) -> Reservation:
         """Set aside the worst case of one call, waiting while others may settle lower.
 
-        `worst` gives it without reading a long text again. Raises Interrupted when the call can
-        no longer fit into the budget.
+        Raises Interrupted when the call can no longer fit into the budget.
         """
         held = Reservation(self, 0, 0.0, guest)
         if self.budget_usd is not None or self.budget_tokens is not None:
-            usage = worst() if worst else worst_case(question)
+            usage = worst_case(question)
             price = guest.price if guest else self.price
-            held.tokens = usage.input + usage.output
+            held.tokens = usage.total
             held.usd = price.cost(usage) if price else 0.0
         while not self._fits(held):
             if not self._fits(held, alone=True):
@@ -344,8 +341,7 @@ class Ledger:
                 ) from None
 
     def _fits(self, need: Reservation, *, alone: bool = False) -> bool:
-        usage = self._total.usage
-        tokens = usage.input + usage.output + need.tokens
+        tokens = self._total.usage.total + need.tokens
         usd = self._total.usd + need.usd
         if not alone:
             tokens, usd = tokens + self.reserved_tokens, usd + self.reserved_usd
@@ -354,7 +350,6 @@ class Ledger:
         )
 
     def _used_up(self, need: Reservation) -> Interrupted:
-        usage = self._total.usage
         if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
             return Interrupted(
                 f"The judge budget of ${self.budget_usd:g} is used up: {self._total.calls} calls "
@@ -363,7 +358,7 @@ class Ledger:
                 used_up=UsedUp("--rm_budget_usd", self._total.usd, self._total.calls, need.usd),
             )
         assert self.budget_tokens is not None
-        used = usage.input + usage.output
+        used = self._total.usage.total
         return Interrupted(
             f"The judge budget of {self.budget_tokens:,} tokens is used up: {self._total.calls} "
             f"calls used {used:,}, and the next may use up to "

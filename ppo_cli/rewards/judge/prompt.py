@@ -20,6 +20,7 @@ from pydantic import AfterValidator
 from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Output, Question, Scale
 from ppo_cli.rewards.judge.files import FromFile, read_file
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
@@ -53,6 +54,29 @@ class Material:
     response: str
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def material_of(prompt: Prompt, response: str) -> Material:
+    """What a judge reads of a response: the question, or all turns of a conversation."""
+    return Material(
+        prompt=_whole(question_text(prompt)),
+        response=_whole(response),
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+    )
+
+
+def question_text(prompt: Prompt) -> str:
+    """A single question as it stands; several turns as a transcript."""
+    turns = [m for m in prompt.messages if m.get("role") != "system"]
+    if len(turns) < 2:
+        return prompt.text
+    return "\n\n".join(f"{str(m['role']).capitalize()}: {m['content']}" for m in prompt.messages)
+
+
+def _whole(text: str) -> str:
+    """A sampler may cut a character in half; no wire takes the half."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import Literal
+from statistics import fmean, pstdev
+from typing import Any, Literal
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Verdict
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, find_price
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
-from ppo_cli.rewards.judge.prompt import load_template, readable
+from ppo_cli.rewards.judge.prompt import load_template, material_of, readable
 from ppo_cli.rewards.judge.providers import Endpoint, build_provider
 from ppo_cli.rewards.judge.sanitise import content_free
-from ppo_cli.rewards.judge.scoring import WORTHLESS, gated_score, material_of, score_of
 from ppo_cli.rewards.remote.limiter import Limits
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 
@@ -300,6 +299,56 @@ def _words(error: JudgeError) -> str:
     return f"{error.cause}: {redact(str(error))}"
 
 
+def gated_score(reason: str, scale: Scale) -> Score:
+    """The lowest score, given without asking."""
+    return Score(
+        0.0,
+        reason=f"not sent to the judge: {reason}",
+        parts={"judge": Part(raw=float(scale.low), scaled=0.0)},
+        info={"cached": False, "judge_tokens": 0, "cost_usd": 0.0},
+        gated=True,
+    )
+
+
+def score_of(
+    answers: Sequence[Verdict | BaseException], scale: Scale
+) -> tuple[Score | None, JudgeError | None]:
+    """Score of a response by the mean of its votes; None with the error when too few came.
+
+    More than half of the votes must have come. Raises what must stop the run, and bugs.
+    """
+    verdicts = [a for a in answers if isinstance(a, Verdict)]
+    errors = [a for a in answers if isinstance(a, JudgeError)]
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
+            raise answer
+    if 2 * len(verdicts) <= len(answers):
+        # What may pass later outweighs what will not: then asking again has a point.
+        return None, min(errors, key=lambda error: error.kind is not Failure.RETRYABLE)
+    return _mean_score(verdicts, scale), None
+
+
+def _mean_score(verdicts: Sequence[Verdict], scale: Scale) -> Score:
+    raw = fmean(v.value for v in verdicts)
+    value = fmean(scale.scaled(v.value) for v in verdicts)
+    told = min(verdicts, key=lambda v: abs(v.value - raw))
+    usage = sum((v.usage for v in verdicts), Usage())
+    info: dict[str, Any] = {
+        "cached": all(v.cached for v in verdicts),
+        "judge_tokens": usage.total,
+        "judge_calls": sum(v.calls for v in verdicts),
+        "latency_s": round(max(v.latency_s for v in verdicts), 4),
+        "cost_usd": sum(v.cost_usd for v in verdicts),
+    }
+    if len(verdicts) > 1:
+        info["votes"] = [v.value for v in verdicts]
+        info["vote_spread"] = pstdev(scale.scaled(v.value) for v in verdicts)
+    parts = {"judge": Part(raw=raw, scaled=value)}
+    return Score(value, reason=told.reason, parts=parts, info=info, reply=told.text)
+
+
+# Replies that say nothing and that weak judges reward (arXiv 2507.08794).
+WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
 REFUSALS = 3  # prompts that may be refused before the start asks no more
 DRAIN_S = 20.0  # what calls under way get to finish when a run ends: they are paid for
 
@@ -370,14 +419,12 @@ class JudgeReward(Reward):
         error: JudgeError | None = None
         for prompt in prompts[:REFUSALS]:
             question = self._question(prompt, str(prompt.ground_truth or "I do not know."))
+            key = key_of(self._provider.identity, question)
             try:
-                if self._cache is None:
-                    try_out(self._loop, self._client, question, self._api, patient, tell)
-                    return
-                key = key_of(self._provider.identity, question)
-                if self._cache.get(key) is None:
+                if self._cache is None or self._cache.get(key) is None:
                     probe = try_out(self._loop, self._client, question, self._api, patient, tell)
-                    self._cache.put(key, probe)
+                    if self._cache is not None:
+                        self._cache.put(key, probe)
                 return
             except JudgeError as refusal:
                 error = refusal
@@ -394,8 +441,9 @@ class JudgeReward(Reward):
         entry = Entry(rollout)
         self._round.add(entry, self._loop.submit(self._first(entry)))
         if self._canaries.due:
-            for question in self._canary_questions(rollout.prompt):
-                self._loop.submit(self._canaries.ask(question))
+            self._canaries.due = False
+            for text in WORTHLESS:
+                self._loop.submit(self._canaries.ask(self._question(rollout.prompt, text)))
         return entry.future
 
     def settle(self, kind: RoundKind = "train") -> None:
@@ -419,7 +467,7 @@ class JudgeReward(Reward):
     def attach(self, folder: Path) -> None:
         """Keep a line for each paid call in the run's folder; each judge has a file of its own."""
         which = "" if self.name == "judge" else f"_{self.name}"
-        self._loop.call(self._attach(folder / f"judge_calls{which}.jsonl"), timeout=60.0)
+        self._ledger.attach(folder / f"judge_calls{which}.jsonl")
 
     def close(self) -> None:
         """Let paid calls finish, then free connections and the thread."""
@@ -439,9 +487,8 @@ class JudgeReward(Reward):
         prompt, text = entry.rollout.prompt, readable(entry.rollout.text, self._api.reasoning)
         empty = self._api.gate and content_free(prompt.text, text, prompt.ground_truth)
         if empty:
-            score = gated_score(empty, self.template.scale)
             self._report.note_gated()
-            entry.future.set_result(score)
+            entry.future.set_result(gated_score(empty, self.template.scale))
             return
         await self._judge(entry)
 
@@ -500,17 +547,10 @@ class JudgeReward(Reward):
             max_response_chars=api.max_response_chars,
         )
 
-    def _canary_questions(self, prompt: Prompt) -> list[Question]:
-        self._canaries.due = False
-        return [self._question(prompt, text) for text in WORTHLESS]
-
     async def _measure(self) -> dict[str, float]:
         metrics = self._report.take(self._client.take(), self._ledger)
         metrics |= self._canaries.take(self.template.scale)
         return metrics | (self._monitor.take() if self._monitor else {})
-
-    async def _attach(self, path: Path) -> None:
-        self._ledger.attach(path)
 
     async def _close(self) -> None:
         await self._client.close(DRAIN_S)

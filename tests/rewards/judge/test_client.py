@@ -17,7 +17,7 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, Price, Reservation
+from ppo_cli.rewards.judge.ledger import Ledger, Price, Reservation, worst_case
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
@@ -166,7 +166,7 @@ def test_an_answer_with_more_room_is_reserved_with_that_room(server: JudgeServer
 
     class Noting(Ledger):
         async def reserve(self, *args: Any, **kwargs: Any) -> Reservation:
-            reserved.append(kwargs["worst"]())
+            reserved.append(worst_case(args[0]))
             return await super().reserve(*args, **kwargs)
 
     ledger = Noting(None, budget_usd=None, budget_tokens=5000)

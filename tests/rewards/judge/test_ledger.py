@@ -21,6 +21,7 @@ from ppo_cli.rewards.judge.ledger import (
     Spent,
     bill,
     estimate_tokens,
+    worst_case,
 )
 
 PRICE = Price(1.0, 10.0, 0.1, "test")
@@ -389,4 +390,6 @@ def failed(kind: Failure, cause: str, told: str = "", **more: object) -> JudgeEr
 def test_what_is_not_told_is_booked_from_above(
     outcome: Reply | JudgeError | None, usage: Usage, note: str
 ) -> None:
-    assert bill(outcome, lambda: Usage(100, 50)) == (usage, note)
+    asked = question("word " * ((100 - REQUEST_OVERHEAD) // 2), 50)
+    assert worst_case(asked) == Usage(100, 50)
+    assert bill(outcome, asked) == (usage, note)

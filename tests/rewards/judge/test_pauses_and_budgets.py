@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import Interrupted
-from ppo_cli.rewards.judge import client as client_module
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, worst_case
+from ppo_cli.rewards.judge.ledger import Ledger, estimate_tokens, worst_case
 from ppo_cli.rewards.remote.limiter import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
@@ -171,16 +170,17 @@ def test_a_long_text_is_measured_once_however_many_tries(
 ) -> None:
     measured: list[str] = []
 
-    def counting(question: Question) -> Usage:
-        measured.append(question.user)
-        return worst_case(question)
+    def counting(text: str) -> int:
+        measured.append(text)
+        return estimate_tokens(text)
 
-    monkeypatch.setattr(client_module, "worst_case", counting)
+    monkeypatch.setattr("ppo_cli.rewards.judge.ledger.estimate_tokens", counting)
     server.fail("cut", times=3)
     ledger = Ledger(None, budget_usd=None, budget_tokens=10**6)
-    verdict = run(server, lambda client: client.ask(ask_for("x")), ledger=ledger)
+    asked = ask_for("measured once")
+    verdict = run(server, lambda client: client.ask(asked), ledger=ledger)
     assert verdict.calls == 4
-    assert len(measured) == 1
+    assert measured == [asked.system, asked.user]
     measured.clear()
-    run(server, lambda client: client.ask(ask_for("y")))
+    run(server, lambda client: client.ask(ask_for("never measured")))
     assert measured == []
