@@ -135,21 +135,18 @@ class SdkProvider(ABC):
         """Close the SDK's client."""
         await client.close()
 
-    def settings(self) -> Mapping[str, Any]:
-        """Configured parameters that may change an answer; part of the identity."""
-        return {"temperature": self.sampling()}
-
     @property
     def identity(self) -> str:
         """Everything but the question that may change an answer; no key, no dropped options."""
         where = urlsplit(self.base_url)
-        known = {
+        known: dict[str, Any] = {
             "provider": self.name,
             "model": self.model,
             "endpoint": f"{where.netloc}{where.path}",
             "mode": self.endpoint.mode,
-            **(self.settings() if self.endpoint.mode == "text" else {}),
         }
+        if self.endpoint.mode == "text":
+            known["temperature"] = self.sampling()
         return json.dumps(known, sort_keys=True)
 
     def dropped(self) -> Mapping[str, str]:

@@ -66,8 +66,6 @@ class Judge(SdkProvider):
         if "qwen" in self.model.lower() and not own:
             way = "enable_thinking" if "aliyuncs" in host else "chat_template_kwargs"
             options.insert(0, Option("thinking", (way,), ("enable_thinking",)))
-        if self.sampling() is None:
-            options = [option for option in options if option.name != "temperature"]
         return options
 
     def connect(self, key: str) -> Any:
