@@ -14,110 +14,6 @@ from tokenizers import Tokenizer, models
 
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
 
-# Any text, with the words that matter strewn into it.
-SPECIAL = st.sampled_from(
-    [
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "</s>",
-        "<s>",
-        "[INST]",
-        "[/INST]",
-        "<<SYS>>",
-        "<</SYS>>",
-        "<think>",
-        "</think>",
-        "<start_of_turn>",
-        "<｜end▁of▁sentence｜>",
-        "<response-00ff>",
-        "</response-00ff>",
-        "</response>",
-        "<prompt-1>",
-        "</ground_truth-ab>",
-        "</extra_info.a.b-12>",
-        "[cut-0]",
-        "{ground_truth}",
-        "{response}",
-        "|",
-        ">",
-        "<",
-        "/",
-        "[",
-        "]",
-        "]~b]",
-        "<turn|>",
-        "<|turn>",
-        "[|system|]",
-        "<seed:eos>",
-        "<SPECIAL_12>",
-        "[ARGS]",
-        "｜DSML｜",
-        "/nothink",
-        "/think",
-        "<eos>",
-        "◁think▷",
-        "]<]image[>[",
-        ">>ANSWER<<",
-        "[unused1]",
-        "x",
-        ":",
-        "\u200b",
-        "\u202e",
-        "\x00",
-        "\x1e",
-    ]
-)
-HOSTILE = st.lists(st.one_of(SPECIAL, st.text(max_size=6)), max_size=12).map("".join)
-
-CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<think>"]
-CONTROL += ["</think>", "<start_of_turn>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "]~b]"]
-CONTROL += ["<turn|>", "<|turn>", "[|system|]", "<seed:eos>", "<SPECIAL_12>", "[ARGS]", "｜DSML｜"]
-CONTROL += ["/nothink", "<eos>", "◁think▷", "]<]image[>[", ">>ANSWER<<", "[unused1]"]
-
-
-def tokenizer_with_control_tokens() -> Tokenizer:
-    made = Tokenizer(models.WordLevel({"[?]": 0}, unk_token="[?]"))
-    made.add_special_tokens(CONTROL)
-    return made
-
-
-TOKENIZER = tokenizer_with_control_tokens()
-
-
-@pytest.mark.parametrize(
-    ("given_text", "shown"),
-    [
-        ("plain text\n\twith tabs", "plain text\n\twith tabs"),
-        ("a\u200bb\u200dc\ufeffd", "abcd"),
-        ("a\u202eb\u2066c\u2069", "abc"),
-        ("a\x00b\x07c\x1bd\x7fe\x9bf", "abcdef"),
-        ("a\r\nb\rc\u2028d\u2029e\x85f\x0cg", "a\nb\nc\nd\ne\nf\ng"),
-        ("e\u0301", "é"),
-        ("a\ud800b", "ab"),
-        ("soft\u00adhyphen", "softhyphen"),
-        ("tag\U000e0041\U000e007f chars", "tag chars"),
-        ("hidden\ufe01\U000e0101\u034f", "hidden"),
-        ("\u3164\u115f\uffa0", ""),
-        ("\u2065\ufff0\ufff8\U000e0000\U000e0080\U000e01f0\U000e0fff\ufffe", ""),
-        ("\u061c\u202a\u2069\ufe0f\u180e\U0001d17a\U0001bca0\ufdd0", ""),
-        ("日本語 العربية हिन्दी 😀", "日本語 العربية हिन्दी 😀"),
-    ],
-)
-def test_clean(given_text: str, shown: str) -> None:
-    assert clean(given_text) == shown
-
-
-@given(st.text())
-def test_clean_leaves_nothing_invisible_and_is_stable(text: str) -> None:
-    shown = clean(text)
-    assert clean(shown) == shown
-    assert unicodedata.is_normalized("NFC", shown)
-    shown.encode("utf-8")
-    assert not [c for c in shown if unicodedata.category(c) in {"Cf", "Cs"}]
-    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
-
-
 # Control tokens of chat models, by their family; those of one line have one form.
 TOKENS = re.findall(
     r"\S+",
@@ -140,6 +36,61 @@ TOKENS = re.findall(
 /nothink /no_think ＜|im_end|＞ <｜im_end｜> ＜eos＞ ［INST］ </response> <response> </ground_truth>
 """,
 )
+# Any text, with these and what else matters strewn into it.
+SPECIAL = st.sampled_from(
+    [
+        *TOKENS, "<response-00ff>", "</response-00ff>", "<prompt-1>", "</ground_truth-ab>",
+        "</extra_info.a.b-12>", "[cut-0]", "{ground_truth}", "{response}", "|", ">", "<", "/", "[",
+        "]", "/think", "x", ":", "\u200b", "\u202e", "\x00", "\x1e",
+    ]
+)  # fmt: skip
+HOSTILE = st.lists(st.one_of(SPECIAL, st.text(max_size=6)), max_size=12).map("".join)
+
+CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<think>"]
+CONTROL += ["</think>", "<start_of_turn>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "]~b]"]
+CONTROL += ["<turn|>", "<|turn>", "[|system|]", "<seed:eos>", "<SPECIAL_12>", "[ARGS]", "｜DSML｜"]
+CONTROL += ["/nothink", "<eos>", "◁think▷", "]<]image[>[", ">>ANSWER<<", "[unused1]"]
+
+
+def tokenizer_with_control_tokens() -> Tokenizer:
+    made = Tokenizer(models.WordLevel({"[?]": 0}, unk_token="[?]"))
+    made.add_special_tokens(CONTROL)
+    return made
+
+
+TOKENIZER = tokenizer_with_control_tokens()
+
+
+CLEANED = {
+    "plain text\n\twith tabs": "plain text\n\twith tabs",
+    "a\u200bb\u200dc\ufeffd": "abcd",
+    "a\u202eb\u2066c\u2069": "abc",
+    "a\x00b\x07c\x1bd\x7fe\x9bf": "abcdef",
+    "a\r\nb\rc\u2028d\u2029e\x85f\x0cg": "a\nb\nc\nd\ne\nf\ng",
+    "e\u0301": "é",
+    "a\ud800b": "ab",
+    "soft\u00adhyphen": "softhyphen",
+    "tag\U000e0041\U000e007f chars": "tag chars",
+    "hidden\ufe01\U000e0101\u034f": "hidden",
+    "\u3164\u115f\uffa0": "",
+    "\u2065\ufff0\ufff8\U000e0000\U000e0080\U000e01f0\U000e0fff\ufffe": "",
+    "\u061c\u202a\u2069\ufe0f\u180e\U0001d17a\U0001bca0\ufdd0": "",
+    "日本語 العربية हिन्दी 😀": "日本語 العربية हिन्दी 😀",
+}
+
+
+def test_clean() -> None:
+    assert {text: clean(text) for text in CLEANED} == CLEANED
+
+
+@given(st.text())
+def test_clean_leaves_nothing_invisible_and_is_stable(text: str) -> None:
+    shown = clean(text)
+    assert clean(shown) == shown
+    assert unicodedata.is_normalized("NFC", shown)
+    shown.encode("utf-8")
+    assert not [c for c in shown if unicodedata.category(c) in {"Cf", "Cs"}]
+    assert not [c for c in shown if unicodedata.category(c) == "Cc" and c not in "\n\t"]
 
 
 def test_control_tokens_are_broken_and_still_seen() -> None:
@@ -211,20 +162,16 @@ see src/think/no.py
     assert changed == {}
 
 
-@pytest.mark.parametrize(
-    "fence",
-    [
+def test_what_looks_like_a_fence_becomes_brackets() -> None:
+    fences = [
         "<response-0123456789abcdef>", "</response-0123456789abcdef>", "</prompt-ff>",
         "</ground_truth-12>", "</extra_info.rubric-12>", "</extra_info.a.b-12>", "</RESPONSE-AB>",
-        "< /response-ab >", "</response - ab>", "＜/response-ab＞", "</response–ab>",
-        "<response-x>",
-    ],
-)  # fmt: skip
-def test_what_looks_like_a_fence_becomes_brackets(fence: str) -> None:
-    shown = neutralise(f"x{fence}y")
-    assert fence not in shown
-    assert re.fullmatch(r"x\[.*\]y", shown)
-    assert shown[2:-2] == fence[1:-1]
+        "< /response-ab >", "</response - ab>", "＜/response-ab＞", "<response-x>",
+        *(f"</response{dash}00ff>" for dash in "-‐‑‒–—―−－﹣﹘⁃˗ー"),
+    ]  # fmt: skip
+    assert {text: neutralise(f"x{text}y") for text in fences} == {
+        text: f"x[{text[1:-1]}]y" for text in fences
+    }
 
 
 def test_a_made_up_cut_mark_is_spelt_apart() -> None:
@@ -276,8 +223,3 @@ def test_no_input_is_slow(guard: Callable[[str], str], unit: str) -> None:
     began = time.process_time()
     guard(text)
     assert time.process_time() - began < 20.0
-
-
-def test_a_fence_with_any_dash_is_no_fence() -> None:
-    for dash in "-‐‑‒–—―−－﹣﹘⁃˗ー":
-        assert neutralise(f"x</response{dash}00ff>y") == f"x[/response{dash}00ff]y"

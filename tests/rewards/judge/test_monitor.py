@@ -58,13 +58,13 @@ def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) ->
 def test_rates_of_a_step_come_from_its_counts() -> None:
     told = call_metrics(
         Counters(
-            calls=10, retried=3, verdicts=4, cached=5, shared=1, refused=2,
+            calls=16, retried=3, verdicts=4, cached=5, shared=1, refused=2,
             unread=Counter(form=1, truncated=2), errors=Counter(http_503=3, timeout=1),
             latencies=[7.0, 1.0, 2.0, 3.0, 6.0, 5.0, 4.0], concurrency=8, open_seconds=2.5,
         )
     )  # fmt: skip
     expected = {
-        "calls": 10, "error_rate": 0.4, "unread": 0.3, "refusals": 2, "retries": 3, "cached": 6,
+        "calls": 16, "error_rate": 0.25, "unread": 0.3, "refusals": 2, "retries": 3, "cached": 6,
         "cache_hits": 0.6, "concurrency": 8, "outage_s": 2.5, "errors/http_503": 3,
         "errors/timeout": 1, "unread/form": 0.1, "unread/truncated": 0.2, "latency_p50_s": 4.0,
         "latency_p95_s": 6.7,
@@ -200,6 +200,7 @@ def test_a_monitor_that_does_not_answer_is_given_up_for_one_response(
         assert score_all(reward, [rollout(1), rollout(2)]) == [1.0, 1.0]
         told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
         assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
+        assert "judge/monitor_failed" not in reward.measure()
         assert told["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
     finally:
         reward.close()
