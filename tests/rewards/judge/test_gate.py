@@ -13,18 +13,17 @@ from ppo_cli.rewards.judge.sanitise import content_free
 PROMPT = "What is the capital of France, and since when has it been so?"
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "", " ", "\n\n\t", "\u200b", "\u200b\u2060\ufeff", "\x00", ".", ":", ",", ";", "...", "…",
-        "—", "-", "?", "!!!", "。", "：", "、", "* * *", "---", "====", "+++", "$$", "━━━━",
-        "%", "[]", "{}", "()", '""', "''", "*", "&", "#", "\\", "....",
-        "■■■■", "\ufffd", "####", "```", "```\n```", "```python\n\n```", "\\boxed{}",
-        "$\\boxed{}$", "\\boxed{ }.", "<answer></answer>", "{", "()(", "| | |", "_",
-    ],
-)  # fmt: skip
-def test_nothing_but_signs(response: str) -> None:
-    assert content_free(PROMPT, response)
+SIGNS = [
+    "", " ", "\n\n\t", "\u200b", "\u200b\u2060\ufeff", "\x00", ".", ":", ",", ";", "...", "…",
+    "—", "-", "?", "!!!", "。", "：", "、", "* * *", "---", "====", "+++", "$$", "━━━━",
+    "%", "[]", "{}", "()", '""', "''", "*", "&", "#", "\\", "....",
+    "■■■■", "\ufffd", "####", "```", "```\n```", "```python\n\n```", "\\boxed{}",
+    "$\\boxed{}$", "\\boxed{ }.", "<answer></answer>", "{", "()(", "| | |", "_",
+]  # fmt: skip
+
+
+def test_nothing_but_signs() -> None:
+    assert [text for text in SIGNS if not content_free(PROMPT, text)] == []
 
 
 def test_what_shows_nothing_is_empty() -> None:
@@ -40,61 +39,63 @@ def test_what_shows_nothing_is_empty() -> None:
     assert content_free(PROMPT, "\u280b") is None  # braille with dots
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "Solution", "Solution:", "**Solution:**", "## Solution", "solution :", "SOLUTION:",
-        "Thought process:", "Thought process", "My thought process:", "Answer:", "**Answer**:",
-        "**Answer:**", "The answer is", "The answer is:", "The final answer is: $\\boxed{}$",
-        "Final answer:", "Let's solve this problem step by step.",
-        "Let’s solve this step by step.", "Let's think step by step",
-        "Okay, let's think step by step.", "Let me think step by step:",
-        "Let's break this problem down step by step.", "Let us solve this problem.",
-        "Let's break down the problem into smaller parts.", "I will solve this problem.",
-        "Sure! Let's solve the problem step by step.", "Step by step solution:", "Step 1:",
-        "Here is the solution:", "Here's my answer:", "To solve this problem,", "Explanation:",
-        "Reasoning:", "Analysis:", "Proof:", "Solution:\n\nAnswer:", "Thought process:\n\n---\n",
-        "Let's solve this problem step by step. Solution:", "# Solution\n\n## Final Answer\n",
-        "解", "解：", "解:", "解答：", "答案：", "答：", "解题过程：", "思考过程：",
-        "让我们一步一步思考。", "让我们一步一步地解决这个问题。", "かいせつ", "解説：", "答え：",
-        "풀이:", "정답:", "Respuesta", "Respuesta:", "Proceso de pensamiento:",
-        "Let me think about this carefully.", "Here's a step-by-step solution:",
-        "Here is the step by step solution to the problem:", "让我们一步一步地思考。",
-        "To solve this problem, we need to think step by step.", "我们来逐步分析这个问题：",
-        "We will solve this problem step by step as follows:", "Let me work through it carefully.",
-        "Resolvamos este problema paso a paso.", "Réponse :",
-        "Résolvons ce problème étape par étape.", "Lösung:", "Antwort:", "Gedankengang:",
-        "Lösen wir dieses Problem Schritt für Schritt.", "Soluzione:", "Risposta:", "Resposta:",
-        "Решение:", "Ответ:", "الحل:", "समाधान:", "Lời giải:",
-    ],
-)  # fmt: skip
-def test_lead_ins_in_many_languages(response: str) -> None:
-    assert content_free(PROMPT, response) == "a lead-in without an answer"
-    assert content_free(PROMPT, f"\n{response}  \n\n") == "a lead-in without an answer"
+LEAD_INS = [
+    "Solution", "Solution:", "**Solution:**", "## Solution", "solution :", "SOLUTION:",
+    "Thought process:", "Thought process", "My thought process:", "Answer:", "**Answer**:",
+    "**Answer:**", "The answer is", "The answer is:", "The final answer is: $\\boxed{}$",
+    "Final answer:", "Let's solve this problem step by step.",
+    "Let’s solve this step by step.", "Let's think step by step",
+    "Okay, let's think step by step.", "Let me think step by step:",
+    "Let's break this problem down step by step.", "Let us solve this problem.",
+    "Let's break down the problem into smaller parts.", "I will solve this problem.",
+    "Sure! Let's solve the problem step by step.", "Step by step solution:", "Step 1:",
+    "Here is the solution:", "Here's my answer:", "To solve this problem,", "Explanation:",
+    "Reasoning:", "Analysis:", "Proof:", "Solution:\n\nAnswer:", "Thought process:\n\n---\n",
+    "Let's solve this problem step by step. Solution:", "# Solution\n\n## Final Answer\n",
+    "解", "解：", "解:", "解答：", "答案：", "答：", "解题过程：", "思考过程：",
+    "让我们一步一步思考。", "让我们一步一步地解决这个问题。", "かいせつ", "解説：", "答え：",
+    "풀이:", "정답:", "Respuesta", "Respuesta:", "Proceso de pensamiento:",
+    "Let me think about this carefully.", "Here's a step-by-step solution:",
+    "Here is the step by step solution to the problem:", "让我们一步一步地思考。",
+    "To solve this problem, we need to think step by step.", "我们来逐步分析这个问题：",
+    "We will solve this problem step by step as follows:", "Let me work through it carefully.",
+    "Resolvamos este problema paso a paso.", "Réponse :",
+    "Résolvons ce problème étape par étape.", "Lösung:", "Antwort:", "Gedankengang:",
+    "Lösen wir dieses Problem Schritt für Schritt.", "Soluzione:", "Risposta:", "Resposta:",
+    "Решение:", "Ответ:", "الحل:", "समाधान:", "Lời giải:",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "4", "-3", "+5", "0", "0.5", "42.", "1/2", "1,000", "50%", "$5", "€", "B", "(B)", "[C]",
-        "A:", "B.", "a", "Q", "yes", "No", "no.", "Yes!", "x", "x = 3", "π", "∅", "∞", "½", "√2",
-        "≥", "→", "三", "是", "はい", "네", "да", "نعم", "हाँ",
-        "+", "=", "<", "&&", "👍", "👍👍👍", "😀", "♥", "Ok", "Hi!", "Paris",
-        "paris.", "None", "null", "True", "...4", "- 4", "**4**", "`4`", "\\boxed{4}",
-        "$\\boxed{\\emptyset}$", "#### 42", "Solution: 4", "The answer is 4", "The answer is B.",
-        "Answer: (A)", "解：4", "答案：是", "Answer:\n4",
-        "Let's solve this problem step by step. 2 + 2 = 4.", "Thought process: easy. So 4.",
-        "Result", "answer", "Proof", "Reply", "output.", "First", "Step 1", "Explanation",
-        "Let's think about it.", "Let me think.", "Here is the house.", "我们来分析",
-        "我们吃饭吧。",
-        "Let's go to the park.", "Let us see a movie together tonight",
-        "I will look for a new home.", "Sure", "Thanks!", "I don't know.", "print()",
-        "def f(): pass", "x -> y", "a|b", "¬p", "∧", "```python\nprint(4)\n```", "No solution",
-        "The solution is x=2", "Solution A", "!=", "^", "~x",
-    ],
-)  # fmt: skip
-def test_short_answers_are_never_touched(response: str) -> None:
-    assert content_free(PROMPT, response) is None
+def test_lead_ins_in_many_languages() -> None:
+    said = {
+        text: content_free(PROMPT, text)
+        for lead_in in LEAD_INS
+        for text in (lead_in, f"\n{lead_in}  \n\n")
+    }
+    assert said == dict.fromkeys(said, "a lead-in without an answer")
+
+
+ANSWERS = [
+    "4", "-3", "+5", "0", "0.5", "42.", "1/2", "1,000", "50%", "$5", "€", "B", "(B)", "[C]",
+    "A:", "B.", "a", "Q", "yes", "No", "no.", "Yes!", "x", "x = 3", "π", "∅", "∞", "½", "√2",
+    "≥", "→", "三", "是", "はい", "네", "да", "نعم", "हाँ",
+    "+", "=", "<", "&&", "👍", "👍👍👍", "😀", "♥", "Ok", "Hi!", "Paris",
+    "paris.", "None", "null", "True", "...4", "- 4", "**4**", "`4`", "\\boxed{4}",
+    "$\\boxed{\\emptyset}$", "#### 42", "Solution: 4", "The answer is 4", "The answer is B.",
+    "Answer: (A)", "解：4", "答案：是", "Answer:\n4",
+    "Let's solve this problem step by step. 2 + 2 = 4.", "Thought process: easy. So 4.",
+    "Result", "answer", "Proof", "Reply", "output.", "First", "Step 1", "Explanation",
+    "Let's think about it.", "Let me think.", "Here is the house.", "我们来分析",
+    "我们吃饭吧。",
+    "Let's go to the park.", "Let us see a movie together tonight",
+    "I will look for a new home.", "Sure", "Thanks!", "I don't know.", "print()",
+    "def f(): pass", "x -> y", "a|b", "¬p", "∧", "```python\nprint(4)\n```", "No solution",
+    "The solution is x=2", "Solution A", "!=", "^", "~x",
+]  # fmt: skip
+
+
+def test_short_answers_are_never_touched() -> None:
+    assert [text for text in ANSWERS if content_free(PROMPT, text)] == []
 
 
 @given(st.integers() | st.floats(allow_nan=False) | st.characters(categories=["Lu", "Ll", "Nd"]))
@@ -152,16 +153,16 @@ def test_a_lone_sign_that_the_prompt_offers_is_an_answer() -> None:
     assert content_free("What is two minus one?", "-") is not None
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        PROMPT, PROMPT.upper(), PROMPT.rstrip("?"), f"{PROMPT}\n{PROMPT}", f"  {PROMPT} ",
-        f"Question: {PROMPT}", f"**{PROMPT}**", f"> {PROMPT}", PROMPT.replace(",", ""),
-        PROMPT.replace(", and", ""), f"{PROMPT} {PROMPT} {PROMPT}", PROMPT.replace(" ", "  "),
-    ],
-)  # fmt: skip
-def test_the_prompt_repeated(response: str) -> None:
-    assert content_free(PROMPT, response) == "only the prompt repeated"
+REPEATED = [
+    PROMPT, PROMPT.upper(), PROMPT.rstrip("?"), f"{PROMPT}\n{PROMPT}", f"  {PROMPT} ",
+    f"Question: {PROMPT}", f"**{PROMPT}**", f"> {PROMPT}", PROMPT.replace(",", ""),
+    PROMPT.replace(", and", ""), f"{PROMPT} {PROMPT} {PROMPT}", PROMPT.replace(" ", "  "),
+]  # fmt: skip
+
+
+def test_the_prompt_repeated() -> None:
+    said = {text: content_free(PROMPT, text) for text in REPEATED}
+    assert said == dict.fromkeys(REPEATED, "only the prompt repeated")
 
 
 @pytest.mark.parametrize(

@@ -216,31 +216,6 @@ def test_canaries_go_past_gate_and_cache(make: Make, server: JudgeServer) -> Non
     assert server.count == 9  # one verdict, twice four canaries
 
 
-def test_a_monitor_reads_a_share_and_rewards_nothing(make: Make, server: JudgeServer) -> None:
-    def opinion(system: str, user: str) -> int:
-        return 10
-
-    server.score = opinion
-    monitor = {
-        "type": "claude", "model": "judge-2", "base_url": server.url("claude"),
-        "key_env": "OTHER_KEY", "share": 1.0,
-    }  # fmt: skip
-    reward = make(monitor=monitor, price_input=1.0, price_output=1.0)
-    server.fail("refusal", paths=("/v1/messages",), times=1)
-    scores = score_all(reward, [right(n) for n in range(8)])
-    assert [s.value for s in scores] == [1.0] * 8
-    metrics: dict[str, float] = {}
-    for _ in range(200):
-        metrics |= reward.measure()
-        if server.count == 16 and {"judge/monitor_mean", "judge/monitor_failed"} <= metrics.keys():
-            break
-        time.sleep(0.05)
-    assert metrics["judge/monitor_mean"] == 1.0 and metrics["judge/monitor_failed"] == 1.0
-    assert metrics["judge/monitor_gap"] == 0.0
-    paths = [call.path for call in server.calls]
-    assert sum("messages" in path for path in paths) == 8
-
-
 def test_a_budget_holds_for_the_monitor_too(make: Make, server: JudgeServer) -> None:
     monitor = {"type": "openai", "model": "nobody-knows", "base_url": "http://example.com/v1",
                "key_env": "OTHER_KEY"}  # fmt: skip

@@ -191,9 +191,10 @@ def test_a_monitor_is_asked_little_at_once_and_never_given_up(
     assert monitor._patience == 14.0
 
 
-def test_a_monitor_that_does_not_answer_is_given_up_for_one_response(
+def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
     server: JudgeServer, tmp_path: Path
 ) -> None:
+    server.fail("refusal", paths=("/v1/messages",), times=1)
     server.fail("hang", paths=("/v1/messages",))
     reward = JudgeReward(watched(server, tmp_path, timeout=0.2), environ=KEYS)
     try:
