@@ -54,8 +54,8 @@ class Price:
 
 def find_price(api: ApiReward) -> Price | None:
     """Return the price of a judge's model, or None when nobody knows it."""
-    if (own := _from_settings(api)) is not None:
-        return own
+    if api.price_input is not None and api.price_output is not None:
+        return Price(api.price_input, api.price_output, None, "the settings")
     files = [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
     for file in files:
         if (price := _from_file(file, api)) is not None:
@@ -73,18 +73,6 @@ def is_local(base_url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
-
-
-def _from_settings(api: ApiReward) -> Price | None:
-    if api.price_input is None and api.price_output is None:
-        return None
-    if api.price_input is None or api.price_output is None:
-        given, missing = ("output", "input") if api.price_input is None else ("input", "output")
-        raise RewardError(
-            f"--rm_price_{given} was given without --rm_price_{missing}: a price needs both, in US "
-            "dollars for a million tokens."
-        )
-    return Price(api.price_input, api.price_output, None, "the settings")
 
 
 def _from_file(file: Path, api: ApiReward) -> Price | None:

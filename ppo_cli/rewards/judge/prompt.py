@@ -341,7 +341,10 @@ def load_preset(name: str) -> Template:
 
 def load_template(api: ApiReward) -> Template:
     """Build the judge prompt that the settings ask for; whatever is wrong is a RewardError."""
-    found = _base(api)
+    if api.prompt_file is not None:
+        found = read_template(Path(api.prompt_file).expanduser())
+    else:
+        found = load_preset(api.prompt_preset)
     if api.scoring_prompt is not None:
         found = _own_scoring(api, found)
     if api.system_prompt is not None:
@@ -352,12 +355,6 @@ def load_template(api: ApiReward) -> Template:
     if api.scale is not None:
         found = replace(found, scale=parse_scale(api.scale, SCALE_FLAG))
     return found if api.output is None else replace(found, output=api.output)
-
-
-def _base(api: ApiReward) -> Template:
-    if api.prompt_file is not None:
-        return read_template(Path(api.prompt_file).expanduser())
-    return load_preset(api.prompt_preset)
 
 
 def _own_scoring(api: ApiReward, base: Template) -> Template:

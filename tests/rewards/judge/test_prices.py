@@ -86,12 +86,6 @@ def test_the_settings_win() -> None:
     assert price == Price(1.0, 2.0, None, "the settings")
 
 
-@pytest.mark.parametrize(("given", "missing"), [("input", "output"), ("output", "input")])
-def test_half_a_price_is_refused(given: str, missing: str) -> None:
-    with pytest.raises(RewardError, match=f"--rm_price_{given} .* --rm_price_{missing}"):
-        find_price(api(**{f"price_{given}": 1.0}))
-
-
 def write(folder: Path, text: str) -> str:
     file = folder / "prices.yaml"
     file.write_text(text, encoding="utf-8")

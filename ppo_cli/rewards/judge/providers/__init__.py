@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.errors import MissingPart, RewardError
+from ppo_cli.errors import MissingPart
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key, api_key
 
@@ -27,16 +27,11 @@ def build_provider(
 ) -> SdkProvider:
     """Return the judge's provider; no call is made, and no SDK is imported yet.
 
-    Raises RewardError for a missing key or model or an unusable address, MissingPart for an SDK
-    that is not installed.
+    Raises RewardError for a missing key or an unusable address, MissingPart for an SDK that is
+    not installed.
     """
     given = api if isinstance(api, Endpoint) else Endpoint.of(api)
-    given.named_model()
     known, provider = JUDGES[given.type], provider_class(given.type)
-    if given.mode == "decision" and known.decides is None:
-        raise RewardError(
-            f"{given.type} has no decision endpoint: leave {given.flags}_mode at text."
-        )
     endpoint = provider.locate(given, environ)
     own_server = known.keyless and endpoint.base_url != known.url
     key = api_key(given.type, environ, key_env=given.key_env, optional=own_server)

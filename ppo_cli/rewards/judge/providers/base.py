@@ -78,7 +78,7 @@ class SdkProvider(ABC):
 
     def __init__(self, endpoint: Endpoint, key: Key) -> None:
         self.endpoint = endpoint
-        self.model = endpoint.named_model()
+        self.model = endpoint.model.strip()
         self.base_url = str(endpoint.base_url)
         self._key = key
         hide(key.value)  # a gateway may send it back in any part of a reply

@@ -69,7 +69,7 @@ class Endpoint:
     """Everything that makes one provider; `flags` is how its flags begin."""
 
     type: JudgeType
-    model: str | None
+    model: str
     base_url: str | None = None
     key_env: str | None = None
     temperature: float | None = None
@@ -81,7 +81,13 @@ class Endpoint:
     def of(cls, api: ApiReward) -> Endpoint:
         """The judge that rewards."""
         return cls(
-            api.type, api.model, api.base_url, api.key_env, api.temperature, api.votes, api.mode
+            api.type,
+            api.model or "",
+            api.base_url,
+            api.key_env,
+            api.temperature,
+            api.votes,
+            api.mode,
         )
 
     @classmethod
@@ -95,19 +101,7 @@ class Endpoint:
         base_url, key_env = told.base_url, told.key_env
         if not base_url and told.type == api.type:
             base_url, key_env = api.base_url, key_env or api.key_env
-        return cls(told.type, told.model, base_url, key_env, flags="--rm_monitor")
-
-    def named_model(self) -> str:
-        """The model's name, or a RewardError that says how to give one."""
-        if self.model and self.model.strip():
-            return self.model.strip()
-        known = JUDGES[self.type]
-        example = (known.decides if self.mode == "decision" else None) or known.example
-        raise RewardError(
-            f"Name the judge's model at {self.type} with {self.flags}_model, "
-            f"for example {self.flags}_model {example} (the names that your account may use "
-            "stand on the provider's page)."
-        )
+        return cls(told.type, told.model or "", base_url, key_env, flags="--rm_monitor")
 
 
 def clean_url(url: str, pasted: str, path: str, source: str = "--rm_base_url") -> str:

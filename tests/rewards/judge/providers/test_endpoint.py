@@ -14,14 +14,6 @@ from ppo_cli.rewards.judge.providers import Endpoint, build_provider, provider_c
 from tests.judge_server.asking import KEYS, SECRET
 
 
-def test_a_missing_model_is_asked_for_with_an_example() -> None:
-    with pytest.raises(RewardError, match=r"--rm_model, for example --rm_model qwen-plus"):
-        build_provider(ApiReward(type="dashscope"), environ=KEYS)
-    api = ApiReward.model_validate({"monitor": {"type": "gemini"}})
-    with pytest.raises(RewardError, match=r"--rm_monitor_model"):
-        build_provider(Endpoint.of_monitor(api), environ=KEYS)
-
-
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "installed", lambda module: False)
     with pytest.raises(MissingPart, match="pip install google-genai"):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
 from ppo_cli.rewards.judge.providers import (
     Endpoint,
@@ -327,11 +326,6 @@ def test_a_decision_can_be_refused(server: JudgeServer, wire: str, cause: str) -
     assert isinstance(error, JudgeError)
     assert (error.kind, error.cause) == (Failure.REFUSED, cause)
     assert error.usage.input > 0
-
-
-def test_claude_has_no_decision_endpoint() -> None:
-    with pytest.raises(RewardError, match="no decision endpoint"):
-        build_provider(Endpoint("claude", "m", mode="decision"), environ=KEYS)
 
 
 # --- odds and ends ------------------------------------------------------------------------------
