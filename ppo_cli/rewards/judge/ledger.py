@@ -207,10 +207,6 @@ class Spent:
     def __add__(self, other: Spent) -> Spent:
         return Spent(self.calls + other.calls, self.usage + other.usage, self.usd + other.usd)
 
-    def __sub__(self, other: Spent) -> Spent:
-        minus = Usage(-other.usage.input, -other.usage.output, -other.usage.cached_input)
-        return Spent(self.calls - other.calls, self.usage + minus, self.usd - other.usd)
-
 
 @dataclass(eq=False)
 class Guest:
@@ -221,9 +217,6 @@ class Guest:
     provider: str
     model: str
     spent: Spent = field(default_factory=Spent)
-
-    def __post_init__(self) -> None:
-        _need_price(self.ledger.budget_usd, self.price, self.model)
 
     async def reserve(self, question: Question) -> Reservation:
         """Set aside the worst case of one call; see `Ledger.reserve`."""
@@ -261,13 +254,19 @@ class Ledger:
         provider: str = "",
         model: str = "",
     ) -> None:
-        _need_price(budget_usd, price, model)
+        if budget_usd is not None and price is None:
+            raise RewardError(
+                f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
+                f"{f' {model}' if model else ''}, which is not known. Give it with "
+                "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
+                "file with --rm_prices, or limit tokens with --rm_budget_tokens."
+            )
         self.price = price
         self.budget_usd = budget_usd
         self.budget_tokens = budget_tokens
         self._named = {"provider": provider, "model": model}
         self._total = Spent()
-        self._taken = Spent()
+        self._new = Spent()
         self._open: set[Reservation] = set()
         self._settled = asyncio.Event()  # a new one after each settled call
         self._lock = threading.Lock()
@@ -293,8 +292,8 @@ class Ledger:
     def take(self) -> Spent:
         """Return what was booked since the last call of this method."""
         with self._lock:
-            since, self._taken = self._total - self._taken, self._total
-        return since
+            taken, self._new = self._new, Spent()
+        return taken
 
     async def reserve(self, question: Question, *, guest: Guest | None = None) -> Reservation:
         """Set aside the worst case of one call, waiting while others may settle lower.
@@ -370,14 +369,15 @@ class Ledger:
         line = json.dumps(
             {"time": round(time.time(), 3)}
             | named
-            | {"outcome": _word(outcome), "input": usage.input, "output": usage.output}
+            | {"outcome": outcome, "input": usage.input, "output": usage.output}
             | {"cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4)}
-            | ({"note": _word(note)} if note else {})
+            | ({"note": note} if note else {})
         )
         with self._lock:
-            self._total = self._total + Spent(1, usage, usd)
+            spent = Spent(1, usage, usd)
+            self._total, self._new = self._total + spent, self._new + spent
             if guest:
-                guest.spent = guest.spent + Spent(1, usage, usd)
+                guest.spent = guest.spent + spent
             self._unwritten.append(line)
             self._write()
         return usd
@@ -394,7 +394,7 @@ class Ledger:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" if torn else "")
         self._path = path
-        self._total, self._taken = self._total + earlier, self._taken + earlier
+        self._total = self._total + earlier
         self._write()
 
     def _write(self) -> None:
@@ -408,21 +408,6 @@ class Ledger:
                 logger.warning("cannot write the judge's ledger: %s", problem.strerror)
             self._complained = True
         self._unwritten.clear()
-
-
-def _need_price(budget_usd: float | None, price: Price | None, model: str) -> None:
-    if budget_usd is not None and price is None:
-        raise RewardError(
-            f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
-            f"{f' {model}' if model else ''}, which is not known. Give it with "
-            "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
-            "file with --rm_prices, or limit tokens with --rm_budget_tokens."
-        )
-
-
-def _word(text: str) -> str:
-    """Keep a short plain word: the ledger holds no text of requests or replies."""
-    return re.sub(r"[^\w .:/-]", "", text)[:40]
 
 
 def _booked(text: str) -> Iterator[Spent]:

@@ -290,19 +290,6 @@ def test_a_torn_last_line_is_passed_over_and_the_next_one_is_whole(tmp_path: Pat
         asyncio.run(call(after, Usage(10, 1)))
 
 
-def test_no_text_of_a_request_or_a_reply_reaches_the_file(tmp_path: Path) -> None:
-    book, path = ledger(), tmp_path / "ledger.jsonl"
-    book.attach(path)
-
-    async def one() -> None:
-        held = await book.reserve(question("my private question"))
-        held.settle(Usage(1, 1), "ok", 0.1, "vote 2 " + "long reply " * 50)
-
-    asyncio.run(one())
-    assert "private" not in path.read_text(encoding="utf-8")
-    assert len(str(lines(path)[0]["note"])) <= 40
-
-
 def test_a_file_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(RewardError, match=r"ledger in .*file"):

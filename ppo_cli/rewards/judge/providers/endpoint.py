@@ -81,14 +81,9 @@ class Endpoint:
     def of(cls, api: ApiReward) -> Endpoint:
         """The judge that rewards."""
         return cls(
-            api.type,
-            api.model or "",
-            api.base_url,
-            api.key_env,
-            api.temperature,
-            api.votes,
+            api.type, api.model or "", api.base_url, api.key_env, api.temperature, api.votes,
             api.mode,
-        )
+        )  # fmt: skip
 
     @classmethod
     def of_monitor(cls, api: ApiReward) -> Endpoint:
