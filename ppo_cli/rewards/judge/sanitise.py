@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from typing import Any, NamedTuple
+from typing import Any
 
 import regex
 
@@ -94,14 +94,6 @@ FENCES = re.compile(
 CUT_MARKS = re.compile(r"\[(?=cut-\w)", re.IGNORECASE)
 
 
-class Cut(NamedTuple):
-    """A text cut in the middle; `left_out` is 0, and `tail` empty, when it was short enough."""
-
-    head: str
-    left_out: int
-    tail: str
-
-
 def clean(text: str) -> str:
     """Return the text without invisible characters, its line ends as newlines, in NFC."""
     return unicodedata.normalize("NFC", INVISIBLE.sub("", LINE_ENDS.sub("\n", text)))
@@ -140,17 +132,18 @@ def _is_plain_tag(tag: re.Match[str]) -> bool:
     return bool(_TYPE.fullmatch(word) or (behind_a_name and _MIXED_CASE.fullmatch(word)))
 
 
-def cut_middle(text: str, most: int) -> Cut:
+def cut_middle(text: str, most: int) -> tuple[str, int, str]:
     """Keep at most `most` characters: two thirds of them head, one third tail.
 
+    Returns head, number of characters left out, and tail; 0 and "" when it was short enough.
     The head shows what the response set out to do and how, which needs room; the tail holds
     its conclusion, which is short but must not be lost.
     """
     if len(text) <= most:
-        return Cut(text, 0, "")
+        return text, 0, ""
     tail = most // 3
     head = most - tail
-    return Cut(text[:head], len(text) - most, text[len(text) - tail :] if tail else "")
+    return text[:head], len(text) - most, text[len(text) - tail :] if tail else ""
 
 
 def _phrases(listed: str) -> frozenset[str]:
