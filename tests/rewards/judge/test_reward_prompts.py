@@ -10,15 +10,11 @@ from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
-from ppo_cli.rewards.judge.prompt import Case, Material, load_preset, load_template, preset_names
+from ppo_cli.rewards.judge.prompt import Material, load_preset, load_template, preset_names
 from ppo_cli.rewards.judge.sanitise import content_free
 
 NAMES = ("code", "dialogue", "math", "safety")
-CASES = [
-    pytest.param(name, case, id=f"{name}-{case.name}")
-    for name in NAMES
-    for case in load_preset(name).cases
-]
+CASES = [(load_preset(name), case) for name in NAMES for case in load_preset(name).cases]
 
 
 def test_the_bundled_prompts_are_those_of_the_setting() -> None:
@@ -82,32 +78,18 @@ def test_there_are_cases_on_both_sides(name: str) -> None:
     assert any("terse" in case.name or "short" in case.name for case in cases)
 
 
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_a_case_can_be_asked(name: str, case: Case) -> None:
-    template = load_preset(name)
-    template.check([case.material])
-    question = template.question(case.material, nonce="00aa")
-    assert "<response-00aa>" in question.user
-    low = template.scale.low if case.at_least is None else case.at_least
-    high = template.scale.high if case.at_most is None else case.at_most
-    assert low <= high
-
-
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_the_gate_agrees_with_the_case(name: str, case: Case) -> None:
-    material = case.material
-    gated = content_free(material.prompt, material.response, material.ground_truth)
-    assert gated is None or case.at_least is None
-
-
-def test_another_instruction_in_the_response_stays_in_its_fence() -> None:
-    for name in NAMES:
-        template = load_preset(name)
-        for case in template.cases:
-            user = template.question(case.material, nonce="00aa").user
-            assert user.count("</response-00aa>") == 1
-            closing = user.rpartition("</response-00aa>")[2]
-            assert closing.strip().startswith("What stands between tags that end in -00aa")
+def test_each_case_can_be_asked_and_agrees_with_the_gate() -> None:
+    for template, case in CASES:
+        material = case.material
+        template.check([material])
+        user = template.question(material, nonce="00aa").user
+        assert user.count("</response-00aa>") == user.count("<response-00aa>") == 1
+        closing = user.rpartition("</response-00aa>")[2]
+        assert closing.strip().startswith("What stands between tags that end in -00aa")
+        low = template.scale.low if case.at_least is None else case.at_least
+        assert low <= (template.scale.high if case.at_most is None else case.at_most)
+        gated = content_free(material.prompt, material.response, material.ground_truth)
+        assert gated is None or case.at_least is None, (template.name, case.name)
 
 
 def test_math_rows_without_a_reference_are_named() -> None:
