@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ppo_cli.config.reward_schema import ApiReward
@@ -23,7 +23,7 @@ from ppo_cli.rewards.judge.prompt import (
     preset_path,
     readable,
 )
-from ppo_cli.rewards.judge.providers import Endpoint, Key, provider_class
+from ppo_cli.rewards.judge.providers import Key, provider_class
 from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.trust.rows import RESPONSE, read_response
@@ -71,11 +71,9 @@ def wire_form(
     Neither a key nor the SDK is needed, and nothing is sent. What a model refuses is left out
     by later calls.
     """
-    given = Endpoint.of(api)
     # Without a model the rest can be shown all the same.
-    kind = provider_class(api.type)
-    endpoint = kind.locate(replace(given, model=api.model or UNNAMED), environ)
-    provider = kind(endpoint, Key(NO_KEY, ""))
+    kind, named = provider_class(api.type), api.model_copy(update={"model": api.model or UNNAMED})
+    provider = kind(named, kind.locate(api, environ), Key(NO_KEY, ""))
     asked = (
         provider.decide(Recorder(), question, api.timeout)
         if api.mode == "decision"

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
-from ppo_cli.rewards.judge.providers import Endpoint, build_provider
+from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from tests.judge_server.server import JudgeServer
 
@@ -37,10 +38,15 @@ def make_question(response: str = "The answer is 42.", truth: str = "42", **more
 
 def judge_at(server: JudgeServer, wire: str, **more: Any) -> SdkProvider:
     """A provider that asks the loopback server over one wire."""
-    environ = more.pop("environ", KEYS)
+    made = {name: more.pop(name) for name in ("environ", "flags") if name in more}
     model = more.pop("model", "judge-model")
-    endpoint = Endpoint(WIRES[wire], model, server.url(wire), **more)
-    return build_provider(endpoint, environ=environ)
+    api = judge_api(WIRES[wire], model, server.url(wire), **more)
+    return build_provider(api, **{"environ": KEYS} | made)
+
+
+def judge_api(kind: str, model: str = "m", base_url: str | None = None, **more: Any) -> ApiReward:
+    """Settings of a judge at one provider."""
+    return ApiReward.model_validate({"type": kind, "model": model, "base_url": base_url} | more)
 
 
 def on_a_loop(provider: SdkProvider, work: Callable[[SdkProvider], Awaitable[T]]) -> T:

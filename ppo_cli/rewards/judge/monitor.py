@@ -20,7 +20,7 @@ from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, find_price
-from ppo_cli.rewards.judge.providers import Endpoint, build_provider
+from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.remote.limiter import Limits
 
 
@@ -157,18 +157,15 @@ class Monitor:
         """Build the monitor that the settings ask for; None when they name no model."""
         if api.monitor.model is None:
             return None
-        # Prices given for the judge's model are not those of another one.
-        judge = api.monitor
-        update = {"type": judge.type, "model": judge.model, "base_url": judge.base_url}
-        update |= {"price_input": None, "price_output": None}
-        provider = build_provider(Endpoint.of_monitor(api), environ=environ)
-        price = find_price(api.model_copy(update=update))
+        judge = monitor_of(api)
+        provider = build_provider(judge, environ=environ, flags="--rm_monitor")
+        price = find_price(judge)
         if price is None and api.budget_usd is not None:
             raise RewardError(
                 f"A budget in dollars needs the price of the monitoring judge's model "
                 f"{provider.model}, which is not known: give it in a file with --rm_prices."
             )
-        guest = Guest(ledger, price, api.monitor.type, provider.model)
+        guest = Guest(ledger, price, judge.type, provider.model)
         # It never gives up for good, and its callers wait no longer than `watch` allows.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
         client = JudgeClient(provider, limits=limits, ledger=guest, cache=cache)

@@ -29,7 +29,7 @@ from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, find_price
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
 from ppo_cli.rewards.judge.prompt import load_template, material_of, readable
-from ppo_cli.rewards.judge.providers import Endpoint, build_provider
+from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.remote.limiter import Limits
 from ppo_cli.rewards.remote.loop_thread import LoopThread
@@ -365,7 +365,7 @@ class JudgeReward(Reward):
         self.name = name
         self._api = api
         self.template = load_template(api)
-        provider = build_provider(Endpoint.of(api), environ=environ)
+        provider = build_provider(api, environ=environ)
         self._ledger = Ledger(
             find_price(api),
             budget_usd=api.budget_usd,

@@ -11,9 +11,9 @@ from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key, api_key
+from ppo_cli.rewards.judge.providers.endpoint import Key, api_key, monitor_of
 
-__all__ = ["Endpoint", "Key", "api_key", "build_provider", "provider_class"]
+__all__ = ["Key", "api_key", "build_provider", "monitor_of", "provider_class"]
 
 
 def provider_class(kind: str) -> type[SdkProvider]:
@@ -23,29 +23,28 @@ def provider_class(kind: str) -> type[SdkProvider]:
 
 
 def build_provider(
-    api: ApiReward | Endpoint, *, environ: Mapping[str, str] = os.environ
+    api: ApiReward, *, environ: Mapping[str, str] = os.environ, flags: str = "--rm"
 ) -> SdkProvider:
     """Return the judge's provider; no call is made, and no SDK is imported yet.
 
-    Raises RewardError for a missing key or an unusable address, MissingPart for an SDK that is
-    not installed.
+    `flags` is how its flags begin. Raises RewardError for a missing key or an unusable address,
+    MissingPart for an SDK that is not installed.
     """
-    given = api if isinstance(api, Endpoint) else Endpoint.of(api)
-    known, provider = JUDGES[given.type], provider_class(given.type)
-    endpoint = provider.locate(given, environ)
-    own_server = known.keyless and endpoint.base_url != known.url
-    key = api_key(given.type, environ, key_env=given.key_env, optional=own_server)
+    known, provider = JUDGES[api.type], provider_class(api.type)
+    base_url = provider.locate(api, environ, flags)
+    own_server = known.keyless and base_url != known.url
+    key = api_key(api.type, environ, key_env=api.key_env, optional=own_server)
     if not installed(provider.module):
         raise MissingPart(
-            f"A judge at {given.type} needs the {provider.package} package: "
+            f"A judge at {api.type} needs the {provider.package} package: "
             f"pip install {provider.package}"
         )
-    if given.mode == "decision" and not installed(provider.decisions):
+    if api.mode == "decision" and not installed(provider.decisions):
         raise MissingPart(
             f"--rm_mode decision needs a newer {provider.package}: "
             f"pip install --upgrade {provider.package}"
         )
-    return provider(endpoint, key)
+    return provider(api, base_url, key, flags)
 
 
 def installed(module: str) -> bool:

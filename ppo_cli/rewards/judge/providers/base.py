@@ -22,10 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.providers.endpoint import Endpoint, Key, clean_url
+from ppo_cli.rewards.judge.providers.endpoint import Key, clean_url
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     about_the_form,
@@ -76,17 +77,17 @@ class SdkProvider(ABC):
     pasted: ClassVar[str]  # the end of a path that people paste along; the SDK adds it itself
     path: ClassVar[str] = ""  # of an address that comes without one
 
-    def __init__(self, endpoint: Endpoint, key: Key) -> None:
-        self.endpoint = endpoint
-        self.model = endpoint.model.strip()
-        self.base_url = str(endpoint.base_url)
+    def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
+        self.api = api
+        self.model = (api.model or "").strip()
+        self.base_url = base_url
         self._key = key
         hide(key.value)  # a gateway may send it back in any part of a reply
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,
-                                endpoint.flags)  # fmt: skip
-        self._options = [] if endpoint.mode == "decision" else self.options()
+                                flags)  # fmt: skip
+        self._options = [] if api.mode == "decision" else self.options()
         self._dropped: dict[str, str] = {}
         self._worked: Form | None = None  # the last form in which a call went through
 
@@ -99,21 +100,21 @@ class SdkProvider(ABC):
         return JUDGES[cls.name].url
 
     @classmethod
-    def locate(cls, endpoint: Endpoint, environ: Mapping[str, str]) -> Endpoint:
-        """The same endpoint with a base_url that is set and in the form that the SDK takes."""
-        places = {f"{endpoint.flags}_base_url": endpoint.base_url}
-        for variable in () if endpoint.base_url else JUDGES[cls.name].url_variables:
+    def locate(cls, api: ApiReward, environ: Mapping[str, str], flags: str = "--rm") -> str:
+        """The address of the settings, of a variable or of the provider, as the SDK takes it."""
+        places = {f"{flags}_base_url": api.base_url}
+        for variable in () if api.base_url else JUDGES[cls.name].url_variables:
             places[variable] = environ.get(variable, "").strip()
         for source, given in places.items():
             if given:
-                return replace(endpoint, base_url=clean_url(given, cls.pasted, cls.path, source))
-        return replace(endpoint, base_url=cls.home(environ))
+                return clean_url(given, cls.pasted, cls.path, source)
+        return cls.home(environ)
 
     def sampling(self) -> float | None:
         """Temperature to ask for: 0, or 0.7 with several votes; None: the model's own."""
-        if self.endpoint.temperature is not None:
-            return self.endpoint.temperature
-        return 0.0 if self.endpoint.votes == 1 else 0.7
+        if self.api.temperature is not None:
+            return self.api.temperature
+        return 0.0 if self.api.votes == 1 else 0.7
 
     @abstractmethod
     def options(self) -> Sequence[Option]:
@@ -143,9 +144,9 @@ class SdkProvider(ABC):
             "provider": self.name,
             "model": self.model,
             "endpoint": f"{where.netloc}{where.path}",
-            "mode": self.endpoint.mode,
+            "mode": self.api.mode,
         }
-        if self.endpoint.mode == "text":
+        if self.api.mode == "text":
             known["temperature"] = self.sampling()
         return json.dumps(known, sort_keys=True)
 
@@ -212,7 +213,7 @@ class SdkProvider(ABC):
         while True:
             form = self.form(guessed)
             try:
-                if self.endpoint.mode == "decision":
+                if self.api.mode == "decision":
                     reply = await self.decide(client, question, timeout)
                 else:
                     reply = await self.judge(client, question, form, timeout)

@@ -39,7 +39,7 @@ class Judge(SdkProvider):
 
     def sampling(self) -> float | None:
         """Only what was asked for: current models take none."""
-        return self.endpoint.temperature
+        return self.api.temperature
 
     def options(self) -> Sequence[Option]:
         """Temperature only when it was asked for: current models take none."""

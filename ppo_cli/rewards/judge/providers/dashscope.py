@@ -67,7 +67,7 @@ class Judge(SdkProvider):
         hush("dashscope.v2")  # it warns of every failed attempt
         compatible = "/compatible-mode" in self.base_url
         base = self.base_url
-        if self.endpoint.mode == "decision":  # it lives under the compatible path only
+        if self.api.mode == "decision":  # it lives under the compatible path only
             base = re.sub(r"/api/v1$", "/compatible-mode/v1", base)
         return AsyncClient(
             api_key=key,

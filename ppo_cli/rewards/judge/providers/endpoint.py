@@ -1,4 +1,4 @@
-"""The endpoint of a judge: settings, URL and key of a provider.
+"""Where a judge is asked: settings, URL and key of a provider.
 
 No key ever stands in a message or a repr.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward, JudgeType
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 
 # What a server without keys is sent: the SDK insists on something.
@@ -64,39 +63,21 @@ def check_key(value: str, variable: str) -> str:
     return value
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Everything that makes one provider; `flags` is how its flags begin."""
+def monitor_of(api: ApiReward) -> ApiReward:
+    """The settings of the judge that is only compared with the first.
 
-    type: JudgeType
-    model: str
-    base_url: str | None = None
-    key_env: str | None = None
-    temperature: float | None = None
-    votes: int = 1
-    mode: Literal["text", "decision"] = "text"
-    flags: str = "--rm"
-
-    @classmethod
-    def of(cls, api: ApiReward) -> Endpoint:
-        """The judge that rewards."""
-        return cls(
-            api.type, api.model or "", api.base_url, api.key_env, api.temperature, api.votes,
-            api.mode,
-        )  # fmt: skip
-
-    @classmethod
-    def of_monitor(cls, api: ApiReward) -> Endpoint:
-        """The judge that is only compared with the first.
-
-        One of the same type without an address of its own is asked where the first one is, with
-        the same key: a gateway's key is not for the provider's public address.
-        """
-        told = api.monitor
-        base_url, key_env = told.base_url, told.key_env
-        if not base_url and told.type == api.type:
-            base_url, key_env = api.base_url, key_env or api.key_env
-        return cls(told.type, told.model or "", base_url, key_env, flags="--rm_monitor")
+    One of the same type without an address of its own is asked where the first one is, with the
+    same key: a gateway's key is not for the provider's public address. Temperature, votes, mode
+    and prices are the first judge's own.
+    """
+    given = api.monitor
+    base_url, key_env = given.base_url, given.key_env
+    if not base_url and given.type == api.type:
+        base_url, key_env = api.base_url, key_env or api.key_env
+    named = {"type": given.type, "model": given.model, "base_url": base_url, "key_env": key_env}
+    usual = ("temperature", "votes", "mode", "price_input", "price_output")
+    own = {name: ApiReward.model_fields[name].default for name in usual}
+    return api.model_copy(update=named | own)
 
 
 def clean_url(url: str, pasted: str, path: str, source: str = "--rm_base_url") -> str:

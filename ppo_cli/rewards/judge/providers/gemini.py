@@ -83,7 +83,7 @@ class Judge(SdkProvider):
         hush("google_genai._api_client")  # it names the wrong variable when both hold a key
         found = _VERSION.match(self.base_url)
         base, version = found.groups() if found else (self.base_url, None)
-        if version is None and self.endpoint.mode == "decision":
+        if version is None and self.api.mode == "decision":
             version = "v1beta"  # where the decision endpoint is documented
         self._session = open_session()
         http = types.HttpOptions(

@@ -7,20 +7,19 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge import providers
-from ppo_cli.rewards.judge.providers import Endpoint, build_provider, provider_class
-from tests.judge_server.asking import KEYS, SECRET
+from ppo_cli.rewards.judge.providers import build_provider, monitor_of, provider_class
+from tests.judge_server.asking import KEYS, SECRET, judge_api
 
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "installed", lambda module: False)
     with pytest.raises(MissingPart, match="pip install google-genai"):
-        build_provider(Endpoint("gemini", "m"), environ=KEYS)
+        build_provider(judge_api("gemini", "m"), environ=KEYS)
     monkeypatch.setattr(providers, "installed", lambda module: "decision" not in module)
     with pytest.raises(MissingPart, match="pip install --upgrade openai"):
-        build_provider(Endpoint("openai", "m", mode="decision"), environ=KEYS)
+        build_provider(judge_api("openai", "m", mode="decision"), environ=KEYS)
 
 
 def test_installed_looks_without_importing() -> None:
@@ -31,62 +30,52 @@ def test_installed_looks_without_importing() -> None:
 
 def test_identity_holds_what_matters_and_no_key() -> None:
     def identity(**changes: Any) -> str:
-        told = {"type": "openai", "model": "m", "base_url": "http://h:1/v1", **changes}
-        return build_provider(Endpoint(**told), environ=KEYS).identity
+        told = {"kind": "openai", "base_url": "http://h:1/v1", **changes}
+        return build_provider(judge_api(**told), environ=KEYS).identity
 
     base = identity()
     assert base == identity()
     changes: list[dict[str, Any]] = [
         {"model": "n"}, {"base_url": "http://h:2/v1"}, {"base_url": "http://h:1/v2"},
-        {"temperature": 0.5}, {"votes": 3}, {"mode": "decision"}, {"type": "dashscope"},
+        {"temperature": 0.5}, {"votes": 3}, {"mode": "decision"}, {"kind": "dashscope"},
     ]  # fmt: skip
     assert len({base, *(identity(**change) for change in changes)}) == 1 + len(changes)
     assert SECRET not in base
-    provider = build_provider(Endpoint("openai", "m"), environ=KEYS)
+    provider = build_provider(judge_api("openai", "m"), environ=KEYS)
     assert SECRET not in f"{provider!r} {provider._key!r}"
 
 
 def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
-    told = {"type": "openai", "base_url": "http://gateway/v1", "key_env": "GATEWAY_KEY"}
+    told = {"base_url": "http://gateway/v1", "key_env": "GATEWAY_KEY", "temperature": 0.5}
+    told |= {"votes": 3, "mode": "decision", "price_input": 1.0, "price_output": 2.0}
 
-    def monitor(**more: Any) -> Endpoint:
+    def where(**more: Any) -> tuple[str | None, str | None]:
         monitor = {"type": "openai", "model": "n", **more}
-        return Endpoint.of_monitor(ApiReward.model_validate({**told, "monitor": monitor}))
+        judge = monitor_of(judge_api("openai", **told, monitor=monitor))
+        alone = judge_api(monitor["type"], "n", judge.base_url, key_env=judge.key_env)
+        assert judge == alone.model_copy(update={"monitor": judge.monitor})
+        return judge.base_url, judge.key_env
 
-    def where(endpoint: Endpoint) -> tuple[str | None, str | None]:
-        return endpoint.base_url, endpoint.key_env
-
-    assert where(monitor()) == ("http://gateway/v1", "GATEWAY_KEY")
-    assert where(monitor(key_env="MINE")) == ("http://gateway/v1", "MINE")
-    assert where(monitor(type="gemini")) == (None, None)
-    assert where(monitor(base_url="http://other")) == ("http://other", None)
-
-
-def test_every_setting_of_a_judge_reaches_its_provider() -> None:
-    told = {
-        "type": "openai", "model": "m", "base_url": "http://h/v1", "key_env": "MINE",
-        "temperature": 0.5, "votes": 3, "mode": "decision",
-    }  # fmt: skip
-    assert Endpoint.of(ApiReward.model_validate(told)) == Endpoint(**told, flags="--rm")  # type: ignore[arg-type]
-    monitor = {"type": "gemini", "model": "n", "base_url": "http://g", "key_env": "YOURS"}
-    seconded = ApiReward.model_validate({**told, "monitor": monitor})
-    assert Endpoint.of_monitor(seconded) == Endpoint(**monitor, flags="--rm_monitor")  # type: ignore[arg-type]
+    assert where() == ("http://gateway/v1", "GATEWAY_KEY")
+    assert where(key_env="MINE") == ("http://gateway/v1", "MINE")
+    assert where(type="gemini") == (None, None)
+    assert where(base_url="http://other") == ("http://other", None)
 
 
 def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     for kind, known in JUDGES.items():
         for variable in known.url_variables:
             near = {**KEYS, variable: " http://gateway/v7 "}
-            address = build_provider(Endpoint(kind, "m"), environ=near).base_url  # type: ignore[arg-type]
+            address = build_provider(judge_api(kind, "m"), environ=near).base_url
             assert address == "http://gateway/v7", variable
             with pytest.raises(RewardError, match=f"{variable} is 'gateway'"):
-                build_provider(Endpoint(kind, "m"), environ={**KEYS, variable: "gateway"})  # type: ignore[arg-type]
+                build_provider(judge_api(kind, "m"), environ={**KEYS, variable: "gateway"})
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
-    assert build_provider(Endpoint("openai", "m"), environ=environ).base_url == "http://gateway/v1"
-    given = Endpoint("openai", "m", "http://mine/v1")
+    assert build_provider(judge_api("openai", "m"), environ=environ).base_url == "http://gateway/v1"
+    given = judge_api("openai", "m", "http://mine/v1")
     assert build_provider(given, environ=environ).base_url == "http://mine/v1"
     work = {**KEYS, "DASHSCOPE_WORKSPACE": "ws", "DASHSCOPE_REGION": "ap-southeast-1"}
-    assert build_provider(Endpoint("dashscope", "m"), environ=work).base_url == (
+    assert build_provider(judge_api("dashscope", "m"), environ=work).base_url == (
         "https://ws.ap-southeast-1.maas.aliyuncs.com/api/v1"
     )
     regions = (
@@ -95,7 +84,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     )  # fmt: skip
     for region, host in regions:
         near = {**KEYS, "DASHSCOPE_REGION": region}
-        built = build_provider(Endpoint("dashscope", "m"), environ=near)
+        built = build_provider(judge_api("dashscope", "m"), environ=near)
         assert built.base_url == f"https://{host}.aliyuncs.com/api/v1"
 
 
@@ -128,7 +117,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
 )
 def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
     for url in (typed, taken):
-        assert provider_class(kind).locate(Endpoint(kind, "m", url), {}).base_url == taken
+        assert provider_class(kind).locate(judge_api(kind, "m", url), {}) == taken
 
 
 @pytest.mark.parametrize(
@@ -145,6 +134,6 @@ def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
 )
 def test_addresses_that_cannot_be(typed: str, told: str) -> None:
     with pytest.raises(RewardError, match=told) as caught:
-        build_provider(Endpoint("openai", "m", typed), environ=KEYS)
+        build_provider(judge_api("openai", "m", typed), environ=KEYS)
     assert "hunter2" not in str(caught.value)
     assert "--rm_base_url" in str(caught.value)

@@ -6,8 +6,9 @@ import pytest
 
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.providers import Endpoint, api_key, build_provider
+from ppo_cli.rewards.judge.providers import api_key, build_provider
 from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
+from tests.judge_server.asking import judge_api
 
 
 @pytest.mark.parametrize(
@@ -55,9 +56,9 @@ def test_a_mangled_key_is_told_without_showing_it(mangled: str) -> None:
 
 
 def test_a_server_of_ones_own_needs_no_key() -> None:
-    own = build_provider(Endpoint("openai", "m", "http://localhost:8000"), environ={})
+    own = build_provider(judge_api("openai", "m", "http://localhost:8000"), environ={})
     assert own._key.value == NO_KEY
     with pytest.raises(RewardError, match="OPENAI_API_KEY"):
-        build_provider(Endpoint("openai", "m"), environ={})
+        build_provider(judge_api("openai", "m"), environ={})
     with pytest.raises(RewardError, match="ANTHROPIC_API_KEY or CLAUDE_API_KEY"):
-        build_provider(Endpoint("claude", "m", "http://localhost:8000"), environ={})
+        build_provider(judge_api("claude", "m", "http://localhost:8000"), environ={})

@@ -13,7 +13,6 @@ import pytest
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
 from ppo_cli.rewards.judge.providers import (
-    Endpoint,
     build_provider,
     claude,
     dashscope,
@@ -27,6 +26,7 @@ from tests.judge_server.asking import (
     SECRET,
     WIRES,
     ask_once,
+    judge_api,
     judge_at,
     make_question,
     on_a_loop,
@@ -163,9 +163,9 @@ def test_thinking_is_off_and_filters_are_off(server: JudgeServer) -> None:
 
 
 def test_openai_itself_gets_the_new_name_of_the_limit() -> None:
-    own = build_provider(Endpoint("openai", "m"), environ=KEYS)
-    other = build_provider(Endpoint("openai", "m", "http://localhost:8000"), environ=KEYS)
-    azure = build_provider(Endpoint("openai", "m", "https://x.openai.azure.com/v1"), environ=KEYS)
+    own = build_provider(judge_api("openai", "m"), environ=KEYS)
+    other = build_provider(judge_api("openai", "m", "http://localhost:8000"), environ=KEYS)
+    azure = build_provider(judge_api("openai", "m", "https://x.openai.azure.com/v1"), environ=KEYS)
     limits = [
         next(o for o in p.options() if o.name == "max_tokens").forms for p in (own, other, azure)
     ]
@@ -176,7 +176,7 @@ def test_openai_itself_gets_the_new_name_of_the_limit() -> None:
 def test_qwen_is_told_not_to_think_in_the_words_of_its_host() -> None:
     sent = {}
     for url in ("https://dashscope.aliyuncs.com/compatible-mode/v1", "http://localhost:8000"):
-        judge = build_provider(Endpoint("openai", "Qwen-Plus", url), environ=KEYS)
+        judge = build_provider(judge_api("openai", "Qwen-Plus", url), environ=KEYS)
         assert isinstance(judge, openai.Judge)
         extra = judge._parameters(make_question(output="text"), judge.form())["extra_body"]
         sent[judge.base_url.split("/")[2]] = extra
@@ -184,7 +184,7 @@ def test_qwen_is_told_not_to_think_in_the_words_of_its_host() -> None:
         "dashscope.aliyuncs.com": {"enable_thinking": False},
         "localhost:8000": {"chat_template_kwargs": {"enable_thinking": False}},
     }
-    own = build_provider(Endpoint("openai", "qwen-like"), environ=KEYS)
+    own = build_provider(judge_api("openai", "qwen-like"), environ=KEYS)
     assert "thinking" not in own.form()
 
 
@@ -342,7 +342,7 @@ def test_a_decision_can_be_refused(server: JudgeServer, wire: str, cause: str) -
     ],
 )
 def test_a_pasted_endpoint_works(server: JudgeServer, wire: str, tail: str) -> None:
-    endpoint = Endpoint(WIRES[wire], "judge-model", server.url(wire) + tail)
+    endpoint = judge_api(WIRES[wire], "judge-model", server.url(wire) + tail)
     assert isinstance(ask_once(build_provider(endpoint, environ=KEYS)), Reply)
     assert server.calls[0].path.endswith(tail)
 
@@ -350,7 +350,8 @@ def test_a_pasted_endpoint_works(server: JudgeServer, wire: str, tail: str) -> N
 def test_importing_the_providers_imports_no_sdk() -> None:
     code = (
         "import sys, ppo_cli.rewards.judge.providers as p\n"
-        "p.build_provider(p.Endpoint('gemini', 'm'), environ={'GEMINI_API_KEY': 'k'})\n"
+        "from ppo_cli.config.reward_schema import ApiReward\n"
+        "p.build_provider(ApiReward(type='gemini', model='m'), environ={'GEMINI_API_KEY': 'k'})\n"
         "heavy = {'openai', 'anthropic', 'google.genai', 'dashscope', 'aiohttp', 'httpx'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
