@@ -222,45 +222,6 @@ UNREACHABLE_S = 4.0  # an address where nothing listens is a mistake more often 
 _WRONG_ADDRESS = ("connection", "bad_body")
 
 
-def try_out(
-    loop: LoopThread,
-    client: JudgeClient,
-    question: Question,
-    api: ApiReward,
-    patient: bool,
-    tell: Callable[[str], None],
-) -> Verdict:
-    """Ask once and return the verdict.
-
-    Raises RewardError when asking is hopeless, Interrupted when the judge stays down, and the
-    JudgeError of a refusal: this text will not do, but key and model are right.
-    """
-    began, pause, unread, told = time.monotonic(), 1.0, 0, False
-    while True:
-        try:
-            return loop.call(client.probe(question), timeout=None)
-        except JudgeError as error:
-            if error.kind is Failure.FATAL:
-                raise RewardError(_refused(error)) from error
-            if error.kind is Failure.REFUSED:
-                raise
-            if error.kind is Failure.UNPARSED:
-                unread += 1
-                if unread == TRIES:
-                    raise RewardError(_unreadable(error, api)) from error
-                continue
-            waited = time.monotonic() - began
-            absent = error.cause in _WRONG_ADDRESS and not patient
-            if waited > (UNREACHABLE_S if absent else api.outage_wait):
-                raise _gave_up(error, api, waited, absent=absent) from error
-            if not told:
-                tell(f"The judge does not answer yet ({_words(error)}); trying again.")
-                told = True
-            left = api.outage_wait - waited
-            time.sleep(min(max(pause, error.retry_after or 0.0), max(left, 0.1)))
-            pause = min(2 * pause, 30.0)
-
-
 def _refused(error: JudgeError) -> str:
     return f"The judge cannot be used ({error.cause}): {redact(str(error))}"
 
@@ -422,13 +383,44 @@ class JudgeReward(Reward):
             key = key_of(self._provider.identity, question)
             try:
                 if self._cache is None or self._cache.get(key) is None:
-                    probe = try_out(self._loop, self._client, question, self._api, patient, tell)
+                    probe = self._probe(question, patient=patient, tell=tell)
                     if self._cache is not None:
                         self._cache.put(key, probe)
                 return
             except JudgeError as refusal:
                 error = refusal
         tell(f"The judge answers, but would not judge the first prompts ({error}).")
+
+    def _probe(self, question: Question, *, patient: bool, tell: Callable[[str], None]) -> Verdict:
+        """Ask once and return the verdict.
+
+        Raises RewardError when asking is hopeless, Interrupted when the judge stays down, and the
+        JudgeError of a refusal: this text will not do, but key and model are right.
+        """
+        api, began, pause, unread, told = self._api, time.monotonic(), 1.0, 0, False
+        while True:
+            try:
+                return self._loop.call(self._client.probe(question), timeout=None)
+            except JudgeError as error:
+                if error.kind is Failure.FATAL:
+                    raise RewardError(_refused(error)) from error
+                if error.kind is Failure.REFUSED:
+                    raise
+                if error.kind is Failure.UNPARSED:
+                    unread += 1
+                    if unread == TRIES:
+                        raise RewardError(_unreadable(error, api)) from error
+                    continue
+                waited = time.monotonic() - began
+                absent = error.cause in _WRONG_ADDRESS and not patient
+                if waited > (UNREACHABLE_S if absent else api.outage_wait):
+                    raise _gave_up(error, api, waited, absent=absent) from error
+                if not told:
+                    tell(f"The judge does not answer yet ({_words(error)}); trying again.")
+                    told = True
+                left = api.outage_wait - waited
+                time.sleep(min(max(pause, error.retry_after or 0.0), max(left, 0.1)))
+                pause = min(2 * pause, 30.0)
 
     def begin_step(self, step: int) -> None:
         """Test the judge with worthless replies when that is due."""
