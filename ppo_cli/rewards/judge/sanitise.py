@@ -38,7 +38,7 @@ CONTROL_TOKENS = re.compile(
     r"|>(?=>[A-Z]{3,40}<<)"  # >>ANSWER<<
     # Words that switch the thinking of a judge on or off: /no_think
     r"|/(?=(?i:no[_-]?think|set (?:no)?think|system_override))"
-    r"|(?<!\S)/(?=(?i:think)(?![\w>＞﹥/.\]-]))"
+    r"|(?<!\S)/(?=(?i:think)(?![\w>＞﹥▷/.\]-]))"
 )
 # One word in brackets. Which of them are ordinary is known better than which are tokens.
 TAGS = re.compile(
