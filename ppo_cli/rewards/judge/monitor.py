@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,44 +24,40 @@ from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.remote.limiter import Limits
 
 
+@dataclass
 class StepReport:
-    """Collects what the client cannot know: scores, lengths, votes, gated responses."""
+    """What the client of a judge cannot know of a step: scores, lengths, votes, gated responses."""
 
-    def __init__(self) -> None:
-        self._lengths: list[int] = []
-        self._values: list[float] = []
-        self._spreads: list[float] = []
-        self._gated = 0
+    lengths: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+    gated: int = 0
 
     def note(self, rollout: Rollout, score: Score) -> None:
         """Take in one judged response."""
-        self._lengths.append(len(rollout.text))
-        self._values.append(float(score.value or 0.0))
+        self.lengths.append(len(rollout.text))
+        self.values.append(float(score.value or 0.0))
         if "vote_spread" in score.info:
-            self._spreads.append(float(score.info["vote_spread"]))
+            self.spreads.append(float(score.info["vote_spread"]))
 
-    def note_gated(self) -> None:
-        """Take in one response that was not worth a call."""
-        self._gated += 1
-
-    def take(self, counters: Counters, ledger: Ledger) -> dict[str, float]:
-        """Everything since the last call; nothing at all when nothing was judged."""
+    def metrics(self, counters: Counters, ledger: Ledger) -> dict[str, float]:
+        """All metrics of the step; none at all when nothing was judged."""
         spent = ledger.take()
-        metrics = {"judge/gated": float(self._gated)} | call_metrics(counters)
+        if not (self.gated or counters.verdicts or counters.calls or counters.cached):
+            return {}
+        metrics = {"judge/gated": float(self.gated)} | call_metrics(counters)
         metrics |= {
             "judge/tokens_in": float(spent.usage.input),
             "judge/tokens_out": float(spent.usage.output),
             "judge/cost_usd": spent.usd,
             "judge/cost_usd_total": ledger.total.usd,
         }
-        if self._spreads:
-            metrics["judge/vote_spread"] = float(np.mean(self._spreads))
-        correlation = correlate(self._lengths, self._values)
+        if self.spreads:
+            metrics["judge/vote_spread"] = float(np.mean(self.spreads))
+        correlation = correlate(self.lengths, self.values)
         if correlation is not None:
             metrics["judge/length_correlation"] = correlation
-        idle = not self._gated and not counters.verdicts and not counters.calls
-        self._lengths, self._values, self._spreads, self._gated = [], [], [], 0
-        return {} if idle and not counters.cached else metrics
+        return metrics
 
 
 def call_metrics(counters: Counters) -> dict[str, float]:

@@ -479,7 +479,7 @@ class JudgeReward(Reward):
         prompt, text = entry.rollout.prompt, readable(entry.rollout.text, self._api.reasoning)
         empty = self._api.gate and content_free(prompt.text, text, prompt.ground_truth)
         if empty:
-            self._report.note_gated()
+            self._report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
             return
         await self._judge(entry)
@@ -540,7 +540,8 @@ class JudgeReward(Reward):
         )
 
     async def _measure(self) -> dict[str, float]:
-        metrics = self._report.take(self._client.take(), self._ledger)
+        report, self._report = self._report, StepReport()
+        metrics = report.metrics(self._client.take(), self._ledger)
         metrics |= self._canaries.take(self.template.scale)
         return metrics | (self._monitor.take() if self._monitor else {})
 
