@@ -23,8 +23,8 @@ from ppo_cli.rewards.judge.prompt import (
     preset_path,
     readable,
 )
-from ppo_cli.rewards.judge.providers import Key, provider_class
-from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
+from ppo_cli.rewards.judge.providers import NO_KEY, locate, provider_class
+from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.trust.rows import RESPONSE, read_response
 
@@ -73,7 +73,7 @@ def wire_form(
     """
     # Without a model the rest can be shown all the same.
     kind, named = provider_class(api.type), api.model_copy(update={"model": api.model or UNNAMED})
-    provider = kind(named, kind.locate(api, environ), Key(NO_KEY, ""))
+    provider = kind(named, locate(kind, api, environ), Key(NO_KEY, ""))
     asked = (
         provider.decide(Recorder(), question, api.timeout)
         if api.mode == "decision"

@@ -17,7 +17,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
@@ -26,7 +26,6 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.providers.endpoint import Key, clean_url
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     about_the_form,
@@ -38,6 +37,14 @@ from ppo_cli.rewards.remote.http import LONGEST, one_line
 logger = logging.getLogger(__name__)
 
 Form = Mapping[str, str]  # the options of a call by name, each with its form
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key and the variable that it came from (empty for a server that needs none)."""
+
+    value: str = field(repr=False)
+    variable: str
 
 
 @dataclass(frozen=True)
@@ -98,17 +105,6 @@ class SdkProvider(ABC):
     def home(cls, environ: Mapping[str, str]) -> str:
         """The provider's own address."""
         return JUDGES[cls.name].url
-
-    @classmethod
-    def locate(cls, api: ApiReward, environ: Mapping[str, str], flags: str = "--rm") -> str:
-        """The address of the settings, of a variable or of the provider, as the SDK takes it."""
-        places = {f"{flags}_base_url": api.base_url}
-        for variable in () if api.base_url else JUDGES[cls.name].url_variables:
-            places[variable] = environ.get(variable, "").strip()
-        for source, given in places.items():
-            if given:
-                return clean_url(given, cls.pasted, cls.path, source)
-        return cls.home(environ)
 
     def sampling(self) -> float | None:
         """Temperature to ask for: 0, or 0.7 with several votes; None: the model's own."""

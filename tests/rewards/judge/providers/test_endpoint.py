@@ -9,7 +9,7 @@ import pytest
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge import providers
-from ppo_cli.rewards.judge.providers import build_provider, monitor_of, provider_class
+from ppo_cli.rewards.judge.providers import build_provider, locate, monitor_of, provider_class
 from tests.judge_server.asking import KEYS, SECRET, judge_api
 
 
@@ -117,7 +117,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
 )
 def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
     for url in (typed, taken):
-        assert provider_class(kind).locate(judge_api(kind, "m", url), {}) == taken
+        assert locate(provider_class(kind), judge_api(kind, "m", url), {}) == taken
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import pytest
 
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.judge.providers import api_key, build_provider
-from ppo_cli.rewards.judge.providers.endpoint import NO_KEY
+from ppo_cli.rewards.judge.providers import NO_KEY, api_key, build_provider
 from tests.judge_server.asking import judge_api
 
 
