@@ -34,7 +34,6 @@ from ppo_cli.rewards.remote.limiter import Limits
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0
 MOST_FATALS = 3
-MOST_TOKENS = 8  # times what was asked for at first, when answers keep being cut
 _CLOSED = "The run ended before the judge had answered."
 
 Read = tuple[float, str, str, int]  # score, reason, the whole reply, tokens
@@ -278,7 +277,7 @@ class JudgeClient:
         job.reasks += 1
         tokens = job.question.max_tokens
         if error.cause == "truncated":
-            tokens = min(2 * tokens, MOST_TOKENS * job.asked.max_tokens)
+            tokens *= 2
         text = reminder(job.asked.output, job.asked.scale)
         job.question = job.asked.again(reminder=text, max_tokens=tokens)
 

@@ -147,8 +147,9 @@ def test_a_conversation_is_shown_whole(make: Make, server: JudgeServer) -> None:
     )
     reward = make(prompt_preset="dialogue")
     score_all(reward, [rollout(1, "It was heron.", messages=turns, text="Which word was it?")])
-    asked = str(server.calls[-1].body)
-    assert all(turn["content"] in asked for turn in turns)
+    asked = server.calls[-1].body["messages"][-1]["content"]
+    told = ("User: Remember the word heron.", "Assistant: I will.", "User: Which word was it?")
+    assert "\n\n".join(told) in asked
 
 
 def test_metrics_of_a_step(make: Make, server: JudgeServer) -> None:
@@ -313,6 +314,16 @@ def test_missing_ground_truth_is_told_before_the_first_call(
     with pytest.raises(RewardError, match="ground_truth"):
         make().start([prompt(1), prompt(2, ground_truth=None)])
     assert server.count == 0
+
+
+def test_closing_waits_for_what_is_paid(make: Make, server: JudgeServer) -> None:
+    server.state.latency = 0.4
+    reward = make()
+    asked = reward.submit(right(1))
+    while not server.count:
+        time.sleep(0.01)
+    reward.close()
+    assert asked.result(0).value == 1.0
 
 
 def test_closing_twice_is_fine_and_submitting_after_is_not(make: Make) -> None:

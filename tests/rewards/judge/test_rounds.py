@@ -103,14 +103,20 @@ def test_too_many_failures_are_asked_again_and_nothing_finished_is() -> None:
 
 def test_while_it_waits_one_at_a_time_is_tried() -> None:
     order: list[int] = []
+    told: list[str] = []
+    policy = rules()
 
     def answer(row: int, before: int) -> float | Failure:
         order.append(row)
+        told.append(policy.standing_still or "")
         return Failure.RETRYABLE if len(order) < 6 else 1.0
 
-    scores, _ = play(rules(), 4, answer)
+    scores, _ = play(policy, 4, answer)
     assert values(scores) == [1.0] * 4
     assert order[:6] == [0, 1, 2, 3, 0, 1]  # all once, then one after another
+    assert told[3] == told[6] == "" and policy.standing_still is None
+    assert told[4].startswith("4 of 4 responses got no verdict (retryable 4): asking stops")
+    assert "again in 1 s" in told[4] and "again in 2 s" in told[5]
 
 
 def test_an_outage_that_does_not_end_stops_the_run_with_what_was_scored() -> None:
