@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import pickle
 import re
 import shlex
 import shutil
@@ -157,6 +158,15 @@ def _on_path(program: Path) -> str:
     found = shutil.which(program.name)
     there = found is not None and os.path.abspath(found) == os.path.abspath(program)
     return program.name if there else shlex.quote(str(program))
+
+
+def travels(error: BaseException) -> bool:
+    """Whether an error arrives in another process as it is: pickled and back."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
 
 
 def first_line(error: BaseException) -> str:

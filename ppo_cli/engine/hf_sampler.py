@@ -12,7 +12,7 @@ Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
@@ -47,8 +47,6 @@ from ppo_cli.records import Prompt, Rollout
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included: bounds its memory
 BUSY_SHARE = 0.75
-# Puts the tensors of a LoRA adapter into a model that has one.
-LoadAdapter = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 class KVLayer(DynamicLayer):
@@ -164,10 +162,8 @@ class HFSampler:
         max_num_seqs: int,
         detokenize: Callable[[Sequence[int]], str],
         compute: Compute | None = None,
-        load_adapter: LoadAdapter | None = None,
     ) -> None:
         self._model = model
-        self._load_adapter = load_adapter
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
         self.room = Room(max_num_seqs)
@@ -190,9 +186,7 @@ class HFSampler:
     def load_weights(self, weights: Weights) -> None:
         """Copy new weights over the old ones; only for a sampler with a model of its own."""
         if weights.adapter:
-            if self._load_adapter is None:
-                raise RuntimeError("an adapter came, but this sampler was built without LoRA")
-            self._load_adapter(self._model, weights.tensors)
+            load_adapter(self._model, weights.tensors)
             return
         own = dict(self._model.named_parameters())
         if own.keys() != weights.tensors.keys():
@@ -421,9 +415,7 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
     return Running(running.rows.take(kept), running.cache, starts_R - unused)
 
 
-def sample_from(
-    model: Any, config: Config, tokenizer: Any, *, load_adapter: LoadAdapter | None = None
-) -> HFSampler:
+def sample_from(model: Any, config: Config, tokenizer: Any) -> HFSampler:
     """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
     return HFSampler(
         model,
@@ -432,7 +424,6 @@ def sample_from(
         max_num_seqs=config.rollout.max_num_seqs,
         detokenize=partial(decode_text, tokenizer),
         compute=Compute.choose(config.model.dtype),
-        load_adapter=load_adapter,
     )
 
 
@@ -447,7 +438,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     inject = adapt(config) if publishes_adapter(config) else None
     model = adapt_policy(policy, inject).model
     model.requires_grad_(False).eval().to(Compute.choose(settings.dtype).device)
-    return sample_from(model, config, tokenizer, load_adapter=load_adapter if inject else None)
+    return sample_from(model, config, tokenizer)
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -7,7 +7,6 @@ neighbours share each layer, groups of `shard` hold the pieces of one model (FSD
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ppo_cli.errors import travels
 
 Result = TypeVar("Result")
 
@@ -153,17 +154,11 @@ def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
         result.append(work())
     except Exception as error:
         own = error
-    errors = gather_objects(ranks, None if own is None else _portable(own))
+    sent = own
+    if own is not None and not travels(own):
+        sent = RuntimeError(f"{type(own).__name__}: {own}")
+    errors = gather_objects(ranks, sent)
     for rank, theirs in enumerate(errors):
         if theirs is not None:
             raise (own if own is not None and rank == ranks.rank else theirs)
     return result[0]
-
-
-def _portable(error: Exception) -> Exception:
-    """The error, or its words when it does not survive a trip between processes."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

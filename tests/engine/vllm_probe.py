@@ -228,7 +228,7 @@ def probe_client() -> dict[str, Any]:
 
 def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     """A learner's merged weights go to a sampler through a group of their own."""
-    from ppo_cli.engine.weight_transfer.trainer import SamplerClient, TensorSource, connect_by_gloo
+    from ppo_cli.engine.weight_transfer.trainer import SamplerClient, TensorSource, connect
 
     prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
     learner = Learner(config, tokenizer, total_steps=1)
@@ -241,7 +241,7 @@ def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     shapes = [(name, t.dtype, tuple(t.shape)) for name, t in learner.published()]
     source = TensorSource(shapes, learner.published)
     client = SamplerClient(ask_all, num_samplers=1, gpus_each=1)
-    sender = connect_by_gloo(source, client, rank=0, address="127.0.0.1", timeout_s=60)
+    sender = connect("gloo", source, client, rank=0, address="127.0.0.1", port=0, timeout_s=60)
     found: dict[str, Any] = {"new": [], "old": []}
     rollouts = list(sampler.generate(prompts, plain, 0))
     for version in (1, 2, 3):

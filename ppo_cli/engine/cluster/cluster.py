@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ppo_cli.config.derived import Placement
 from ppo_cli.engine.cluster.futures import TICK_S, Call, Member, Waits
 from ppo_cli.engine.cluster.ray_session import Session
-from ppo_cli.engine.cluster.serialise import pack
+from ppo_cli.engine.cluster.serialise import send_tensors_as_arrays
 from ppo_cli.engine.cluster.worker_process import Worker
 from ppo_cli.errors import WorkerLost
 
@@ -124,6 +124,7 @@ class Cluster:
         self._group: PlacementGroup | None = None
         self._members: list[Member] = []
         self._session: Session | None = Session(address, self._logs)
+        send_tensors_as_arrays()
         self.waits = Waits(worker_timeout, self._session.trouble, stop_requested)
         try:
             self._group = reserve_nodes(
@@ -158,10 +159,10 @@ class Cluster:
         return known
 
     def share(self, value: Any) -> Any:
-        """Lay a value down once, packed, for all workers; returns the reference to pass on."""
+        """Lay a value down once, for all workers; returns the reference to pass on."""
         self.waits.check()
         try:
-            return ray.put(pack(value))
+            return ray.put(value)
         except Exception:
             self.waits.check()  # a Ray that died meanwhile
             raise

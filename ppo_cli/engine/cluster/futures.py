@@ -18,7 +18,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from ppo_cli.engine.cluster.ray_session import node_answers
-from ppo_cli.engine.cluster.serialise import unpack
 from ppo_cli.engine.cluster.worker_process import CRASH, KILLED, Failure, Outcome, last_lines
 from ppo_cli.errors import Interrupted, PpoError, WorkerLost
 
@@ -172,7 +171,7 @@ class Waits:
     ) -> Any:
         outcome = self._fetch(call, ref, deadline, seconds)
         if outcome.failure is None:
-            return unpack(outcome.value, copy=False)
+            return outcome.value
         error = reported(call.member, outcome.failure)
         if not isinstance(error, PpoError) or call.doing in EXCHANGES:
             self._look_for_dead(others)

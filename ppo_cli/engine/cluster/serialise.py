@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,57 +18,30 @@ from torch import Tensor
 from ppo_cli.records import Prompt, Rollout
 
 
-@dataclass(frozen=True, eq=False)
-class PackedTensor:
+def send_tensors_as_arrays() -> None:
+    """From now on, what this process gives to Ray holds arrays in the place of tensors.
+
+    They come out as tensors in shared memory, which may only be read.
+    """
+    ray.util.register_serializer(Tensor, serializer=to_array, deserializer=to_tensor)
+
+
+def to_array(tensor: Tensor) -> tuple[NDArray[np.uint8], str, tuple[int, ...]]:
     """The bytes of a tensor, and what they are."""
-
-    bytes_: NDArray[np.uint8]
-    dtype: str
-    shape: tuple[int, ...]
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy(), str(tensor.dtype).partition(".")[2], tuple(tensor.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRecord:
-    """A dataclass whose fields are packed."""
-
-    kind: type
-    fields_: dict[str, Any]
-
-
-def pack(value: Any) -> Any:
-    """Replace the tensors of dataclasses, mappings and tensors themselves by arrays."""
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return PackedTensor(flat.numpy(), str(value.dtype).partition(".")[2], tuple(value.shape))
-    if isinstance(value, Mapping):
-        return {name: pack(item) for name, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return PackedRecord(
-            type(value), {f.name: pack(getattr(value, f.name)) for f in fields(value)}
-        )
-    return value
-
-
-def unpack(value: Any, *, copy: bool = True) -> Any:
-    """Undo `pack`. Without `copy` tensors lie in shared memory: they may only be read."""
-    if isinstance(value, PackedTensor):
-        return _tensor(value, copy)
-    if isinstance(value, Mapping):
-        return {name: unpack(item, copy=copy) for name, item in value.items()}
-    if isinstance(value, PackedRecord):
-        return value.kind(**{n: unpack(item, copy=copy) for n, item in value.fields_.items()})
-    return value
-
-
-def _tensor(packed: PackedTensor, copy: bool) -> Tensor:
-    dtype = getattr(torch, packed.dtype)
-    if not packed.bytes_.size:
-        return torch.zeros(packed.shape, dtype=dtype)
+def to_tensor(sent: tuple[NDArray[np.uint8], str, tuple[int, ...]]) -> Tensor:
+    """Undo `to_array`, without a copy."""
+    array, name, shape = sent
+    dtype = getattr(torch, name)
+    if not array.size:
+        return torch.zeros(shape, dtype=dtype)
     with warnings.catch_warnings():
         # torch warns of memory that must not be written to.
         warnings.simplefilter("ignore")
-        flat = torch.from_numpy(packed.bytes_.copy() if copy else packed.bytes_)
-    return flat.view(dtype).reshape(packed.shape)
+        return torch.from_numpy(array).view(dtype).reshape(shape)
 
 
 def lighten_prompt(prompt: Prompt) -> Prompt:

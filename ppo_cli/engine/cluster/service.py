@@ -30,7 +30,7 @@ from ppo_cli.engine.cluster.futures import Member, WorkerFault
 from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.engine.cluster.serialise import shed_prompt
 from ppo_cli.engine.cluster.worker_process import ignore_signals, write_into
-from ppo_cli.errors import PpoError
+from ppo_cli.errors import PpoError, travels
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
@@ -187,11 +187,7 @@ def portable(error: BaseException) -> BaseException:
     # Other errors of the system are of Ray's connections, not of files.
     of_files = isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError))
     if of_files or isinstance(error, (PpoError, WorkerFault)):
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return WorkerFault(text)
-        return error
+        return error if travels(error) else WorkerFault(text)
     return WorkerFault(f"The process that talks to Ray failed:\n{text.rstrip()}")
 
 

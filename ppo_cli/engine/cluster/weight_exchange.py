@@ -86,17 +86,11 @@ class Exchange:
         client = trainer.SamplerClient(
             self._ask_all, num_samplers=len(plan.samplers), gpus_each=plan.workers_each
         )
-        if plan.transfer == "ipc":
-            return trainer.connect_by_ipc(source, client, rank=rank)
-        if plan.transfer == "nccl":
-            port = free_port(plan.address) if rank == 0 else 0
-            return trainer.connect_by_nccl(
-                source, client, rank=rank, address=plan.address, port=port
-            )
-        wait_s = plan.timeout_s + AFTER_DRIVER_S
-        return trainer.connect_by_gloo(
-            source, client, rank=rank, address=plan.address, timeout_s=wait_s
-        )
+        return trainer.connect(
+            plan.transfer, source, client, rank=rank, address=plan.address,
+            port=free_port(plan.address) if rank == 0 and plan.transfer == "nccl" else 0,
+            timeout_s=plan.timeout_s + AFTER_DRIVER_S,
+        )  # fmt: skip
 
     def _tensors(
         self, whole: Callable[[Tensor], Tensor], exact: Callable[[Tensor], Tensor] | None = None

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 
 from ppo_cli.engine.leftovers import own_folder
-from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, PpoError
+from ppo_cli.errors import FULL_DISK_ERRNOS, ConfigError, PpoError, travels
 from ppo_cli.redact import redact
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -86,29 +86,21 @@ class Worker:
         """Make the object that calls go to; `factory` is a function or its `module:name`."""
 
         def work() -> None:
+            from ppo_cli.engine.cluster.serialise import send_tensors_as_arrays  # brings torch
+
+            send_tensors_as_arrays()
             make = resolve_name(factory) if isinstance(factory, str) else factory
             self._held = make(*args)
 
         return _try(work)
 
     def call(self, name: str, *args: Any) -> Outcome:
-        """Call a method of the object; tensors come and go packed.
-
-        What another worker gave is passed on as its value, and read where it lies.
-        """
+        """Call a method of the object; what another worker gave is passed on as its value."""
         if self._held is None and name == "close":  # it was never built
             return Outcome()
 
-        def work() -> Any:
-            from ppo_cli.engine.cluster.serialise import pack, unpack  # they bring torch along
-
-            values = [
-                unpack(arg.value, copy=False) if isinstance(arg, Outcome) else unpack(arg)
-                for arg in args
-            ]
-            return pack(getattr(self._held, name)(*values))
-
-        return _try(work)
+        values = [arg.value if isinstance(arg, Outcome) else arg for arg in args]
+        return _try(lambda: getattr(self._held, name)(*values))
 
     def stream(self, name: str, *args: Any) -> Iterator[Outcome]:
         """Call a method that yields; what it yields comes in lists, as soon as there is any."""
@@ -202,14 +194,8 @@ def _failure(error: BaseException) -> Failure:
     print(text, flush=True)
     # What a worker is not permitted may be no file but a device or a socket: that stays a bug.
     full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS
-    if not isinstance(error, PpoError) and not full:
-        return Failure(None, text)
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        return Failure(None, text)
-    return Failure(pickled, text)
+    told = (isinstance(error, PpoError) or full) and travels(error)
+    return Failure(pickle.dumps(error) if told else None, text)
 
 
 LINES, BYTES = 6, 8000

@@ -1,8 +1,8 @@
 """How the learner sends new weights to running vLLMs: the trainer's side of vLLM's interface.
 
-`connect_by_nccl` (samplers on other GPUs), `connect_by_ipc` (on the learner's own GPUs) and
-`connect_by_gloo` (anywhere, over the network) each give a `Sender`. The first two drive engines
-that vLLM brings along; they are written from its sources and are untried, as they need GPUs.
+`connect` gives a `Sender`: by NCCL (samplers on other GPUs), by CUDA IPC (on the learner's own
+GPUs) or by gloo (anywhere, over the network). The first two drive engines that vLLM brings along;
+they are written from its sources and are untried, as they need GPUs.
 """
 
 from __future__ import annotations
@@ -114,45 +114,29 @@ class Sender:
         self._engine.shutdown()
 
 
-def connect_by_nccl(
-    source: TensorSource, client: SamplerClient, *, rank: int, address: str, port: int
-) -> Sender:
-    """Meet samplers on other GPUs or nodes; trainer rank 0 listens at `address` and sends.
+def connect(
+    way: str, source: TensorSource, client: SamplerClient, *, rank: int, address: str, port: int,
+    timeout_s: float,
+) -> Sender:  # fmt: skip
+    """Meet samplers that were built with transfer=`way`; every trainer rank calls.
 
-    The samplers must have been built with transfer="nccl". No two ranks may share a GPU, and
-    `source` has to yield tensors on this one's. Untried without GPUs.
-    """
-    info = NCCLTrainerInitInfo(
-        rank=rank, master_address=address, master_port=port, world_size=1 + client.num_gpus,
-        packed_buffer_size_bytes=max(CHUNK_BYTES, source.largest_bytes),
-    )  # fmt: skip
-    return _connect(info, source, client)
-
-
-def connect_by_ipc(source: TensorSource, client: SamplerClient, *, rank: int) -> Sender:
-    """Share GPU memory with samplers on the trainers' own GPUs, through a bounded buffer.
-
-    The samplers must have been built with transfer="ipc". Each of their GPUs must be that of a
-    trainer rank: every rank fills a buffer on its own GPU, and each worker reads the one that
-    lies on its GPU. Untried without GPUs.
+    "gloo": anywhere; rank 0 listens at `address` and sends. "nccl": on other GPUs or nodes; rank 0
+    listens at `address` and `port` and sends. No two ranks may share a GPU, and `source` has to
+    yield tensors on this one's. "ipc": on the trainers' own GPUs; every rank fills a buffer on its
+    GPU, and each worker reads the one that lies on its own. Both are untried without GPUs.
     """
     # A tensor never spans two chunks.
     size = max(CHUNK_BYTES, source.largest_bytes)
-    info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
-    return _connect(info, source, client)
-
-
-def connect_by_gloo(
-    source: TensorSource, client: SamplerClient, *, rank: int, address: str, timeout_s: float
-) -> Sender:
-    """Meet samplers anywhere; trainer rank 0 listens at `address` and sends.
-
-    The samplers must have been built with transfer="gloo".
-    """
-    return _connect(GlooTrainerInfo(address, timeout_s, rank=rank), source, client)
-
-
-def _connect(info: TrainerInitInfo, source: TensorSource, client: SamplerClient) -> Sender:
+    info: TrainerInitInfo
+    if way == "nccl":
+        info = NCCLTrainerInitInfo(
+            rank=rank, master_address=address, master_port=port, world_size=1 + client.num_gpus,
+            packed_buffer_size_bytes=size,
+        )  # fmt: skip
+    elif way == "ipc":
+        info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
+    else:
+        info = GlooTrainerInfo(address, timeout_s, rank=rank)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     return Sender(engine, client)
 

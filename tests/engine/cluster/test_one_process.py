@@ -23,7 +23,6 @@ from ppo_cli.engine.cluster.cluster import Cluster
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import Call, Member, reported
 from ppo_cli.engine.cluster.remote import Answer, ApartEngine
-from ppo_cli.engine.cluster.serialise import pack, unpack
 from ppo_cli.engine.cluster.worker_process import Outcome, Worker
 from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
@@ -50,7 +49,7 @@ def make_config() -> Config:
 
 
 class Here:
-    """A cluster whose workers are objects of this process; what goes to them is packed."""
+    """A cluster whose workers are objects of this process."""
 
     seat = Cluster.seat
 
@@ -63,7 +62,7 @@ class Here:
         return [Member(seat.title, Path(), Worker(), "127.0.0.1") for seat in seats]
 
     def share(self, value: Any) -> Any:
-        return pack(value)
+        return value
 
     def ask(self, member: Member, name: str, method: str = "call", *args: Any) -> Call:
         words = (name, *args) if method in ("call", "stream") else args
@@ -89,7 +88,7 @@ class Here:
     def _open(self, member: Member, outcome: Outcome) -> Any:
         if outcome.failure is not None:
             raise reported(member, outcome.failure)
-        return unpack(outcome.value, copy=False)
+        return outcome.value
 
 
 @pytest.fixture
@@ -103,6 +102,7 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
 
     monkeypatch.setattr(cluster_engine, "Cluster", Here)
     monkeypatch.setattr(workers, "join_ranks", join)
+    monkeypatch.setattr("ppo_cli.engine.cluster.serialise.send_tensors_as_arrays", lambda: None)
     monkeypatch.setattr(worker_process, "own_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr(cluster_engine, "POLL_S", 0.01)
     monkeypatch.setattr("ppo_cli.engine.local.set_threads", lambda wanted: None)
