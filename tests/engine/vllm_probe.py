@@ -171,6 +171,7 @@ def probe_untied(folder: Path, tokenizer: Any) -> dict[str, Any]:
         detokenize=partial(decode_text, tokenizer),
         max_model_len=LONGEST,
         max_num_seqs=16,
+        gpu_memory_utilization=0.5,
     )
     found = probe_publishing(sampler, model, make_prompts(tokenizer))
     sampler.close()
@@ -270,8 +271,9 @@ def probe_mistakes(folder: Path, tokenizer: Any) -> dict[str, str]:
 
     def start(path: Path | str, longest: int = LONGEST) -> Any:
         return VLLMSampler(
-            str(path), eos_token_ids=frozenset({1}), detokenize=str, max_model_len=longest
-        )
+            str(path), eos_token_ids=frozenset({1}), detokenize=str, max_model_len=longest,
+            gpu_memory_utilization=0.5,
+        )  # fmt: skip
 
     return {
         "too long": sentence(lambda: start(model_folder("embedded"), 1_000_000)),
