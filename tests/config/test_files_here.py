@@ -116,6 +116,9 @@ def test_a_data_folder_gives_training_and_validation_prompts(desk: Path) -> None
     assert (found.config.data.train_files, found.config.data.val_files) == (train, ("mine.jsonl",))
     preset = settle(f"data.path={folder}", preset="gsm8k").config.data
     assert preset.val_files == (str(folder / "test.jsonl"),)
+    own = desk / "own.yaml"
+    own.write_text(f"data: {{path: {folder}, val_files: [mine.jsonl]}}\n")
+    assert settle(files=[own]).config.data.val_files == ("mine.jsonl",)
     shutil.rmtree(folder)
     assert settle(f"data.path={folder}").config.data.train_files == (str(folder),)
 

@@ -26,14 +26,14 @@ SENT = [
 ]
 
 
-def meet(size: int) -> list[GlooGroup]:
+def meet(size: int, timeout_s: float = WAIT_S) -> list[GlooGroup]:
     """Make a group of so many ranks, each in a thread of this process."""
     here = open_store("127.0.0.1", WAIT_S)
     found: dict[int, GlooGroup] = {}
 
     def join(rank: int) -> None:
         store = here if rank == 0 else join_store(here.host, here.port, WAIT_S)
-        found[rank] = GlooGroup(store, rank, size, WAIT_S)
+        found[rank] = GlooGroup(store, rank, size, timeout_s)
 
     in_threads([partial(join, rank) for rank in range(size)])
     assert not torch.distributed.is_initialized()
@@ -71,6 +71,21 @@ def test_a_rank_that_is_gone_is_missed() -> None:
     others.clear()
     with pytest.raises(RuntimeError):
         first.send(torch.ones(3))
+
+
+def test_a_rank_that_takes_nothing_is_waited_for_as_long_as_was_set() -> None:
+    first, _ = meet(2, timeout_s=1.0)
+    said: list[str] = []
+
+    def send() -> None:
+        with pytest.raises(RuntimeError) as missed:
+            first.send(torch.ones(1 << 22))  # more than the connection buffers
+        said.append(str(missed.value))
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    sending.join(WAIT_S)
+    assert said and "imed out" in said[0]
 
 
 def test_a_store_listens_at_its_address_alone() -> None:

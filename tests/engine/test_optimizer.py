@@ -77,6 +77,17 @@ def test_value_clipping_does_not_hide_an_infinity() -> None:
     assert torch.equal(module.weight, before) and module.weight.grad is None
 
 
+def test_the_norm_bound_counts_after_value_clipping() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    optimizer = build(module, clip_grad_value=0.5, grad_clip=0.6)
+    module.weight.grad = torch.tensor([[30.0, 0.2]])
+    norm, _ = optimizer.apply()
+    assert norm == pytest.approx(math.hypot(30.0, 0.2))
+    # Of (0.5, 0.2), which is shorter than 0.6, nothing more is taken.
+    moments = optimizer.moments()["weight.exp_avg"]
+    assert moments.flatten().tolist() == pytest.approx([0.05, 0.02])
+
+
 def test_first_adamw_step_by_hand() -> None:
     """With bias correction the first step is lr x sign(gradient), up to epsilon."""
     module = nn.Linear(2, 1, bias=False)

@@ -32,6 +32,7 @@ def test_scores() -> None:
         ("gsm8k", "", "72", 0),
         ("number", "it is 72", "72", 1),
         ("number", "72 or 73", "72", 0),
+        ("number", "it is 72", ["72", "73"], 1),
         ("number", "it is 72.50", "72.5", 1),
         ("arithmetic", "42", "42", 1),
         ("arithmetic", "12 + 30 = 42.", 42, 1),
@@ -69,6 +70,7 @@ def test_the_format_comes_from_the_row_or_the_setting() -> None:
     assert score("format", "42!", extra={"format": r"\d+!"}) == 1
     assert score("format", "42!", pattern=r"\d+") == 0
     assert score("format", "42", pattern=r"\d+") == 1
+    assert score("format", "42!", extra={"format": r"\d+!"}, pattern=r"\d+") == 1
 
 
 def test_the_length_limits_come_from_the_row_or_the_setting() -> None:

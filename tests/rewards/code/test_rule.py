@@ -59,6 +59,8 @@ def test_share_and_many_at_once(
     replies = ["def f(n): return n + 1", "def f(n): return 2 * n", "def f(n): return 0"] * 3
     futures = [reward.submit(rollout(reply, TESTS)) for reply in replies]
     assert [future.result(PATIENCE).value for future in futures] == [1.0, 0.5, 0.0] * 3
+    leaves = "import os\ndef f(n):\n    return n + 1 if n == 1 else os._exit(0)"
+    assert reward.submit(rollout(leaves, TESTS)).result(PATIENCE).value == 0.0
 
 
 def test_no_code_is_a_zero_at_once_and_no_tests_a_failure(

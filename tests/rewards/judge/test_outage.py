@@ -61,6 +61,15 @@ def test_a_row_of_failures_opens_it_after_two_seconds_or_when_it_is_long() -> No
     assert breaker.open
 
 
+def test_two_quiet_seconds_are_counted_from_the_last_answer() -> None:
+    breaker, clock = make()
+    clock.now += 60.0
+    breaker.success()
+    for _ in range(30):
+        breaker.failure(DOWN, window=16, probe=False)
+    assert not breaker.open
+
+
 def test_one_at_a_time_needs_five_in_a_row() -> None:
     breaker, clock = make()
     for _ in range(4):

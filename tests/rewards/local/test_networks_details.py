@@ -15,7 +15,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local import checkpoint
 from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.rewards.local.checkpoint import pack_left
-from ppo_cli.rewards.local.heads import OBJECTIVES, find_last
+from ppo_cli.rewards.local.heads import OBJECTIVES, RowWeights, find_last
 from ppo_cli.rewards.local.load import load_reward_model
 from tests.rewards.local import twins
 from tests.rewards.local.straight import armorm
@@ -50,6 +50,12 @@ def test_the_gate_reads_where_the_last_prompt_ends() -> None:
     mask = torch.tensor([[1] * 8, [1] * 6 + [0] * 2, [1] * 7 + [0]])
     assert find_last(ids, mask, (5, 6)).tolist() == [4, 0, -1]
     assert find_last(ids[:, :1], mask[:, :1], (5, 6)).tolist() == [-1, -1, -1]
+
+
+def test_the_weight_of_a_single_output_counts() -> None:
+    for weight, wanted in ((1.0, 2.0), (-1.0, -2.0), (0.5, 1.0)):
+        found = RowWeights((weight,), ("score",)).scores(torch.tensor([[2.0]]))
+        assert found.score_B.tolist() == [wanted] and found.objectives == {}
 
 
 def test_rows_are_packed_to_the_left_and_cut_to_the_longest() -> None:
