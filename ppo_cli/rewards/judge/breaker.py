@@ -290,7 +290,7 @@ class Admission:
 
     def succeeded(self, ticket: Ticket, *, used: int | None = None) -> None:
         """Take back a call that the judge answered, whatever it said; `used` tokens it took."""
-        self.capacity.answered(ticket)
+        self.capacity.answered()
         if self.breaker.success():
             self.capacity.restart()
         self._leave(ticket, used)
@@ -398,6 +398,8 @@ class Admission:
         ticket.probing = False
         if self._tpm and used is not None:
             self._tpm.correct(used - ticket.tokens)
+        if not self.in_flight and not self._waiting():
+            self.capacity.idle()
         self.pump()
 
     def _waiting(self) -> bool:

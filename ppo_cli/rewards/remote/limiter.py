@@ -17,27 +17,25 @@ from ppo_cli.config.reward_schema import ApiReward
 
 Clock = Callable[[], float]
 
+# The first calls: so many a second, twice as many every _RAMP_S until one is refused.
 FIRST_RATE = 160.0
-FASTEST = 1e4
 _RAMP_S = 0.05
+_FASTEST = 1e4
+# How the pace grows: by this share a second, for each second since the last refused call.
+_GAIN = 0.04
+_FIRST_GAIN = 0.5  # until the pace is known
+_FEW_CALLS, _FEW_S = 8, 0.1
+_LEAST_CALLS, _LEAST_S = 5, 1.0
+# A refused call tells of the slots where so many were under way, of the most that were let in.
+_NEAR = 0.8
+_FORGET = 0.999
+_SOONER = 0.8
+_RAREST = 20.0
 LONG_DRY_S = 2.0
 _CUT = 0.7
+# The seconds that a late call may catch up.
 _CAP_CREDIT_S = 0.25
 _CREDIT_S = 0.03
-NEAR = 0.8
-BELOW = 0.98
-FIRST_HOLD = 1.0
-GAIN = 0.02
-DECAY = 0.999
-DRY = 3.0
-SLACK = 0.0
-RETRY = 0.3
-FEW = 4
-ALONE = 3.0
-
-GAP = 0.5
-SOONER = 0.8
-EARLY = 0.5
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Ticket:
     others: int = 0
     extra: bool = False
     refused: bool = False
-    settled: bool = False
+    let_in: bool = False
     probing: bool = False
     failed_probes: int = 0
 
@@ -116,9 +114,8 @@ class Ticket:
 class Capacity:
     """How fast calls may leave, and how many may be under way, learned from those refused.
 
-    Two limits, and each call tries only one of them. The pace: a call that leaves while fewer
-    than `slots` are under way tells of it when it is refused. The slots: now and then an extra
-    call leaves while all of them are taken.
+    A call tries one of the two. One that leaves while fewer than `slots` are under way tells of
+    the pace when it is refused. Now and then an extra call leaves while all slots are taken.
     """
 
     def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
@@ -129,19 +126,23 @@ class Capacity:
 
     def restart(self) -> None:
         """Begin afresh, as after an outage: as many calls as there are, ever faster."""
-        now = self._clock()
-        self.slots, self.ramping = self.most, True
+        self.slots, self.ramping, self._known = self.most, True, False
         self._pace = Spacing(FIRST_RATE, self._clock, _CREDIT_S)
-        self._sent: deque[Ticket] = deque()
-        self._proven = 0.0  # the most under way when a call was let in; slowly forgotten
-        self._since = self._pushed_at = self._grown_at = self._let_in_at = now
-        self._began: float | None = None
-        self._let_in, self._found, self._refusing = 0, False, False
-        self._before, self._turned_away = (0, 0.0), 0
-        self._careful, self._sent_at = False, -math.inf
-        self._refused_at = self._answered_at = -math.inf
-        self._extra_s, self._extra_at = 0.0, -math.inf
+        self._sent: deque[Ticket] = deque()  # those that may still be refused
+        self._proven = 0.0  # the most calls under way when one was let in
+        self._extra_s, self._extra_least_s, self._extra_at = 0.0, 0.0, -math.inf
         self._trouble, self._cut_at = 0.0, -math.inf
+        self._sent_at = self._answered_at = self._refused_at = -math.inf
+        self._refusing = self._careful = False
+        self._begin()
+        self._idle = True
+
+    def _begin(self) -> None:
+        """Count from now on: what the server saved up before is unknown."""
+        self._since = self._grown_at = self._let_in_at = self._refusal_at = self._clock()
+        self._let_in = self._turned_away = 0
+        self._before = (0, 0.0)  # calls let in, and seconds, of the time counted before this one
+        self._idle = False
 
     @property
     def rate(self) -> float:
@@ -152,101 +153,67 @@ class Capacity:
         """How many calls may be under way."""
         return self.slots
 
+    def idle(self) -> None:
+        """Note that nothing is under way, and nobody waits."""
+        self._idle = not self._refusing
+
     def wait(self, under_way: int) -> float:
         """Seconds until the next call may leave; infinite when only an answer can change that."""
         if under_way >= self.most:
             return math.inf
-        wait = self._pace.wait()
+        now, wait = self._clock(), self._pace.wait()
         if self._careful:
-            wait = max(wait, self._sent_at + 1.5 * self._delay - self._clock())
-        if under_way < self.slots:
-            return wait
-        return max(wait, self._extra_at - self._clock())
+            wait = max(wait, self._sent_at + 1.5 * self._delay - now)
+        return wait if under_way < self.slots else max(wait, self._extra_at - now)
 
     def sent(self, ticket: Ticket, under_way: int) -> None:
         """Note that a call leaves while so many others are under way."""
-        now = self._clock()
+        if self._idle:
+            self._begin()
         self._settle()
-        if self._began is None:
-            self._began = self._since = self._let_in_at = self._grown_at = now
         self._grow()
-        ticket.refused, ticket.settled, ticket.others = False, False, under_way
-        ticket.extra = under_way >= self.slots
+        now = self._sent_at = self._clock()
+        ticket.extra, ticket.others = under_way >= self.slots, under_way
+        ticket.refused = ticket.let_in = False
         if ticket.extra:
-            self._extra_at = now + max(self._extra_s, 1.0 / self._pace.rate)
-        self._sent_at = now
+            self._extra_at = now + max(self._extra_s, self._extra_least_s)
         self._pace.take()
         self._sent.append(ticket)
 
-    def answered(self, ticket: Ticket) -> None:
-        """Take a call that was let in."""
+    def answered(self) -> None:
+        """Take a call that was answered."""
         self._settle()
         self._answered_at = self._clock()
-        self._trouble -= self._trouble / self.size()
+        self._trouble -= self._trouble / self.slots
 
-    def refused(self, ticket: Ticket, others: int, hint: float = math.inf) -> bool:
+    def refused(self, ticket: Ticket, others: int, asked_s: float = math.inf) -> bool:
         """Take a call that was refused; whether none has been let in for long.
 
-        `others` are under way, and the server asked for a pause of `hint` seconds at most.
+        `others` are under way. The server asked for a pause of `asked_s` seconds.
         """
-        now = self._clock()
-        ticket.refused = True
+        now, ticket.refused = self._clock(), True
         self._delay = max(0.98 * self._delay, now - ticket.sent_at)
-        self._let_in -= ticket.settled
+        self._let_in -= ticket.let_in
         for later in self._sent:
             later.others -= later.sent_at > ticket.sent_at
         self._settle()
-        dry = max(0.0, ticket.sent_at - self._let_in_at)
-        self._refusing = self._refusing or not ticket.extra
-        gap = (now - self._since) / (max(0, self._let_in) + 1)
         interval = 1.0 / self._pace.rate
-        hold = max(interval, min(hint, max(dry / DRY, GAP * gap), 0.25 + dry / 12))
+        dry = max(0.0, ticket.sent_at - self._let_in_at)
+        gap = (now - self._since) / (max(0, self._let_in) + 1)  # between two that are let in
+        pause = max(interval, min(asked_s, max(dry / 3.0, gap / 2.0), 0.25 + dry / 12.0))
         if ticket.extra:
-            self._extra_s = max(min(2.0 * self._extra_s, 20.0 * gap), hold)
+            self._extra_s = max(min(2.0 * self._extra_s, _RAREST * gap), pause)
             self._extra_at = max(self._extra_at, ticket.sent_at + self._extra_s)
-        elif self.ramping:
-            self.ramping = False
-            self.slots = max(1, others, int(self._proven))
-            self._lesson(ticket, first=True)
-        elif others + SLACK >= NEAR * self._proven:
-            self.slots = max(1, min(self.slots, others))
         else:
-            self._lesson(ticket)
-        if not ticket.extra:
-            if now - self._refused_at > ALONE * interval and self._found:
-                hold = RETRY * interval
-                self._pace.correct(-(1.0 - RETRY))
-            self._refused_at = now
-            self._pace.hold(now + hold)
+            self._refusing, self._refused_at = True, now
+            if self.ramping:
+                self.slots = max(1, others, int(self._proven))
+            elif others >= _NEAR * self._proven:
+                self.slots = max(1, min(self.slots, others))
+            if self.ramping or others < _NEAR * self._proven:
+                self._slow_down(ticket)
+            self._pace.hold(now + pause)
         return now - self._let_in_at > LONG_DRY_S
-
-    def _lesson(self, ticket: Ticket, first: bool = False) -> None:
-        now = self._clock()
-        self._pushed_at = now
-        self._turned_away += 1
-        self._careful = True
-        seconds = now - self._since
-        peek = sum(t.sent_at < ticket.sent_at and not t.refused for t in self._sent)
-        let_in = self._let_in + peek
-        if first:
-            seconds = max(seconds - self._delay, 0.02)
-            let_in = max(let_in, 1)
-            self._pace.rate = max(1.0, let_in / seconds)
-        elif (seconds >= 1.0 and let_in >= (5 if self._found else 2)) or (seconds >= 0.1 and let_in >= FEW and not self._found):
-            delivered = (let_in + self._before[0]) / (seconds + self._before[1])
-            rate = min(self._pace.rate, BELOW * delivered)
-            share = self._turned_away / (self._turned_away + let_in)
-            if self._found:
-                rate = max(rate, (0.95 if share < 0.05 else 0.7) * self._pace.rate)
-            self._found = share < 0.2
-            self._pace.rate = rate
-        else:
-            if not self._found:
-                most = (let_in + 1 + self._before[0]) / (seconds + self._before[1])
-                self._pace.rate = min(self._pace.rate, most)
-            return
-        self._before, self._turned_away = (let_in, seconds), 0
-        self._since, self._let_in = now, -peek
 
     def overloaded(self, ticket: Ticket) -> None:
         """Narrow on a timeout or a 503 when most calls end so; a few of them are accidents.
@@ -254,10 +221,43 @@ class Capacity:
         Once for all calls that left before the last time.
         """
         now = self._clock()
-        self._trouble += (1.0 - self._trouble) / max(4, self.size())
+        self._trouble += (1.0 - self._trouble) / max(4, self.slots)
         if self._trouble > 0.5 and ticket.sent_at >= self._cut_at:
             self.slots, self.ramping = max(1, int(_CUT * self.slots)), False
-            self._cut_at = now
+            self._extra_least_s, self._cut_at = now - ticket.sent_at, now
+            self._extra_at = now + self._extra_least_s
+
+    def _slow_down(self, ticket: Ticket) -> None:
+        """Set the pace to the calls that were let in since it was set before, a second.
+
+        The server had nothing left then, nor has it now. A few calls more or less at the two ends
+        matter less when the time before counts too.
+        """
+        now = self._refusal_at = self._clock()
+        self._turned_away += 1
+        late = sum(one.sent_at < ticket.sent_at and not one.refused for one in self._sent)
+        calls, seconds = self._let_in + late, now - self._since
+        if self.ramping:
+            self.ramping = False
+            seconds = max(seconds - self._delay, 0.02)
+            self._pace.rate = max(1.0, calls / seconds)
+        else:
+            self._careful = True
+            few = calls >= (_LEAST_CALLS if self._known else 2) and seconds >= _LEAST_S
+            if not few and not (not self._known and calls >= _FEW_CALLS and seconds >= _FEW_S):
+                if not self._known:
+                    most = (calls + 1 + self._before[0]) / (seconds + self._before[1])
+                    self._pace.rate = min(self._pace.rate, most)
+                return
+            rate = (calls + self._before[0]) / (seconds + self._before[1])
+            share = self._turned_away / (self._turned_away + calls)
+            least = 0.0
+            if self._known:
+                least = 0.95 if share < 0.05 else 0.85 if share < 0.25 else 0.5
+            self._pace.rate = max(least * self._pace.rate, min(self._pace.rate, rate))
+            self._known = share < 0.2
+        self._before, self._turned_away = (calls, seconds), 0
+        self._since, self._let_in = now, -late
 
     def _settle(self) -> None:
         """Count the calls that would have been refused by now: they were let in."""
@@ -266,27 +266,26 @@ class Capacity:
             ticket = self._sent.popleft()
             if ticket.refused:
                 continue
-            ticket.settled = True
-            self._let_in += 1
-            self._proven = max(DECAY * self._proven, ticket.others + 1)
             quiet = ticket.sent_at - max(self._let_in_at, self._answered_at)
             if self._refusing and quiet > max(LONG_DRY_S, 4.0 / self._pace.rate):
                 self.restart()
-                self._began = self._since = self._let_in_at = self._grown_at = self._clock()
                 return
+            ticket.let_in = True
+            self._let_in += 1
+            self._let_in_at = ticket.sent_at
             self._refusing = False
-            if ticket.sent_at > self._refused_at:
-                self._careful = False
-            self._let_in_at = max(self._let_in_at, ticket.sent_at)
+            self._careful = self._careful and ticket.sent_at <= self._refused_at
+            self._proven = max(_FORGET * self._proven, ticket.others + 1)
             if ticket.extra:
                 self.slots = max(self.slots, min(self.most, ticket.others + 1))
-                self._extra_s *= SOONER
+                self._extra_s *= _SOONER
 
     def _grow(self) -> None:
+        """Ever faster while no call is refused, unless something else holds calls back."""
         now = self._clock()
         step, self._grown_at = now - self._grown_at, now
         if self.ramping:
-            self._pace.rate = min(FASTEST, self._pace.rate * 2.0 ** (step / _RAMP_S))
+            self._pace.rate = min(_FASTEST, self._pace.rate * 2.0 ** (step / _RAMP_S))
         elif self._pace.slack() <= _CREDIT_S:
-            a_second = min(0.5, (GAIN if self._found else EARLY) * (now - self._pushed_at))
-            self._pace.rate = min(FASTEST, self._pace.rate * (1.0 + a_second * min(1.0, step)))
+            gain = (_GAIN if self._known else _FIRST_GAIN) * (now - self._refusal_at)
+            self._pace.rate = min(_FASTEST, self._pace.rate * (1.0 + min(0.5, gain) * min(1.0, step)))
