@@ -32,6 +32,7 @@ _FORGET = 0.999
 _SOONER = 0.8
 _RAREST = 20.0
 LONG_DRY_S = 2.0
+_DEAF_S, _DEAF_DRY_S = 30.0, 0.25
 _CUT = 0.7
 # The seconds that a late call may catch up.
 _CAP_CREDIT_S = 0.25
@@ -134,6 +135,7 @@ class Capacity:
         self._trouble, self._cut_at = 0.0, -math.inf
         self._sent_at = self._answered_at = self._refused_at = -math.inf
         self._refusing = self._careful = False
+        self._share, self._useless, self._deaf_until = 1.0, 0, -math.inf
         self._begin()
         self._idle = True
 
@@ -201,7 +203,9 @@ class Capacity:
         dry = max(0.0, ticket.sent_at - self._let_in_at)
         gap = (now - self._since) / (max(0, self._let_in) + 1)  # between two that are let in
         pause = max(interval, min(asked_s, max(dry / 3.0, gap / 2.0), 0.25 + dry / 12.0))
-        if ticket.extra:
+        if now < self._deaf_until:
+            self._pace.hold(now + (pause if dry > _DEAF_DRY_S else 0.0))
+        elif ticket.extra:
             self._extra_s = max(min(2.0 * self._extra_s, _RAREST * gap), pause)
             self._extra_at = max(self._extra_at, ticket.sent_at + self._extra_s)
         else:
@@ -213,7 +217,7 @@ class Capacity:
             if self.ramping or others < _NEAR * self._proven:
                 self._slow_down(ticket)
             self._pace.hold(now + pause)
-        return now - self._let_in_at > LONG_DRY_S
+        return not self._proven or now - self._let_in_at > LONG_DRY_S
 
     def overloaded(self, ticket: Ticket) -> None:
         """Narrow on a timeout or a 503 when most calls end so; a few of them are accidents.
@@ -240,7 +244,7 @@ class Capacity:
         if self.ramping:
             self.ramping = False
             seconds = max(seconds - self._delay, 0.02)
-            self._pace.rate = max(1.0, calls / seconds)
+            self._pace.rate = max(1.0, max(1, calls) / seconds)
         else:
             self._careful = True
             few = calls >= (_LEAST_CALLS if self._known else 2) and seconds >= _LEAST_S
@@ -251,7 +255,14 @@ class Capacity:
                 return
             rate = (calls + self._before[0]) / (seconds + self._before[1])
             share = self._turned_away / (self._turned_away + calls)
-            least = 0.0
+            # Refusals as frequent as before, however slowly calls leave, are none of their speed.
+            self._useless = self._useless + 1 if share > max(0.25, 0.8 * self._share) else 0
+            self._share = share
+            if self._useless >= 3:
+                self.restart()
+                self._deaf_until = now + _DEAF_S
+                return
+            least = 0.5 if calls >= _FEW_CALLS else 0.0
             if self._known:
                 least = 0.95 if share < 0.05 else 0.85 if share < 0.25 else 0.5
             self._pace.rate = max(least * self._pace.rate, min(self._pace.rate, rate))
