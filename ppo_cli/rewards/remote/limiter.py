@@ -32,7 +32,7 @@ _FORGET = 0.999
 _SOONER = 0.8
 _RAREST = 20.0
 LONG_DRY_S = 2.0
-_DEAF_S, _DEAF_DRY_S = 30.0, 0.25
+_DEAF_S = 30.0
 _CUT = 0.7
 # The seconds that a late call may catch up.
 _CAP_CREDIT_S = 0.25
@@ -135,7 +135,7 @@ class Capacity:
         self._trouble, self._cut_at = 0.0, -math.inf
         self._sent_at = self._answered_at = self._refused_at = -math.inf
         self._refusing = self._careful = False
-        self._share, self._useless, self._deaf_until = 1.0, 0, -math.inf
+        self._useless, self._deaf_until = 0, -math.inf
         self._begin()
         self._idle = True
 
@@ -204,7 +204,9 @@ class Capacity:
         gap = (now - self._since) / (max(0, self._let_in) + 1)  # between two that are let in
         pause = max(interval, min(asked_s, max(dry / 3.0, gap / 2.0), 0.25 + dry / 12.0))
         if now < self._deaf_until:
-            self._pace.hold(now + (pause if dry > _DEAF_DRY_S else 0.0))
+            self._turned_away += 1
+            if self._turned_away > max(20, 3 * self._let_in):
+                self._deaf_until = now
         elif ticket.extra:
             self._extra_s = max(min(2.0 * self._extra_s, _RAREST * gap), pause)
             self._extra_at = max(self._extra_at, ticket.sent_at + self._extra_s)
@@ -256,9 +258,9 @@ class Capacity:
             rate = (calls + self._before[0]) / (seconds + self._before[1])
             share = self._turned_away / (self._turned_away + calls)
             # Refusals as frequent as before, however slowly calls leave, are none of their speed.
-            self._useless = self._useless + 1 if share > max(0.25, 0.8 * self._share) else 0
-            self._share = share
-            if self._useless >= 3:
+            if calls >= _FEW_CALLS:
+                self._useless = self._useless + 1 if share > 0.15 else 0
+            if self._useless >= 4:
                 self.restart()
                 self._deaf_until = now + _DEAF_S
                 return
@@ -299,4 +301,5 @@ class Capacity:
             self._pace.rate = min(_FASTEST, self._pace.rate * 2.0 ** (step / _RAMP_S))
         elif self._pace.slack() <= _CREDIT_S:
             gain = (_GAIN if self._known else _FIRST_GAIN) * (now - self._refusal_at)
-            self._pace.rate = min(_FASTEST, self._pace.rate * (1.0 + min(0.5, gain) * min(1.0, step)))
+            more = min(0.5, gain) * min(1.0, step)
+            self._pace.rate = min(_FASTEST, self._pace.rate * (1.0 + more))
