@@ -176,7 +176,7 @@ class Capacity:
         self._grow()
         now = self._sent_at = self._clock()
         ticket.extra, ticket.others = under_way >= self.slots, under_way
-        ticket.refused = ticket.let_in = False
+        ticket.let_in = False
         if ticket.extra:
             self._extra_at = now + max(self._extra_s, self._extra_least_s)
         self._pace.take()
@@ -193,9 +193,11 @@ class Capacity:
 
         `others` are under way. The server asked for a pause of `asked_s` seconds.
         """
-        now, ticket.refused = self._clock(), True
+        now = self._clock()
         self._delay = max(0.98 * self._delay, now - ticket.sent_at)
         self._let_in -= ticket.let_in
+        if ticket in self._sent:
+            self._sent.remove(ticket)
         for later in self._sent:
             later.others -= later.sent_at > ticket.sent_at
         self._settle()
@@ -241,7 +243,7 @@ class Capacity:
         """
         now = self._refusal_at = self._clock()
         self._turned_away += 1
-        late = sum(one.sent_at < ticket.sent_at and not one.refused for one in self._sent)
+        late = sum(one.sent_at < ticket.sent_at for one in self._sent)
         calls, seconds = self._let_in + late, now - self._since
         if self.ramping:
             self.ramping = False
@@ -257,7 +259,7 @@ class Capacity:
                 return
             rate = (calls + self._before[0]) / (seconds + self._before[1])
             share = self._turned_away / (self._turned_away + calls)
-            # Refusals as frequent as before, however slowly calls leave, are none of their speed.
+            # Refusals that stay frequent, however slowly calls leave, are none of their speed.
             if calls >= _FEW_CALLS:
                 self._useless = self._useless + 1 if share > 0.15 else 0
             if self._useless >= 4:
@@ -275,10 +277,8 @@ class Capacity:
     def _settle(self) -> None:
         """Count the calls that would have been refused by now: they were let in."""
         before = self._clock() - 1.5 * self._delay
-        while self._sent and (self._sent[0].sent_at < before or self._sent[0].refused):
+        while self._sent and self._sent[0].sent_at < before:
             ticket = self._sent.popleft()
-            if ticket.refused:
-                continue
             quiet = ticket.sent_at - max(self._let_in_at, self._answered_at)
             if self._refusing and quiet > max(LONG_DRY_S, 4.0 / self._pace.rate):
                 self.restart()
