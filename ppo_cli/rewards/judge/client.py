@@ -150,7 +150,7 @@ class JudgeClient:
         """Return what was counted since the last call, and start again from nothing."""
         taken, self._counts = self._counts, Counters()
         open_seconds = self._breaker.open_seconds()
-        taken.concurrency = self._admission.window.size()
+        taken.concurrency = self._admission.capacity.size()
         taken.open_seconds, self._open_before = open_seconds - self._open_before, open_seconds
         return taken
 
