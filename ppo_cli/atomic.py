@@ -70,11 +70,16 @@ def _sweep(path: Path) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Tell whether a process runs: neither gone nor waiting to be reaped."""
+    """Tell whether a process runs: neither gone nor, on Linux, waiting to be reaped."""
     try:
+        os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
+    except ProcessLookupError:
         return False
+    except PermissionError:  # another user's
+        return True
+    except (FileNotFoundError, IndexError):  # no /proc here, or the process ended meanwhile
+        return not Path("/proc/self").exists()
 
 
 def _set_aside(folder: Path) -> Path:

@@ -133,6 +133,9 @@ def test_a_joined_cluster_is_waited_for_used_left_and_lost(
     os.kill(polite[0].member.pid, signal.SIGKILL)
     first.close([one.member for one in polite])
     assert (tmp_path / "closed-1").exists()  # though the one before it was dead
+    until = time.monotonic() + 5  # Ray tells of an end just before the process is gone
+    while worker in session_of(head) and time.monotonic() < until:
+        time.sleep(0.1)
     assert worker not in session_of(head)
     assert "raylet" in session_of(head).values()  # not ours, so it goes on
 
