@@ -177,8 +177,9 @@ class Trainer(Section):
         flag="--n_gpus",
         env="N_GPUS",
         ge=0,
+        le=1024,
     )
-    nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1)
+    nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
     node_rank: int | None = setting(
         None, "Rank of this node.", flag="--node_rank", env="NODE_RANK", ge=0
     )

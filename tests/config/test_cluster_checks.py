@@ -6,6 +6,7 @@ import pytest
 
 from ppo_cli.config import device_checks, requirements
 from ppo_cli.config.requirements import missing_parts, remarks
+from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle, taken
 
 SPAN = "rollout.tensor_model_parallel_size"
@@ -246,3 +247,9 @@ def test_offloading_needs_a_gpu_or_several_processes() -> None:
     assert "everything is in host memory" in line
     assert remarks(settle(given), 1, {}) == []
     assert remarks(settle(given, "trainer.engine=ray"), 0, {}) == []
+
+
+def test_no_number_of_devices_takes_all_memory_to_be_refused() -> None:
+    for name in ("nnodes", "n_gpus_per_node"):
+        with pytest.raises(ConfigError, match=rf"trainer\.{name}"):
+            settle("trainer.nnodes=1048576", "trainer.n_gpus_per_node=1048576")
