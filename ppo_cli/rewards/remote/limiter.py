@@ -1,15 +1,14 @@
 """How many calls may be under way, and how fast new ones may follow.
 
-`Capacity` learns both from the calls that a server refuses; `Spacing` keeps the caps on requests
-and tokens a minute that the user set. Pure bookkeeping on a clock; who waits, and for how long, is
-for `judge.breaker`. docs/design/008-judge-limiter.md has the reasons and the figures.
+Three brakes: a window of calls in flight that opens and closes with what the judge says, a pace
+learned from its refusals, and the caps on requests and tokens a minute that the user set.
+Pure bookkeeping on a clock; who waits, and for how long, is for `judge.breaker`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,26 +16,14 @@ from ppo_cli.config.reward_schema import ApiReward
 
 Clock = Callable[[], float]
 
-# The first calls: so many a second, twice as many every _RAMP_S until one is refused.
-FIRST_RATE = 160.0
-_RAMP_S = 0.05
-_FASTEST = 1e4
-# How the pace grows: by this share a second, for each second since the last refused call.
-_GAIN = 0.04
-_FIRST_GAIN = 0.5  # until the pace is known
-_FEW_CALLS, _FEW_S = 8, 0.1
-_LEAST_CALLS, _LEAST_S = 5, 1.0
-# A refused call tells of the slots where so many were under way, of the most that were let in.
-_NEAR = 0.8
-_FORGET = 0.999
-_SOONER = 0.8
-_RAREST = 20.0
-LONG_DRY_S = 2.0
-_DEAF_S = 30.0
+FIRST_WINDOW = 8
+DOUBLING_S = 0.05
 _CUT = 0.7
-# The seconds that a late call may catch up.
 _CAP_CREDIT_S = 0.25
-_CREDIT_S = 0.03
+_PACE_CREDIT_S = 0.03
+_LEARN_S = 1.0
+_FIRST_LEARN_S = 0.25
+_SHORT_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -86,220 +73,181 @@ class Spacing:
 
     def take(self, cost: float = 1.0) -> None:
         """Take `cost` units now, whatever was left."""
-        self._next = max(self._next, self._clock() - self._credit_s) + cost / self.rate
+        start = max(self._next, self._clock() - self._credit_s)
+        self._next = start + cost / self.rate
 
     def correct(self, cost: float) -> None:
         """Add to what was taken, or give back (a negative cost)."""
         self._next += cost / self.rate
 
-    def hold(self, until: float) -> None:
-        """Take nothing before then."""
-        self._next = max(self._next, until)
 
+class Window:
+    """Calls that may be in flight at once: additive increase, multiplicative decrease.
 
-@dataclass(eq=False)
-class Ticket:
-    """One verdict that waits for its call; `tokens` is what the call may use of a token cap."""
-
-    tokens: int = 0
-    sent: int = 0
-    sent_at: float = 0.0
-    others: int = 0
-    extra: bool = False
-    refused: bool = False
-    let_in: bool = False
-    probing: bool = False
-    failed_probes: int = 0
-
-
-class Capacity:
-    """How fast calls may leave, and how many may be under way, learned from those refused.
-
-    A call tries one of the two. One that leaves while fewer than `slots` are under way tells of
-    the pace when it is refused. Now and then an extra call leaves while all slots are taken.
+    As long as nothing pushed back the window doubles every twentieth of a second, up to the cap:
+    "too many" is said at once, while a verdict may take seconds, so waiting a whole round trip
+    for every doubling would only cost time.
     """
 
-    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
-        self.most = most
+    def __init__(self, cap: int, clock: Clock = time.monotonic) -> None:
+        self.cap = cap
         self._clock = clock
-        self._delay = 0.0  # until a call is refused
+        self._trouble = 0.0
         self.restart()
 
     def restart(self) -> None:
-        """Begin afresh, as after an outage: as many calls as there are, ever faster."""
-        self.slots, self.ramping, self._known = self.most, True, False
-        self._pace = Spacing(FIRST_RATE, self._clock, _CREDIT_S)
-        self._sent: deque[Ticket] = deque()  # those that may still be refused
-        self._proven = 0.0  # the most calls under way when one was let in
-        self._extra_s, self._extra_least_s, self._extra_at = 0.0, 0.0, -math.inf
-        self._trouble, self._cut_at = 0.0, -math.inf
-        self._sent_at = self._answered_at = self._refused_at = -math.inf
-        self._refusing = self._careful = False
-        self._useless, self._deaf_until = 0, -math.inf
-        self._begin()
-        self._idle = True
-
-    def _begin(self) -> None:
-        """Count from now on: what the server saved up before is unknown."""
-        self._since = self._grown_at = self._let_in_at = self._refusal_at = self._clock()
-        self._let_in = self._turned_away = 0
-        self._before = (0, 0.0)  # calls let in, and seconds, of the time counted before this one
-        self._idle = False
+        """Begin afresh, as after an outage; the ramp starts with the next call sent."""
+        self._size = float(min(FIRST_WINDOW, self.cap))
+        self._ramp_from: float | None = None
+        self._ramping = self._size < self.cap
+        self._cut_at = -math.inf
+        self._trouble = 0.0
 
     @property
-    def rate(self) -> float:
-        """Calls a second at the moment."""
-        return self._pace.rate
+    def ramping(self) -> bool:
+        """Whether the window still opens by itself as time goes by."""
+        return self._ramping
 
     def size(self) -> int:
-        """How many calls may be under way."""
-        return self.slots
+        """How many calls may be in flight now."""
+        if self._ramping and self._ramp_from is not None:
+            doublings = min(60.0, (self._clock() - self._ramp_from) / DOUBLING_S)
+            self._size = min(float(self.cap), FIRST_WINDOW * 2.0**doublings)
+            self._ramping = self._size < self.cap
+        return max(1, int(self._size))
+
+    def sent(self) -> None:
+        """Note that a call leaves."""
+        if self._ramp_from is None:
+            self._ramp_from = self._clock()
+
+    def succeeded(self, *, full: bool) -> None:
+        """Widen by one call a round, if the window was `full`: else more room proves nothing."""
+        self._trouble += (0.0 - self._trouble) / self.size()
+        if full and not self._ramping:
+            self._size = min(float(self.cap), self._size + 1.0 / self._size)
+
+    def too_many(self, sent_at: float) -> None:
+        """Narrow on a plain "too many", once for all calls that left before the last cut."""
+        self.size()
+        self._ramping = False
+        if sent_at >= self._cut_at:
+            self._size = max(1.0, self._size * _CUT)
+            self._cut_at = self._clock()
+
+    def overloaded(self, sent_at: float) -> None:
+        """Narrow on a timeout or a 503 when most calls end so; a few of them are accidents."""
+        self._trouble += (1.0 - self._trouble) / max(4, self.size())
+        if self._trouble > 0.5:
+            self.too_many(sent_at)
+
+
+class LearnedPace:
+    """Calls a second that the judge takes, learned from the calls that it turned away.
+
+    Between two refusals a second or more apart the judge's own budget was used up at both ends,
+    so what it accepted in between is at most what it allows: a lower bound. The pace that was
+    refused is an upper one. The next pace lies between them, and creeps up while nobody objects.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._spacing: Spacing | None = None
+        self._since: float | None = None
+        self._accepted = 0
+        self._rejected = 0
+        self._longest_pause = 0.0
+        self._lessons = 0
+        self._last_share = 1.0
+        self._useless = 0
+        self._deaf_until = -math.inf
+        self._pushed_at = -math.inf
+        self._grown_at = -math.inf
+
+    @property
+    def rate(self) -> float | None:
+        """Calls a second at the moment; None: as many as there are."""
+        return self._spacing.rate if self._spacing else None
+
+    @property
+    def deaf(self) -> bool:
+        """Whether slowing down was found to change nothing, so that refusals are noise."""
+        return self._clock() < self._deaf_until
+
+    def wait(self) -> float:
+        """Seconds until the next call may leave."""
+        return self._spacing.wait() if self._spacing else 0.0
+
+    def sent(self) -> None:
+        """Note that a call leaves."""
+        self._accepted += 1
+        if self._since is None:
+            self._since = self._clock()
+        if self._spacing:
+            self._grow(self._spacing)
+            self._spacing.take()
 
     def idle(self) -> None:
-        """Note that nothing is under way, and nobody waits."""
-        self._idle = not self._refusing
+        """Note that nothing is under way: what the judge saved up meanwhile is unknown."""
+        self._since = None
+        self._accepted = self._rejected = 0
 
-    def wait(self, under_way: int) -> float:
-        """Seconds until the next call may leave; infinite when only an answer can change that."""
-        if under_way >= self.most:
-            return math.inf
-        now, wait = self._clock(), self._pace.wait()
-        if self._careful:
-            wait = max(wait, self._sent_at + 1.5 * self._delay - now)
-        return wait if under_way < self.slots else max(wait, self._extra_at - now)
-
-    def sent(self, ticket: Ticket, under_way: int) -> None:
-        """Note that a call leaves while so many others are under way."""
-        if self._idle:
-            self._begin()
-        self._settle()
-        self._grow()
-        now = self._sent_at = self._clock()
-        ticket.extra, ticket.others = under_way >= self.slots, under_way
-        ticket.let_in = False
-        if ticket.extra:
-            self._extra_at = now + max(self._extra_s, self._extra_least_s)
-        self._pace.take()
-        self._sent.append(ticket)
-
-    def answered(self) -> None:
-        """Take a call that was answered."""
-        self._settle()
-        self._answered_at = self._clock()
-        self._trouble -= self._trouble / self.slots
-
-    def refused(self, ticket: Ticket, others: int, asked_s: float = math.inf) -> bool:
-        """Take a call that was refused; whether none has been let in for long.
-
-        `others` are under way. The server asked for a pause of `asked_s` seconds.
-        """
+    def _grow(self, spacing: Spacing) -> None:
+        """Quickly while little is known, then ever faster the longer nobody objected."""
         now = self._clock()
-        self._delay = max(0.98 * self._delay, now - ticket.sent_at)
-        self._let_in -= ticket.let_in
-        if ticket in self._sent:
-            self._sent.remove(ticket)
-        for later in self._sent:
-            later.others -= later.sent_at > ticket.sent_at
-        self._settle()
-        interval = 1.0 / self._pace.rate
-        dry = max(0.0, ticket.sent_at - self._let_in_at)
-        gap = (now - self._since) / (max(0, self._let_in) + 1)  # between two that are let in
-        pause = max(interval, min(asked_s, max(dry / 3.0, gap / 2.0), 0.25 + dry / 12.0))
-        if now < self._deaf_until:
-            self._turned_away += 1
-            if self._turned_away > max(20, 3 * self._let_in):
-                self._deaf_until = now
-        elif ticket.extra:
-            self._extra_s = max(min(2.0 * self._extra_s, _RAREST * gap), pause)
-            self._extra_at = max(self._extra_at, ticket.sent_at + self._extra_s)
+        step, self._grown_at = min(1.0, now - self._grown_at), now
+        if spacing.slack() > _PACE_CREDIT_S:
+            return  # something else holds calls back, so nothing is learned about the pace
+        # Overshooting is cheap where refusals come with short pauses.
+        gain = 0.02 if self._short_pauses else 0.001
+        a_second = 0.5 if self._lessons < 2 else min(0.5, gain * (now - self._pushed_at))
+        spacing.rate *= 1.0 + a_second * step
+
+    def refused(self, sent_at: float, pause: float = 0.0) -> None:
+        """Learn from a call that was refused, and asked to wait for `pause` seconds."""
+        now = self._clock()
+        self._longest_pause = max(self._longest_pause, pause)
+        if self._since is not None and sent_at < self._since:
+            self._pushed_at = now  # it tells of the time before the last lesson
+            return
+        self._accepted, self._rejected = max(0, self._accepted - 1), self._rejected + 1
+        since = self._since if self._since is not None else now
+        learn_s = _LEARN_S / 2.0 if self._lessons < 2 else _LEARN_S
+        if self.deaf or (self._spacing and now - since < learn_s):
+            self._pushed_at = now
+            return
+        if self._spacing is None:
+            first = self._accepted / max(now - since, _FIRST_LEARN_S)
+            self._spacing = Spacing(max(1.0, first), self._clock, _PACE_CREDIT_S)
         else:
-            self._refusing, self._refused_at = True, now
-            if self.ramping:
-                self.slots = max(1, others, int(self._proven))
-            elif others >= _NEAR * self._proven:
-                self.slots = max(1, min(self.slots, others))
-            if self.ramping or others < _NEAR * self._proven:
-                self._slow_down(ticket)
-            self._pace.hold(now + pause)
-        return not self._proven or now - self._let_in_at > LONG_DRY_S
+            self._learn(self._spacing, now - since)
+        self._since, self._accepted, self._rejected = now, 0, 0
+        self._lessons += 1
+        self._pushed_at = self._grown_at = now
 
-    def overloaded(self, ticket: Ticket) -> None:
-        """Narrow on a timeout or a 503 when most calls end so; a few of them are accidents.
+    @property
+    def _short_pauses(self) -> bool:
+        return self._longest_pause <= _SHORT_PAUSE_S
 
-        Once for all calls that left before the last time.
-        """
-        now = self._clock()
-        self._trouble += (1.0 - self._trouble) / max(4, self.slots)
-        if self._trouble > 0.5 and ticket.sent_at >= self._cut_at:
-            self.slots, self.ramping = max(1, int(_CUT * self.slots)), False
-            self._extra_least_s, self._cut_at = now - ticket.sent_at, now
-            self._extra_at = now + self._extra_least_s
-
-    def _slow_down(self, ticket: Ticket) -> None:
-        """Set the pace to the calls that were let in since it was set before, a second.
-
-        The server had nothing left then, nor has it now. A few calls more or less at the two ends
-        matter less when the time before counts too.
-        """
-        now = self._refusal_at = self._clock()
-        self._turned_away += 1
-        late = sum(one.sent_at < ticket.sent_at for one in self._sent)
-        calls, seconds = self._let_in + late, now - self._since
-        if self.ramping:
-            self.ramping = False
-            seconds = max(seconds - self._delay, 0.02)
-            self._pace.rate = max(1.0, max(1, calls) / seconds)
+    def _learn(self, spacing: Spacing, seconds: float) -> None:
+        share = self._rejected / (self._accepted + self._rejected)
+        # Refusals that stay as frequent however slowly we go have nothing to do with our speed.
+        self._useless = self._useless + 1 if share > 0.25 and share > 0.8 * self._last_share else 0
+        self._last_share = share
+        if self._useless >= 3:
+            self._spacing, self._lessons, self._useless = None, 0, 0
+            self._deaf_until = self._clock() + 30.0
+            return
+        lower = max(self._accepted / seconds, 0.1)
+        least = (0.4 if self._lessons < 3 else 0.85) * spacing.rate
+        if share < 0.05:
+            rate = 0.95 * spacing.rate  # hardly too fast
+        elif self._short_pauses:
+            # Too short for the judge to have saved up calls that were then lost: the bound is
+            # the rate itself, give or take a call.
+            rate = min(spacing.rate, 1.05 * lower)
         else:
-            self._careful = True
-            few = calls >= (_LEAST_CALLS if self._known else 2) and seconds >= _LEAST_S
-            if not few and not (not self._known and calls >= _FEW_CALLS and seconds >= _FEW_S):
-                if not self._known:
-                    most = (calls + 1 + self._before[0]) / (seconds + self._before[1])
-                    self._pace.rate = min(self._pace.rate, most)
-                return
-            rate = (calls + self._before[0]) / (seconds + self._before[1])
-            share = self._turned_away / (self._turned_away + calls)
-            # Refusals that stay frequent, however slowly calls leave, are none of their speed.
-            if calls >= _FEW_CALLS:
-                self._useless = self._useless + 1 if share > 0.15 else 0
-            if self._useless >= 4:
-                self.restart()
-                self._deaf_until = now + _DEAF_S
-                return
-            least = 0.5 if calls >= _FEW_CALLS else 0.0
-            if self._known:
-                least = 0.95 if share < 0.05 else 0.85 if share < 0.25 else 0.5
-            self._pace.rate = max(least * self._pace.rate, min(self._pace.rate, rate))
-            self._known = share < 0.2
-        self._before, self._turned_away = (calls, seconds), 0
-        self._since, self._let_in = now, -late
-
-    def _settle(self) -> None:
-        """Count the calls that would have been refused by now: they were let in."""
-        before = self._clock() - 1.5 * self._delay
-        while self._sent and self._sent[0].sent_at < before:
-            ticket = self._sent.popleft()
-            quiet = ticket.sent_at - max(self._let_in_at, self._answered_at)
-            if self._refusing and quiet > max(LONG_DRY_S, 4.0 / self._pace.rate):
-                self.restart()
-                return
-            ticket.let_in = True
-            self._let_in += 1
-            self._let_in_at = ticket.sent_at
-            self._refusing = False
-            self._careful = self._careful and ticket.sent_at <= self._refused_at
-            self._proven = max(_FORGET * self._proven, ticket.others + 1)
-            if ticket.extra:
-                self.slots = max(self.slots, min(self.most, ticket.others + 1))
-                self._extra_s *= _SOONER
-
-    def _grow(self) -> None:
-        """Ever faster while no call is refused, unless something else holds calls back."""
-        now = self._clock()
-        step, self._grown_at = now - self._grown_at, now
-        if self.ramping:
-            self._pace.rate = min(_FASTEST, self._pace.rate * 2.0 ** (step / _RAMP_S))
-        elif self._pace.slack() <= _CREDIT_S:
-            gain = (_GAIN if self._known else _FIRST_GAIN) * (now - self._refusal_at)
-            more = min(0.5, gain) * min(1.0, step)
-            self._pace.rate = min(_FASTEST, self._pace.rate * (1.0 + more))
+            rate = min(math.sqrt(lower * max(spacing.rate, lower)), 2.0 * lower)
+        # One lesson may be wrong, as when this process itself stood still for a moment.
+        spacing.rate = max(rate, least)
+        self._longest_pause /= 2.0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 
 import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.rewards.judge.breaker import Admission, Breaker
+from ppo_cli.rewards.judge.breaker import Admission, Breaker, Ticket
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-from ppo_cli.rewards.remote.limiter import Capacity, Limits, Spacing, Ticket
+from ppo_cli.rewards.remote.limiter import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
 
 
 class Hands:
@@ -102,27 +101,25 @@ def fails(what: int | str) -> JudgeError:
 
 
 def test_what_each_failure_teaches(clock: Hands) -> None:
-    """After one failure and after seven of seven: slots, whether all of them may be used at once.
+    """After one failure and after seven of seven: window, learned pace, room for a second call.
 
-    A plain "too many" takes a slot each; an overload narrows when most calls end so.
+    A plain "too many" counts at once, and once a round; an overload when most calls end so.
     """
-    calm = (8, True, True)
-    expected = dict.fromkeys((429, 529), ((7, False, False), (1, False, False)))
-    expected |= {503: ((8, True, False), (5, False, False))}
+    refused, calm = (5, True, False), (8, False, True)
+    expected = {429: (refused, refused), 529: (refused, refused)}
+    expected |= {503: ((8, False, False), (5, False, False))}
     expected |= dict.fromkeys((408, 504, "timeout"), (calm, (5, False, True)))
     expected |= dict.fromkeys((500, 502, "connection"), (calm, calm))
 
     def taught(what: int | str, times: int) -> tuple[int, bool, bool]:
         admission = Admission(Limits(concurrency=8), Breaker("m", 1800.0, clock), clock)
-        tickets = [Ticket() for _ in range(8)]
+        tickets = [Ticket() for _ in range(times)]
         for ticket in tickets:
             admission.enter_now(ticket)
         clock.now += 0.5
-        for ticket in tickets[:times]:
+        for ticket in tickets:
             admission.failed(ticket, fails(what))
-        for ticket in tickets[times:]:
-            admission.dropped(ticket)
-        return admission.capacity.size(), admission.capacity.ramping, admission.room()
+        return admission.window.size(), admission.pace.rate is not None, admission.room()
 
     assert {what: (taught(what, 1), taught(what, 7)) for what in expected} == expected
 
@@ -132,7 +129,7 @@ def test_a_later_failure_does_not_end_a_pause_that_was_asked_for(clock: Hands) -
         admission = Admission(Limits(concurrency=8), Breaker("m", 1800.0, clock), clock)
         first, second = Ticket(), Ticket()
         for ticket in (first, second):
-            admission.enter_now(ticket)
+            await admission.enter(ticket)
         asked = JudgeError(Failure.RETRYABLE, "http_429", "no", status=429, retry_after=30.0)
         admission.failed(first, asked)
         clock.now += 1.0
@@ -151,164 +148,156 @@ def test_a_later_failure_does_not_end_a_pause_that_was_asked_for(clock: Hands) -
     assert asyncio.run(work()) == [False, True]
 
 
-def calls_in(capacity: Capacity, clock: Hands, seconds: float) -> int:
-    """How many calls leave within a time in which none is answered."""
-    end, sent = clock.now + seconds, 0
-    while (wait := capacity.wait(sent)) <= end - clock.now:
-        clock.now += wait
-        capacity.sent(Ticket(sent_at=clock.now), sent)
-        sent += 1
-    clock.now = end
-    return sent
-
-
-def test_the_first_calls_leave_ever_faster_up_to_the_cap(clock: Hands) -> None:
-    assert 6 <= calls_in(Capacity(64, clock), clock, 0.04) <= 12
-    assert calls_in(Capacity(64, clock), clock, 0.3) == 64
-
-
-def test_after_an_outage_calls_begin_slowly_again(clock: Hands) -> None:
-    async def work() -> tuple[bool, bool]:
+def test_after_an_outage_the_window_opens_from_its_start_again(clock: Hands) -> None:
+    async def work() -> tuple[int, int, int]:
         breaker = Breaker("openai (m)", 1800.0, clock)
         admission = Admission(Limits(concurrency=64), breaker, clock)
-        assert calls_in(admission.capacity, clock, 1.0) == 64
+        admission.window.sent()
+        clock.now += 10.0
+        before = admission.window.size()
         for _ in range(40):
             ticket = Ticket()
-            admission.enter_now(ticket)
+            await admission.enter(ticket)
             admission.failed(ticket, fails(500))
         assert breaker.open
         clock.now += 60.0
         probe = Ticket()
         await admission.enter(probe)
         admission.succeeded(probe)
-        return breaker.open, calls_in(admission.capacity, clock, 0.04) < 13
+        assert not breaker.open
+        at_once = admission.window.size()
+        await admission.enter(Ticket())
+        clock.now += 10.0
+        return before, at_once, admission.window.size()
 
-    assert asyncio.run(work()) == (False, True)
+    assert asyncio.run(work()) == (64, FIRST_WINDOW, 64)
+
+
+def test_window_opens_by_itself_while_nothing_objects(clock: Hands) -> None:
+    window = Window(64, clock)
+    clock.now += 10.0
+    assert window.size() == FIRST_WINDOW
+    window.sent()
+    clock.now += 0.06
+    assert FIRST_WINDOW < window.size() < 64
+    clock.now += 0.5
+    assert window.size() == 64
+    assert not window.ramping
+
+
+def test_window_narrows_once_a_round_and_widens_by_one(clock: Hands) -> None:
+    window = Window(64, clock)
+    window.sent()
+    clock.now += 1.0
+    assert window.size() == 64
+    for _ in range(30):
+        window.too_many(sent_at=clock.now - 0.5)
+    assert window.size() == 44
+    clock.now += 1.0
+    window.too_many(sent_at=clock.now - 0.1)
+    assert window.size() == 31
+    for _ in range(31):
+        window.succeeded(full=True)
+    assert window.size() in (31, 32)
+    for _ in range(1000):
+        window.succeeded(full=False)
+    assert window.size() in (31, 32)
 
 
 def test_some_overloads_are_accidents_and_most_are_not(clock: Hands) -> None:
-    capacity, dice = Capacity(64, clock), random.Random(0)
+    window, dice = Window(64, clock), random.Random(0)
+    window.sent()
+    clock.now += 1.0
+    assert window.size() == 64
     for _ in range(5000):
         clock.now += 0.02
         if dice.random() < 0.3:
-            capacity.overloaded(Ticket(sent_at=clock.now - 0.5))
+            window.overloaded(clock.now - 0.5)
         else:
-            capacity.answered()
-    assert capacity.size() == 64
+            window.succeeded(full=True)
+    assert window.size() == 64
+    for _ in range(200):
+        clock.now += 0.02
+        window.overloaded(clock.now - 0.5)
+    assert window.size() < 32
+
+
+def test_window_never_closes_and_restarts_small(clock: Hands) -> None:
+    window = Window(16, clock)
     for _ in range(100):
-        capacity.overloaded(Ticket(sent_at=clock.now - 0.5))
-    assert capacity.size() == 44  # once for calls of one time
-    for _ in range(1000):
         clock.now += 1.0
-        capacity.overloaded(Ticket(sent_at=clock.now - 0.5))
-    assert capacity.size() == 1  # and never none
+        window.too_many(clock.now)
+    assert window.size() == 1
+    window.restart()
+    assert window.size() == FIRST_WINDOW
+    assert Window(3, clock).size() == 3
 
 
-class Server:
-    """Lets in `rate` calls a second, saves up `burst` of them, and answers after `latency`."""
-
-    def __init__(self, clock: Hands, rate: float, burst: float = 1.0, latency: float = 0.1) -> None:
-        self.clock, self.rate, self.burst, self.latency = clock, rate, burst, latency
-        self.level, self.at = burst, clock.now
-        self.slots = 1000
-        self.let_in, self.turned_away = 0, 0
-        self.under_way: list[tuple[float, bool, Ticket]] = []
-
-    def lets_in(self) -> bool:
-        now = self.clock.now
-        self.level = min(self.burst, self.level + (now - self.at) * self.rate)
-        self.at = now
-        if self.level < 1.0 or sum(fine for _, fine, _ in self.under_way) >= self.slots:
-            return False
-        self.level -= 1.0
-        return True
-
-    def serve(self, capacity: Capacity, seconds: float) -> None:
-        """Ask as fast as the capacity allows; a refusal comes back after 5 ms."""
-        end, clock = self.clock.now + seconds, self.clock
-        while clock.now < end:
-            ends = min((at for at, _, _ in self.under_way), default=math.inf)
-            wait = capacity.wait(len(self.under_way))
-            if clock.now + wait < ends:
-                clock.now += wait
-                ticket = Ticket(sent_at=clock.now)
-                capacity.sent(ticket, len(self.under_way))
-                fine = self.lets_in()
-                self.let_in, self.turned_away = self.let_in + fine, self.turned_away + (not fine)
-                took = self.latency if fine else 0.005
-                self.under_way.append((clock.now + took, fine, ticket))
-                continue
-            clock.now = max(clock.now, ends)
-            one = min(self.under_way, key=lambda call: call[0])
-            self.under_way.remove(one)
-            if one[1]:
-                capacity.answered()
-            else:
-                capacity.refused(one[2], len(self.under_way))
-
-
-def test_the_pace_is_learned_from_refusals(clock: Hands) -> None:
-    """After a while nearly all that a server allows is used, and few calls are refused."""
-    missed = []
-    for rate, burst in ((50.0, 20.0), (50.0, 1.0), (5.0, 1.0), (10.0, 200.0)):
-        capacity, server = Capacity(128, clock), Server(clock, rate, burst)
-        server.serve(capacity, 60.0)
-        server.let_in = server.turned_away = 0
-        server.serve(capacity, 60.0)
-        used, refused = server.let_in / (60.0 * rate), server.turned_away / server.let_in
-        if used < 0.85 or refused > 0.1:
-            missed.append((rate, burst, used, refused))
-    assert missed == []
-
-
-def test_the_pace_follows_a_server_that_changes(clock: Hands) -> None:
-    capacity, server = Capacity(128, clock), Server(clock, 50.0, 20.0)
-    server.serve(capacity, 20.0)
-    assert 40.0 < capacity.rate < 65.0
-    server.rate = 25.0
-    server.serve(capacity, 20.0)
-    assert 20.0 < capacity.rate < 35.0
-    server.rate = 100.0
-    server.serve(capacity, 20.0)
-    assert 80.0 < capacity.rate < 130.0
-
-
-def test_the_slots_are_learned_from_refusals(clock: Hands) -> None:
-    for slots in (4, 16, 64):
-        capacity, server = Capacity(128, clock), Server(clock, 1e6, 1e6, latency=0.5)
-        server.slots = slots
-        server.serve(capacity, 10.0)
-        assert slots <= capacity.size() <= slots + 1
-        assert server.let_in > 0.95 * 20 * slots
-        assert server.turned_away < 0.2 * server.let_in
-        server.slots = 2 * slots if slots < 64 else 32
-        server.serve(capacity, 60.0)
-        assert 0.9 * server.slots <= capacity.size() <= server.slots + 1
+@pytest.mark.parametrize(
+    ("rate", "burst", "retry_after"),
+    [(50, 20, 1.0), (50, 20, 0.0), (5, 1, 1.0), (400, 100, 1.0)],
+)
+def test_pace_is_learned_from_refusals(
+    clock: Hands, rate: float, burst: float, retry_after: float
+) -> None:
+    """A made-up server with a token bucket: after half a minute at least half is used."""
+    pace, level, accepted, refused = LearnedPace(clock), float(burst), 0, 0
+    began, paused_until = clock.now, 0.0
+    while clock.now < began + 60.0:
+        step = max(pace.wait(), paused_until - clock.now, 0.001)
+        clock.now += step
+        level = min(float(burst), level + step * rate)
+        pace.sent()
+        if clock.now > began + 30.0:
+            accepted += level >= 1.0
+            refused += level < 1.0
+        if level >= 1.0:
+            level -= 1.0
+        else:
+            wait = max(retry_after, (1.0 - level) / rate)
+            pace.refused(clock.now, wait)
+            paused_until = clock.now + wait
+    assert accepted > 0.5 * 30.0 * rate
+    assert refused < 0.2 * accepted
 
 
 def test_refusals_that_do_not_follow_the_pace_are_noise(clock: Hands) -> None:
-    class Moody(Server):
-        dice = random.Random(1)
-
-        def lets_in(self) -> bool:
-            return self.dice.random() > 0.4
-
-    server = Moody(clock, 1.0)
-    server.serve(Capacity(32, clock), 60.0)
-    assert server.let_in > 60.0 * 100.0  # of 60 x 320
+    pace, dice = LearnedPace(clock), random.Random(1)
+    slowest = 1e9
+    for _ in range(4000):
+        clock.now += max(0.01, pace.wait())
+        pace.sent()
+        if dice.random() < 0.4:
+            pace.refused(clock.now, 1.0)
+        slowest = min(slowest, pace.rate or 1e9)
+    assert pace.deaf or slowest > 5.0
+    assert clock.now < 100.0 + 4000 / 5
 
 
 def test_an_idle_minute_teaches_nothing(clock: Hands) -> None:
-    capacity, server = Capacity(128, clock), Server(clock, 50.0, 20.0)
-    server.serve(capacity, 20.0)
-    before = capacity.rate
+    pace = LearnedPace(clock)
+    for _ in range(100):
+        clock.now += 0.01
+        pace.sent()
+    pace.refused(clock.now)
+    before = pace.rate
+    pace.idle()
     clock.now += 60.0
-    for _, fine, ticket in server.under_way:
-        capacity.answered() if fine else capacity.refused(ticket, 0)
-    server.under_way.clear()
-    capacity.idle()
-    clock.now += 600.0
-    refused = server.turned_away
-    server.serve(capacity, 5.0)
-    assert capacity.rate == pytest.approx(before, rel=0.5)
-    assert server.turned_away - refused < 20
+    pace.sent()
+    pace.refused(clock.now)
+    assert pace.rate == pytest.approx(before, rel=0.5)
+
+
+def test_late_refusals_do_not_count_twice(clock: Hands) -> None:
+    pace = LearnedPace(clock)
+    for _ in range(100):
+        clock.now += 0.01
+        pace.sent()
+    sent_at = clock.now
+    clock.now += 0.1
+    pace.refused(sent_at)
+    before = pace.rate or 0.0
+    clock.now += 1.0
+    for _ in range(60):
+        pace.refused(sent_at)
+    assert pace.rate == before
