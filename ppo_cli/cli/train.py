@@ -253,7 +253,7 @@ plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 add_command(
     plan_app,
     plan,
-    "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json",
+    PLAN_EPILOG,
     [
         switch("all", "Also the settings at their default."),
         switch("json", "Machine-readable, to stdout."),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
@@ -24,6 +24,7 @@ from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import DataError, ModelError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
+from tests.engine.packed_steps import scored
 
 pytestmark = pytest.mark.slow
 PLACEMENT = Placement(1, 0, (0, 1), ((2,),), ())
@@ -82,24 +83,10 @@ def sample(engine: Verbs, prompts: list[Prompt], sampling: Sampling = SAMPLING) 
     return sorted(engine.generate(prompts, sampling), key=lambda r: (int(r.key[0][1:]), r.sample))
 
 
-def scored(annotated: AnnotatedBatch) -> TrainBatch:
-    shape = annotated.response_mask_BT.shape
-    torch.manual_seed(3)
-    return TrainBatch(
-        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
-        scores_B=torch.zeros(shape[0]),
-        valid_B=torch.arange(shape[0]) % 5 != 3,
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=torch.randn(shape),
-        returns_BT=torch.randn(shape),
-        is_weight_BT=torch.ones(shape),
-    )
-
-
 def train_step(engine: Verbs, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
     rollouts = sample(engine, prompts)
     annotated = engine.annotate(build_batch(rollouts, pad))
-    sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=True))
+    sums = engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=True))
     engine.publish()
     return rollouts, annotated, sums
 
@@ -194,7 +181,7 @@ def test_a_killed_rank_is_named_and_what_is_left_ends(
         for prompt in prompts * 4
     ]
     batch = build_batch(rollouts, tokenizer.pad_token_id)
-    minibatch = MiniBatch(scored(engine.annotate(batch)), actor=True, critic=True)
+    minibatch = MiniBatch(scored(engine.annotate(batch), seed=3), actor=True, critic=True)
     kill_soon(engine._learners[1].pid)
     await_loss(lambda: engine.step(minibatch), "Learner rank 1 on node .* was killed")
     started = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
@@ -28,6 +28,7 @@ from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.records import Prompt
+from tests.engine.packed_steps import scored
 
 PLACEMENT = Placement(1, 0, (0,), ((1,), (2,)), ())
 TRAINER = {
@@ -111,25 +112,11 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     return asked
 
 
-def scored(annotated: AnnotatedBatch) -> TrainBatch:
-    shape = annotated.response_mask_BT.shape
-    torch.manual_seed(3)
-    return TrainBatch(
-        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
-        scores_B=torch.zeros(shape[0]),
-        valid_B=torch.arange(shape[0]) % 5 != 3,
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=torch.randn(shape),
-        returns_BT=torch.randn(shape),
-        is_weight_BT=torch.ones(shape),
-    )
-
-
 def train(engine: Any, prompts: list[Prompt], pad: int) -> tuple[Any, ...]:
     drawn = engine.generate(prompts, Sampling(n=2, max_tokens=8, seed=5))
     rollouts = sorted(drawn, key=lambda rollout: rollout.key)
     annotated = engine.annotate(build_batch(rollouts, pad))
-    sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=True))
+    sums = engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=True))
     engine.publish()
     return rollouts, annotated, sums
 
