@@ -43,9 +43,23 @@ class Case:
     allowed: float
 
 
+def bucket(name: str, rps: float, burst: int, calls: int, hint: str) -> Case:
+    """A server that takes `rps` calls a second and saves up `burst` of them."""
+    server = ("--latency", "0.1", "--rps", f"{rps}", "--burst", f"{burst}", "--hint", hint)
+    return Case(f"{name}, hint: {hint}", server, calls, 128, (calls - burst) / rps, 1.15)
+
+
 CASES = (
-    Case("50 calls/s, burst 20", ("--latency", "0.1", "--rps", "50", "--burst", "20"),
-         600, 128, (600 - 20) / 50, 1.25),
+    *(bucket("50 calls/s, burst 20", 50, 20, 600, hint)
+      for hint in ("seconds", "ms", "ratelimit", "none")),
+    bucket("10 calls/s, burst 200", 10, 200, 350, "seconds"),
+    *(Case(f"100 calls a minute, hint: {hint}",
+           ("--latency", "0.1", "--per-minute", "100", "--hint", hint), 150, 128, 60.1, 1.15)
+      for hint in ("seconds", "none")),
+    *(Case(f"{slots} calls at once, 0.5 s, hint: {hint}",
+           ("--latency", "0.5", "--concurrency-limit", f"{slots}", "--hint", hint),
+           16 * slots, 128, 8.0, 1.15)
+      for slots in (4, 16, 64) for hint in ("seconds", "none")),
     Case("1 s latency, 64 at once", ("--latency", "1.0"), 512, 64, 512 / 64, 1.15),
 )  # fmt: skip
 
@@ -120,8 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verl", metavar="PYTHON", help="a Python that has verl 0.9.1")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", default="", help="servers whose name holds this text")
     options = parser.parse_args()
-    for case in CASES:
+    for case in (case for case in CASES if options.only in case.name):
         print(f"{case.name}: {case.calls} calls, ideal {case.ideal_s:.1f} s, load "
               f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")  # fmt: skip
         for _ in range(options.turns):

@@ -1,6 +1,7 @@
 """THE training loop: proximal policy optimisation on one screen.
 
-For each step: take prompts; sample responses and hand each to the reward as it finishes;
+For each step: take prompts; sample responses and hand each to the reward as it finishes
+(dynamic sampling goes on until the batch is full of prompts that teach something);
 annotate while the rewards answer; gather scores; estimate advantages; update critic and
 actor in mini-batches; publish the new weights; report; validate; save.
 """
@@ -26,8 +27,8 @@ from ppo_cli.train.steps import (
     gather,
     refuse_raising,
     roll_out,
+    sample_step,
     submit_baselines,
-    train_sampling,
     update,
 )
 
@@ -119,9 +120,7 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     """One PPO step: rollouts, rewards, advantages, updates; returns what to report."""
     config, tracker = job.config, job.tracker
     job.reward.begin_step(state.step)
-    prompts = [job.prompts[i] for i in job.order.take()]
-    sampling = train_sampling(config, state.step)
-    rollouts, futures = roll_out(job, prompts, sampling, "rollout", "train")
+    prompts, rollouts, futures, filtered = sample_step(job, state.step)
     baseline_futures = submit_baselines(job, state, prompts)
     with tracker.phase("annotate"):
         annotated = job.engine.annotate(build_batch(rollouts, job.pad_token_id))
@@ -141,7 +140,7 @@ def train_step(job: Job, state: RunState) -> tuple[list[Scored], dict[str, float
     with tracker.phase("publish"):
         job.engine.publish()
     metrics = score_metrics(scored) | job.reward.measure() | fair.metrics
-    metrics |= shaped.metrics | sums.means()
+    metrics |= filtered | shaped.metrics | sums.means()
     if config.trainer.async_steps:
         metrics |= staleness_metrics(scored, state.step - 1)
     tokens = int((annotated.prompt_len_B + annotated.response_len_B).sum())
@@ -159,6 +158,7 @@ def validate(job: Job, state: RunState) -> None:
         top_k=v.top_k,
         n=v.n,
         max_tokens=job.config.data.max_response_length,
+        stop=job.config.rollout.stop,
         seed=stream_seed(job.config.trainer.seed, VALIDATION, 0),
     )
     rollouts, futures = roll_out(job, job.val_prompts, sampling, "validate", "validation")

@@ -40,7 +40,8 @@ class Prompt:
 class Rollout:
     """One sampled response.
 
-    `token_ids` includes the end-of-sequence token when `finish_reason` is "stop".
+    When `finish_reason` is "stop", `token_ids` ends with the end-of-sequence token, or with the
+    token that completed a stop string.
     `sampler_logprobs` has one float32 per response token, under the sampling temperature
     and before top-p/top-k truncation. `text` has special tokens removed.
     """

@@ -18,11 +18,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfinished
-from ppo_cli.errors import ModelError, UserError
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.model_checks import check_folder
+from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
 from ppo_cli.redact import redact
 
 METRICS_FILE = "metrics.jsonl"
@@ -111,17 +114,41 @@ def _encode(line: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-PARTS = ("metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html")
+LABELS_FILE = "labels.jsonl"  # what people gave responses in the page
+WRITTEN_BY = "# Written by "  # of config.yaml, before versions and machine
+PARTS = (
+    "metrics.jsonl", "rollouts", "checkpoints", "config.yaml", "tensorboard", "report.html",
+    LABELS_FILE,
+)  # fmt: skip
 
 LOCK = ".lock"  # while a run goes on
 SPENT = "judge_calls*.jsonl"  # a line a paid call; a file for each judge
 
 
-class RunFolder:
-    """Paths inside `--output_dir`."""
+def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
+    """The calls that a run's judges were paid for, over all its sessions."""
+    files = sorted(run_dir.glob(SPENT))
+    return [line for file in files for line in read_lines(file) if "usd" in line]
 
-    def __init__(self, path: Path) -> None:
+
+def check_run_folder(run: Path) -> None:
+    """Raise DataError for a folder that is no run."""
+    if not run.is_dir():
+        raise DataError(f"{run}: there is no such folder. RUN is what --output_dir named.")
+    begun = (run / METRICS_FILE).exists() or (run / "rollouts").is_dir()
+    if not begun and not paid_calls(run):
+        raise DataError(
+            f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is what --output_dir "
+            "named; a run writes its first line after its first step."
+        )
+
+
+class RunFolder:
+    """Paths inside `--output_dir`, or whatever flag named the folder."""
+
+    def __init__(self, path: Path, flag: str = "--output_dir") -> None:
         self.path = path
+        self._flag = flag
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._made: list[Path] = []
@@ -135,11 +162,11 @@ class RunFolder:
                 probe.write(b"x" * 4096)
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(
-                f"--output_dir {self.path}: a file is in the way; choose another folder."
+                f"{self._flag} {self.path}: a file is in the way; choose another folder."
             ) from error
         except OSError as error:
             raise UserError(
-                f"--output_dir {self.path} cannot be written: {error.strerror}. Choose another "
+                f"{self._flag} {self.path} cannot be written: {error.strerror}. Choose another "
                 "folder or free some space."
             ) from error
 
@@ -179,7 +206,7 @@ class RunFolder:
                 except BlockingIOError:
                     claim.close()
                     raise UserError(
-                        f"--output_dir {self.path} belongs to a run that still goes on. Let it "
+                        f"{self._flag} {self.path} belongs to a run that still goes on. Let it "
                         "end, or choose another folder."
                     ) from None
                 except FileNotFoundError:
@@ -228,13 +255,14 @@ def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
 
 
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
+MODEL_FILES = ("config.json", "adapter_config.json")
 RUST_FAILED = re.compile(r"([^:\s][^:]*) \(os error \d+\)")
 
 
 class CheckpointStore:
     """All checkpoints of one run."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int | None) -> None:
         self.directory = directory
         self._keep = keep
         self._in_flight: Future[None] | None = None
@@ -325,7 +353,9 @@ class CheckpointStore:
             ) from error
 
     def _prune(self) -> None:
-        """Delete all but the newest `keep` checkpoints and the best one."""
+        """Delete all but the newest `keep` checkpoints and the best one; None keeps all."""
+        if self._keep is None:
+            return
         spared = {self._target("latest"), self._target("best")}
         for step in self.steps()[: -self._keep]:
             folder = self._folder(step)
@@ -394,6 +424,106 @@ def find_resume(store: CheckpointStore, mode: str) -> Path | None:
             f"{store.directory}/step_000010, or auto or never."
         )
     return path.resolve()
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as it was typed, what loads, and the run that it is of."""
+
+    name: str
+    path: str
+    run: Path | None = None
+
+
+def find_source(word: str) -> ModelSource:
+    """The model that MODEL, RUN, RUN@STEP or a checkpoint means; raises ModelError if none is."""
+    path, which = word, ""
+    if "@" in word and not Path(word).expanduser().exists():
+        path, _, which = word.rpartition("@")
+    folder = Path(path).expanduser()
+    if not which and (not folder.is_dir() or (folder / "config.json").exists()):
+        check_folder(path, "MODEL")
+        return ModelSource(word, model_folder(path))
+    model = find_model(folder, which or None, critic=False).resolve()
+    run = model.parents[2]
+    return ModelSource(word, str(model), run if (run / "config.yaml").is_file() else None)
+
+
+def find_model(source: Path, checkpoint: str | None, *, critic: bool) -> Path:
+    """The folder of the model that is meant; raises ModelError when there is none."""
+    if not source.is_dir():
+        near = [p.name for p in source.parent.iterdir()] if source.parent.is_dir() else []
+        raise ModelError(
+            f"There is no folder {source}.{did_you_mean(source.name, near)} Name a run (what "
+            "--output_dir named) or a checkpoint."
+        )
+    store = _store_of(source)
+    if store is not None:
+        return _part_of(_choose(store, checkpoint), critic=critic)
+    if checkpoint is not None:
+        raise ModelError(f"{source} is no run, so --checkpoint has nothing to choose from.")
+    if holds_model(source):
+        if critic and source.name != "critic":
+            raise ModelError(f"{source} is one model: leave --critic out, or name its checkpoint.")
+        return source
+    return _part_of(source, critic=critic)
+
+
+def _store_of(source: Path) -> CheckpointStore | None:
+    """The checkpoints of a run folder, or of the folder `checkpoints/` itself."""
+    for folder in (source / "checkpoints", source):
+        store = CheckpointStore(folder, keep=1)
+        if store.steps():
+            return store
+    if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").exists():
+        raise ModelError(
+            f"{source} has no whole checkpoint yet. A run writes one each --save_freq steps, and "
+            "one at its end."
+        )
+    return None
+
+
+def _choose(store: CheckpointStore, checkpoint: str | None) -> Path:
+    """The checkpoint that `--checkpoint best|latest|10|step_000010|PATH` means."""
+    newest = store.newest()
+    assert newest is not None
+    if checkpoint is None or checkpoint == "latest":
+        return newest
+    if checkpoint.isdigit():
+        checkpoint = f"step_{int(checkpoint):06d}"
+    known = [f"step_{step:06d}" for step in store.steps()]
+    if checkpoint in known or checkpoint == "best":
+        path = store.directory / checkpoint
+        if not path.is_dir():
+            raise ModelError(
+                f"{store.directory} has no best checkpoint: only validation (--val_files) shows "
+                f"which one it is. There are {', '.join(known)}."
+            )
+        return path
+    path = Path(checkpoint).expanduser()
+    if not path.is_dir():
+        raise ModelError(
+            f"There is no checkpoint {checkpoint} in {store.directory}, and no such folder."
+            f"{did_you_mean(checkpoint, [*known, 'best', 'latest'])} There are {', '.join(known)}."
+        )
+    return path
+
+
+def _part_of(checkpoint: Path, *, critic: bool) -> Path:
+    folder = checkpoint / ("critic" if critic else "actor")
+    if holds_model(folder):
+        return folder
+    if critic and holds_model(checkpoint / "actor"):
+        raise ModelError(f"{checkpoint} has no critic: its advantages need none.")
+    raise ModelError(
+        f"{checkpoint} is neither a run, a checkpoint nor a model: {folder.name}/ with a "
+        "config.json is missing."
+    )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder is a saved model, whole or an adapter."""
+    return any((folder / name).exists() for name in MODEL_FILES)
 
 
 def _disk_failure(error: BaseException) -> str | None:

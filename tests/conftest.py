@@ -28,10 +28,29 @@ TEMPLATE = (
 )
 
 
+# Runs of many processes each: side by side they miss deadlines that Ray has of its own.
+ONE_AFTER_ANOTHER = ("test_two_node_runs.py", "test_lost_workers.py", "test_cluster_runs.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left alone with one at the end."""
     slow = {item.path for item in items if "slow" in item.keywords}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path.name not in ONE_AFTER_ANOTHER, item.path not in slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process one file at a time, and one process all of ONE_AFTER_ANOTHER."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "clusters" if path.endswith(ONE_AFTER_ANOTHER) else path
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

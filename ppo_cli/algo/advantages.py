@@ -1,4 +1,4 @@
-"""From token rewards to advantages: eight estimators behind one call.
+"""From token rewards to advantages: ten estimators behind one call.
 
 Legend: B sequences, T response tokens. A mask is bool and True means it counts; it may have
 holes (tokens that the policy did not write), which rewards and values are carried across.
@@ -6,6 +6,8 @@ A row whose mask is empty (its score failed) is no member of its group and of no
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,13 +43,16 @@ def compute_advantages(
     whiten: bool = True,
     norm_by_std: bool = True,
     baseline_B: Tensor | None = None,
+    parts_BK: Tensor | None = None,
+    weights: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages_BT, returns_BT), both 0 outside the mask, without gradient.
 
     `whiten` is for gae (the reinforce_plus_plus pair whitens by definition), `norm_by_std` for
-    grpo, `baseline_B` (score of a greedy response to each row's prompt) for remax; gamma is read
-    by gae and reinforce_plus_plus, lam by gae. Rows of one group share a number in `group_B`.
-    Statistics run over all rows given, so call this on the whole rollout batch.
+    grpo and gdpo, `baseline_B` (score of a greedy response to each row's prompt) for remax,
+    `parts_BK` and `weights` for gdpo; gamma is read by gae and reinforce_plus_plus, lam by gae.
+    Rows of one group share a number in `group_B`. Statistics run over all rows given, so call
+    this on the whole rollout batch.
     Raises ValueError for an unknown estimator, shapes that differ, and a missing input.
     """
     require_same_shape(token_rewards_BT=token_rewards_BT, mask_BT=mask_BT)
@@ -72,6 +77,12 @@ def compute_advantages(
             return remax(token_rewards_BT, mask_BT, baseline_B)
         case "opo":
             return opo(token_rewards_BT, mask_BT, group_B)
+        case "gpg":
+            return gpg(token_rewards_BT, mask_BT, group_B)
+        case "gdpo":
+            if parts_BK is None:
+                raise ValueError("gdpo needs parts_BK")
+            return gdpo(parts_BK, mask_BT, group_B, weights, norm_by_std)
     raise ValueError(f"unknown estimator {estimator!r}, known are {', '.join(ESTIMATORS)}")
 
 
@@ -111,13 +122,37 @@ def grpo(
     a group of one has mean 0 and std 1.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    return _spread(_standardised(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
+
+
+def _standardised(scores_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool) -> Tensor:
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
         scores = scores_B[at]
         centred = scores - _group_mean(scores)
         std = scores.std() if len(at) > 1 else torch.ones_like(scores[0])
         result_B[at] = centred / (std + _STD_EPS) if norm_by_std else centred
-    return _spread(result_B, mask_BT)
+    return result_B
+
+
+def gdpo(
+    parts_BK: Tensor,
+    mask_BT: Tensor,
+    group_B: Tensor,
+    weights: Sequence[float] | None = None,
+    norm_by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Each of K reward parts normalised as in grpo, weighted, summed, whitened over all tokens.
+
+    GDPO (Liu et al. 2026, arXiv 2601.05242, section 3): a part of large spread does not drown
+    the others. Without `weights` each part has weight 1.
+    """
+    sum_B = torch.zeros_like(parts_BK[:, 0])
+    for k in range(parts_BK.shape[1]):
+        weight = 1.0 if weights is None else weights[k]
+        sum_B += weight * _standardised(parts_BK[:, k], mask_BT, group_B, norm_by_std)
+    whitened_BT = masked_whiten(sum_B[:, None].expand(mask_BT.shape), mask_BT)
+    return whitened_BT, whitened_BT.clone()
 
 
 def reinforce_plus_plus(
@@ -202,6 +237,19 @@ def opo(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
         else:
             result_B[at] = scores
     return _spread(result_B, mask_BT)
+
+
+def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Score minus group mean, times rows / rows with a score other than 0 (GPG, arXiv 2504.02546).
+
+    The factor makes up for groups that teach nothing. A group of one has mean 0.
+    """
+    scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
+    result_B = torch.zeros_like(scores_B)
+    for at in _groups(mask_BT, group_B):
+        result_B[at] = scores_B[at] - _group_mean(scores_B[at])
+    scored = int((scores_B != 0).sum())
+    return _spread(result_B * (int(mask_BT.any(1).sum()) / max(scored, 1)), mask_BT)
 
 
 def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:

@@ -7,11 +7,12 @@ its own. Values outside a mask may be anything, NaN included: they touch no loss
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.tokens import masked_mean, masked_sum, require_same_shape
 
 AGGREGATION_MODES = (
@@ -22,6 +23,7 @@ AGGREGATION_MODES = (
     "seq-mean-token-sum-norm",
 )
 _LOG_RATIO_BOUND = 20.0
+_LOG_SEQUENCE_RATIO_BOUND = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +35,8 @@ class PolicyLoss:
 
     loss: Tensor  # with gradient, normalised by the mini-batch's counts
     ratio_sum: Tensor  # new over old probability
-    clip_sum: Tensor  # tokens where the clipped surrogate is the one that counts
-    clip_lower_sum: Tensor  # tokens where the dual clip bounds it
+    clip_sum: Tensor  # tokens that are clipped, or chosen (clip_cov, kl_cov)
+    clip_lower_sum: Tensor  # tokens that the dual clip bounds; of geo_mean those clipped with A < 0
     approx_kl_sum: Tensor  # log old - log new
     token_count: Tensor
 
@@ -93,24 +95,29 @@ def policy_loss(
     advantages_BT: Tensor,
     mask_BT: Tensor,
     *,
+    kind: str = "vanilla",
     clip_low: float,
     clip_high: float,
-    dual_clip: float = 3.0,
+    dual_clip: float | None = 3.0,
+    chosen_BT: Tensor | None = None,
+    kl_coef: float = 0.0,
     mode: str = "token-mean",
     global_tokens: float,
     global_sequences: float,
     scale_factor: float | None = None,
     is_weight_BT: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate with two clip ranges and dual clip, normalised as in `aggregate`.
+    """The loss `kind` of `POLICY_LOSSES`, normalised as in `aggregate`.
 
-    With ratio = exp(new - old), the log-ratio held within 20:
-    L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; clip-higher
-    from DAPO, arXiv 2503.14476, eq. 10), and where A < 0, L = min(L, -A dual_clip) (arXiv
-    1912.09729, eq. 5). `is_weight_BT` multiplies each token's L and gets no gradient.
-    Raises ValueError for dual_clip <= 1, and as `aggregate` does.
+    With ratio = exp(new - old), the log-ratio held within 20; the formulas are in `_clipped`
+    (vanilla, clip_cov), `_gspo`, `_cispo`, `_gpg`, `_kl_cov` and `_geo_mean`. `dual_clip` is for
+    vanilla, `chosen_BT` (from `choose_tokens`, on the whole mini-batch) for clip_cov and kl_cov,
+    `kl_coef` for kl_cov. geo_mean is one number a sequence, so it is averaged over sequences
+    whatever the mode. `is_weight_BT` multiplies each token's loss and gets no gradient.
+    Raises ValueError for an unknown kind, dual_clip <= 1, a missing `chosen_BT`, and as
+    `aggregate` does.
     """
-    if not dual_clip > 1:
+    if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
     require_same_shape(
         new_logprobs_BT=new_logprobs_BT,
@@ -118,20 +125,16 @@ def policy_loss(
         advantages_BT=advantages_BT,
         mask_BT=mask_BT,
     )
-    new_BT, old_BT, advantages_BT = (
-        torch.where(mask_BT, x, 0.0) for x in (new_logprobs_BT, old_logprobs_BT, advantages_BT)
-    )
-    log_ratio_BT = (new_BT - old_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    ratio_BT = log_ratio_BT.exp()
-    free_BT = -advantages_BT * ratio_BT
-    held_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    clipped_BT = torch.maximum(free_BT, held_BT)
-    bound_BT = -advantages_BT * dual_clip
-    negative_BT = advantages_BT < 0
-    loss_BT = torch.where(negative_BT, torch.minimum(clipped_BT, bound_BT), clipped_BT)
+    rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    found = _token_loss(kind, rows, (clip_low, clip_high), dual_clip, chosen_BT, kl_coef)
+    mode = "seq-mean-token-mean" if kind == "geo_mean" else mode
+    loss_BT = found.loss_BT
     if is_weight_BT is not None:
         require_same_shape(is_weight_BT=is_weight_BT, mask_BT=mask_BT)
-        loss_BT = loss_BT * is_weight_BT.detach()
+        weight_BT = torch.where(mask_BT, is_weight_BT.detach(), 0.0)
+        if kind == "geo_mean":  # the geometric mean of a sequence's weights
+            weight_BT = masked_mean((weight_BT + 1e-10).log(), mask_BT, 1).exp()[:, None]
+        loss_BT = loss_BT * weight_BT
     loss = aggregate(
         loss_BT,
         mask_BT,
@@ -143,12 +146,193 @@ def policy_loss(
     with torch.no_grad():
         return PolicyLoss(
             loss=loss,
-            ratio_sum=masked_sum(ratio_BT, mask_BT),
-            clip_sum=((held_BT > free_BT) & mask_BT).sum(),
-            clip_lower_sum=((clipped_BT > bound_BT) & negative_BT & mask_BT).sum(),
-            approx_kl_sum=masked_sum(-log_ratio_BT, mask_BT),
+            ratio_sum=masked_sum(rows.ratio_BT, mask_BT),
+            clip_sum=(found.clip_BT & mask_BT).sum(),
+            clip_lower_sum=(found.clip_lower_BT & mask_BT).sum(),
+            approx_kl_sum=masked_sum(-rows.log_ratio_BT, mask_BT),
             token_count=mask_BT.sum(),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What token losses are made of; 0 outside the mask (`ratio_BT` 1)."""
+
+    new_BT: Tensor
+    log_ratio_BT: Tensor
+    ratio_BT: Tensor
+    advantages_BT: Tensor
+    mask_BT: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _TokenLoss:
+    loss_BT: Tensor
+    clip_BT: Tensor  # bool: held back from above
+    clip_lower_BT: Tensor  # bool: held back on the other side
+
+
+def _rows(new_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> _Rows:
+    new_BT, old_BT, advantages_BT = (
+        torch.where(mask_BT, x, 0.0) for x in (new_BT, old_BT, advantages_BT)
+    )
+    log_ratio_BT = (new_BT - old_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    return _Rows(new_BT, log_ratio_BT, log_ratio_BT.exp(), advantages_BT, mask_BT)
+
+
+def _token_loss(
+    kind: str,
+    rows: _Rows,
+    clip: tuple[float, float],
+    dual_clip: float | None,
+    chosen_BT: Tensor | None,
+    kl_coef: float,
+) -> _TokenLoss:
+    if kind not in POLICY_LOSSES:
+        raise ValueError(f"unknown policy loss {kind!r}, known are {', '.join(POLICY_LOSSES)}")
+    if kind == "gspo":
+        return _gspo(rows, clip)
+    if kind == "cispo":
+        return _cispo(rows, clip)
+    if kind == "gpg":
+        return _gpg(rows)
+    if kind == "geo_mean":
+        return _geo_mean(rows, clip)
+    if kind == "vanilla":
+        return _clipped(rows, clip, dual_clip)
+    if chosen_BT is None:
+        raise ValueError(f"{kind} needs chosen_BT")
+    if kind == "clip_cov":
+        return _clip_cov(rows, clip, chosen_BT)
+    return _kl_cov(rows, kl_coef, chosen_BT)
+
+
+def _clipped(rows: _Rows, clip: tuple[float, float], dual_clip: float | None) -> _TokenLoss:
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and where A < 0, min(that, -A dual_clip).
+
+    PPO, arXiv 1707.06347, eq. 7; two ranges from DAPO, arXiv 2503.14476, eq. 10; dual clip from
+    arXiv 1912.09729, eq. 5, unless it is None.
+    """
+    minus_BT = -rows.advantages_BT
+    free_BT = minus_BT * rows.ratio_BT
+    held_BT = minus_BT * rows.ratio_BT.clamp(1 - clip[0], 1 + clip[1])
+    clipped_BT = torch.maximum(free_BT, held_BT)
+    bound_BT = clipped_BT if dual_clip is None else minus_BT * dual_clip
+    negative_BT = rows.advantages_BT < 0
+    loss_BT = torch.where(negative_BT, torch.minimum(clipped_BT, bound_BT), clipped_BT)
+    return _TokenLoss(loss_BT, held_BT > free_BT, (clipped_BT > bound_BT) & negative_BT)
+
+
+def _gspo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
+    """The clipped surrogate on the sequence's ratio (GSPO-token, arXiv 2507.18071, eq. 5 to 14).
+
+    s = exp(mean over the sequence of new - old), and each token has s_t = sg(s) p / sg(p), sg
+    without gradient: a number for the whole sequence, a gradient for each token. log s is held
+    below 10.
+    """
+    mean_B1 = masked_mean(rows.log_ratio_BT, rows.mask_BT, 1)[:, None]
+    log_s_BT = rows.new_BT - rows.new_BT.detach() + mean_B1.detach()
+    ratio_BT = log_s_BT.clamp(max=_LOG_SEQUENCE_RATIO_BOUND).exp()
+    return _clipped(replace(rows, ratio_BT=ratio_BT), clip, None)
+
+
+def _cispo(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
+    """-sg(clip(ratio, 1 - low, 1 + high)) A log p: weights are clipped, gradients are not.
+
+    CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    """
+    weight_BT = rows.ratio_BT.clamp(1 - clip[0], 1 + clip[1]).detach()
+    clip_BT = weight_BT != rows.ratio_BT
+    return _TokenLoss(
+        -weight_BT * rows.advantages_BT * rows.new_BT, clip_BT, torch.zeros_like(clip_BT)
+    )
+
+
+def _gpg(rows: _Rows) -> _TokenLoss:
+    """-A log p, without ratio and clip (GPG, arXiv 2504.02546, eq. 6)."""
+    none_BT = torch.zeros_like(rows.mask_BT)
+    return _TokenLoss(-rows.advantages_BT * rows.new_BT, none_BT, none_BT)
+
+
+def _clip_cov(rows: _Rows, clip: tuple[float, float], chosen_BT: Tensor) -> _TokenLoss:
+    """The clipped surrogate without dual clip; chosen tokens count 0 (arXiv 2505.22617, eq. 12)."""
+    found = _clipped(rows, clip, None)
+    loss_BT = torch.where(chosen_BT, 0.0, found.loss_BT)
+    return _TokenLoss(loss_BT, chosen_BT, torch.zeros_like(chosen_BT))
+
+
+def _kl_cov(rows: _Rows, kl_coef: float, chosen_BT: Tensor) -> _TokenLoss:
+    """-A ratio, and for chosen tokens plus kl_coef |new - old| (arXiv 2505.22617, eq. 14)."""
+    held_BT = torch.where(chosen_BT, kl_coef * rows.log_ratio_BT.abs(), 0.0)
+    return _TokenLoss(
+        -rows.advantages_BT * rows.ratio_BT + held_BT, chosen_BT, torch.zeros_like(chosen_BT)
+    )
+
+
+def _geo_mean(rows: _Rows, clip: tuple[float, float]) -> _TokenLoss:
+    """-A times the geometric mean of a sequence's clipped ratios (GMPO, arXiv 2507.20673, eq. 4).
+
+    Each log-ratio is clipped to [-low, high] on the side that A makes it gain; A is the mean of
+    the sequence's.
+    """
+    sign_BT = rows.advantages_BT.sign()
+    held_BT = rows.log_ratio_BT.clamp(-clip[0], clip[1])
+    least_BT = sign_BT * torch.minimum(sign_BT * rows.log_ratio_BT, sign_BT * held_BT)
+    ratio_B = masked_mean(least_BT, rows.mask_BT, 1).exp()
+    advantage_B = masked_mean(rows.advantages_BT, rows.mask_BT, 1)
+    outside_BT = held_BT != rows.log_ratio_BT
+    return _TokenLoss(
+        (-advantage_B * ratio_B)[:, None].expand_as(rows.mask_BT),
+        outside_BT & (rows.advantages_BT > 0),
+        outside_BT & (rows.advantages_BT < 0),
+    )
+
+
+@torch.no_grad()
+def choose_tokens(
+    kind: str,
+    new_logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    share: float,
+    clip_low: float,
+    clip_high: float,
+    cov_low: float,
+    cov_high: float,
+) -> Tensor:
+    """Choose the tokens of a whole mini-batch that clip_cov or kl_cov holds back, as a mask.
+
+    By cov = (log p - mean log p) (A - mean A), means over all tokens that count (Cui 2025,
+    arXiv 2505.22617, eq. 10): clip_cov draws among those within (cov_low, cov_high) that the clip
+    of the ratio leaves free, kl_cov takes the largest; `share` of all tokens, at least one. The
+    draw is random and depends on how many tokens there are to draw from, so it can be repeated.
+    """
+    require_same_shape(
+        new_logprobs_BT=new_logprobs_BT,
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+    )
+    rows = _rows(new_logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)
+    count = max(1, int(share * int(mask_BT.sum())))
+    cov_BT = (rows.new_BT - masked_mean(rows.new_BT, mask_BT)) * (
+        rows.advantages_BT - masked_mean(rows.advantages_BT, mask_BT)
+    )
+    if kind == "kl_cov":
+        free_BT = mask_BT
+        order = torch.where(mask_BT, cov_BT, -torch.inf).flatten().argsort(descending=True)
+        at = order[: min(count, int(mask_BT.sum()))]
+    else:
+        clipped_BT = _clipped(rows, (clip_low, clip_high), None).clip_BT
+        free_BT = mask_BT & ~clipped_BT & (cov_BT > cov_low) & (cov_BT < cov_high)
+        places = free_BT.flatten().nonzero().squeeze(1)
+        draw = torch.Generator().manual_seed(len(places))
+        at = places[torch.randperm(len(places), generator=draw)[:count]]
+    chosen_BT = torch.zeros_like(mask_BT)
+    chosen_BT.view(-1)[at] = True
+    return chosen_BT
 
 
 def value_loss(

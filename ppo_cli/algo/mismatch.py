@@ -7,6 +7,8 @@ models Yao et al. 2025). Legend: B sequences, T response tokens; a mask is bool,
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +38,12 @@ def importance_weights(
     *,
     level: str,
     threshold: float,
+    lower: float | None = None,
     normalize: bool = False,
 ) -> Tensor:
     """Truncated importance weights min(trainer / sampler probability, threshold), 0 off the mask.
+
+    With `lower` a weight outside [lower, threshold] is 0 instead (IcePop, arXiv 2510.18855).
 
     level "token": a ratio for each token. "sequence": the product over the row's tokens, the
     same for each of them. Log-ratios (sequence: their sum) are held within 20. `normalize`
@@ -57,7 +62,11 @@ def importance_weights(
     if level == "sequence":
         log_ratio_BT = log_ratio_BT.sum(1, keepdim=True).expand_as(log_ratio_BT)
     ratio_BT = log_ratio_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
-    weights_BT = torch.where(mask_BT, ratio_BT.clamp(max=threshold), 0.0)
+    if lower is None:
+        ratio_BT = ratio_BT.clamp(max=threshold)
+    else:
+        ratio_BT = torch.where((ratio_BT >= lower) & (ratio_BT <= threshold), ratio_BT, 0.0)
+    weights_BT = torch.where(mask_BT, ratio_BT, 0.0)
     if not normalize:
         return weights_BT
     if level == "token":
@@ -66,6 +75,39 @@ def importance_weights(
         mean = masked_mean(masked_mean(weights_BT, mask_BT, 1), mask_BT.any(1))
     # A mean of (nearly) 0 means that nothing counts: leave the zeros as they are.
     return weights_BT / torch.where(mean > 1e-8, mean, 1.0)
+
+
+@torch.no_grad()
+def accepted_tokens(
+    old_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    limits: Sequence[tuple[str, float | None, float]],
+) -> Tensor:
+    """Return the mask without what lies too far from the sampler: (name, lowest, highest) each.
+
+    With x = log(trainer / sampler probability) held within 20, a token has k1 = -x, k2 = x^2 / 2
+    and k3 = e^x - 1 - x (Schulman 2020, "Approximating KL Divergence"). The name says which, and
+    whether it is the token's own (`token_k1`) or the sum, mean or largest of the row
+    (`seq_sum_k1`), which takes out whole rows. Limits of k1 bound exp(k1).
+    """
+    x_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    x_BT = x_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    found = {"k1": -x_BT, "k2": 0.5 * x_BT.square(), "k3": x_BT.exp() - 1 - x_BT}
+    kept_BT = mask_BT
+    for name, low, high in limits:
+        level, kind = name.rsplit("_", 1)
+        value_BT = found[kind]
+        if level == "seq_sum":
+            value_BT = masked_sum(value_BT, mask_BT, 1)[:, None]
+        elif level == "seq_mean":
+            value_BT = masked_mean(value_BT, mask_BT, 1)[:, None]
+        elif level == "seq_max":  # of k2 and k3, which are never negative
+            value_BT = value_BT.amax(1, keepdim=True)
+        kept_BT = kept_BT & (value_BT <= (math.log(high) if kind == "k1" else high))
+        if low is not None:
+            kept_BT = kept_BT & (value_BT >= math.log(low))
+    return kept_BT
 
 
 @torch.no_grad()

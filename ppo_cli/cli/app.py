@@ -30,12 +30,28 @@ COMMANDS = {
         "ppo_cli.cli.train:plan_app",
         "Show every setting with its origin, and the batch arithmetic.",
     ),
-    "presets": ("ppo_cli.cli.presets:app", "List the presets, or show one."),
+    "doctor": (
+        "ppo_cli.cli.doctor:app",
+        "Look for what this machine lacks, and say what mends it.",
+    ),
+    "presets": ("ppo_cli.cli.presets:app", "List the presets, show one, or copy one."),
+    "explain": ("ppo_cli.cli.explain:app", "Say what a setting or a metric is."),
     "prompts": (
         "ppo_cli.cli.prompts:app",
         "List and show judge prompts, or render the request for a data row.",
     ),
+    "runs": ("ppo_cli.cli.runs:app", "List the runs in a folder: state, steps, reward, cost."),
     "show": ("ppo_cli.cli.show:app", "Read a run folder: its steps, or the responses of one."),
+    "view": ("ppo_cli.cli.page:view_app", "Serve a page about runs: curves, responses, settings."),
+    "report": ("ppo_cli.cli.page:report_app", "Write that page as one HTML file."),
+    "eval": (
+        "ppo_cli.cli.evaluate:eval_app",
+        "Score the responses of models to prompts, and compare models.",
+    ),
+    "generate": (
+        "ppo_cli.cli.evaluate:generate_app",
+        "Let a model answer a prompt, a file of prompts, or you in a chat.",
+    ),
     "export": (
         "ppo_cli.cli.export:app",
         "Write a trained model as one Hugging Face folder, adapters merged.",

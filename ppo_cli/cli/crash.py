@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -25,6 +26,8 @@ from ppo_cli.errors import (
 from ppo_cli.redact import redact
 
 DEFAULT_FOLDER = Path("outputs")
+_DOCTOR = "It may be this machine: `{}` looks for what it lacks."
+_OF_THE_MACHINE = re.compile(r"\b(CUDA|NCCL|cuBLAS|driver|GLIBC|shared (object|memory))\b", re.I)
 
 
 class Crash(Exception):
@@ -48,6 +51,8 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
         return EXIT_USER
     if isinstance(bug, Interrupted | WorkerLost):
         _say(str(bug))
+        if isinstance(bug, WorkerLost):
+            _say(_DOCTOR.format(ppo("doctor")))
         return bug.exit_code
     if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
         full = bug.errno in FULL_DISK_ERRNOS
@@ -58,6 +63,8 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
     folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
     _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
     _say(_kept(bug, folder))
+    if isinstance(bug, ImportError | OSError) or _OF_THE_MACHINE.search(str(bug)):
+        _say(_DOCTOR.format(ppo("doctor")))
     return EXIT_BUG
 
 

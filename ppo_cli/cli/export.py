@@ -49,6 +49,16 @@ Force = Annotated[bool, typer.Option("--force", help="Replace the model that DIR
 Trust = Annotated[
     bool, typer.Option("--trust_remote_code", help="Run Python code that comes with the base.")
 ]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        "--push", metavar="NAME", show_default=False,
+        help="Upload the folder to this repository of the Hugging Face hub: NAME or OWNER/NAME.",
+    ),
+]  # fmt: skip
+Public = Annotated[
+    bool, typer.Option("--public", help="Everybody can read what --push uploads; else private.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -61,17 +71,20 @@ def export(
     base: Base = None,
     force: Force = False,
     trust_remote_code: Trust = False,
+    push: Push = None,
+    public: Public = False,
     as_json: Json = False,
 ) -> None:
     """Write a trained model as one Hugging Face folder, tokenizer and chat template included.
 
     A LoRA adapter is merged into its base. Weights stay in float32 unless --dtype says otherwise.
+    The model of a run gets a card, README.md: base model, data, reward, settings, results, cost.
     """
     from ppo_cli.run.export import export as run_export
 
     record = run_export(
         source, out, checkpoint=checkpoint, critic=critic, dtype=dtype, base=base, force=force,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=trust_remote_code, push=push, public=public,
     )  # fmt: skip
     text = json.dumps(record, indent=2) if as_json else export_text(record)
     typer.echo(fit(text, sys.stdout.encoding))
@@ -87,10 +100,14 @@ def export_text(record: dict[str, Any]) -> str:
         f"  parameters  {amount(record['parameters']).strip()}, {record['dtype']}",
         f"  size        {amount(record['bytes'], 'G')}B in {files} file{'s' * (files > 1)}",
     ]
+    if record["card"]:
+        lines.append("  card        README.md")
+    if record["pushed"]:
+        lines.append(f"  uploaded to {record['pushed']}")
     if record["base"]:
         lines.insert(2, f"  merged with {record['base']}")
     if record["dtype"] == "float32":
-        lines[-1] += "; --dtype bfloat16 takes half"
+        lines[3 + bool(record["base"])] += "; --dtype bfloat16 takes half"
     return clean("\n".join([*lines, f"Use it:  {ppo('train')} {record['use_as']} {record['out']}"]))
 
 

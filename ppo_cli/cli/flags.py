@@ -123,7 +123,8 @@ def add_command(
     # The file comes before the overrides, which take every word that is left.
     files = [p for p in extras if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     others = [p for p in extras if p not in files]
-    parameters = [*files, *_layers(), *others, *flags]
+    layers = [p for p in _layers() if p.name not in own]
+    parameters = [*files, *layers, *others, *flags]
     app.command(run.__name__, cls=SettingsCommand, epilog=example)(taking(command, parameters))
 
 
@@ -153,13 +154,21 @@ def own_flag(
 
 def own_file(said: str, *, required: bool = False) -> inspect.Parameter:
     """Make the argument FILE of a command's own."""
+    return own_word("file", "FILE", said, required=required)
+
+
+def own_word(
+    name: str, metavar: str, said: str, *, required: bool = False, several: bool = False
+) -> inspect.Parameter:
+    """Make an argument of a command's own; one named `overrides` takes all words."""
+    kind: Any = list[str] if several else str
     return inspect.Parameter(
-        "file",
+        name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=typer.Argument(
-            ... if required else None, metavar="FILE", help=said, show_default=False
+            ... if required else None, metavar=metavar, help=said, show_default=False
         ),
-        annotation=str if required else str | None,
+        annotation=kind if required else kind | None,
     )
 
 
@@ -217,7 +226,7 @@ class SettingsCommand(TyperCommand):
                 if word.startswith("--") and takes_value[flag] and not equals and rest:
                     known.append(rest.pop(0))
                 continue
-            unknown.append(flag)
+            unknown.append(word.partition("=")[0])
             while (
                 not equals and rest and not rest[0].startswith("--") and not _is_override(rest[0])
             ):

@@ -51,7 +51,7 @@ def unknown_flag(flag: str, known: Iterable[str]) -> str:
     names = {word.lstrip("-"): word for word in known}
     aliases, pointers = listed()["aliases"], listed()["pointers"]
     near = difflib.get_close_matches(name, [*names, *aliases, *pointers], n=1, cutoff=NEAR)
-    said = f"there is no flag --{name}"
+    said = f"there is no flag {flag}"
     if not near:
         return f"{said}."
     if near[0] in pointers:

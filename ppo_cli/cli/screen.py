@@ -8,12 +8,14 @@ import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -208,9 +210,14 @@ class Unread(Interrupted):
     """The reader of the output has closed it."""
 
 
-def make_screen(file: TextIO | None = None) -> Screen:
-    """Build the screen that fits a file, stdout by default: bars on a terminal, else lines."""
+def make_screen(file: TextIO | None = None, *, quiet: bool = False) -> Screen:
+    """Build the screen that fits a file, stdout by default: a view on a terminal, else lines.
+
+    A quiet one prints warnings and the summary only.
+    """
     file = file or sys.stdout
+    if quiet:
+        return QuietScreen(file)
     if file.isatty() and os.environ.get("TERM") != "dumb":
         return TerminalScreen(Console(file=file, highlight=False))
     return PlainScreen(file)
@@ -265,8 +272,48 @@ class _TimeLeft(TimeRemainingColumn):
         return Text(shown, style="progress.remaining")
 
 
+class QuietScreen(PlainScreen):
+    """Warnings and the summary, as plain lines."""
+
+    def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
+        """Print nothing."""
+
+    def note(self, text: str) -> None:
+        """Print nothing."""
+
+
+CURVES = ("reward_mean", "kl_divergence", "clip_fraction", "entropy", "response_length_mean")
+SMALL = 20  # rows of a terminal below which only the bars are shown
+LONGEST = 400  # characters of a text in the view
+KEPT_LINES = 20  # printed again after the width has changed
+
+
+def judge_line(metrics: Mapping[str, float]) -> str:
+    """What the judges did in a step: calls, cache, errors, cost; empty without a judge."""
+
+    def of(name: str) -> list[float]:
+        return [v for k, v in metrics.items() if re.fullmatch(rf"judge(_[^/]+)?/{name}", k)]
+
+    if not of("calls"):
+        return ""
+    calls, cached = math.fsum(of("calls")), math.fsum(of("cached"))
+    words = [f"judge  {calls:.0f} calls"]
+    if seconds := metrics.get("time/step_s"):
+        words[0] += f" ({calls / seconds:.1f}/s)"
+    if calls + cached:
+        words.append(f"from the cache {cached / (calls + cached):.0%}")
+    words.append(f"errors {max([0.0, *of('error_rate')]):.1%}")
+    if cost := math.fsum(of("cost_usd_total")):
+        words.append(f"${cost:.4g} so far")
+    return "  ".join(words)
+
+
 class TerminalScreen(Screen):
-    """A bar for the run and one for each phase of the present step, lines above them."""
+    """Lines of steps that scroll, and below them a view of the present.
+
+    The view has a bar for each phase and for the run, curves of the steps so far, what the judges
+    do, one response with its score, and the last warning.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -278,16 +325,24 @@ class TerminalScreen(Screen):
             _TimeLeft(),
             console=console,
             speed_estimate_period=3600.0,  # of a phase: its parts may take minutes
-            transient=True,
             expand=True,
         )
+        self._width = console.width
         self._phases: dict[str, TaskID] = {}
         self._whole: TaskID | None = None
+        self._curves: dict[str, list[float]] = {}
+        self._judge = ""
+        self._sample: list[str] = []
+        self._warning = ""
+        self._printed: deque[tuple[str, str]] = deque(maxlen=KEPT_LINES)
+        self._live = Live(
+            console=console, get_renderable=self._view, transient=True, vertical_overflow="crop"
+        )
 
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
         """Show a bar that stays, full, until the step is over."""
-        self._progress.start()
+        self._live.start()
         if name in self._phases:
             task = self._phases[name]
             self._progress.reset(task, total=total)
@@ -299,13 +354,16 @@ class TerminalScreen(Screen):
             nonlocal done
             done += more
             self._progress.update(task, completed=done)
+            self._follow_width()
 
+        self._follow_width()
+        self._live.refresh()
         yield advance
         self._progress.update(task, total=max(total or 1, done), completed=max(total or 1, done))
         self._progress.stop_task(task)
 
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of a step and move the bar of the run."""
+        """Print the line of a step, and bring the view up to it."""
         self._print(step_line(step, total_steps, metrics, self._console.width))
         for task in self._phases.values():
             self._progress.remove_task(task)
@@ -314,26 +372,87 @@ class TerminalScreen(Screen):
             self._whole = self._progress.add_task("steps", total=total_steps, completed=step)
         ends = time.monotonic() + metrics.get("time/left_s", math.nan)
         self._progress.update(self._whole, completed=step, ends=ends)
+        for name in CURVES:
+            if name in metrics:
+                self._curves.setdefault(COLUMNS[name], []).append(metrics[name])
+        if (value := validation_value(metrics)) is not None:
+            self._curves.setdefault("val", []).append(value)
+        self._judge = judge_line(metrics)
+
+    def sample(self, line: Mapping[str, Any]) -> None:
+        """Keep one response for the view."""
+        self._sample = sample_lines(line)
 
     def note(self, text: str) -> None:
         """Print a remark."""
         self._print(text, style="dim")
 
     def health(self, text: str) -> None:
-        """Print a warning."""
+        """Print a warning, and keep it in view."""
+        self._warning = text
         self._print(f"warning: {text}", style="yellow")
 
     def summary(self, summary: Summary) -> None:
         """Show what the run came to, in a frame."""
-        self._progress.stop()
+        self._live.stop()
         plain = not can_show(BLOCKS + "→╭", self._console.encoding)
         body = Text("\n".join(summary_lines(summary, ascii_only=plain)))
         frame = box.ASCII if plain else box.ROUNDED
         self._console.print(Panel(body, title="Done", title_align="left", box=frame, expand=False))
 
     def close(self) -> None:
-        """Take the bars away."""
-        self._progress.stop()
+        """Take the view away."""
+        self._live.stop()
+
+    def _view(self) -> Group:
+        bars = self._progress.get_renderable()
+        if self._console.height < SMALL or not self._curves:
+            return Group(bars)
+        plain = not can_show(BLOCKS, self._console.encoding)
+        rows = [
+            f"{name:<8}{sparkline(values, ascii_only=plain)} {number(values[-1])}"
+            for name, values in self._curves.items()
+            if len(values) > 1
+        ]
+        lines = [self._line(row) for row in rows]
+        if self._judge:
+            lines.append(self._line(self._judge))
+        if self._sample:
+            lines += [self._line(text, "dim") for text in self._sample]
+        if self._warning:
+            lines.append(self._line(f"warning: {self._warning}", "yellow"))
+        return Group(*lines, bars)
+
+    def _line(self, text: str, style: str = "") -> Text:
+        """One row of the view: what is longer is cut, so that nothing wraps."""
+        line = re.sub(r"\s*[\n\t]\s*", " ", clean(text))
+        return Text(fit(line, self._console.encoding), style, no_wrap=True, overflow="ellipsis")
+
+    def _follow_width(self) -> None:
+        """Draw all of it again where the width has changed: terminals wrap what they had."""
+        if self._console.width == self._width:
+            return
+        self._width = self._console.width
+        self._live.stop()
+        self._console.clear()
+        for text, style in list(self._printed):
+            self._console.print(Text(text, style=style))
+        self._live.vertical_overflow = "crop"  # `stop` has changed it
+        self._live.start()
 
     def _print(self, text: str, style: str = "") -> None:
+        self._follow_width()
+        self._printed.append((clean(text), style))
         self._console.print(Text(clean(text), style=style), soft_wrap=True)
+
+
+def sample_lines(line: Mapping[str, Any]) -> list[str]:
+    """The end of a prompt, the response, and how it scored: a line each."""
+    score = "failed" if line["score"] is None else f"score {number(line['score'])}"
+    why = line["failure"] or line["reason"] or ""
+    prompt = " ".join(str(line["prompt"])[-LONGEST:].split())
+    return [
+        f"prompt    {prompt[-60:]}",
+        f"response  {line['response'][:LONGEST]}",
+        f"{score:<9} {why[:LONGEST]}",
+    ]

@@ -15,11 +15,13 @@ from typer.core import TyperCommand
 
 from ppo_cli.cli.screen import COLUMNS, aligned, clean, fit, number, validation_value
 from ppo_cli.config.plan import arithmetic
-from ppo_cli.config.resolve import resolve
-from ppo_cli.errors import DataError, Interrupted, UsedUp, ppo
-from ppo_cli.report.metrics import budget_to_finish, judge_totals, paid_calls, recent, resume_line
+from ppo_cli.config.resolve import DEFAULT, resolve
+from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, ppo
+from ppo_cli.report.metrics import budget_to_finish, judge_totals, recent, resume_line
+from ppo_cli.report.page.run_data import settings_of
 from ppo_cli.run_folder import (
-    METRICS_FILE,
+    check_run_folder,
+    paid_calls,
     read_lines,
     read_metrics,
     rollout_file,
@@ -27,13 +29,21 @@ from ppo_cli.run_folder import (
 )
 
 MOST_STEPS = 20
+MOST_PROMPTS = 3
+RECENT = 10
+OWN = ("trainer.output_dir", "trainer.resume_mode")  # differ between any two runs
 Line = Mapping[str, Any]
 
 
 def show(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run folder: the --output_dir of a run.")
-    ] = Path("outputs"),
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run folder: the --output_dir of a run; several are compared.",
+            show_default="outputs",
+        ),
+    ] = None,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Show the responses of this step.")
     ] = None,
@@ -59,9 +69,20 @@ def show(
 ) -> None:
     """Show the steps of a run, or the responses of one step with their scores.
 
-    --worst without --step reads the newest step; responses without a score come last.
+    --worst without --step reads the newest step; responses without a score come last. Several
+    runs: the settings that differ, metrics side by side, and the answers to the same prompts.
     """
-    check_run_folder(run)
+    folders = runs or [Path("outputs")]
+    for folder in folders:
+        check_run_folder(folder)
+    run = folders[0]
+    if len(folders) > 1:
+        if csv is not None or summary:
+            raise ConfigError("--csv and --summary take one run; name one.")
+        compared = compare_runs(folders, step, val, worst or MOST_PROMPTS)
+        text = json.dumps(compared, indent=2) if as_json else comparison_text(compared)
+        typer.echo(fit(text, sys.stdout.encoding))
+        return
     if summary:
         found = recent(read_metrics(run))
         text = json.dumps(found, indent=2) if as_json else recent_table(found)
@@ -78,6 +99,79 @@ def show(
     typer.echo(fit(text, sys.stdout.encoding))
 
 
+def compare_runs(folders: Sequence[Path], step: int | None, val: bool, most: int) -> dict[str, Any]:
+    """Settings that differ, means of the last 10 steps, and answers to the same prompts.
+
+    The prompts are those whose scores lie furthest apart. Answers are of one step: the newest
+    validation that all have, or else the newest training step, unless `step` and `val` say which.
+    """
+    settings = [settings_of(run)[0] for run in folders]
+    chosen = {key for one in settings for key, _, origin in one if origin != DEFAULT}
+    told = [{key: value for key, value, _ in one} for one in settings]
+    keys = [key for key in dict.fromkeys(k for one in told for k in one) if key not in OWN]
+    values = {key: [one.get(key) for one in told] for key in keys}
+    # What an older version did not know yet is no difference from a default.
+    differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
+    metrics = [recent(read_metrics(run), RECENT) for run in folders]
+    names = sorted({name for one in metrics for name in one if name.endswith("_mean")})
+    return {
+        "runs": [str(run) for run in folders],
+        "settings": {key: found for key, found in values.items() if key in differing},
+        "metrics": {n.removesuffix("_mean"): [one.get(n) for one in metrics] for n in names},
+        "prompts": same_prompts(folders, step, val)[:most],
+    }
+
+
+def same_prompts(folders: Sequence[Path], step: int | None, val: bool) -> list[dict[str, Any]]:
+    """The answers of all runs to the prompts that all have, furthest apart in score first."""
+    for split in ("val",) if val else ("train",) if step is not None else ("val", "train"):
+        common = set.intersection(*(set(rollout_steps(run, split)) for run in folders))
+        if common and step in (None, *common):
+            break
+    else:
+        return []
+    at = max(common) if step is None else step
+    found = [
+        {(x.get("uid"), x.get("sample"), x.get("prompt")): x for x in read_rollouts(run, at, split)}
+        for run in folders
+    ]
+    rows = []
+    for key in [key for key in found[0] if all(key in one for one in found)]:
+        lines = [one[key] for one in found]
+        scores = [line["score"] for line in lines if line.get("score") is not None]
+        rows.append({
+            "step": at,
+            "split": split,
+            "prompt": lines[0].get("prompt"),
+            "apart": max(scores) - min(scores) if scores else None,
+            "answers": [{"response": x.get("response"), "score": x.get("score")} for x in lines],
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: -(row["apart"] or 0.0))
+
+
+def comparison_text(compared: Mapping[str, Any]) -> str:
+    """What `compare_runs` gives, as text."""
+    runs = compared["runs"]
+    lines = []
+    for title, part in (
+        ("Settings that differ", compared["settings"]),
+        (f"Means of the last {RECENT} steps", compared["metrics"]),
+    ):
+        rows = [["", *runs]]
+        for name, values in part.items():
+            cells = (number(v) if isinstance(v, float | int) else str(v or "-") for v in values)
+            rows.append([name, *cells])
+        lines += [title, *(f"  {line}" for line in aligned(rows, left=1))] if part else []
+        lines += [""] if part else [f"{title}: none", ""]
+    if not compared["prompts"]:
+        lines.append("No step whose responses all of them have answers the same prompts.")
+    for row in compared["prompts"]:
+        lines += [f"--- step {row['step']}, {row['split']}", *block("prompt", row["prompt"])]
+        for run, answer in zip(runs, row["answers"], strict=True):
+            lines += block(f"{run}, score {number(answer['score'])}", answer["response"])
+    return clean("\n".join(lines))
+
+
 class ShowCommand(TyperCommand):
     """A command whose --csv may stand without a file: then it is stdout."""
 
@@ -89,18 +183,6 @@ class ShowCommand(TyperCommand):
             if word == "--csv" and following != "-" and not following.endswith(".csv"):
                 words.append("-")
         return super().parse_args(ctx, words)
-
-
-def check_run_folder(run: Path) -> None:
-    """Raise DataError for a folder that is no run."""
-    if not run.is_dir():
-        raise DataError(f"{run}: there is no such folder. RUN is what --output_dir named.")
-    begun = (run / METRICS_FILE).exists() or (run / "rollouts").is_dir()
-    if not begun and not paid_calls(run):
-        raise DataError(
-            f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is what --output_dir "
-            "named; a run writes its first line after its first step."
-        )
 
 
 def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any]]:

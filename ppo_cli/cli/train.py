@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ppo_cli.cli.crash import Crash
-from ppo_cli.cli.flags import Given, add_command, switch
+from ppo_cli.cli.flags import Given, add_command, own_flag, switch
 from ppo_cli.config.bundled import model_folder, prompt_files
-from ppo_cli.config.derived import PlanPart, engine_name, too_few_rows, train_rows
+from ppo_cli.config.derived import PlanPart, engine_name, rows_missing, train_rows
+from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.config.plan import Plan, make_plan
@@ -36,6 +39,7 @@ from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, UserError, ppo
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
+from ppo_cli.run_folder import METRICS_FILE, find_source, read_metrics
 
 if TYPE_CHECKING:
     from ppo_cli.report.tracker import Screen
@@ -49,7 +53,7 @@ PLAN_EPILOG = (
 
 def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
-    resolved = given.resolve_node()
+    resolved = forked(given)
     problems = list(dict.fromkeys([*refusals(resolved), *refused_rows(resolved.config)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
@@ -61,6 +65,30 @@ def plan(given: Given) -> None:
         print_plan(resolved, every=bool(given.extras["all"]), problems=problems)
     if problems:
         raise ConfigError(problems)
+
+
+def forked(given: Given) -> Resolved:
+    """Resolve; with `--fork RUN[@STEP]` over that run's settings, from its checkpoint, elsewhere.
+
+    Once the fork has a checkpoint of its own, `--resume auto` goes on from that.
+    """
+    word = given.extras["fork"]
+    if not word:
+        return given.resolve_node()
+    source = find_source(word)
+    if source.run is None:
+        raise ConfigError(f"--fork {word} is no run with a config.yaml; name one, or RUN@STEP.")
+    checkpoint = Path(source.path).parent
+    flags = {
+        "trainer.resume_mode": (str(checkpoint), f"--fork {word}"),
+        "trainer.output_dir": (f"{source.run}-{checkpoint.name}", f"--fork {word}"),
+        **given.flags,
+    }
+    files = (source.run / "config.yaml", *given.config_files)
+    resolved = replace(given, flags=flags, config_files=files).resolve_node()
+    if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
+        raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
+    return resolved
 
 
 def refusals(resolved: Resolved) -> list[str]:
@@ -106,9 +134,9 @@ def refused_rows(config: Config) -> list[str]:
             problems.append(str(error))
         else:
             prompts += [prompt_of(rows.label, row) for rows in sets for row in rows.rows]
-    rows, batch = train_rows(config), config.data.train_batch_size
-    if rows and rows < batch:
-        problems.append(too_few_rows(rows, batch, config.actor.ppo_mini_batch_size))
+    rows = train_rows(config)
+    if rows and (said := rows_missing(config, rows)):
+        problems.append(said)
     if not problems and prompts:
         problems += _failing(row_checks(config.reward, prompts, all_known=not far))
     return [redact(line) for line in dict.fromkeys(problems)]
@@ -183,6 +211,7 @@ def print_plan(resolved: Resolved, *, every: bool = False, problems: Sequence[st
     parts = {
         "Arithmetic": made.sentences,
         "Devices": made.placement.sentences,
+        "Memory": made.memory.sentences,
         "Reward": made.reward.sentences,
         "Judge": judge.sentences,
         "Notes": made.notes,
@@ -197,7 +226,45 @@ def _lay_out(resolved: Resolved) -> tuple[Plan, PlanPart]:
     """Return the plan of a run and what its judges will take."""
     made = make_plan(resolved)
     notes = (*made.notes, *unread_rows(resolved.config))
-    return replace(made, notes=notes), _judge_plan(resolved.config)
+    time = _step_time(resolved.config, made.arithmetic["total_steps"])
+    made = replace(
+        made,
+        notes=notes,
+        arithmetic=made.arithmetic | time.facts,
+        sentences=(*made.sentences, *time.sentences),
+    )
+    return made, _judge_plan(resolved.config)
+
+
+def _step_time(config: Config, steps: int | None) -> PlanPart:
+    """Forecast the time of a step from the run in the output folder, if it is of the same model."""
+    run = Path(config.trainer.output_dir).expanduser()
+    unknown = PlanPart(
+        (f"time: not known, no run of this model was measured in {config.trainer.output_dir}",),
+        {"step_seconds": None},
+    )
+    if not (run / METRICS_FILE).is_file() or not (run / "config.yaml").is_file():
+        return unknown
+    try:
+        entries = read_yaml(run / "config.yaml", "config.yaml")
+    except ConfigError:  # not of a run that this program has written
+        return unknown
+    then = {entry.name: str(entry.raw) for entry in entries}
+    seconds = [m["time/step_s"] for m in read_metrics(run) if m.get("time/step_s") is not None]
+    if not seconds or then.get("model.path") != config.model.path:
+        return unknown
+    sizes = [then.get(name, "") for name in ("data.train_batch_size", "rollout.n")]
+    if not all(size.isdigit() for size in sizes):
+        return unknown
+    before = math.prod(map(int, sizes))
+    now = config.data.train_batch_size * config.rollout.n
+    step = statistics.median(seconds) * now / before
+    whole = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
+    said = (
+        f"time: about {step:.3g} s a step{whole}, by the median of {len(seconds)} steps of "
+        f"{before} responses in {config.trainer.output_dir}"
+    )
+    return PlanPart((said,), {"step_seconds": step})
 
 
 def _judge_plan(config: Config) -> PlanPart:
@@ -249,6 +316,10 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+FORK = own_flag(
+    "fork", str, None, "Start a new run from a checkpoint of another, with its settings.",
+    "RUN[@STEP]",
+)  # fmt: skip
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 add_command(
     plan_app,
@@ -256,6 +327,7 @@ add_command(
     PLAN_EPILOG,
     [
         switch("all", "Also the settings at their default."),
+        FORK,
         switch("json", "Machine-readable, to stdout."),
     ],
 )
@@ -269,7 +341,7 @@ EPILOG = (
 
 def train(given: Given) -> None:
     """Train a model with PPO."""
-    resolved = given.resolve_node()
+    resolved = forked(given)
     problems = refusals(resolved)
     if given.extras["dry_run"]:
         problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config)]))
@@ -281,13 +353,13 @@ def train(given: Given) -> None:
     if problems:
         raise ConfigError(problems)
     if not given.extras["dry_run"]:
-        _run(resolved)
+        _run(resolved, quiet=bool(given.extras["quiet"]))
 
 
-def _run(resolved: Resolved) -> None:
+def _run(resolved: Resolved, *, quiet: bool) -> None:
     from ppo_cli.cli.screen import Unread, make_screen
 
-    screen = make_screen()
+    screen = make_screen(quiet=quiet)
     if resolved.config.trainer.node_rank:
         from ppo_cli.launch.nodes import join_cluster
 
@@ -324,4 +396,13 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-add_command(app, train, EPILOG, [switch("dry_run", "Print the plan and stop.")])
+add_command(
+    app,
+    train,
+    EPILOG,
+    [
+        switch("dry_run", "Print the plan and stop."),
+        switch("quiet", "Print warnings and the summary only."),
+        FORK,
+    ],
+)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 
 
 class Section(BaseModel):
@@ -45,8 +45,10 @@ def section(kind: type[Section]) -> Any:
 
 if TYPE_CHECKING:
     EstimatorName = str
+    LossName = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
+    LossName = Literal[tuple(POLICY_LOSSES)]
 AggregationMode = Literal[
     "token-mean",
     "token-sum",
@@ -128,6 +130,26 @@ class Trained(Section):
     fsdp_config: Sharding = section(Sharding)
 
 
+class PolicyLoss(Section):
+    """Which policy loss, and what some of them read."""
+
+    loss_mode: LossName = setting(
+        "vanilla",
+        "Policy loss: vanilla (PPO's clipped surrogate), gspo (best with loss_agg_mode "
+        "seq-mean-token-mean), cispo, gpg, clip_cov, kl_cov or geo_mean.",
+        flag="--policy_loss",
+    )
+    clip_cov_ratio: float = setting(
+        0.0002, "Share of tokens that clip_cov takes out of the loss.", gt=0.0, le=1.0
+    )
+    clip_cov_lb: float = setting(1.0, "clip_cov takes tokens of a covariance above this.")
+    clip_cov_ub: float = setting(5.0, "clip_cov takes tokens of a covariance below this.")
+    kl_cov_ratio: float = setting(
+        0.0002, "Share of tokens that kl_cov gives a KL penalty.", gt=0.0, le=1.0
+    )
+    ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", ge=0.0)
+
+
 class Actor(Trained):
     """The policy and its update."""
 
@@ -153,7 +175,6 @@ class Actor(Trained):
         "Lower clip range, when it differs from clip_ratio.",
         usual=(0.05, 0.5),
         gt=0.0,
-        lt=1.0,
     )
     clip_ratio_high: float | None = setting(
         None,
@@ -161,7 +182,10 @@ class Actor(Trained):
         usual=(0.05, 0.5),
         gt=0.0,
     )
-    clip_ratio_c: float = setting(3.0, "Dual-clip bound for negative advantages.", gt=1.0)
+    clip_ratio_c: float | None = setting(
+        3.0, "Dual-clip bound for negative advantages; null turns it off.", gt=1.0
+    )
+    policy_loss: PolicyLoss = section(PolicyLoss)
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.", usual=(0.0, 0.1), ge=0.0)
     use_kl_loss: bool = setting(False, "Add the KL to the reference to the actor loss.")
     kl_loss_coef: float = setting(0.001, "Weight of the KL loss.", usual=(0.0, 0.5), ge=0.0)
@@ -226,13 +250,45 @@ class KlControl(Section):
 
 
 class RolloutCorrection(Section):
-    """Importance weights for the mismatch between sampler and trainer."""
+    """Importance weights and rejection for the mismatch between sampler and trainer."""
 
     rollout_is: Literal["token", "sequence"] | None = setting(
         None, "Level of the truncated importance weights; unset turns them off."
     )
     rollout_is_threshold: float = setting(2.0, "Where the weights are truncated.", gt=0.0)
+    rollout_is_threshold_lower: float | None = setting(
+        None, "With it, weights outside of the two thresholds are 0 (IcePop).", gt=0.0
+    )
     rollout_is_batch_normalize: bool = setting(False, "Scale the weights to mean 1.")
+    rollout_rs: str | None = setting(
+        None,
+        "What is taken out of the loss: token_k1, token_k2, token_k3, or seq_sum_, seq_mean_ (k1 "
+        "to k3) or seq_max_ (k2, k3), separated by commas.",
+    )
+    rollout_rs_threshold: str | None = setting(
+        None,
+        "Largest value of each, separated by commas, or one for all; of k1 a ratio, or two: "
+        "0.5_2.0.",
+    )
+
+
+class FilterGroups(Section):
+    """Dynamic sampling (DAPO): groups that differ in nothing are replaced."""
+
+    enable: bool = setting(
+        False,
+        "Leave out prompts whose responses all score alike, and sample further prompts until the "
+        "batch is full.",
+        flag="--filter_groups",
+    )
+    metric: str | None = setting(
+        None,
+        "What must differ: score (unset), seq_reward (with penalties), or a part of the reward, "
+        "such as acc.",
+    )
+    max_num_gen_batches: int = setting(
+        0, "Most batches sampled in a step; 0 is one pass over the prompts.", ge=0
+    )
 
 
 class Algorithm(Section):
@@ -249,7 +305,11 @@ class Algorithm(Section):
         0.95, "GAE lambda.", flag="--lam", env="GAE_LAMBDA", usual=(0.8, 1.0), ge=0.0, le=1.0
     )
     whiten_advantages: bool = setting(True, "Whiten GAE advantages over the whole batch.")
-    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's spread in GRPO.")
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's spread in GRPO and GDPO.")
+    gdpo_reward_keys: tuple[str, ...] = setting(
+        (), "Parts of the reward that gdpo normalises one by one, by name."
+    )
+    gdpo_reward_weights: tuple[float, ...] = setting((), "Their weights; unset is 1 for each.")
     use_kl_in_reward: bool = setting(
         True,
         "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss.",
@@ -257,3 +317,4 @@ class Algorithm(Section):
     kl_penalty: KlKind = setting("kl", "Estimator of the KL penalty in the reward.")
     kl_ctrl: KlControl = section(KlControl)
     rollout_correction: RolloutCorrection = section(RolloutCorrection)
+    filter_groups: FilterGroups = section(FilterGroups)

@@ -160,6 +160,42 @@ def rollout_is(config: Config) -> Literal["token", "sequence"] | None:
     return "token" if set_level is None and config.trainer.async_steps else set_level
 
 
+REJECTIONS: Final = (
+    *(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean") for k in (1, 2, 3)),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def rejections(config: Config) -> list[tuple[str, float | None, float]]:
+    """Return name, lowest and highest value of each rejection; ValueError says what is wrong."""
+    settings, key = config.algorithm.rollout_correction, "algorithm.rollout_correction.rollout_rs"
+    names = [word.strip() for word in (settings.rollout_rs or "").split(",") if word.strip()]
+    limits = [w.strip() for w in (settings.rollout_rs_threshold or "").split(",") if w.strip()]
+    if unknown := [name for name in names if name not in REJECTIONS]:
+        raise ValueError(f"{key}: '{unknown[0]}' is none of {', '.join(REJECTIONS)}.")
+    if bool(names) != bool(limits):
+        raise ValueError(f"{key} and {key}_threshold belong together; set both, or none.")
+    limits = limits * len(names) if len(limits) == 1 else limits
+    if len(limits) != len(names):
+        raise ValueError(f"{key}_threshold has {len(limits)} values for {len(names)} of {key}.")
+    found: list[tuple[str, float | None, float]] = []
+    for name, limit in zip(names, limits, strict=True):
+        try:
+            numbers = [float(word) for word in limit.split("_")]
+        except ValueError:
+            numbers = []
+        two = len(numbers) == 2 and name.endswith("k1") and numbers[0] <= numbers[1]
+        if not (two or len(numbers) == 1) or min(numbers) <= 0:
+            form = "0.5_2.0 or 2.0" if name.endswith("k1") else "one number, such as 0.1"
+            raise ValueError(f"{key}_threshold: '{limit}' is no limit of {name}; write {form}.")
+        low = numbers[0] if two else 1 / numbers[0] if name.endswith("k1") else None
+        if low is not None and low > numbers[-1]:
+            raise ValueError(f"{key}_threshold: {limit} must be 1 or more; or write 0.5_2.0.")
+        found.append((name, low, numbers[-1]))
+    return found
+
+
 def usual_gpus(there: int, sampler: int, tensor: int) -> int:
     """Return the GPUs of a node that are used when nobody says how many.
 
@@ -291,6 +327,32 @@ def train_rows(config: Config) -> int | None:
 def val_rows(config: Config) -> int | None:
     """Count the rows that a run validates on; None when a file cannot be counted."""
     return _count_rows(config.data.val_files, "val", config.data.val_max_samples)
+
+
+def gen_batch(config: Config) -> int:
+    """Return the prompts that are sampled at once: the batch, unless dynamic sampling says more."""
+    return config.data.gen_batch_size or config.data.train_batch_size
+
+
+def most_gen_batches(config: Config, rows: int) -> int:
+    """Return how many batches a step may sample; more than 1 with dynamic sampling alone."""
+    groups = config.algorithm.filter_groups
+    if not groups.enable:
+        return 1
+    return groups.max_num_gen_batches or math.ceil(rows / gen_batch(config))
+
+
+def rows_missing(config: Config, rows: int) -> str | None:
+    """Say that the rows cannot fill a batch, where that is so."""
+    batch, at_once = config.data.train_batch_size, gen_batch(config)
+    if rows < batch:
+        return too_few_rows(rows, batch, config.actor.ppo_mini_batch_size)
+    if rows < at_once:
+        return (
+            f"{rows} prompts cannot fill data.gen_batch_size {at_once}. Use "
+            f"data.gen_batch_size={rows} or less, or give more prompts."
+        )
+    return None
 
 
 def fitting_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:

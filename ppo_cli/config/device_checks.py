@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
 from ppo_cli.config.derived import (
@@ -74,10 +75,12 @@ SPAN = "rollout.tensor_model_parallel_size"
 SHARED = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
 
 
-def cluster_clashes(config: Config, gpus: int) -> Iterator[Clash]:
+def cluster_clashes(
+    config: Config, gpus: int, environ: Mapping[str, str] = os.environ
+) -> Iterator[Clash]:
     """Return every clash about who works where; `gpus` are those visible on this node."""
     yield from _not_offered(config)
-    yield from _nodes(config)
+    yield from _nodes(config, environ.get("RAY_ADDRESS", "").strip() != "")
     broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]
     yield from broken
     if not broken:
@@ -104,12 +107,16 @@ def _not_offered(config: Config) -> Iterator[Clash]:
         )
 
 
-def _nodes(config: Config) -> Iterator[Clash]:
+def _nodes(config: Config, joined: bool) -> Iterator[Clash]:
+    """Check the nodes; a Ray cluster that is `joined` has them already."""
     trainer = config.trainer
-    if trainer.nnodes > 1 and trainer.node_rank is None:
+    if trainer.nnodes > 1 and trainer.node_rank is None and not joined:
+        address = "" if trainer.master_addr else " and the address of the first"
+        flag = "" if trainer.master_addr else " --master_addr HOST"
         yield Clash(
             ("trainer.nnodes", "trainer.node_rank"),
-            f"{trainer.nnodes} nodes need the rank of this one: --node_rank 0 on the first.",
+            f"{trainer.nnodes} nodes need the rank of this one{address}: --node_rank 0{flag} on "
+            "the first; or name a Ray cluster that has them in RAY_ADDRESS.",
         )
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
         yield Clash(
@@ -117,7 +124,7 @@ def _nodes(config: Config) -> Iterator[Clash]:
             f"trainer.node_rank {trainer.node_rank} does not exist among {trainer.nnodes} node(s); "
             f"ranks go from 0 to {trainer.nnodes - 1}.",
         )
-    if trainer.nnodes > 1 and trainer.master_addr is None and trainer.node_rank != 0:
+    if trainer.nnodes > 1 and trainer.master_addr is None and trainer.node_rank:
         yield Clash(
             ("trainer.nnodes", "trainer.master_addr"),
             f"{trainer.nnodes} nodes need the address of the first: --master_addr HOST.",

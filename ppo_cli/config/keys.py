@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
@@ -94,10 +95,19 @@ def find(name: str) -> Key | None:
     return None
 
 
-def suggest(name: str) -> str:
-    """Return ` Did you mean …?` for a key that is not known, or an empty string."""
+def suggest(name: str, *, strict: bool = False) -> str:
+    """Return ` Did you mean …?` for a key that is not known, or an empty string.
+
+    `strict` takes it for another program's key, of which ours is no other spelling unless it stands
+    in the same group and has the same words.
+    """
     known = table()
-    leaf = name.rsplit(".", 1)[-1]
+    group, _, leaf = name.rpartition(".")
+    if strict:
+        beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+        words = [k for k in beside if len(k.split("_")) == len(leaf.split("_"))]
+        near = get_close_matches(leaf, words, n=1, cutoff=0.85)
+        return f" Did you mean '{beside[near[0]]}'?" if near else ""
     for key in known.values():
         if key.flag and leaf == key.flag.removeprefix("--"):
             return f" Did you mean '{key.name}' ({key.flag})?"
@@ -106,7 +116,8 @@ def suggest(name: str) -> str:
         return f" Did you mean '{same_leaf[0]}'?"
     if same_leaf:
         return did_you_mean(name, same_leaf) or f" Known: {', '.join(same_leaf)}."
-    return did_you_mean(name, known)
+    leaves = get_close_matches(leaf, {k.rpartition(".")[2] for k in known}, n=len(known))
+    return did_you_mean(name, [k for k in known if k.rpartition(".")[2] in leaves])
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -145,7 +156,10 @@ def refusals(error: ValidationError, keys: Mapping[str, Key]) -> dict[str, str]:
         dotted = [".".join(map(str, one["loc"][:cut])) for cut in range(len(one["loc"]), 0, -1)]
         for name in [name for name in dotted if name in keys][:1]:
             words = range_words(keys[name]) or one["msg"]
-            found[name] = f"must be {words}, but is {one['input']}"
+            own = one["type"] == "value_error"  # a sentence of ours
+            found[name] = (
+                str(one["ctx"]["error"]) if own else f"must be {words}, but is {one['input']}"
+            )
     return found
 
 

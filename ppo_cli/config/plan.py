@@ -14,12 +14,15 @@ from ppo_cli.config.derived import (
     critic_mini_batch,
     data_ranks,
     device_plan,
+    gen_batch,
+    most_gen_batches,
     train_rows,
     uses_critic,
     val_rows,
 )
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.known_models import find_adapter
+from ppo_cli.config.memory_plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.model_checks import template_remark
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
@@ -72,6 +75,7 @@ class Plan:
     notes: tuple[str, ...]
     reward: PlanPart
     placement: PlanPart
+    memory: PlanPart
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON takes it."""
@@ -80,6 +84,7 @@ class Plan:
             "values": values,
             "arithmetic": self.arithmetic,
             "placement": self.placement.facts,
+            "memory": self.memory.facts,
             "reward": self.reward.facts,
             "notes": list(self.notes),
         }
@@ -111,13 +116,13 @@ def make_plan(resolved: Resolved) -> Plan:
         tuple(dict.fromkeys(redact(note) for note in notes)),
         reward_plan(resolved.config.reward, sums["reward_calls"]),
         device_plan(resolved.config),
+        memory_plan(resolved.config),
     )
 
 
 def arithmetic(config: Config) -> dict[str, int | None]:
     """Return the batch arithmetic of a step and of the run; None is not known before it."""
-    batch, n = config.data.train_batch_size, config.rollout.n
-    rows = train_rows(config)
+    batch, n, rows = config.data.train_batch_size, config.rollout.n, train_rows(config)
     sums: dict[str, int | None] = {
         "prompts_per_step": batch,
         "responses_per_prompt": n,
@@ -133,7 +138,14 @@ def arithmetic(config: Config) -> dict[str, int | None]:
         a_step = sums.get(f"{who}_optimizer_steps_per_step")
         if a_step is not None:
             sums[f"{who}_optimizer_steps"] = _times(a_step, steps)
-    return sums | _reward_calls(config, steps)
+    calls = _reward_calls(config, steps)
+    groups = config.algorithm.filter_groups
+    if groups.enable:
+        most = groups.max_num_gen_batches or (rows and most_gen_batches(config, rows))
+        sums["gen_batches_per_step_at_most"] = most
+        sums["reward_calls_per_step_at_most"] = _times(most, calls["reward_calls_per_step"])
+        sums["reward_calls_at_most"] = _times(sums["reward_calls_per_step_at_most"], steps)
+    return sums | calls
 
 
 def _updates(who: str, config: Config, part: Trained, mini: int) -> dict[str, int]:
@@ -162,11 +174,11 @@ def _steps(config: Config, rows: int | None) -> int | None:
         return config.trainer.total_training_steps
     if rows is None:
         return None
-    return config.trainer.total_epochs * (rows // config.data.train_batch_size)
+    return config.trainer.total_epochs * (rows // gen_batch(config))
 
 
 def _reward_calls(config: Config, steps: int | None) -> dict[str, int | None]:
-    a_step = config.data.train_batch_size * config.rollout.n
+    a_step = gen_batch(config) * config.rollout.n
     if ESTIMATORS[config.algorithm.adv_estimator].baseline:
         a_step += config.data.train_batch_size
     rounds = _validations(config, steps) if config.data.val_files else 0
@@ -213,6 +225,12 @@ def _sentences(sums: dict[str, int | None]) -> list[str]:
         "a step: {prompts_per_step} prompts x {responses_per_prompt} = "
         "{responses_per_step} responses = {reward_calls_per_step} reward calls",
     ]
+    if "gen_batches_per_step_at_most" in sums:
+        said.append(
+            "dynamic sampling: a step samples 1 to {gen_batches_per_step_at_most} batches of "
+            "prompts, so up to {reward_calls_per_step_at_most} reward calls; the run up to "
+            "{reward_calls_at_most}"
+        )
     for who in ("actor", "critic"):
         if f"{who}_epochs" in sums:
             said.append(

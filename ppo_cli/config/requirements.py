@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.config.derived import (
     engine_name,
     gpu_count,
     gpus_per_node,
     has_package,
+    rejections,
     rollout_is,
     sampler_name,
     uses_critic,
@@ -62,6 +64,8 @@ def remarks(
         *idle_settings(resolved, there)[1],
         *_unusual(resolved),
         *_two_kls(config),
+        *_gspo(config),
+        *(_not_as_verl(resolved) if resolved.verl else ()),
         *judge_remarks(config),
         *mixture_remarks(config.reward),
         *cluster_remarks(config, there, environ),
@@ -86,16 +90,22 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
 
 def _unusual(resolved: Resolved) -> Iterator[str]:
     """Remark on values far from what works elsewhere; presets and defaults are tried."""
+    kind = resolved.config.actor.policy_loss.loss_mode
     for name, key in table().items():
         value, origin = value_of(resolved.config, name), resolved.origins[name]
-        if key.usual is None or value is None or origin.startswith((DEFAULT, "preset ")):
+        if key.usual is None or value is None or origin.startswith((DEFAULT, "preset ", "verl ")):
             continue
+        if name.startswith("actor.clip_ratio") and kind != "vanilla":
+            continue  # ratios of sequences, and weights, are clipped elsewhere
         low, high = key.usual
         if not low <= value <= high:
             yield f"{origin}: {name} {value:g} is far from what is usual: {low:g} to {high:g}."
 
 
 def _two_kls(config: Config) -> Iterator[str]:
+    if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
+        yield "actor.use_kl_loss is on with weight 0: the KL to the reference is only reported."
+        return
     if config.algorithm.use_kl_in_reward and config.actor.use_kl_loss:
         yield (
             "The KL to the reference counts twice: in the reward (algorithm.use_kl_in_reward, "
@@ -104,7 +114,85 @@ def _two_kls(config: Config) -> Iterator[str]:
         )
 
 
+def _gspo(config: Config) -> Iterator[str]:
+    actor, mode = config.actor, config.actor.loss_agg_mode
+    if actor.policy_loss.loss_mode != "gspo":
+        return
+    if (actor.clip_ratio_high or actor.clip_ratio) > 0.05:
+        yield (
+            "GSPO's ratio is the mean over a sequence and stays near 1, so wide ranges hardly ever "
+            "clip. Its paper has actor.clip_ratio_low=3e-4 actor.clip_ratio_high=4e-4."
+        )
+    if mode.startswith("token-"):
+        yield (
+            f"GSPO counts each sequence once; with actor.loss_agg_mode {mode} a long one counts "
+            "more. Its paper has actor.loss_agg_mode=seq-mean-token-mean."
+        )
+
+
+def _not_as_verl(resolved: Resolved) -> Iterator[str]:
+    """Remark on what verl does otherwise, or leaves undone, with the same settings."""
+    config, origins = resolved.config, resolved.origins
+    if config.trainer.save_freq == -1:
+        yield "trainer.save_freq -1: verl would save nothing; here the end of the run is saved."
+    if config.trainer.test_freq == -1 and config.data.val_files:
+        yield "trainer.test_freq -1: verl would not validate at the end; here it is done."
+    asked = not origins["actor.clip_ratio"].startswith((DEFAULT, "preset "))
+    clips = [origins[f"actor.clip_ratio_{side}"] for side in ("low", "high")]
+    if asked and all(origin.startswith("verl ") for origin in clips):
+        yield (
+            f"actor.clip_ratio {config.actor.clip_ratio:g} changes nothing, as in verl: "
+            "actor.clip_ratio_low and actor.clip_ratio_high are 0.2 there; set these."
+        )
+
+
+# Arguments of vLLM that follow from settings of ours, and which; None: from no single one.
+OURS_OF_VLLM: Final = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "rollout.seed",
+    "trust_remote_code": "model.trust_remote_code",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enable_lora": "model.lora_rank",
+    "max_loras": "model.lora_rank",
+    "max_lora_rank": "model.lora_rank",
+    **dict.fromkeys(
+        (
+            "skip_tokenizer_init", "generation_config", "distributed_executor_backend",
+            "enable_sleep_mode", "disable_log_stats", "use_tqdm_on_load", "load_format",
+            "worker_extension_cls", "weight_transfer_config", "logprobs_mode",
+        ),
+    ),
+}  # fmt: skip
+
+
+def _of_vllm(config: Config) -> Iterator[str]:
+    """Refuse arguments of vLLM that the program sets by itself."""
+    for name in config.rollout.engine_kwargs.vllm.keys() & OURS_OF_VLLM.keys():
+        own = OURS_OF_VLLM[name]
+        use = "leave it out" if own is None else f"set {own} instead"
+        yield f"rollout.engine_kwargs.vllm.{name}: the program chooses it for vLLM; {use}."
+
+
 def _not_offered(config: Config) -> Iterator[str]:
+    yield from _of_vllm(config)
+    try:
+        rejections(config)
+    except ValueError as error:
+        yield str(error)
+    correction = config.algorithm.rollout_correction
+    if (correction.rollout_is_threshold_lower or 0.0) > correction.rollout_is_threshold:
+        yield (
+            "algorithm.rollout_correction.rollout_is_threshold_lower "
+            f"{correction.rollout_is_threshold_lower:g} is above rollout_is_threshold "
+            f"{correction.rollout_is_threshold:g}; swap them."
+        )
     if config.trainer.engine == "verl":
         yield (
             "The engine 'verl' is not offered: this program trains by itself. Use --engine ray, or "
@@ -245,7 +333,12 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_adapter_sent": lambda c: c.model.lora_rank == 0 or _one_process(c),
     "one_node": lambda c: c.trainer.nnodes == 1,
     "no_critic": lambda c: not uses_critic(c),
-    "not_grpo": lambda c: c.algorithm.adv_estimator != "grpo",
+    "not_grpo": lambda c: c.algorithm.adv_estimator not in ("grpo", "gdpo"),
+    "no_dual_clip": lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].dual,
+    "no_clip": lambda c: not POLICY_LOSSES[c.actor.policy_loss.loss_mode].clips,
+    "no_filter_groups": lambda c: not c.algorithm.filter_groups.enable,
+    "not_clip_cov": lambda c: c.actor.policy_loss.loss_mode != "clip_cov",
+    "not_kl_cov": lambda c: c.actor.policy_loss.loss_mode != "kl_cov",
     "no_kl_in_reward": lambda c: not c.algorithm.use_kl_in_reward,
     "kl_is_fixed": lambda c: (
         not c.algorithm.use_kl_in_reward or c.algorithm.kl_ctrl.type == "fixed"
@@ -278,13 +371,18 @@ def idle_settings(resolved: Resolved, gpus: int | None = None) -> tuple[list[str
     noted: dict[tuple[str, str], list[str]] = {}
     for key, setting in table().items():
         origin = resolved.origins[key]
-        if origin == DEFAULT or value_of(config, key) == setting.default:
+        if origin.startswith((DEFAULT, "verl ")) or value_of(config, key) == setting.default:
             continue
         idle = next((row for row in _rows(key) if CONDITIONS[row.condition](counted)), None)
         if idle is not None:
             to = refused if _is_refused(resolved, key, idle) else noted
             to.setdefault((origin, idle.text), []).append(key)
     return _told(refused), _told(noted)
+
+
+def effects_of(key: str) -> Iterator[str]:
+    """Why and when a setting has no effect: a sentence for each case in unused.toml."""
+    return (f"{row.condition.replace('_', ' ')}: {row.text}" for row in _rows(key))
 
 
 def _told(found: dict[tuple[str, str], list[str]]) -> list[str]:
@@ -303,7 +401,7 @@ def _rows(key: str) -> Iterator[Idle]:
 def _is_refused(resolved: Resolved, key: str, idle: Idle) -> bool:
     """Tell an error from a remark: who typed a setting wants it; a preset serves many runs."""
     origin = resolved.origins[key]
-    if idle.tuning or origin.startswith(("preset ", "bundled prompts")):
+    if resolved.verl or idle.tuning or origin.startswith(("preset ", "bundled prompts")):
         return False
     if idle.absent:
         return True

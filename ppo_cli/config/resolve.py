@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.derived import (
     clip_high,
     clip_low,
@@ -42,23 +42,25 @@ from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.model_checks import head_clashes, model_clashes
+from ppo_cli.config.reading import Demand, Late
 from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
 from ppo_cli.config.values import read_free, read_value
-from ppo_cli.config.verl import Demand, Late, Translator
+from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import mask_secrets, redact
 
 
-def cross_checks(config: Config, environ: Mapping[str, str]) -> list[Clash]:
-    """Return every clash between settings."""
+def cross_checks(config: Config, environ: Mapping[str, str], *, verl: bool) -> list[Clash]:
+    """Return every clash between settings; `verl` takes what changes nothing in its lines."""
     return [
         *_batches(config),
         *_estimator(config),
+        *_groups(config),
         *_clips(config),
         *_losses(config),
-        *_kl(config),
-        *cluster_clashes(config, gpu_count(environ)),
+        *([] if verl else _kl(config)),
+        *cluster_clashes(config, gpu_count(environ), environ),
         *head_clashes(config),
         *_schedule(config),
         *_reward(config),
@@ -100,6 +102,15 @@ def _estimator(config: Config) -> Iterator[Clash]:
             f"the estimator {name} compares several responses to a prompt, but rollout.n is "
             f"{config.rollout.n}. Use --rollout_n 4, or --adv_estimator gae.",
         )
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if ESTIMATORS[name].parts:
+        yield from _parts(config)
+    elif keys or weights:
+        yield Clash(
+            ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+            f"parts of the reward are named for gdpo, but the estimator is {name}; use "
+            "--adv_estimator gdpo, or leave them out.",
+        )
     if name == "remax" and config.algorithm.gamma != 1.0:
         yield Clash(
             ("algorithm.gamma", "algorithm.adv_estimator"),
@@ -114,23 +125,96 @@ def _estimator(config: Config) -> Iterator[Clash]:
         )
 
 
+def _groups(config: Config) -> Iterator[Clash]:
+    """What dynamic sampling needs."""
+    groups, n = config.algorithm.filter_groups, config.rollout.n
+    size, batch = config.data.gen_batch_size, config.data.train_batch_size
+    switch = "algorithm.filter_groups.enable"
+    if not groups.enable:
+        if size is not None and size != batch:
+            yield Clash(
+                ("data.gen_batch_size", switch),
+                f"data.gen_batch_size {size} is not data.train_batch_size {batch}, and only "
+                f"dynamic sampling samples other prompts than it trains on: set {switch}=true, or "
+                "leave it out.",
+            )
+        return
+    if n < 2:
+        yield Clash(
+            (switch, "rollout.n"),
+            f"{switch} compares several responses to a prompt, not {n}. Use --rollout_n 4.",
+        )
+    if config.trainer.async_steps:
+        yield Clash(
+            (switch, "trainer.async_steps"),
+            f"{switch} waits for scores, so sampling cannot run ahead; leave --async_steps out.",
+        )
+    if groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield Clash(
+            ("algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"),
+            "with the KL in the reward every seq_final_reward differs: use metric=seq_reward.",
+        )
+
+
+def _parts(config: Config) -> Iterator[Clash]:
+    """What gdpo needs, and what it would not read: it takes the parts, not their total."""
+    algorithm, shaping = config.algorithm, config.reward.shaping
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        yield Clash(
+            ("algorithm.adv_estimator",),
+            "gdpo needs the names of the parts of the reward: algorithm.gdpo_reward_keys=[a,b], as "
+            "a reward function returns them beside score, or as the parts of a mixture are called.",
+        )
+    if weights and len(weights) != len(keys):
+        yield Clash(
+            ("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_keys"),
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} parts.",
+        )
+    if algorithm.use_kl_in_reward:
+        yield Clash(
+            ("algorithm.use_kl_in_reward", "algorithm.adv_estimator"),
+            "gdpo reads the parts of the reward, and not the KL in it; use actor.use_kl_loss=true "
+            "instead of algorithm.use_kl_in_reward.",
+        )
+    if shaping != type(shaping)():
+        yield Clash(
+            ("reward.shaping", "algorithm.adv_estimator"),
+            "gdpo reads the parts of the reward, and not what reward.shaping makes of their sum; "
+            "leave reward.shaping out.",
+        )
+
+
 def _clips(config: Config) -> Iterator[Clash]:
-    actor = config.actor
-    if clip_low(actor) > clip_high(actor):
+    actor, kind = config.actor, config.actor.policy_loss.loss_mode
+    if clip_low(actor) >= 1 and kind not in ("cispo", "geo_mean"):
+        yield Clash(
+            ("actor.clip_ratio_low",),
+            f"the lower clip range {clip_low(actor):g} must be below 1.",
+        )
+    elif clip_low(actor) > clip_high(actor) and kind not in ("cispo", "geo_mean"):
         yield Clash(
             ("actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio"),
             f"the lower clip range {clip_low(actor):g} is above the upper one "
             f"{clip_high(actor):g}; swap actor.clip_ratio_low and actor.clip_ratio_high.",
         )
-    if clip_high(actor) + 1 >= actor.clip_ratio_c:
+    bound = actor.clip_ratio_c if POLICY_LOSSES[kind].dual else None
+    if bound is not None and clip_high(actor) + 1 >= bound:
         yield Clash(
             ("actor.clip_ratio_c", "actor.clip_ratio_high", "actor.clip_ratio"),
-            f"the dual-clip bound actor.clip_ratio_c {actor.clip_ratio_c:g} lies inside the clip "
+            f"the dual-clip bound actor.clip_ratio_c {bound:g} lies inside the clip "
             f"range (1 + {clip_high(actor):g}); use 3, or a smaller range.",
         )
 
 
 def _losses(config: Config) -> Iterator[Clash]:
+    chosen = config.actor.policy_loss
+    if chosen.clip_cov_lb >= chosen.clip_cov_ub:
+        yield Clash(
+            ("actor.policy_loss.clip_cov_lb", "actor.policy_loss.clip_cov_ub"),
+            f"actor.policy_loss.clip_cov_lb {chosen.clip_cov_lb:g} must be below clip_cov_ub "
+            f"{chosen.clip_cov_ub:g}.",
+        )
     for who, part in (("actor", config.actor), ("critic", config.critic)):
         if part.loss_scale_factor is not None and part.loss_agg_mode != "seq-mean-token-sum-norm":
             yield Clash(
@@ -154,12 +238,7 @@ def _losses(config: Config) -> Iterator[Clash]:
 
 
 def _kl(config: Config) -> Iterator[Clash]:
-    actor, algorithm = config.actor, config.algorithm
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield Clash(
-            ("actor.use_kl_loss", "actor.kl_loss_coef"),
-            "actor.use_kl_loss is on with weight 0; set actor.kl_loss_coef, or leave it off.",
-        )
+    algorithm = config.algorithm
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
         if algorithm.kl_ctrl.kl_coef == 0:
             yield Clash(
@@ -240,11 +319,11 @@ def _reward(config: Config) -> Iterator[Clash]:
 
 def _shaping(config: Config) -> Iterator[Clash]:
     buffer, longest = config.reward.shaping.overlong_buffer, config.data.max_response_length
-    if buffer is not None and buffer >= longest:
+    if buffer is not None and buffer > longest:
         yield Clash(
             ("reward.shaping.overlong_buffer", "data.max_response_length"),
-            f"reward.shaping.overlong_buffer {buffer} must be shorter than the longest response "
-            f"({longest} tokens), or every response is penalised; use {max(1, longest // 4)}.",
+            f"reward.shaping.overlong_buffer {buffer} is longer than the longest response "
+            f"({longest} tokens), so no response is without a penalty; use {max(1, longest // 4)}.",
         )
 
 
@@ -258,6 +337,7 @@ class Resolved:
     config: Config
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
+    verl: bool = False
 
 
 def resolve(
@@ -281,7 +361,7 @@ def resolve(
         config = _build(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
     config = _fit_batches(draft, config)
-    for clash in cross_checks(config, environ):
+    for clash in cross_checks(config, environ, verl=draft.verl):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")
     draft.problems += [
@@ -291,7 +371,8 @@ def resolve(
     ]
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
-    return Resolved(config, _origins(draft.entries), tuple(dict.fromkeys(draft.notes)))
+    notes = tuple(dict.fromkeys(draft.notes))
+    return Resolved(config, _origins(draft.entries), notes, verl=draft.verl)
 
 
 BATCHES = ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
@@ -304,7 +385,7 @@ def _fit_batches(draft: _Draft, config: Config) -> Config:
     asked = {
         name
         for name in BATCHES
-        if name in draft.entries and not draft.entries[name].origin.startswith("preset ")
+        if name in draft.entries and not draft.entries[name].origin.startswith(("preset ", "verl "))
     }
     if rows and rows < batch and not asked:
         draft.notes.append(lowered_batches(rows, batch, mini))
@@ -332,11 +413,16 @@ class _Draft:
     demands: list[Demand]
     values: dict[str, Any] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
+    verl: bool = False
 
 
 def _merge(found: Gathered, environ: Mapping[str, str]) -> _Draft:
-    translator = Translator(environ, found.problems, found.notes)
-    draft = _Draft({}, found.problems, found.notes, translator.demands)
+    verl = generation_of(found.layers, found.problems)
+    translator = Translator(environ, found.problems, found.notes, verl is not None)
+    draft = _Draft({}, found.problems, found.notes, translator.demands, verl=verl is not None)
+    if verl is not None:
+        found.layers.insert(0, verl_defaults(verl))
+        found.notes.append(taken_as(verl))
     for layer in found.layers:
         for entry in translator.translate(layer):
             _lay(draft, entry)
@@ -347,7 +433,7 @@ def _lay(draft: _Draft, entry: Entry) -> None:
     """Put an entry over what lower layers said."""
     key = find(entry.name)
     if key is None:
-        draft.problems.append(f"{entry.origin}: {_unknown(entry.name)}")
+        draft.problems.append(f"{entry.origin}: {_unknown(entry.name, verl=draft.verl)}")
         return
     for name in [n for n in draft.entries if n.startswith(f"{entry.name}.")]:
         del draft.entries[name]
@@ -356,11 +442,11 @@ def _lay(draft: _Draft, entry: Entry) -> None:
         draft.entries[entry.name] = entry
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, *, verl: bool) -> str:
     if name in sections():
         some = next(k for k in table() if k.startswith(f"{name}."))
         return f"{name} is a group of settings; set one of them, such as {some}."
-    return f"there is no setting '{name}'.{suggest(name)}"
+    return f"there is no setting '{name}'.{suggest(name, strict=verl)}"
 
 
 def _build(draft: _Draft) -> Config:
@@ -371,9 +457,14 @@ def _build(draft: _Draft) -> Config:
             _read(draft, entry, entry.raw)
     for entry in late:
         try:
-            _read(draft, entry, entry.raw.compute(lambda name: _value(draft, name)))
+            raw = entry.raw.compute(lambda name: _value(draft, name))
         except ValueError as error:
             _break(draft, entry.name, f"{entry.origin}: {error}")
+            continue
+        if raw is not None or table()[entry.name].optional:
+            _read(draft, entry, raw)
+        else:
+            del draft.entries[entry.name]
     _name_judge(draft)
     _one_kl(draft)
     _below_values(draft)
@@ -403,10 +494,12 @@ def _name_judge(draft: _Draft) -> None:
 
 
 def _one_kl(draft: _Draft) -> None:
-    """With a KL loss, leave the KL out of the reward unless it is asked for there."""
-    name = "algorithm.use_kl_in_reward"
-    if _value(draft, "actor.use_kl_loss") and name not in draft.entries:
-        draft.entries[name] = entry = Entry(name, "false", "default with actor.use_kl_loss")
+    """With a KL loss or gdpo, leave the KL out of the reward unless it is asked for there."""
+    name, estimator = "algorithm.use_kl_in_reward", _value(draft, "algorithm.adv_estimator")
+    parts = estimator in ESTIMATORS and ESTIMATORS[estimator].parts
+    if (_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
+        why = f"default with {'gdpo' if parts else 'actor.use_kl_loss'}"
+        draft.entries[name] = entry = Entry(name, "false", why)
         _read(draft, entry, entry.raw)
 
 

@@ -5,7 +5,9 @@ verl's names without the `actor_rollout_ref.` wrapper. Defaults live here and no
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, field_validator
 
 from ppo_cli.config.algorithm_schema import Actor, Algorithm, Critic, Ref, Section, section, setting
 from ppo_cli.config.reward_schema import Reward
@@ -23,8 +25,8 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "Computing precision; unset: bfloat16 on a GPU, float32 without one.", flag="--dtype"
     )
-    enable_gradient_checkpointing: bool = setting(
-        True, "Recompute activations in the backward pass to save memory."
+    enable_gradient_checkpointing: bool | None = setting(
+        None, "Recompute activations in the backward pass; unset: where memory is short."
     )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
     lora_rank: int = setting(
@@ -41,8 +43,10 @@ class Model(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = setting(
         "sdpa", "Attention kernel."
     )
-    packing: bool = setting(
-        False, "Lay the rows of a learner's micro-batch end to end, without padding."
+    packing: bool | None = setting(
+        None,
+        "Lay the rows of a learner's micro-batch end to end, without padding; unset: for a model "
+        "of plain attention, when a trial at the start gives the same numbers.",
     )
 
 
@@ -57,6 +61,9 @@ class Data(Section):
     )
     train_batch_size: int = setting(
         256, "Prompts a step.", flag="--batch_size", env="BATCH_SIZE", ge=1
+    )
+    gen_batch_size: int | None = setting(
+        None, "Prompts sampled at once under algorithm.filter_groups; unset is the batch.", ge=1
     )
     max_prompt_length: int = setting(
         512, "Longest prompt, in tokens.", flag="--max_prompt_length", env="MAX_PROMPT_LENGTH", ge=1
@@ -92,6 +99,19 @@ class ValSampling(Section):
     n: int = setting(1, "Responses a prompt.", ge=1)
 
 
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is null: verl's own files write an argument that is not given like that."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class EngineKwargs(Section):
+    """Arguments of the samplers' own engines."""
+
+    vllm: Annotated[dict[str, Any], AfterValidator(_given)] = setting(
+        {}, "More arguments of vLLM's EngineArgs, by its names: {max_num_partial_prefills: 2}."
+    )
+
+
 class Rollout(Section):
     """How training samples."""
 
@@ -107,6 +127,9 @@ class Rollout(Section):
     )  # fmt: skip
     top_p: float = setting(1.0, "Nucleus size; 1 is off.", flag="--top_p", gt=0.0, le=1.0)
     top_k: int = setting(-1, "Candidates; -1 is off.", flag="--top_k", ge=-1)
+    stop: tuple[str, ...] = setting(
+        (), "Texts that end a response, which keeps them, in validation too: [Observation:]."
+    )
     tensor_model_parallel_size: int = setting(
         1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1
     )
@@ -125,8 +148,16 @@ class Rollout(Section):
         "auto",
         "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
     )
+    engine_kwargs: EngineKwargs = section(EngineKwargs)
     seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
     val_kwargs: ValSampling = section(ValSampling)
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("has an empty text, which would end every response at once")
+        return stop
 
 
 class Trainer(Section):
@@ -154,7 +185,9 @@ class Trainer(Section):
         -1, "Steps between validations; -1 validates at start and end.", flag="--test_freq", ge=-1
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
-    max_ckpt_to_keep: int = setting(3, "Newest checkpoints kept, beside the best.", ge=1)
+    max_ckpt_to_keep: int | None = setting(
+        3, "Newest checkpoints kept, beside the best; null keeps all.", ge=1
+    )
     patience: int | None = setting(
         None, "Validations without a new best after which the run ends.", flag="--patience", ge=1
     )

@@ -164,7 +164,10 @@ def _scalar(raw: Any, wanted: str) -> str:
 
 
 def _text(raw: Any) -> str:
-    text = _scalar(raw, "one text")
+    return _utf8(_scalar(raw, "one text"))
+
+
+def _utf8(text: str) -> str:
     if not text.isprintable() and re.search("[\0\ud800-\udfff]", text):
         shown = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
         raise ValueError(f"'{shown}' is not text in UTF-8")
@@ -217,6 +220,8 @@ def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
 def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
     parts = listed(raw, text=items[0] is str)
     if items[1:] == (...,):
+        if items[0] is str:  # in quotes, spaces around an item are a part of it
+            return tuple(_utf8(str(p)) if isinstance(p, Quoted) else _text(p) for p in parts)
         return tuple(_read(items[0], part) for part in parts)
     if len(parts) != len(items):
         raise ValueError(f"takes {len(items)} values, not {len(parts)}")

@@ -43,19 +43,31 @@ def load_prompts(
     *,
     prompt_key: str = "prompt",
     source_key: str = "data_source",
+    max_samples: int = -1,
+    max_prompt_length: int,
+    **how: Any,
+) -> PromptSet:
+    """Read files or hub sets to prompts; any bad row stops it, and all of them are reported.
+
+    `max_samples` keeps the first rows over all sources, before overlong ones are dropped. For the
+    rest see `render_prompts`.
+    """
+    sets = load_sets(sources, prompt_key=prompt_key, source_key=source_key, max_samples=max_samples)
+    return render_prompts(sets, tokenizer, max_prompt_length=max_prompt_length, **how)
+
+
+def render_prompts(
+    sets: Sequence[RowSet],
+    tokenizer: Tokenizer,
+    *,
     max_prompt_length: int,
     truncation: Truncation = "error",
     filter_overlong: bool = False,
     system_prompt: str | None = None,
     apply_chat_template: bool = True,
     template_arguments: Mapping[str, Any] | None = None,
-    max_samples: int = -1,
 ) -> PromptSet:
-    """Read files or hub sets to prompts; any bad row stops it, and all of them are reported.
-
-    `max_samples` keeps the first rows over all sources, before overlong ones are dropped.
-    """
-    sets = load_sets(sources, prompt_key=prompt_key, source_key=source_key, max_samples=max_samples)
+    """Render and tokenise rows; those that are refused or too long are reported together."""
     renderer = Renderer(tokenizer, system_prompt, apply_chat_template, template_arguments or {})
     found: list[tuple[str, Rendered]] = []
     problems: list[RowProblem] = []

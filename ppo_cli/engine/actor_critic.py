@@ -14,22 +14,28 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import TrainBatch
+from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.algo.kl import token_kl
-from ppo_cli.algo.losses import aggregate, count_mask, policy_loss, value_loss
+from ppo_cli.algo.losses import (
+    aggregate,
+    choose_tokens,
+    count_mask,
+    policy_loss,
+    value_loss,
+)
 from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Actor as ActorSettings
 from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import clip_high, clip_low
+from ppo_cli.config.memory import LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import run_within_memory
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import micro_batch_budget
-from ppo_cli.engine.ranks import ALONE, Ranks
+from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
 from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
-
-LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ class ModelLearner:
             return sums
 
         with model.awake():
+            self._prepare(batch)
             sums = run_within_memory(
                 row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
             )
@@ -153,6 +160,9 @@ class ModelLearner:
             model.forget()
         self.optimizer.zero_grad()
 
+    def _prepare(self, batch: TrainBatch) -> None:
+        """Learn what the loss of each slice needs of the whole mini-batch."""
+
     @abstractmethod
     def _loss(
         self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
@@ -161,7 +171,7 @@ class ModelLearner:
 
 
 class ActorLearner(ModelLearner):
-    """Trains the policy by the clipped surrogate (Schulman et al. 2017, eq. 7)."""
+    """Trains the policy by a policy loss, such as the clipped surrogate."""
 
     name, norm = "actor", "grad_norm"
 
@@ -181,6 +191,41 @@ class ActorLearner(ModelLearner):
         self._reference = reference
         self._settings = settings
         self._temperature = temperature
+        self._chosen_BT: Tensor | None = None  # of the mini-batch under way
+
+    @torch.no_grad()
+    def _prepare(self, batch: TrainBatch) -> None:
+        """Choose the tokens that clip_cov or kl_cov holds back, by the present log-probs."""
+        s, kind = self._settings, self._settings.policy_loss.loss_mode
+        if not POLICY_LOSSES[kind].chooses:
+            return
+
+        def collect(plan: Sequence[Sequence[int]]) -> Tensor:
+            own_BT = torch.zeros_like(batch.old_logprobs_BT)
+            for rows in plan:
+                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
+                seen = view_tokens(
+                    self._policy, cut, self._compute, self._temperature, with_entropy=False
+                )
+                if rows and self._ranks.speaks:
+                    own_BT[cut.row_B, : cut.width] = cut.spread(seen.logprobs_N).cpu()
+            return own_BT
+
+        own_BT = run_within_memory(
+            row_lengths(batch), self.budget, collect, self._start_over, self._ranks
+        )
+        self._chosen_BT = choose_tokens(
+            kind,
+            torch.stack(gather_objects(self._ranks, own_BT)).sum(0),
+            batch.old_logprobs_BT,
+            batch.advantages_BT,
+            batch.loss_mask_BT,
+            share=getattr(s.policy_loss, f"{kind}_ratio"),
+            clip_low=clip_low(s),
+            clip_high=clip_high(s),
+            cov_low=s.policy_loss.clip_cov_lb,
+            cov_high=s.policy_loss.clip_cov_ub,
+        )
 
     def _loss(
         self, batch: TrainBatch, cut: Slice, aggregation: dict[str, Any], sums: Sums
@@ -203,9 +248,12 @@ class ActorLearner(ModelLearner):
             cut.take(batch.old_logprobs_BT),
             cut.take(batch.advantages_BT),
             mask_BT,
+            kind=s.policy_loss.loss_mode,
             clip_low=clip_low(s),
             clip_high=clip_high(s),
             dual_clip=s.clip_ratio_c,
+            chosen_BT=None if self._chosen_BT is None else cut.take(self._chosen_BT),
+            kl_coef=s.policy_loss.ppo_kl_coef,
             is_weight_BT=cut.take(batch.is_weight_BT),
             **aggregation,
         )

@@ -149,7 +149,8 @@ def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int)
         Prompt(p["uid"], text="", messages=(), rendered="", token_ids=tuple(p["token_ids"]))
         for p in saved["prompts"]
     )
-    made = Round(prompts, Sampling(**saved["sampling"]), published - int(saved["publishes_ago"]))
+    sampling = Sampling(**saved["sampling"] | {"stop": tuple(saved["sampling"].get("stop", ()))})
+    made = Round(prompts, sampling, published - int(saved["publishes_ago"]))
     by_uid = {prompt.uid: prompt for prompt in prompts}
     for words in saved["rollouts"]:
         ids, logprobs = next(rows)

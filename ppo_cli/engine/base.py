@@ -19,7 +19,8 @@ from ppo_cli.records import Prompt, Rollout
 class Sampling:
     """How to sample: `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
 
-    `seed` fixes the draw: the same weights, prompts and seed give the same rollouts.
+    `seed` fixes the draw: the same weights, prompts and seed give the same rollouts. A text of
+    `stop` ends a response; the tokens up to the one that completes it stay.
     """
 
     temperature: float = 1.0
@@ -28,6 +29,7 @@ class Sampling:
     n: int = 1
     max_tokens: int = 512
     seed: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -81,3 +83,18 @@ def _words(path: Path) -> list[str]:
 
 def _quota(most: str = "max", period: str = "100000") -> float | None:
     return None if most == "max" or int(most) <= 0 else int(most) / int(period)
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors free for the next ones; elsewhere nothing happens.
+
+    By default it maps each large block anew, and the system clears it page by page.
+    """
+    library = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(library, "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+        library.mallopt(M_TOP_PAD, 1 << 26)

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter
+from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import Compute
@@ -41,11 +42,10 @@ from ppo_cli.engine.models import (
     stop_token_ids,
 )
 from ppo_cli.engine.packed_rows import BY_ROWS
-from ppo_cli.engine.sampler import Room, Weights, stream_key
+from ppo_cli.engine.sampler import Room, Weights, stop_end, stream_key
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
 
-PREFILL_TOKENS = 16_384  # of one forward pass, padding included: bounds its memory
 BUSY_SHARE = 0.75
 
 
@@ -103,6 +103,7 @@ class Rows:
     keys_R: NDArray[np.uint64]
     counts_R: NDArray[np.int64]
     alive_R: NDArray[np.bool_]
+    stopped_R: NDArray[np.bool_]
     last_R: NDArray[np.int64]
     tokens_RT: NDArray[np.int32]
     logprobs_RT: NDArray[np.float32]
@@ -116,6 +117,7 @@ class Rows:
             keys_R=np.array([job.key for job in jobs], dtype=np.uint64),
             counts_R=np.zeros(len(jobs), dtype=np.int64),
             alive_R=np.ones(len(jobs), dtype=np.bool_),
+            stopped_R=np.zeros(len(jobs), dtype=np.bool_),
             last_R=np.zeros(len(jobs), dtype=np.int64),
             tokens_RT=np.empty(shape, dtype=np.int32),
             logprobs_RT=np.empty(shape, dtype=np.float32),
@@ -136,7 +138,7 @@ class Rows:
         return Rows(jobs=self.jobs + other.jobs, **arrays)
 
 
-ARRAYS = ("keys_R", "counts_R", "alive_R", "last_R", "tokens_RT", "logprobs_RT")
+ARRAYS = ("keys_R", "counts_R", "alive_R", "stopped_R", "last_R", "tokens_RT", "logprobs_RT")
 
 
 @dataclass
@@ -331,7 +333,12 @@ class HFSampler:
         rows.logprobs_RT[live, rows.counts_R[live]] = logprobs_R[live]
         rows.counts_R[live] += 1
         rows.last_R = np.where(rows.alive_R, tokens_R, self._pad_id)
-        ends_R = np.isin(tokens_R, self._eos_ids) | (rows.counts_R >= sampling.max_tokens)
+        rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
+        for i in live if sampling.stop else ():
+            ids: list[int] = rows.tokens_RT[i, : rows.counts_R[i]].tolist()
+            if stop_end(ids, sampling.stop, self._detokenize, len(ids) - 1) is not None:
+                rows.stopped_R[i] = True
+        ends_R = rows.stopped_R | (rows.counts_R >= sampling.max_tokens)
         done = np.flatnonzero(ends_R & rows.alive_R)
         rows.alive_R[done] = False
         return [(rows, int(i)) for i in done]
@@ -345,7 +352,7 @@ class HFSampler:
             token_ids=ids,
             sampler_logprobs=rows.logprobs_RT[i, :count].copy(),
             text=self._detokenize(ids),
-            finish_reason="stop" if ids[-1] in self._eos_ids else "length",
+            finish_reason="stop" if rows.stopped_R[i] else "length",
             weight_version=weight_version,
         )
 

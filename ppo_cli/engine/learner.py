@@ -37,7 +37,7 @@ from ppo_cli.engine.checkpoint import (
     saved_model,
     take_snapshot,
 )
-from ppo_cli.engine.device import Compute
+from ppo_cli.engine.device import Compute, keep_freed_memory
 from ppo_cli.engine.lora import (
     adapt,
     adapter_tensors,
@@ -83,6 +83,7 @@ class Learner:
         self.weight_version = 0  # how often `publish` was called in this run
         self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
+        self.remarks: list[str] = []
         self.policy = self._load_policy(
             model_folder(config.model.path), config.actor.fsdp_config, adapt(config)
         )
@@ -92,6 +93,8 @@ class Learner:
         self._annotate_budget = micro_batch_budget(
             config.ref.log_prob_max_token_len_per_gpu, None, *self._models()
         )
+        if ranks.alone and self._compute.device.type == "cpu":
+            keep_freed_memory()
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> Annotations:
@@ -271,7 +274,7 @@ class Learner:
         return found
 
     def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
-        checkpointing = self._config.model.enable_gradient_checkpointing
+        checkpointing = self._config.model.enable_gradient_checkpointing is not False
         prepare = partial(adapt_policy, adapt=adapter)
         policy: Policy = self._load(load_policy, path, sharding, checkpointing, prepare)
         return policy
@@ -304,7 +307,12 @@ class Learner:
                 f"The tokenizer of {settings.path} has {len(self._tokenizer)} tokens "
                 f"and the model {path} only {size}: they do not belong together."
             )
-        return pack(loaded, path, self._compute, self._ranks) if settings.packing else loaded
+        if settings.packing is False:
+            return loaded
+        packed = pack(loaded, path, self._compute, self._ranks, settings.packing)
+        if packed.packing is None:
+            self.remarks.append(f"Rows of {path} are padded: packing does not suit its attention.")
+        return packed
 
     def _load_reference(self) -> Policy | None:
         c = self._config
@@ -335,7 +343,7 @@ class Learner:
             return None
         checkpointing = c.critic.model.enable_gradient_checkpointing
         if checkpointing is None:
-            checkpointing = c.model.enable_gradient_checkpointing
+            checkpointing = c.model.enable_gradient_checkpointing is not False
         path = model_folder(critic_path(c))
         value_model = self._load(load_value_model, path, c.critic.fsdp_config, checkpointing)
         optimizer = Optimizer(

@@ -34,6 +34,8 @@ class LocalEngine:
     ) -> None:
         set_threads(config.trainer.threads)
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
+        for remark in self._learner.remarks:
+            tell(remark)
         self._sampler = sample_from(self._learner.policy.model, config, tokenizer)
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
 

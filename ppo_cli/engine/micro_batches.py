@@ -18,6 +18,10 @@ from ppo_cli.errors import UserError
 
 Result = TypeVar("Result")
 
+# Padded micro-batches are cut smaller for less padding, but not below what keeps a device busy.
+MOST_PADDING = 0.1
+LEAST_TOKENS = 1024
+
 
 @dataclass
 class Budget:
@@ -79,22 +83,41 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Group row indices by length, longest first, within the budget.
 
-    With the number of micro-batches that the budget needs (or `at_least`, where there are
-    rows for so many), the smallest token size that still needs no more of them is used, so
-    that all are about equally heavy. A row longer than the token budget goes alone.
+    With the number of micro-batches that the budget and `MOST_PADDING` need (or `at_least`,
+    where there are rows for so many), the smallest token size that still needs no more of them
+    is used, so that all are about equally heavy. A row longer than the token budget goes alone.
     """
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = max(at_least, len(_fill(order, lengths, budget.tokens, budget)))
-    low, high = 1, budget.tokens
+    most = budget.tokens
+    groups = _fill(order, lengths, most, budget)
+    while most > LEAST_TOKENS and _padding(groups, lengths, budget) > MOST_PADDING:
+        most = max(LEAST_TOKENS, most * 3 // 4)
+        groups = _fill(order, lengths, most, budget)
+    count = max(at_least, len(groups))
+    low, high = 1, most
     while low < high:
         middle = (low + high) // 2
         if len(_fill(order, lengths, middle, budget)) <= count:
             high = middle
         else:
             low = middle + 1
-    return _fill(order, lengths, low, budget)
+    even = _fill(order, lengths, low, budget)
+    most_padding = max(MOST_PADDING, _padding(groups, lengths, budget))
+    if len(groups) >= at_least and _padding(even, lengths, budget) > most_padding:
+        return groups
+    return even
+
+
+def _padding(groups: list[list[int]], lengths: Sequence[int], budget: Budget) -> float:
+    """The share of a computation's tokens that are padding."""
+    real = sum(lengths)
+    sizes = (
+        budget.size(len(group), lengths[group[0]], sum(lengths[i] for i in group))
+        for group in groups
+    )
+    return 1.0 - real / sum(sizes)
 
 
 def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Packing: rows end to end without padding, for the models of which that is true.
 
-`pack` tries it on each model before a run, and refuses those that look beyond a row's borders
-or count positions in their own way.
+`pack` tries it on each model before a run. Models that look beyond a row's borders or count
+positions in their own way are trained on padded rows, or refused where packing was asked for.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Budget, is_out_of_memory
 from ppo_cli.engine.models import Policy, ValueModel, plan_layers
-from ppo_cli.engine.packed_rows import BY_ROWS, PackedRows, Packing
-from ppo_cli.engine.ranks import Ranks, together
+from ppo_cli.engine.packed_rows import BY_ROWS, PackedRows, Packing, attend_by_rows
+from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.errors import ModelError, first_line
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
@@ -28,13 +29,25 @@ TRIED = (9, 1, 7)  # lengths of the rows of the trial
 LIMITS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 1e-1)}
 
 
-def pack(loaded: Loaded, path: str, compute: Compute, ranks: Ranks) -> Loaded:
+def pack(
+    loaded: Loaded, path: str, compute: Compute, ranks: Ranks, asked: bool | None = True
+) -> Loaded:
     """The model with packing on; all ranks call.
 
-    Raises ModelError for a model that packed rows would change.
+    A model that packed rows would change comes back as it was, or raises ModelError where
+    packing was `asked` for. Not asked, models whose attention needs a mask stay padded too:
+    a mask of all pairs costs more than padding.
     """
+    attention = loaded.model.config._attn_implementation
     packed: Loaded = replace(loaded, packing=_choose(loaded.model))
-    wrong = _try(packed, compute)
+    if asked is None and packed.packing is Packing.MASKED:
+        return loaded
+    wrong = _try(packed, compute) or _try_gradients(packed, compute)
+    if asked is None:
+        if not any(gather_objects(ranks, wrong)):
+            return packed
+        loaded.model.config._attn_implementation = attention
+        return loaded
 
     def tell() -> None:
         if wrong:
@@ -104,6 +117,53 @@ def _try(loaded: Policy | ValueModel, compute: Compute) -> str:
         return "its tokens would see those of other rows"
     if not _distance(seen, alone) <= gap:
         return "it would place them differently than rows of their own"
+    return ""
+
+
+def _try_gradients(loaded: Policy | ValueModel, compute: Compute) -> str:
+    """What is wrong with the gradients of attention by rows, or nothing.
+
+    A GPU does all rows by a kernel that nothing else here uses. It is tried on random states,
+    as the model itself may be in pieces.
+    """
+    config = loaded.model.config.get_text_config(decoder=True)
+    if loaded.packing is not Packing.BY_ROWS or compute.device.type == "cpu":
+        return ""
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return compare_gradients(heads, keys, size, compute)
+
+
+def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str:
+    """Attend to rows of random states end to end, and to each alone; "" where both agree."""
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = heads // keys, True  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn((1, count, sum(TRIED), size), generator=generator)
+        .to(compute.device, compute.dtype)
+        .requires_grad_()
+        for count in (heads, keys, keys)
+    ]
+    ends = PackedRows.of(TRIED, compute.device).ends_111B
+    try:
+        together_1Lhd, _ = attend_by_rows(module, states[0], states[1], states[2], ends)
+        split = zip(*(s.split(TRIED, dim=2) for s in states), strict=True)
+        alone = [sdpa_attention_forward(module, *row, None)[0] for row in split]
+        weight = torch.randn(together_1Lhd.shape, generator=generator).to(together_1Lhd)
+        found, wanted = (
+            torch.autograd.grad((out * weight).sum(), states)
+            for out in (together_1Lhd, torch.cat(alone, dim=1))
+        )
+    except Exception as error:  # of a kernel that does not suit the device
+        return f"attention by rows fails on this device ({first_line(error)})"
+    _, limit = LIMITS[compute.dtype]
+    gaps = [
+        (a.float() - b.float()).norm() / b.float().norm()
+        for a, b in zip(found, wanted, strict=True)
+    ]
+    if not max(gaps) <= limit:
+        return "attention by rows has other gradients on this device"
     return ""
 
 

@@ -78,6 +78,22 @@ def stream_key(seed: int, uid: str, sample: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+def stop_end(
+    ids: Sequence[int], stop: Sequence[str], detokenize: Callable[[Sequence[int]], str], known: int
+) -> int | None:
+    """Count the tokens up to the one that completes a text of `stop`; None where none does.
+
+    The first `known` tokens complete none. Only as many tokens are read as such a text can have,
+    as each holds a byte at least, and a few more, as special tokens hold none.
+    """
+    most = max((len(text.encode()) for text in stop), default=0) + 8
+    for end in range(known + 1, len(ids) + 1) if stop else ():
+        text = detokenize(ids[max(0, end - most) : end])
+        if any(one in text for one in stop):
+            return end
+    return None
+
+
 class Sampler(Protocol):
     """Samples from weights of its own."""
 

@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +37,9 @@ from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.lora import LoRA, write_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
 from ppo_cli.engine.models import decode_text, stop_token_ids
-from ppo_cli.engine.sampler import Room, Weights, stream_key
+from ppo_cli.engine.sampler import Room, Weights, stop_end, stream_key
 from ppo_cli.engine.weight_transfer.gloo_group import GLOO
-from ppo_cli.errors import DataError, MissingPart, ModelError
+from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 
 EXTENSION = "ppo_cli.engine.weight_transfer.worker.WorkerExtension"
@@ -247,6 +248,12 @@ class VLLMSampler:
                 "(scripts/setup vllm), or sample without it (--rollout_name hf)."
             ) from error
 
+        known = {field.name for field in fields(EngineArgs)}
+        if unknown := sorted(options.keys() - known):
+            raise UserError(
+                f"vLLM has no argument {', '.join(unknown)} (rollout.engine_kwargs.vllm); leave it "
+                "out, or use the name that this version of vLLM has."
+            )
         options["weight_transfer_config"] = WeightTransferConfig(backend=TRANSFERS[transfer])
         # All files that vLLM makes go where `close` removes them.
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._memory())
@@ -268,6 +275,7 @@ class VLLMSampler:
         self._busy = True
         waiting = deque((prompt, sample) for prompt in prompts for sample in range(sampling.n))
         jobs: dict[str, tuple[Prompt, int]] = {}
+        known: dict[str, int] = {}  # tokens without a stop string
         try:
             self._set_temperature(sampling.temperature or 1.0)
             while waiting or jobs:
@@ -275,9 +283,15 @@ class VLLMSampler:
                     job = waiting.popleft()
                     jobs[self._submit(*job, sampling)] = job
                 for output in self._advance(jobs, waiting):
-                    if output.finished:
-                        prompt, sample = jobs.pop(output.request_id)
-                        yield self._rollout(prompt, sample, output.outputs[0], weight_version)
+                    name, drawn = output.request_id, output.outputs[0]
+                    ids, seen = drawn.token_ids, known.get(name, 0)
+                    known[name] = len(ids)
+                    end = stop_end(ids, sampling.stop, self._detokenize, seen)
+                    if name in jobs and (output.finished or end is not None):
+                        prompt, sample = jobs.pop(name)
+                        if not output.finished:
+                            self._engine.abort_request([name], internal=False)
+                        yield self._rollout(prompt, sample, drawn, weight_version, end)
         finally:
             self._busy = False
             if jobs and self._engine is not None:
@@ -323,15 +337,21 @@ class VLLMSampler:
             flat_logprobs=True,
             detokenize=False,
             skip_reading_prefix_cache=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # vLLM's own stop strings need its tokenizer: ours are looked for after each step.
+            output_kind=RequestOutputKind.CUMULATIVE
+            if sampling.stop
+            else RequestOutputKind.FINAL_ONLY,
         )
         text = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
         self._engine.add_request(name, text, params, lora_request=self._adapter)
         return name
 
-    def _rollout(self, prompt: Prompt, sample: int, output: Any, weight_version: int) -> Rollout:
-        ids = tuple(output.token_ids)
-        logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
+    def _rollout(
+        self, prompt: Prompt, sample: int, output: Any, weight_version: int, end: int | None
+    ) -> Rollout:
+        """What vLLM gives as a rollout, cut after `end` tokens where a stop string ends."""
+        ids = tuple(output.token_ids)[:end]
+        logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)[:end]
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
             raise ModelError(
                 "The model's logits are not finite, so that no token can be drawn. Look at the "
@@ -343,7 +363,7 @@ class VLLMSampler:
             token_ids=ids,
             sampler_logprobs=logprobs,
             text=self._detokenize(ids),
-            finish_reason="stop" if ids[-1] in self._eos_ids else "length",
+            finish_reason="stop" if end is not None or ids[-1] in self._eos_ids else "length",
             weight_version=weight_version,
         )
 
@@ -440,6 +460,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         enable_prefix_caching=rollout.enable_prefix_caching,
         seed=sampler_seed(config),
         trust_remote_code=settings.trust_remote_code,
+        **rollout.engine_kwargs.vllm,
     )
 
 

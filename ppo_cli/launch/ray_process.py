@@ -19,7 +19,9 @@ from ppo_cli.launch.rendezvous import VARIABLE
 from ppo_cli.redact import redact
 
 UP = "Ray runtime started."
-UP_S = 120.0
+# Ray gives its own process 30 s to register, which a busy machine does not always keep.
+TOO_SLOW = "The current node timed out during startup"
+UP_S = 180.0
 STOP_S = 2 * keeper.GRACE_S + 2
 TICK_S = 0.05
 HEALTH_S = 60.0
@@ -59,13 +61,20 @@ class RayProcess:
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-ray-", dir=_short_folder()))
         self._log = self.folder / "start.log"
         common = ["--block", "--disable-usage-stats", "--log-color", "false"]
-        self._process = self._start([*options, *common, "--temp-dir", str(self.folder)])
+        self._options = [*options, *common, "--temp-dir", str(self.folder)]
+        self._process = self._start()
 
     def wait(self, timeout: float = UP_S) -> None:
-        """Wait until Ray runs; raises WorkerLost with Ray's own words when it does not."""
+        """Wait until Ray runs, and start it again where it found the machine too slow.
+
+        Raises WorkerLost with Ray's own words when it does not run in time.
+        """
         deadline = time.monotonic() + timeout
         while UP not in self._words():
             if not self.alive():
+                if TOO_SLOW in self._words() and time.monotonic() < deadline:
+                    self._process = self._start()
+                    continue
                 raise WorkerLost(f"{self.ended()}\n{self.tail()}")
             if time.monotonic() > deadline:
                 tail = self.tail()
@@ -95,9 +104,9 @@ class RayProcess:
             self._process.wait(keeper.GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, options: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         # -P: a folder called ray beside the run must not be taken for Ray.
-        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *options]
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", *self._options]
         watched = [str(os.getpid()), str(self.folder), *command]
         with self._log.open("wb") as log:
             return subprocess.Popen(

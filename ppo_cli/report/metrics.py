@@ -23,7 +23,7 @@ from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of
 from ppo_cli.report.tracker import Summary
-from ppo_cli.run_folder import SPENT, read_lines
+from ppo_cli.run_folder import paid_calls
 
 
 class StepSums:
@@ -245,12 +245,6 @@ def judge_totals(run_dir: Path, history: Lines) -> str:
     return ", ".join([*said, dollars(sum(float(call["usd"]) for call in calls))])
 
 
-def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
-    """The calls that a run's judges were paid for, over all its sessions."""
-    files = sorted(run_dir.glob(SPENT))
-    return [line for file in files for line in read_lines(file) if "usd" in line]
-
-
 def resume_line(
     command: str,
     stop: Interrupted,
@@ -297,7 +291,7 @@ def budget_to_finish(
 
 def dollars(amount: float) -> str:
     """Return an amount with two significant digits at least: `$12.50`, `$0.0021`."""
-    if amount >= 0.995:
+    if amount >= 0.0995:
         return f"${amount:,.2f}"
     return f"${amount:.2g}" if amount >= 1e-4 or not amount else f"${amount:.1e}"
 

@@ -181,6 +181,9 @@ class Screen:
     def step(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Show one line for a finished step."""
 
+    def sample(self, line: Mapping[str, Any]) -> None:
+        """Show one response of the step, as a line of a rollout file."""
+
     def note(self, text: str) -> None:
         """Show a remark."""
 
@@ -235,6 +238,7 @@ class Tracker:
         with self._telling_disk_errors():
             self._keep_lines(step)
             drop_rollouts_past(self._run_dir, step)
+        self._clock.resumed = bool(self._history)
         if self._sinks_open:  # opened anew, loggers pass over what they had of those steps
             for sink in self._sinks:
                 sink.close()
@@ -256,6 +260,8 @@ class Tracker:
         lines = [rollout_line(step, s) for s in scored]
         with self._telling_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
+        if lines:  # another place in the batch each time
+            self.screen.sample(lines[step * 7 % len(lines)])
 
     def show_profile(self, step: int) -> None:
         """Show what engines wrote of a step that was profiled; the tables of two processes."""
@@ -334,6 +340,7 @@ class _Clock:
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._others = 0.0
         self.steps = 0
+        self.resumed = bool(history)  # and no step since
 
     def seconds(self) -> float:
         """Seconds of this session."""
@@ -345,7 +352,9 @@ class _Clock:
         self._recent.append(metrics["time/step_s"])
         self._others += sum(metrics.get(f"time/{name}_s", 0.0) for name in BETWEEN_STEPS)
         a_step = fmean(self._recent) + self._others / self.steps
-        return {"time/run_s": self._before + self.seconds(), "time/left_s": left * a_step}
+        again = {"perf/resumed": 1.0} if self.resumed else {}
+        self.resumed = False
+        return again | {"time/run_s": self._before + self.seconds(), "time/left_s": left * a_step}
 
 
 def rollout_line(step: int, scored: Scored) -> dict[str, Any]:

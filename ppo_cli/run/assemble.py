@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
 
+from ppo_cli import __version__
 from ppo_cli.config.bundled import model_folder, prompt_files
-from ppo_cli.config.derived import engine_name, placement_of, too_few_rows
+from ppo_cli.config.derived import engine_name, gen_batch, placement_of, rows_missing
 from ppo_cli.config.keys import value_of
+from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.resolve import Resolved, config_yaml
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
@@ -41,12 +45,32 @@ from ppo_cli.report.tracker import Screen, Tracker, check_loggers
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
-from ppo_cli.run_folder import CheckpointStore, RunFolder, differences, find_resume, read_metrics
+from ppo_cli.run_folder import (
+    WRITTEN_BY,
+    CheckpointStore,
+    RunFolder,
+    differences,
+    find_resume,
+    read_metrics,
+)
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.train.state import Job, RunState, read_state
 from ppo_cli.train.steps import train_sampling
 
 Build = Callable[[], Engine]
+
+
+def machine() -> str:
+    """The versions that a run computes with, and the machine that it starts on."""
+    import torch
+
+    versions = [f"ppo-cli {__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "transformers", "ray", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    gpus = torch.cuda.device_count()
+    devices = f"{os.cpu_count()} CPUs, {gpus} GPUs" if gpus else f"{os.cpu_count()} CPUs"
+    return f"{', '.join(versions)} on {platform.platform()}, {devices}"
 
 
 def run_with_restarts(
@@ -219,6 +243,7 @@ class Engines:
             return hosted
 
     def _make(self) -> Engine:
+        self.config = keep_activations(self.config, self.tell)
         if engine_name(self.config) == "local":
             return LocalEngine(
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,
@@ -262,7 +287,7 @@ LEARNED_FROM = (
     "actor.optim.lr", "actor.ppo_mini_batch_size", "actor.ppo_epochs", "actor.clip_ratio",
     "actor.entropy_coeff", "actor.use_kl_loss", "actor.kl_loss_coef",
     "critic.optim.lr", "critic.ppo_epochs", "critic.cliprange_value",
-    "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k",
+    "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.stop",
     "reward.function", "reward.rule", "reward.parts", "reward.model.path",
     "reward.api.enable", "reward.api.type", "reward.api.model", "reward.api.prompt_preset",
     "reward.api.system_prompt", "reward.api.scoring_prompt", "reward.api.votes",
@@ -356,7 +381,7 @@ def _train_in(
                 screen.note(f"A new run: the one before had another {other}. It is in {earlier}.")
         if afresh:
             reward.attach(folder.path)
-        folder.write_config(config_yaml(resolved))
+        folder.write_config(f"{WRITTEN_BY}{machine()}\n{config_yaml(resolved)}")
         tracker = Tracker(folder.path, screen, config.trainer.logger, total_steps, config)
         closing.callback(tracker.close)
         if not engines.hosts_rewards():
@@ -442,38 +467,48 @@ def _load_prompt_sets(
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     data = config.data
 
-    def read(files: Sequence[str], most: int) -> PromptSet:
-        found = load_prompts(
-            files,
-            tokenizer,
-            prompt_key=data.prompt_key,
-            source_key=data.reward_fn_key,
-            max_prompt_length=data.max_prompt_length,
-            truncation=data.truncation,
-            filter_overlong=data.filter_overlong_prompts,
-            system_prompt=data.system_prompt,
-            apply_chat_template=data.apply_chat_template,
-            template_arguments=data.apply_chat_template_kwargs,
-            max_samples=most,
-        )
+    def read(files: Sequence[str], most: int) -> Sequence[Prompt]:
+        found = read_prompts(config, tokenizer, files, most)
         for note in found.notes:
             screen.note(note)
-        return found
+        return found.prompts
 
     train_set = read(prompt_files(data.train_files, "train"), data.train_max_samples)
     if not data.val_files:
-        return train_set.prompts, ()
-    val_set = read(prompt_files(data.val_files, "val"), data.val_max_samples)
-    return train_set.prompts, val_set.prompts
+        return train_set, ()
+    return train_set, read(prompt_files(data.val_files, "val"), data.val_max_samples)
+
+
+def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], most: int) -> PromptSet:
+    """Read prompt files as the settings say, at most so many rows; -1 is all."""
+    return load_prompts(
+        files,
+        tokenizer,
+        prompt_key=config.data.prompt_key,
+        source_key=config.data.reward_fn_key,
+        max_samples=most,
+        **prompt_settings(config.data),
+    )
+
+
+def prompt_settings(data: Data) -> dict[str, Any]:
+    """How prompts become what a model reads."""
+    return {
+        "max_prompt_length": data.max_prompt_length,
+        "truncation": data.truncation,
+        "filter_overlong": data.filter_overlong_prompts,
+        "system_prompt": data.system_prompt,
+        "apply_chat_template": data.apply_chat_template,
+        "template_arguments": data.apply_chat_template_kwargs,
+    }
 
 
 def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
-    batch = config.data.train_batch_size
-    if len(prompts) < batch:
-        raise DataError(too_few_rows(len(prompts), batch, config.actor.ppo_mini_batch_size))
+    if said := rows_missing(config, len(prompts)):
+        raise DataError(said)
     return PromptOrder(
         len(prompts),
-        config.data.train_batch_size,
+        gen_batch(config),
         config.trainer.seed,
         config.data.shuffle,
         fingerprint=fingerprint(prompts),

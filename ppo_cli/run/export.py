@@ -1,4 +1,4 @@
-"""`ppo export`: chooses the checkpoint, and writes one model folder atomically."""
+"""`ppo export`: writes the model of a checkpoint as one folder, atomically."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import write_model
-from ppo_cli.errors import ConfigError, ModelError, UserError, did_you_mean
-from ppo_cli.run_folder import STEP_NAME, CheckpointStore
+from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.run_folder import STEP_NAME, find_model, holds_model
 
 CRITIC_HEAD = "ForTokenClassification"
-MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def export(
@@ -65,81 +64,6 @@ def _is_critic(out: Path, source: Path) -> bool:
     return source.name == "critic" or any(name.endswith(CRITIC_HEAD) for name in heads)
 
 
-def find_model(source: Path, checkpoint: str | None, *, critic: bool) -> Path:
-    """The folder of the model that is meant; raises ModelError when there is none."""
-    if not source.is_dir():
-        near = [p.name for p in source.parent.iterdir()] if source.parent.is_dir() else []
-        raise ModelError(
-            f"There is no folder {source}.{did_you_mean(source.name, near)} Name a run (what "
-            "--output_dir named) or a checkpoint."
-        )
-    store = _store_of(source)
-    if store is not None:
-        return _part_of(_choose(store, checkpoint), critic=critic)
-    if checkpoint is not None:
-        raise ModelError(f"{source} is no run, so --checkpoint has nothing to choose from.")
-    if _holds_model(source):
-        if critic and source.name != "critic":
-            raise ModelError(f"{source} is one model: leave --critic out, or name its checkpoint.")
-        return source
-    return _part_of(source, critic=critic)
-
-
-def _store_of(source: Path) -> CheckpointStore | None:
-    """The checkpoints of a run folder, or of the folder `checkpoints/` itself."""
-    for folder in (source / "checkpoints", source):
-        store = CheckpointStore(folder, keep=1)
-        if store.steps():
-            return store
-    if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").exists():
-        raise ModelError(
-            f"{source} has no whole checkpoint yet. A run writes one each --save_freq steps, and "
-            "one at its end."
-        )
-    return None
-
-
-def _choose(store: CheckpointStore, checkpoint: str | None) -> Path:
-    """The checkpoint that `--checkpoint best|latest|step_000010|PATH` means."""
-    newest = store.newest()
-    assert newest is not None
-    if checkpoint in (None, "latest"):
-        return newest
-    known = [f"step_{step:06d}" for step in store.steps()]
-    if checkpoint in known or checkpoint == "best":
-        path = store.directory / checkpoint
-        if not path.is_dir():
-            raise ModelError(
-                f"{store.directory} has no best checkpoint: only validation (--val_files) shows "
-                f"which one it is. There are {', '.join(known)}."
-            )
-        return path
-    path = Path(str(checkpoint)).expanduser()
-    if not path.is_dir():
-        raise ModelError(
-            f"--checkpoint {checkpoint}: there is none of that name in {store.directory}, and no "
-            f"such folder.{did_you_mean(str(checkpoint), [*known, 'best', 'latest'])} There are "
-            f"{', '.join(known)}."
-        )
-    return path
-
-
-def _part_of(checkpoint: Path, *, critic: bool) -> Path:
-    folder = checkpoint / ("critic" if critic else "actor")
-    if _holds_model(folder):
-        return folder
-    if critic and _holds_model(checkpoint / "actor"):
-        raise ModelError(f"{checkpoint} has no critic: its advantages need none.")
-    raise ModelError(
-        f"{checkpoint} is neither a run, a checkpoint nor a model: {folder.name}/ with a "
-        "config.json is missing."
-    )
-
-
-def _holds_model(folder: Path) -> bool:
-    return any((folder / name).exists() for name in MODEL_FILES)
-
-
 @contextmanager
 def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
     """Give a hidden folder to fill; on leaving, it takes the place of `out`."""
@@ -166,7 +90,7 @@ def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
             raise ConfigError(
                 f"--out {out} is not empty. Name another folder, or replace all of it with --force."
             )
-        if not _holds_model(place):
+        if not holds_model(place):
             raise ConfigError(
                 f"--out {out} holds no model but other files, and --force would delete them all. "
                 "Name another folder."

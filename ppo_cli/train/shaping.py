@@ -14,15 +14,17 @@ from torch import Tensor
 
 from ppo_cli.algo.advantages import compute_advantages, place_scores
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.algo.kl import adapt_coef, mean_kl, penalise, token_kl
-from ppo_cli.algo.mismatch import compute_mismatch, importance_weights
+from ppo_cli.algo.mismatch import accepted_tokens, compute_mismatch, importance_weights
 from ppo_cli.algo.tokens import masked_mean, masked_sum
 from ppo_cli.config.algorithm_schema import Algorithm
-from ppo_cli.config.derived import rollout_is
+from ppo_cli.config.derived import rejections, rollout_is
 from ppo_cli.config.reward_schema import Shaping
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import RewardError
 from ppo_cli.moments import Affine, Moments, by_moments, clipped
-from ppo_cli.records import PlacedReward, Rollout, Scored
+from ppo_cli.records import PlacedReward, Rollout, Score, Scored
 from ppo_cli.report.metrics import explained_variance
 
 Decode = Callable[[Sequence[int]], str]
@@ -223,6 +225,10 @@ def shape_step(
     """
     algorithm = config.algorithm
     scores_B, valid_B = _scores(scored, baselines)
+    parts_BK = None
+    if ESTIMATORS[algorithm.adv_estimator].parts:
+        parts_BK, found_B = _named_parts(algorithm.gdpo_reward_keys, scored)
+        valid_B = valid_B & found_B
     mask_BT = annotated.response_mask_BT & valid_B[:, None]
     inner_BT = _inner(placed, mask_BT)
     rest_B = scores_B - inner_BT.sum(1)
@@ -241,6 +247,8 @@ def shape_step(
         whiten=algorithm.whiten_advantages,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         baseline_B=None if baselines is None else torch.tensor([float(b or 0) for b in baselines]),
+        parts_BK=parts_BK,
+        weights=algorithm.gdpo_reward_weights or None,
     )
     batch = TrainBatch(
         **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
@@ -251,6 +259,12 @@ def shape_step(
         returns_BT=returns_BT,
         is_weight_BT=_importance(config, annotated, mask_BT),
     )
+    if limits := rejections(config):  # out of the losses alone: their rewards are true
+        old_BT, sampler_BT = annotated.old_logprobs_BT, annotated.sampler_logprobs_BT
+        kept_BT = accepted_tokens(old_BT, sampler_BT, annotated.response_mask_BT, limits)
+        rejected = mask_BT & ~kept_BT
+        metrics["rollout/rejected_share"] = float(rejected.sum() / mask_BT.sum().clamp_min(1))
+        batch = replace(batch, response_mask_BT=kept_BT)
     return ShapedStep(batch, metrics | _statistics(batch), next_kl_coef)
 
 
@@ -262,6 +276,33 @@ def _scores(
         values = [None if b is None else v for v, b in zip(values, baselines, strict=True)]
     valid_B = torch.tensor([v is not None for v in values])
     return torch.tensor([0.0 if v is None else float(v) for v in values]), valid_B
+
+
+def _named_parts(names: Sequence[str], scored: Sequence[Scored]) -> tuple[Tensor, Tensor]:
+    """Parts of the scores by name (B, K), and which rows have them all.
+
+    Raises RewardError where no row has one of them.
+    """
+    raw = [[_part(s.score, name) for name in names] for s in scored]
+    for k, name in enumerate(names):
+        judged = [i for i, s in enumerate(scored) if s.score.value is not None]
+        if judged and all(raw[i][k] is None for i in judged):
+            there = sorted({part for i in judged for part in scored[i].score.parts})
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys names '{name}', but no score has such a part; there "
+                f"{'are ' + ', '.join(there) if there else 'are none'}. Let the reward function "
+                "return it beside score, as a number, or correct the name."
+            )
+    found_B = torch.tensor([None not in row for row in raw])
+    return torch.tensor([[float(x or 0) for x in row] for row in raw]), found_B
+
+
+def _part(score: Score, name: str) -> float | None:
+    if score.value is None:
+        return None
+    return (
+        score.parts[name].raw if name in score.parts else score.value if name == "score" else None
+    )
 
 
 def _inner(placed: Sequence[Sequence[Placed]], mask_BT: Tensor) -> Tensor:
@@ -308,6 +349,7 @@ def _importance(config: Config, batch: AnnotatedBatch, mask_BT: Tensor) -> Tenso
         mask_BT,
         level=level,
         threshold=correction.rollout_is_threshold,
+        lower=correction.rollout_is_threshold_lower,
         normalize=correction.rollout_is_batch_normalize,
     )
 

@@ -14,27 +14,105 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import critic_mini_batch, sampler_seed
+from ppo_cli.config.derived import critic_mini_batch, most_gen_batches, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums
 from ppo_cli.rewards.base import RoundKind
+from ppo_cli.train.shaping import penalties_of
 from ppo_cli.train.state import BASELINE, SHUFFLE, TRAIN, Job, RunState, stream_seed
 
 
-def train_sampling(config: Config, step: int) -> Sampling:
-    """How the rollouts of a training step are sampled."""
-    r = config.rollout
+def train_sampling(config: Config, step: int, turn: int = 0) -> Sampling:
+    """How the rollouts of a training step are sampled; `turn` counts its batches of prompts."""
+    r, again = config.rollout, (turn,) if turn else ()
     return Sampling(
         temperature=r.temperature,
         top_p=r.top_p,
         top_k=r.top_k,
         n=r.n,
         max_tokens=config.data.max_response_length,
-        seed=stream_seed(sampler_seed(config), TRAIN, step),
+        seed=stream_seed(sampler_seed(config), TRAIN, step, *again),
     )
+
+
+Sampled = tuple[list[Prompt], list[Rollout], list[Future[Score]], dict[str, float]]
+
+
+def sample_step(job: Job, step: int) -> Sampled:
+    """Sample the batch of a step: prompts, responses, their scores to come, and metrics.
+
+    With algorithm.filter_groups this is dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476,
+    section 3.2): prompts whose responses all measure alike teach nothing and are left out, and
+    further prompts are sampled until the batch is full. Raises Interrupted where the most
+    batches did not fill it.
+    """
+    config = job.config
+    groups, wanted, n = (
+        config.algorithm.filter_groups,
+        config.data.train_batch_size,
+        config.rollout.n,
+    )
+    if not groups.enable:
+        prompts = [job.prompts[i] for i in job.order.take()]
+        return (
+            prompts,
+            *roll_out(job, prompts, train_sampling(config, step), "rollout", "train"),
+            {},
+        )
+    kept: dict[str, Prompt] = {}
+    rollouts: list[Rollout] = []
+    futures: list[Future[Score]] = []
+    most, sampled, alike, unscored = most_gen_batches(config, len(job.prompts)), 0, 0, 0
+    for turn in range(most):
+        prompts = [p for i in job.order.take() if (p := job.prompts[i]).uid not in kept]
+        more, asked = roll_out(job, prompts, train_sampling(config, step, turn), "rollout", "train")
+        scored = gather(job, more, asked, "reward_wait")
+        refuse_raising(job, scored)
+        sampled += len(prompts)
+        for g, prompt in enumerate(prompts):
+            at = slice(g * n, (g + 1) * n)
+            unscored += not any(s.score.judged for s in scored[at])
+            differs = _differs(config, scored[at])
+            alike += not differs
+            if differs and len(kept) < wanted:
+                kept[prompt.uid] = prompt
+                rollouts += more[at]
+                futures += asked[at]
+        if len(kept) == wanted:
+            found = {"filter/gen_batches": turn + 1.0, "filter/alike_share": alike / sampled}
+            return list(kept.values()), rollouts, futures, found
+    raise Interrupted(
+        f"Dynamic sampling found {len(kept)} of the {wanted} prompts of a batch in {most} batches "
+        f"({sampled} prompts, {unscored} of them without any score): the responses to all others "
+        "score alike. Raise algorithm.filter_groups.max_num_gen_batches or --rollout_n, take "
+        "prompts that are neither too easy nor too hard, or set "
+        "algorithm.filter_groups.enable=false."
+    )
+
+
+def _differs(config: Config, group: Sequence[Scored]) -> bool:
+    """Whether the responses to a prompt differ in what algorithm.filter_groups.metric names."""
+    found = {_measure(config, one) for one in group if one.score.value is not None}
+    return len(found) > 1
+
+
+def _measure(config: Config, one: Scored) -> float | None:
+    name = config.algorithm.filter_groups.metric
+    if name in (None, "score") or (name == "acc" and name not in one.score.parts):
+        return one.score.value
+    if name in ("seq_reward", "seq_final_reward"):
+        longest = config.data.max_response_length
+        taken = penalties_of(config.reward.shaping, one.rollout, longest).values()
+        return (one.score.value or 0.0) + sum(taken)
+    if name not in one.score.parts:
+        raise RewardError(
+            f"algorithm.filter_groups.metric names '{name}', but a score has no such part; there "
+            f"are {', '.join(['score', 'seq_reward', *one.score.parts])}."
+        )
+    return one.score.parts[name].raw
 
 
 def roll_out(

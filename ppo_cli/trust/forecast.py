@@ -139,6 +139,12 @@ class Forecast:
         said = [f"judge: {_bill_line(whole, price)}{where}{each}"]
         if self.run is not None:
             said.append(f"a step: {_bill_line(self.a_step, price)}")
+        most = arithmetic(self.config).get("gen_batches_per_step_at_most")
+        if most is not None and most > 1:
+            said.append(
+                "dynamic sampling may take more, as groups that all score alike are sampled "
+                f"again: at most {_bill_line(self.a_step.times(most), price)} a step"
+            )
         said += self._on_budget()
         if api.monitor.model is not None:
             calls = round(whole.calls / api.votes * api.monitor.share)

@@ -11,10 +11,12 @@ first scoring left of its budget.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,7 +26,7 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import plain
 from ppo_cli.trust.rows import Answered
@@ -41,10 +43,14 @@ QUIET = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
 
 @dataclass(frozen=True)
 class Watch:
-    """Callbacks for progress, and for notes on why scoring waits."""
+    """Callbacks for progress, for notes on why scoring waits, and for each score as it comes.
+
+    `scored` is called by whatever thread has the score.
+    """
 
     advance: Callable[[int], None] = lambda more: None
     note: Callable[[str], None] = lambda text: None
+    scored: Callable[[Rollout, Score], None] = lambda rollout, score: None
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,12 @@ class Scoring:
 
 
 @contextmanager
-def started(settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch) -> Iterator[Reward]:
+def started(
+    settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch, folder: Path | None = None
+) -> Iterator[Reward]:
     """Build the reward and try it out, as training does before its first rollout.
+
+    What is spent counts with what earlier starts in `folder` have spent.
 
     What only watches a judge during training (canary replies, a second judge) stays off, in the
     parts of a mixture too; and a reward model that fails its self-test only gives a warning, since
@@ -71,14 +81,21 @@ def started(settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch) -
         quiet = with_all(quiet, "model", {"self_test": "warn"})
     reward = build_reward(quiet, sources=sources)
     try:
+        if folder is not None:
+            reward.attach(folder)
         reward.start(prompts, tell=watch.note)
         yield reward
     finally:
         reward.close()
 
 
-def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scoring:
-    """Submit every rollout as one step and gather the scores as they come."""
+def score_all(
+    reward: Reward, rollouts: Iterable[Rollout], watch: Watch, kind: RoundKind = "train"
+) -> Scoring:
+    """Submit every rollout as one step and gather the scores as they come.
+
+    Rollouts may still be sampled meanwhile; those that never came, as it stopped, have no score.
+    """
     started = time.monotonic()
     arrived: SimpleQueue[Future[Score]] = SimpleQueue()
     futures: list[Future[Score]] = []
@@ -87,8 +104,8 @@ def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scor
         reward.begin_step(0)
         for rollout in rollouts:
             futures.append(reward.submit(rollout))
-            futures[-1].add_done_callback(arrived.put)
-        reward.settle()
+            futures[-1].add_done_callback(partial(_tell, watch, rollout, arrived))
+        reward.settle(kind)
         _gather(reward, len(futures), arrived, watch)
     except Interrupted as reason:
         stopped = str(reason)
@@ -103,8 +120,22 @@ def score_all(reward: Reward, rollouts: Sequence[Rollout], watch: Watch) -> Scor
         with suppress(KeyboardInterrupt):
             reward.close()
     scores = [_now(future) for future in futures]
-    scores += [Score.failed(NOT_ASKED)] * (len(rollouts) - len(futures))
+    if isinstance(rollouts, Sequence):
+        scores += [Score.failed(NOT_ASKED)] * (len(rollouts) - len(futures))
     return Scoring(tuple(scores), time.monotonic() - started, metrics, stopped)
+
+
+def _tell(
+    watch: Watch, rollout: Rollout, arrived: SimpleQueue[Future[Score]], future: Future[Score]
+) -> None:
+    """Hand a score on; an error in that (a full disk) reaches whoever waits for the score."""
+    try:
+        if not future.cancelled() and future.exception() is None:
+            watch.scored(rollout, future.result())
+    except OSError as error:
+        future = Future()
+        future.set_exception(error)
+    arrived.put(future)
 
 
 def _gather(reward: Reward, left: int, arrived: SimpleQueue[Future[Score]], watch: Watch) -> None:

@@ -14,6 +14,7 @@ from ppo_cli.algo.estimators import ESTIMATORS
 
 NAN = float("nan")
 quick = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+WEIGHTS = (1.0, 0.5)
 Inputs = dict[str, Tensor]
 
 
@@ -31,11 +32,12 @@ def draw(seed: int, *, empty_rows: bool = True) -> Inputs:
         "mask_BT": mask,
         "group_B": torch.tensor([0, 0, 0, 5, 5, 5, 5, 2, 2]),
         "baseline_B": torch.randn(B, generator=g),
+        "parts_BK": torch.randn(B, 2, generator=g),
     }
 
 
 def estimate(name: str, inputs: Inputs, **changes: object) -> tuple[Tensor, Tensor]:
-    options: dict[str, object] = {"gamma": 0.97, "lam": 0.9}
+    options: dict[str, object] = {"gamma": 0.97, "lam": 0.9, "weights": WEIGHTS}
     return adv.compute_advantages(name, **{**inputs, **options, **changes})  # type: ignore[arg-type]
 
 
@@ -184,15 +186,26 @@ def slow(name: str, inputs: Inputs, gamma: float, lam: float) -> tuple[np.ndarra
             elif name == "opo":
                 lens = [mask[c].sum() for c in [*others, b]]
                 a = g = score[b] - (np.average(peers, weights=lens) if others else 0)
+            elif name == "gdpo":
+                a = 0.0
+                for k, weight in enumerate(WEIGHTS):
+                    own = x["parts_BK"][[*others, b], k].astype(float)
+                    spread = np.std(own, ddof=1) if others else 1.0
+                    centre = own.mean() if others else 0.0
+                    a += weight * (own[-1] - centre) / (spread + 1e-6)
+                g = a
+            elif name == "gpg":
+                scored = len(member) / max(1, sum(s != 0 for s in score.values()))
+                a = g = scored * (score[b] - (peers.mean() if others else 0))
             else:
                 a = g = score[b] - (peers.mean() if others else 0)
                 if name == "grpo" and others:
                     a = g = a / (np.std(peers, ddof=1) + 1e-6)
             advantages[b, at[i]], returns[b, at[i]] = a, g
-    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"):
         kept = advantages[mask]
         advantages[mask] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
-    return advantages, advantages if name == "reinforce_plus_plus_baseline" else returns
+    return advantages, advantages if name in ("reinforce_plus_plus_baseline", "gdpo") else returns
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -211,7 +224,7 @@ def test_rows_without_a_score_change_nothing(name: str) -> None:
     assert present.sum() < len(present)
     fewer = {k: v[present] for k, v in inputs.items()}
     ill = dict(inputs)
-    for key in ("token_rewards_BT", "values_BT", "baseline_B"):
+    for key in ("token_rewards_BT", "values_BT", "baseline_B", "parts_BK"):
         ill[key] = inputs[key].clone()
         ill[key][~present] = NAN
     for whole, part in zip(estimate(name, ill), estimate(name, fewer), strict=True):

@@ -57,6 +57,19 @@ def policy(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> losses.P
     )
 
 
+def test_without_a_dual_clip_a_bad_token_that_grew_likely_costs_in_full() -> None:
+    def loss(dual_clip: float | None) -> tuple[float, float]:
+        found = losses.policy_loss(
+            torch.tensor([[2.0]]), torch.zeros(1, 1), torch.tensor([[-1.0]]),
+            torch.ones(1, 1, dtype=torch.bool), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip,
+            global_tokens=1, global_sequences=1,
+        )  # fmt: skip
+        return float(found.loss), float(found.clip_lower_sum)
+
+    assert loss(3.0) == (3.0, 1.0)
+    assert loss(None) == (pytest.approx(math.exp(2)), 0.0)
+
+
 def value(x: dict[str, Tensor], mode: str, counts: tuple[int, int]) -> losses.ValueLoss:
     return losses.value_loss(
         x["values"],

@@ -124,3 +124,27 @@ def test_bad_arguments_are_named() -> None:
         mismatch.compute_mismatch(OLD, SAMPLER[:, :1], MASK)
     with pytest.raises(ValueError, match="shapes differ"):
         mismatch.importance_weights(OLD, SAMPLER[:1], MASK, level="token", threshold=2.0)
+
+
+def test_what_is_too_far_from_the_sampler_is_rejected_by_token_or_by_row() -> None:
+    # Trainer over sampler: row 0 has 2 and 4, row 1 has 1/2 and 1; exp(k1) is the inverse.
+    def kept(*limits: tuple[str, float | None, float]) -> list[list[bool]]:
+        found: list[list[bool]] = mismatch.accepted_tokens(OLD, SAMPLER, MASK, limits).tolist()
+        return found
+
+    none, whole = [False, False, False], MASK.tolist()
+    assert kept() == whole
+    # exp(k1): 0.5 and 0.25; 2 and 1.
+    assert kept(("token_k1", 0.4, 1.5)) == [[True, False, False], [False, True, False], none]
+    assert kept(("seq_sum_k1", 0.2, 3.0)) == [none, whole[1], none]  # 0.125; 2
+    assert kept(("seq_mean_k1", 0.3, 3.0)) == whole  # 0.354; 1.414
+    # k2: 0.240 and 0.961; 0.240 and 0. k3: 0.307 and 1.614; 0.193 and 0.
+    assert kept(("token_k2", None, 0.3)) == [[True, False, False], whole[1], none]
+    assert kept(("seq_max_k3", None, 1.6)) == [none, whole[1], none]
+    assert kept(("seq_mean_k3", None, 0.97)) == whole
+    assert kept(("token_k2", None, 0.3), ("token_k1", 0.6, 3.0)) == [none, whole[1], none]
+
+
+def test_weights_outside_of_a_window_are_0() -> None:
+    found = mismatch.importance_weights(OLD, SAMPLER, MASK, level="token", threshold=3.0, lower=0.7)
+    close(found, [[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo import advantages, kl, losses, mismatch, tokens
-from ppo_cli.algo.estimators import ESTIMATORS
+from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
+from ppo_cli.config.derived import REJECTIONS
 
 pytestmark = pytest.mark.oracle
 
@@ -127,6 +128,17 @@ def verl_advantages(core: Any, name: str, case: Case, rows: Tensor, args: Any) -
     function = getattr(core, f"compute_{name}_outcome_advantage")
     if name == "remax":
         return function(rewards_BT, args["baseline_B"][rows], mask_BT)
+    if name == "gpg":
+        return function(rewards_BT, mask_BT, index)
+    if name == "gdpo":
+        # verl puts a part on the last token that is attended to, here that of a whole row.
+        lengths = torch.ones(len(rows), mask_BT.shape[1] + 1, dtype=torch.long)
+        return function(
+            rewards_BT, mask_BT, index, norm_adv_by_std_in_grpo=args["norm_by_std"],
+            config={"gdpo_reward_keys": ["0", "1"], "gdpo_reward_weights": args["weights"]},
+            non_tensor_batch={str(k): args["parts_BK"][rows, k].numpy() for k in range(2)},
+            batch={"prompts": torch.ones(len(rows), 1), "attention_mask": lengths},
+        )  # fmt: skip
     if name == "reinforce_plus_plus":
         return function(rewards_BT, mask_BT, config=SimpleNamespace(gamma=args["gamma"]))
     return function(rewards_BT, mask_BT, index)
@@ -143,6 +155,8 @@ def test_advantages(name: str, core: Any, record_property: Any) -> None:
             "lam": case.uniform(0.8, 1.0),
             "norm_by_std": case.seed % 5 != 0,
             "baseline_B": torch.randn(B, generator=case.generator),
+            "parts_BK": torch.randn(B, 2, generator=case.generator),
+            "weights": [1.0, case.uniform(0.1, 2.0)],
         }
         ours = advantages.compute_advantages(
             name, mask_BT=case.mask_BT, group_B=case.group_B, **args
@@ -157,7 +171,7 @@ def test_advantages(name: str, core: Any, record_property: Any) -> None:
         )
 
     # One row alone is whitened to 0 (see above): all of its tokens have the same number.
-    least_rows = 2 if name == "reinforce_plus_plus_baseline" else 1
+    least_rows = 2 if name in ("reinforce_plus_plus_baseline", "gdpo") else 1
     hold(f"advantages {name}", compare, record_property, least_rows)
 
 
@@ -244,6 +258,53 @@ def test_policy_loss_and_its_gradient(mode: str, core: Any, record_property: Any
         )
 
     hold(f"policy_loss {mode}", compare, record_property)
+
+
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_other_policy_losses_and_their_gradients(
+    kind: str, core: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both draw the first of the tokens that clip_cov may draw from, and not by chance."""
+    monkeypatch.setattr(torch, "randperm", lambda n, **given: torch.arange(n))
+    verl_config = imported("verl.workers.config")
+
+    def compare(case: Case) -> float:
+        rows = case.mask_BT.any(1)
+        mask_BT, old_BT = case.mask_BT[rows], (case.normal() - 3)[rows]
+        mine_BT = (old_BT + case.normal(0.5)[rows]).requires_grad_()
+        other_BT = mine_BT.detach().clone().requires_grad_()
+        advantages_BT, weights_BT = case.normal(2.0)[rows], case.normal().exp()[rows]
+        low, high = case.uniform(0.05, 0.4), case.uniform(0.45, 0.6)
+        chosen_BT = losses.choose_tokens(
+            kind, mine_BT.detach(), old_BT, advantages_BT, mask_BT, share=0.1,
+            clip_low=low, clip_high=high, cov_low=0.2, cov_high=4.0,
+        )  # fmt: skip
+        mine = losses.policy_loss(
+            mine_BT, old_BT, advantages_BT, mask_BT, kind=kind, clip_low=low, clip_high=high,
+            chosen_BT=chosen_BT, kl_coef=0.3, mode="token-mean",
+            global_tokens=int(mask_BT.sum()), global_sequences=len(mask_BT),
+            is_weight_BT=weights_BT,
+        )  # fmt: skip
+        config = verl_config.ActorConfig(
+            strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low,
+            clip_ratio_high=high,
+        )  # fmt: skip
+        for name, value in {
+            "clip_cov_ratio": 0.1, "clip_cov_lb": 0.2, "clip_cov_ub": 4.0, "kl_cov_ratio": 0.1,
+            "ppo_kl_coef": 0.3,
+        }.items():  # fmt: skip
+            object.__setattr__(config.policy_loss, name, value)
+        function = core.get_policy_loss_fn(kind)
+        other, _ = function(
+            old_BT, other_BT, advantages_BT, mask_BT.float(), "token-mean", config, weights_BT
+        )
+        mine.loss.backward()
+        other.backward()
+        return max(
+            largest_difference(mine.loss, other), largest_difference(mine_BT.grad, other_BT.grad)
+        )
+
+    hold(f"policy_loss {kind}", compare, record_property)
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATION_MODES)
@@ -382,6 +443,39 @@ def test_importance_weights(
         return largest_difference(mine, other)
 
     hold(f"importance_weights {level} normalize={normalize}", compare, record_property)
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejection(name: str, correction: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        old_BT = case.normal() - 2
+        sampler_BT = old_BT + case.normal(0.4)
+        high = case.uniform(1.1, 3.0) if name.endswith("k1") else case.uniform(0.02, 0.6)
+        mine = mismatch.accepted_tokens(
+            old_BT, sampler_BT, case.mask_BT,
+            [(name, 1 / high if name.endswith("k1") else None, high)],
+        )  # fmt: skip
+        other, _ = correction.compute_rollout_rejection_mask(
+            old_BT - sampler_BT, case.float_mask_BT, name, high
+        )
+        return largest_difference(mine.float(), other)
+
+    hold(f"rejection {name}", compare, record_property)
+
+
+def test_window_of_weights(correction: Any, record_property: Any) -> None:
+    def compare(case: Case) -> float:
+        old_BT = case.normal() - 2
+        sampler_BT = old_BT + case.normal(0.6)
+        mine = mismatch.importance_weights(
+            old_BT, sampler_BT, case.mask_BT, level="token", threshold=4.0, lower=0.3
+        )
+        other, _ = correction.compute_rollout_correction_weights(
+            old_BT - sampler_BT, case.float_mask_BT, "token", "0.3_4.0"
+        )
+        return largest_difference(mine, other)
+
+    hold("importance_weights within a window", compare, record_property)
 
 
 def test_mismatch_diagnostics(correction: Any, record_property: Any) -> None:

@@ -59,7 +59,9 @@ def test_streams_that_are_closed_keep_their_numbers_to_themselves(tmp_path: Path
     assert (tmp_path / "found").read_text() == "[True, True, True]"
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "presets", "show"])
+@pytest.mark.parametrize(
+    "name", ["train", "plan", "presets", "show", "eval", "generate", "runs", "explain"]
+)
 def test_every_command_has_help_with_an_example(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,10 +144,34 @@ Arithmetic
 1 micro-batch
   the run: 20 training rows, 6 steps, 12 actor optimizer steps
   reward: 96 calls in all, none of them for validation (--val_files)
+  time: not known, no run of this model was measured in ./outputs
 
 Devices
   one process on the CPU trains and samples
+
+Memory
+  what a/b needs is not known: no config.json here, or not a plain decoder's
+  gradient checkpointing is on: what a step needs of memory is not known here
+  rows are packed without padding if a trial at the start gives the same numbers
 """
+
+
+def test_time_is_forecast_from_the_run_in_the_output_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "model:\n  path: a/b\ndata:\n  train_batch_size: 8\nrollout:\n  n: 2\n"
+    )
+    steps = [{"step": i, "time/step_s": s} for i, s in enumerate((9.0, 2.0, 3.0), start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+    folder = ["--output_dir", str(tmp_path), "--batch_size", "32", "--mini_batch_size", "32"]
+    for model, seconds in (("a/b", 3.0 * 32 * 1 / 16), ("a/c", None)):
+        main(["plan", "--json", "--model", model, *folder])
+        found = json.loads(capsys.readouterr().out)
+        assert found["arithmetic"]["step_seconds"] == seconds
+    main(["plan", "--model", "a/b", "--max_steps", "20", *folder])
+    said = capsys.readouterr().out
+    assert "about 6 s a step, 2 min for 20 steps, by the median of 3 steps of 16 responses" in said
 
 
 def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +184,15 @@ def test_all_shows_the_defaults_last(capsys: pytest.CaptureFixture[str]) -> None
 def test_plan_json_has_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"values", "arithmetic", "placement", "reward", "notes", "problems"}
+    assert set(found) == {
+        "values",
+        "arithmetic",
+        "placement",
+        "memory",
+        "reward",
+        "notes",
+        "problems",
+    }
     assert set(found["values"]) == set(table())
     assert "No GPU and no --model" in found["notes"][0]
 

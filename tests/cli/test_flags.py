@@ -11,6 +11,7 @@ from ppo_cli.cli.flags import flag_keys, help_line, spread
 from ppo_cli.cli.foreign_flags import listed, translate, unknown_flag
 from ppo_cli.config.keys import table
 from ppo_cli.config.layers import DATA_FOLDER
+from ppo_cli.config.verl import VERSION
 
 # Each flag with the setting that it gives, written down by hand: people rely on every pair.
 FLAGS = """
@@ -20,6 +21,7 @@ train_files data.train_files              val_files data.val_files
 batch_size data.train_batch_size          system_prompt data.system_prompt
 max_prompt_length data.max_prompt_length
 max_response_length data.max_response_length
+policy_loss actor.policy_loss.loss_mode   filter_groups algorithm.filter_groups.enable
 adv_estimator algorithm.adv_estimator     kl_coef algorithm.kl_ctrl.kl_coef
 gamma algorithm.gamma                     lam algorithm.lam
 lr actor.optim.lr                         clip_ratio actor.clip_ratio
@@ -119,13 +121,13 @@ def test_every_variable_gives_its_setting_and_there_are_no_others() -> None:
 
 def test_every_alias_and_every_pointer_leads_to_what_there_is() -> None:
     known = {key.flag for key in table().values() if key.flag} | set(table())
-    known |= {DATA_FOLDER}
+    known |= {DATA_FOLDER, VERSION}
     aliases, pointers = listed()["aliases"], listed()["pointers"]
     assert {name: to for name, to in aliases.items() if to not in known} == {}
     assert set(aliases) & set(flag_keys()) == set()
     assert set(pointers) & (set(flag_keys()) | set(aliases)) == set()
     words = re.findall(r"--\w+|[a-z_]+(?:\.[a-z_]+)+", " ".join(pointers.values()))
-    assert {word for word in words if word not in known} == {"actor.fsdp_config"}
+    assert {word for word in words if word not in known} == {"actor.fsdp_config", "--config"}
 
 
 @pytest.mark.parametrize(
@@ -151,11 +153,12 @@ def test_an_unknown_flag_is_told_with_what_to_use(monkeypatch: pytest.MonkeyPatc
         "--nonsense": "there is no flag --nonsense.",
         "--xyz": "there is no flag --xyz.",
         "--learnin_rate": "Did you mean '--lr'?",
-        "--batch-sise": "there is no flag --batch_sise. Did you mean '--batch_size'?",
+        "--batch-sise": "there is no flag --batch-sise. Did you mean '--batch_size'?",
         "--warmup_ration": "Did you mean 'actor.optim.lr_warmup_steps_ratio'?",
         "--per_device_train_batch_sizes": "actor.ppo_micro_batch_size_per_gpu=N",
         "--report_to": "use --logger console,wandb",
         "--beta": "actor.kl_loss_coef=X",
+        "--config-path": "no flag --config-path: there is no Hydra here",
         "--push_to_hub": "`/a/ppo export`",
     }.items():
         said = unknown_flag(flag, known)

@@ -54,6 +54,7 @@ FILES = {
     "model/tokenizer.json": "{}",
     "broken_model/config.json": "{not json",
     "kind/config.json": '{"model_type": "qwen22"}',
+    "begun/metrics.jsonl": "",
     "done/metrics.jsonl": '{"step": 1, "reward_mean": 0.5}\n',
     "done/rollouts/step_000001.jsonl": "{}\n",
     "checkpoint/notes.txt": "",
@@ -153,6 +154,35 @@ MISTAKES = {
     "resume misspelt": Mistake(f"{TRAIN} --resume atuo", "--resume atuo", "auto"),
     "show without run": Mistake("show", "outputs", "--output_dir"),
     "show no run": Mistake("show model", "model", "--output_dir"),
+    "report no run": Mistake("report model", "model", "--output_dir"),
+    "report before a step": Mistake("report begun", "begun.*no step yet", "ppo view begun"),
+    "report into no folder": Mistake("report done --out no/x.html", "no/x.html", "no folder no"),
+    "report of two": Mistake("report done done", "Several runs", "--out FILE"),
+    "view no run": Mistake("view model", "model", "--output_dir"),
+    "view on a port": Mistake("view done --host 192.0.2.1", "--host 192.0.2.1", "another --port"),
+    "eval of nothing": Mistake("eval", "Name a model", "ppo eval outputs"),
+    "eval without rows": Mistake("eval kind", "Name the rows", "--data"),
+    "eval of no model": Mistake("eval ./modell", "./modell", "MODEL|folder"),
+    "eval of no run": Mistake("eval model --data good.jsonl", "model", "neither a run"),
+    "eval before a checkpoint": Mistake("eval done", "done has no whole checkpoint", "--save_freq"),
+    "eval of missing rows": Mistake("eval embedded --data god.jsonl", "god.jsonl", "'good.jsonl'"),
+    "eval into a file": Mistake(
+        "eval embedded --data good.jsonl --out file", "--out file: a file", "another folder"
+    ),
+    "greedy and several": Mistake("eval embedded --greedy --n 2", "--greedy", "--n out"),
+    "runs of no folder": Mistake("runs no/such", "no/such", "run folders"),
+    "runs without any": Mistake("runs model", "model holds no run", "config.yaml"),
+    "explain nothing": Mistake("explain clip_ratoi", "'clip_ratoi'", "'actor.clip_ratio'"),
+    "copy over a file": Mistake("presets copy embedded file", "file is there", "another"),
+    "copy no preset": Mistake("presets copy embeded new.yaml", "'embeded'", "'embedded'"),
+    "fork of no run": Mistake(f"{TRAIN} --fork embedded", "--fork embedded", "RUN@STEP"),
+    "fork before a checkpoint": Mistake("train --fork done", "no whole checkpoint", "--save_freq"),
+    "generate with nothing": Mistake("generate", "Name a model", "ppo generate outputs"),
+    "generate twice": Mistake("generate embedded hi --data good.jsonl", "--data", "keep one"),
+    "generate into no folder": Mistake(
+        "generate embedded --data good.jsonl --out no/x", "no/x", "no folder no"
+    ),
+    "CSV of two runs": Mistake("show done done --csv", "--csv", "one"),
     "show a step": Mistake("show done --step 9", "step 9", "--step 1"),
 }
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
+import pyte
 import pytest
 
 from ppo_cli.cli.screen import (
@@ -22,6 +28,7 @@ from ppo_cli.cli.screen import (
     Unread,
     clean,
     duration,
+    make_screen,
     number,
     sparkline,
     step_line,
@@ -100,6 +107,91 @@ def test_on_a_terminal_bars_lines_and_a_frame() -> None:
     assert "\x1b[2J" not in seen and r"look \x1b[2J here" in seen
     assert "\x1b[33m" in seen  # a warning is yellow
     assert seen.rfind("\x1b[?25h") > seen.rfind("\x1b[?25l")  # the cursor is back
+
+
+VIEW = """
+import sys
+from ppo_cli.cli.screen import make_screen
+screen = make_screen()
+metrics = {"kl_divergence": 0.01, "entropy": 0.5, "judge/calls": 30.0, "judge/cached": 10.0,
+           "judge/error_rate": 0.05, "judge/cost_usd_total": 0.125, "time/step_s": 10.0,
+           "time/left_s": 65.0}
+for step in range(1, 31):
+    with screen.phase("rollout", 8) as advance:
+        line = {"prompt": "user: 1 + 1 = ?\\n", "response": "two \\x1b[2J" + "wide 好 " * 100,
+                "score": 0.25, "failure": None, "reason": "half\\nright"}
+        screen.sample(line)
+        advance(4)
+        if step in (20, 30):
+            print("ready", file=sys.__stderr__, flush=True)
+            sys.stdin.readline()
+        advance(4)
+    screen.step(step, 40, {"reward_mean": step / 40} | metrics)
+    if step == 10:
+        screen.health("the KL is above its range")
+screen.close()
+"""
+
+
+@pytest.mark.parametrize(("columns", "rows", "later"), [(80, 40, 50), (80, 24, 132), (60, 12, 40)])
+def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
+    columns: int, rows: int, later: int
+) -> None:
+    ours, theirs = pty.openpty()
+
+    def feed() -> None:
+        with contextlib.suppress(OSError):  # Linux: the other end is closed
+            while more := os.read(ours, 65536):
+                stream.feed(more)
+
+    size = lambda width: struct.pack("HHHH", rows, width, 0, 0)  # noqa: E731
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size(columns))
+    terminal = pyte.Screen(columns, rows)
+    stream = pyte.ByteStream(terminal)
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+    reader = threading.Thread(target=feed, daemon=True)
+    reader.start()
+    with subprocess.Popen(
+        [sys.executable, "-c", VIEW], stdout=theirs, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=kept | {"TERM": "xterm-256color"}, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stderr is not None
+        for width in (columns, later):
+            terminal.resize(rows, width)
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, size(width))
+            process.stderr.readline()
+            time.sleep(1.0)  # four times the time between two drawings
+            shown = [row.rstrip() for row in terminal.display if row.strip()]
+            view = ["steps", "rollout"]
+            if rows >= 20:
+                texts = ["reward", "kl", "entropy", "judge", "prompt", "response", "score"]
+                view = [*texts, "warning:", *view]
+            above, below = shown[: -len(view)], shown[-len(view) :]
+            assert [row.split()[0] for row in below] == view, shown
+            again = [row for row in above if "━" in row or row.startswith(("judge", "prompt"))]
+            assert "4/8" in below[-1] and above and not again, shown
+            if rows >= 20:
+                assert below[3].startswith("judge  30 calls (3.0/s)  from the cache 25%")
+                assert width < 60 or "errors 5.0%  $0.125 so far" in below[3]
+                assert below[6] == "score 0.250 half right"
+            process.stdin.write("\n")
+            process.stdin.flush()
+        assert process.wait(60) == 0
+    os.close(theirs)
+    reader.join(10)
+    os.close(ours)
+    left = [row.split()[0] for row in terminal.display if row.strip()]
+    assert "judge" not in left and "steps" not in left and "step" in left
+
+
+def test_quiet_prints_warnings_and_the_summary() -> None:
+    out = io.StringIO()
+    screen = make_screen(out, quiet=True)
+    screen.note("a remark")
+    screen.step(1, 2, {"reward_mean": 0.5})
+    screen.health("look here")
+    screen.summary(summary())
+    assert out.getvalue().startswith("warning: look here\n\nDone\n")
 
 
 def test_no_color_is_respected() -> None:

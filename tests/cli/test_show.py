@@ -190,3 +190,27 @@ def test_a_run_that_spent_its_budget_before_its_first_step(
     line = capsys.readouterr().out.split("Go on with: ")[1]
     assert shlex.split(line)[-2:] == ["--rm_budget_usd", "0.02"]  # 160 responses, and a fifth
     assert main(["plan", *shlex.split(line)[2:]]) == 0
+
+
+def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    tracker = Tracker(other, Screen(), (), total_steps=30, config=Config())
+    for step in (1, 2):
+        tracker.step(step, {"reward_mean": 0.5, "entropy": 1.0})
+        tracker.rollouts(step, [scored("b", "better", 0.5), scored("a", "A", 0.9)])
+    tracker.close()
+    (run / "config.yaml").write_text(
+        "actor:\n  optim:\n    lr: 1.0e-06  # default\n  new: 3  # default\n"
+    )
+    (other / "config.yaml").write_text("actor:\n  optim:\n    lr: 0.5  # flag --lr\n")
+    found = json.loads(show(run, other, "--json"))
+    assert found["settings"] == {"actor.optim.lr": ["1.0e-06", "0.5"]}
+    assert found["metrics"]["reward_mean"] == pytest.approx([0.205, 0.5])
+    assert found["metrics"]["entropy"] == [None, 1.0]
+    assert [row["step"] for row in found["prompts"]] == [1, 1]  # the newest that both have
+    assert found["prompts"][0]["prompt"] == "question b" and found["prompts"][0]["apart"] == 1.5
+    text = show(run, other, "--worst", 1)
+    assert "actor.optim.lr" in text and "better" in text and "question a" not in text
+    assert "\x1b" not in text
+    assert "none" in show(run, run)
+    assert "No step whose responses" in show(run, other, "--step", 2)

@@ -34,7 +34,6 @@ FILE = "data.train_files=x.jsonl"
         ("actor.loss_scale_factor=2", "seq-mean-token-sum-norm"),
         ("critic.optim.min_lr_ratio=0.1", "lr_scheduler_type=cosine"),
         ("actor.optim.betas=[0.9,1.0]", "below 1"),
-        ("actor.use_kl_loss=true actor.kl_loss_coef=0", "weight 0"),
         ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0", "stays there"),
         ("algorithm.kl_ctrl.type=adaptive algorithm.use_kl_in_reward=no", "which is off"),
         ("trainer.save_freq=0", "use -1 or 1 and up"),
@@ -74,6 +73,7 @@ def test_a_clash_names_all_places_it_came_from() -> None:
         "actor.clip_ratio_high=0.28",
         "actor.use_kl_loss=true actor.kl_loss_type=full",
         "actor.kl_loss_coef=0",
+        "actor.use_kl_loss=true actor.kl_loss_coef=0",
         "algorithm.kl_ctrl.type=adaptive",
     ],
 )
@@ -94,6 +94,8 @@ def test_a_kl_loss_takes_the_kl_out_of_the_reward_unless_it_is_asked_for() -> No
     assert both.config.algorithm.use_kl_in_reward
     (note,) = remarks(both, 0, {})
     assert "counts twice" in note and "weight 0.001" in note and "weight 0.002" in note
+    (note,) = remarks(settle(loss, "actor.kl_loss_coef=0"), 0, {})
+    assert "only reported" in note
     with pytest.raises(ConfigError, match="which is off"):
         settle(loss, "algorithm.kl_ctrl.type=adaptive")
 

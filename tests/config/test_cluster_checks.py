@@ -164,6 +164,12 @@ def test_a_running_cluster_may_have_gpus_that_are_not_here(monkeypatch: pytest.M
     assert missing_parts(settle(EIGHT), 0, {"RAY_ADDRESS": "10.0.0.1:6379"}) == []
 
 
+def test_the_nodes_of_a_running_cluster_need_no_rank() -> None:
+    (line,) = problems("trainer.nnodes=4")
+    assert "--node_rank 0 --master_addr HOST" in line and "RAY_ADDRESS" in line
+    settle("trainer.nnodes=4", env={"RAY_ADDRESS": "10.0.0.1:6379"})
+
+
 @pytest.mark.parametrize(
     ("given", "gpus", "said"),
     [

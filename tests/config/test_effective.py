@@ -182,8 +182,8 @@ EDGES = [
     ("trainer.patience=2 data.val_files=x trainer.test_freq=-1",
      "trainer.patience=2 data.val_files=x trainer.test_freq=1"),
     ("data.train_max_samples=0", "data.train_max_samples=1"),
-    ("data.max_response_length=32 reward.shaping.overlong_buffer=32",
-     "data.max_response_length=32 reward.shaping.overlong_buffer=31"),
+    ("data.max_response_length=32 reward.shaping.overlong_buffer=33",
+     "data.max_response_length=32 reward.shaping.overlong_buffer=32"),
     *[(f"trainer.profile_steps={wrong}", f"trainer.profile_steps={right}")
       for wrong, right in (("0", "1"), ("3-2", "2-2"), ("x", "2-3"), ("2-x", "10-11"), ("-3", "3"),
                            ("2-", "2"), ("0-1", "1-2"), ("²", "12"))],

@@ -20,7 +20,8 @@ LOCAL, AT_SERVER = "reward.model.dtype", "reward.model.timeout"
 # Results are what was asked for, so a machine that cannot use these only remarks on them.
 OF_MEMORY_AND_SPEED = {
     "rollout.gpu_memory_utilization", "rollout.max_num_batched_tokens", "rollout.enforce_eager",
-    "rollout.enable_prefix_caching", "actor.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size",
+    "rollout.enable_prefix_caching", "rollout.engine_kwargs.vllm",
+    "actor.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size",
     "actor.fsdp_config.reshard_after_forward", "critic.fsdp_config.reshard_after_forward",
     "actor.fsdp_config.param_offload", "critic.fsdp_config.param_offload", "ref.param_offload",
     "actor.fsdp_config.optimizer_offload", "critic.fsdp_config.optimizer_offload",
@@ -35,6 +36,11 @@ BESIDE = {
     "reward.api.temperature": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
     "reward.api.output": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
     "reward.api.max_tokens": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
+    "actor.clip_ratio_c": "actor.policy_loss.loss_mode=cispo",
+    **dict.fromkeys(
+        ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high"),
+        "actor.policy_loss.loss_mode=gpg",
+    ),
     "reward.timeout": JUDGE,
     "reward.num_workers": JUDGE,
     "reward.function_kwargs": JUDGE,
@@ -53,11 +59,13 @@ BESIDE = {
     "reward.composite.parts": MIXTURE_OFF,
 }
 OTHER = {
-    "trainer.node_rank": "0",
+    "algorithm.rollout_correction.rollout_is_threshold_lower": "0.5", "trainer.node_rank": "0",
+    "actor.clip_ratio_low": "0.1", "actor.clip_ratio_high": "0.4",
     "trainer.master_addr": "host", "ref.path": "a/b", "model.target_modules": "q_proj",
     "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1", "reward.api.monitor.type": "gemini",
     "reward.api.prompt_preset": "math", "reward.api.temperature": "1",
     "reward.api.output": "text",
+    "rollout.engine_kwargs.vllm": "{a: 1}",
     "reward.function_kwargs": "{a: 1}", "reward.function": "f.py", "reward.rule": "exact",
     "reward.model.path": "rm", "reward.model.dtype": "bfloat16", "reward.model.device": "cpu",
     "reward.model.outputs": "[1, 2]", "reward.model.revision": "main",

@@ -44,7 +44,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             f"{RM} reward.api.enable=true reward.api.model=m reward.function=f.py",
             "--reward judge:0.33 --reward model:0.33 --reward rule:0.33",
         ),
-        ("reward.shaping.overlong_buffer=512", "must be shorter than the longest response"),
+        ("reward.shaping.overlong_buffer=513", "is longer than the longest response"),
         ("reward.shaping.overlong_buffer=600 data.max_response_length=40", "use 10"),
     ],
 )

@@ -76,7 +76,7 @@ def test_with_a_model_or_preset_nothing_is_embedded(given: dict[str, object]) ->
 
 def test_a_wrapped_model_key_counts_as_a_model() -> None:
     found = settle("actor_rollout_ref.model.path=x/y", env={"MODEL_PATH": ""})
-    assert (found.config.model.path, found.notes) == ("x/y", (PROMPTS_NOTE,))
+    assert (found.config.model.path, found.notes[0]) == ("x/y", PROMPTS_NOTE)
 
 
 def test_with_a_gpu_the_schema_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,3 +289,15 @@ def test_secrets_do_not_reach_messages() -> None:
     (problem,) = problems("actor.optim.lr=top-secret-value", env=env)
     assert "top-secret" not in problem
     assert "***" in problem
+
+
+def test_a_group_is_reset_with_all_that_a_file_says_below_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("reward: {function_kwargs: {a: 1, b: {c: 2}}}\n")
+    for given, left in (
+        ("reward.function_kwargs.b=3", {"a": 1, "b": 3}),
+        ("reward.function_kwargs={d: 4}", {"d": 4}),
+        ("~reward.function_kwargs", {}),
+    ):
+        found = settle(given, files=[file])
+        assert found.config.reward.function_kwargs == left, given

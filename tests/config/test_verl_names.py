@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.derived import data_ranks
+from ppo_cli.config.derived import data_ranks, rejections
 from ppo_cli.config.keys import find, table, value_of
-from ppo_cli.config.requirements import missing_parts
+from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.requirements import missing_parts, remarks
 from ppo_cli.config.verl import TURNED, foreign_names
 from tests.config.settling import problems, settle
 
@@ -46,6 +47,8 @@ OTHER_NAMES = {
         "ref.log_prob_max_token_len_per_gpu", 8 * 1024,
     ),
     "actor.ppo_micro_batch_size=8": ("actor.ppo_micro_batch_size_per_gpu", 8),
+    "critic.fsdp.param_offload=True": ("critic.fsdp_config.param_offload", True),
+    "reward_model.micro_batch_size_per_gpu=3": ("reward.model.batch_tokens", 3 * 1024),
     "actor.use_dynamic_bsz=True": ("actor.ppo_micro_batch_size_per_gpu", None),
     "actor.fsdp_config.mixed_precision.param_dtype=bf16": ("model.dtype", "bfloat16"),
     "algorithm.learning_rate=2e-6": ("actor.optim.lr", 2e-6),
@@ -74,6 +77,29 @@ def test_path_and_name_of_a_function_are_joined() -> None:
     found = settle("custom_reward_function.path=r.py", "custom_reward_function.name=grade")
     assert found.config.reward.function == "r.py:grade"
     assert "FILE:NAME" in refusal("custom_reward_function.name=grade")
+
+
+def test_a_function_of_a_file_gives_way_to_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("custom_reward_function: {path: low.py, name: grade}\n")
+    found = settle(files=[file], flags={"reward.function": ("high.py", "flag --reward_function")})
+    assert found.config.reward.function == "high.py"
+
+
+def test_the_vectorized_estimator_is_the_same() -> None:
+    found = settle("algorithm.adv_estimator=grpo_vectorized", "rollout.n=2").config
+    assert found.algorithm.adv_estimator == "grpo"
+
+
+def test_what_verl_leaves_empty_says_nothing() -> None:
+    given = (
+        "custom_reward_function.path=null", "custom_reward_function.name=null",
+        "actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_rank=0",
+        "trainer.resume_from_path=x", "actor_rollout_ref.actor.optim.warmup_style=null",
+    )  # fmt: skip
+    line = "actor_rollout_ref.rollout.n=1"
+    assert settle(line, *given).config == settle(line).config
+    assert "lora_alpha must be above 0" in refusal("model.lora_alpha=0", "model.lora_rank=8")
 
 
 def test_resuming_from_a_path_takes_both_of_verls_keys() -> None:
@@ -204,10 +230,7 @@ def test_two_names_in_one_layer_must_agree() -> None:
         ("actor.rollout_n", "1", "4", "rollout.n"),
         ("rollout.prompt_length", "512", "1024", "data.max_prompt_length"),
         ("rollout.response_length", "512", "256", "data.max_response_length"),
-        ("data.gen_batch_size", "256", "512", "data.train_batch_size"),
         ("data.seed", "42", "7", "trainer.seed"),
-        ("actor.fsdp_config.strategy", "fsdp2", "fsdp", "actor.strategy"),
-        ("ref.strategy", "fsdp2", "fsdp", "actor.strategy"),
         ("critic.model.tokenizer_path", "some/model", "other/model", "model.path"),
         ("data.trust_remote_code", "False", "True", "model.trust_remote_code"),
     ],
@@ -223,13 +246,17 @@ def test_a_tied_setting_must_be_what_it_is_tied_to(
     ("key", "ours", "other", "why"),
     [
         ("hybrid_engine", "True", "False", "--placement"),
-        ("actor.policy_loss.loss_mode", "vanilla", "gspo", "clipped surrogate"),
+        ("actor.policy_loss.loss_mode", "vanilla", "sapo", "not offered; there are vanilla, gspo"),
         ("critic.optim.optimizer", "adamw", "sgd", "torch's AdamW"),
-        ("model.use_shm", "False", "True", "read from where they lie"),
+        ("actor.fsdp_config.strategy", "fsdp", "veomni", "other engines are not offered"),
+        ("model_engine", "dp", "megatron", "other engines are not offered"),
+        ("data.gen_batch_size", "null", "512", "algorithm.filter_groups.enable=true"),
+        ("rollout.max_model_len", "1024", "1023", "lower one of these"),
+        ("rollout.dtype", "bfloat16", "float16", "--dtype takes bfloat16 or float32"),
+        ("model.exclude_modules", "null", "[x] model.lora_rank=8", "model.target_modules"),
         ("critic.model.lora_rank", "0", "8", "LoRA adapts the actor"),
         ("rollout.do_sample", "True", "False", "rollout.temperature"),
         ("rollout.ignore_eos", "False", "True", "ends where the model ends it"),
-        ("trainer.balance_batch", "True", "False", "balanced by tokens"),
         ("ref.ulysses_sequence_parallel_size", "1", "2", "sequence parallelism"),
         ("actor.fsdp_config.model_dtype", "fp32", "bf16", "kept in float32"),
         ("algorithm.name", "ppo", "dpo", "algorithm.adv_estimator"),
@@ -239,7 +266,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
     key: str, ours: str, other: str, why: str
 ) -> None:
     assert settle(f"{key}={ours}").config == settle().config
-    assert why in refusal(f"{key}={other}")
+    assert why in refusal(*f"{key}={other}".split())
 
 
 @pytest.mark.parametrize(
@@ -248,23 +275,23 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("actor.strategy=megatron", "sharded with FSDP2"),
         ("rollout.name=sglang", "none of it, verl has. Use vllm, or hf"),
         ("actor.strategy=veomni", "is not one of fsdp2, fsdp."),
-        ("actor.policy_loss.loss_mode=gspo", "clipped surrogate"),
-        ("algorithm.adv_estimator=gpg", "is not one of gae"),
+        ("actor.policy_loss.tau_pos=1.0", "a policy loss that is not offered"),
+        ("actor.policy_loss.clip_cov_lb=6", "must be below clip_cov_ub 5"),
+        ("actor.clip_ratio_low=1.5", "must be below 1"),
+        ("algorithm.adv_estimator=grpo_passk", "the estimator 'grpo_passk' is not offered"),
+        ("algorithm.adv_estimator=gdpo rollout.n=2", "algorithm.gdpo_reward_keys=[a,b]"),
+        ("algorithm.gdpo_reward_keys=[a,b]", "--adv_estimator gdpo"),
         ("reward_model.reward_manager=prime", "reward manager 'prime' is not offered"),
-        ("reward.reward_manager.name=gdpo", "reward.composite.parts.NAME.scaling=group"),
-        ("algorithm.gdpo_reward_weights=[1,2]", "--reward KIND:NAME:WEIGHT"),
         ("reward.sandbox_fusion.url=http://h", "built-in sandbox: --rule code"),
         ("reward_model.sandbox_fusion.max_concurrent=3", "built-in sandbox: --rule code"),
         ("reward_model.trust_remote_code=True", "reward models run no code of their own"),
-        ("reward_model.micro_batch_size_per_gpu=4", "batch_tokens"),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", "cfg.len=64"),
         ("reward_model.enable=True", "--reward_model PATH"),
         ("actor.use_dynamic_bsz=False", "actor.ppo_micro_batch_size_per_gpu=4"),
         ("rollout.val_kwargs.do_sample=True", "rollout.val_kwargs.temperature=0.7"),
         ("trainer.device=cuda", "no GPU"),
+        ("trainer.device=npu", "NPUs are not offered"),
         ("trainer.logger=mlflow", "is not one of console, tensorboard, wandb"),
-        ("actor.checkpoint.save_contents=[model]", "always holds model, optimizer and extra"),
-        ("algorithm.rollout_correction.rollout_is_threshold=0.5_2.0", "a window"),
         ("distributed.pipeline_parallel_size=2", "not offered: models are sharded with FSDP2"),
         ("algorithm.name=grpo", "algorithm.adv_estimator"),
         ("critic.enable=False", "only gae trains a critic"),
@@ -274,11 +301,116 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
     ],
 )
 def test_refusals_say_what_to_use(given: str, said: str) -> None:
-    assert said in refusal(given)
+    assert said in refusal(*given.split())
+
+
+GDPO = (
+    "algorithm.adv_estimator=gdpo", "rollout.n=4", "algorithm.gdpo_reward_keys=[accuracy,format]",
+    "reward.reward_manager.name=gdpo",
+)  # fmt: skip
+
+
+def test_gdpo_takes_parts_and_nothing_that_only_changes_their_sum() -> None:
+    algorithm = settle(*GDPO, "algorithm.gdpo_reward_weights=[1,0.5]").config.algorithm
+    assert algorithm.gdpo_reward_keys == ("accuracy", "format")
+    assert algorithm.gdpo_reward_weights == (1.0, 0.5)
+    assert not algorithm.use_kl_in_reward
+    for given, said in (
+        ("algorithm.gdpo_reward_weights=[1]", "1 numbers for 2 parts"),
+        ("algorithm.use_kl_in_reward=true", "actor.use_kl_loss=true"),
+        ("reward.shaping.reward_clip=1", "leave reward.shaping out"),
+    ):
+        assert said in refusal(*GDPO, given)
+
+
+def test_dynamic_sampling_says_what_it_needs() -> None:
+    on = ("algorithm.filter_groups.enable=True", "data.gen_batch_size=768")
+    found = settle(*on, "rollout.n=4", "algorithm.filter_groups.max_num_gen_batches=10")
+    assert arithmetic(found.config)["reward_calls_per_step"] == 768 * 4
+    assert arithmetic(found.config)["reward_calls_per_step_at_most"] == 10 * 768 * 4
+    for given, said in (
+        ((), "--rollout_n 4"),
+        (("rollout.n=4", "trainer.async_steps=1"), "leave --async_steps out"),
+        (("rollout.n=4", "algorithm.filter_groups.metric=seq_final_reward"), "metric=seq_reward"),
+    ):
+        assert said in refusal(*on, *given)
+
+
+def test_limits_of_the_gap_between_sampler_and_trainer_are_read_as_verls() -> None:
+    at = "algorithm.rollout_correction"
+    found = settle(f"{at}.rollout_is=token", f"{at}.rollout_is_threshold=0.5_2.0").config
+    correction = found.algorithm.rollout_correction
+    assert correction.rollout_is_threshold_lower == 0.5 and correction.rollout_is_threshold == 2.0
+
+    def read(names: str, limits: str) -> str:
+        given = settle(f"{at}.rollout_rs='{names}'", f"{at}.rollout_rs_threshold='{limits}'")
+        refused = missing_parts(given, gpus=0)
+        return refused[0] if refused else str(rejections(given.config))
+
+    assert read("token_k1,seq_max_k2", "0.6_1.6,0.3") == (
+        "[('token_k1', 0.6, 1.6), ('seq_max_k2', None, 0.3)]"
+    )
+    assert read("seq_mean_k1", "4") == "[('seq_mean_k1', 0.25, 4.0)]"
+    for names, limits, said in (
+        ("geometric", "1", "'geometric' is none of token_k1"),
+        ("token_k2", "", "belong together"),
+        ("token_k2", "0.5_2", "one number"),
+        ("token_k2", "-1", "one number"),
+        ("token_k1", "2_0.5", "0.5_2.0 or 2.0"),
+        ("token_k1", "0.5", "must be 1 or more"),
+        ("token_k1,token_k2", "1,2,3", "3 values for 2"),
+    ):
+        assert said in read(names, limits), (names, limits)
+
+
+def test_arguments_of_vllm_are_passed_on_but_not_those_that_have_settings() -> None:
+    at = "rollout.engine_kwargs.vllm"
+    graph = "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode"
+    found = settle(
+        f"{graph}=FULL", f"{at}.block_size=64", f"{at}.max_model_len=4096",
+        f"{at}.mm_processor_cache_gb=0", "rollout.name=vllm",
+    )  # fmt: skip
+    passed = {"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 64}
+    assert found.config.rollout.engine_kwargs.vllm == passed
+    assert any("mm_processor_cache_gb" in note for note in found.notes)
+    for given, said in (
+        ("tensor_parallel_size=2", "set rollout.tensor_model_parallel_size instead"),
+        ("load_format=dummy", "leave it out"),
+    ):
+        assert any(said in line for line in missing_parts(settle(f"{at}.{given}"), gpus=0))
+    assert "lower one of these" in refusal(f"{at}.max_model_len=100")
+
+
+def test_dr_grpo_by_name_gives_way_to_what_is_said_beside_it() -> None:
+    config = settle("algorithm.adv_estimator=dr_grpo", "rollout.n=4").config
+    assert config.algorithm.adv_estimator == "grpo"
+    assert not config.algorithm.norm_adv_by_std_in_grpo
+    assert config.actor.loss_agg_mode == "seq-mean-token-sum-norm"
+    for order in (1, -1):
+        given = ["algorithm.adv_estimator=dr_grpo", "actor.loss_agg_mode=token-sum"][::order]
+        assert settle(*given, "rollout.n=4").config.actor.loss_agg_mode == "token-sum"
+
+
+def test_policy_losses_have_verls_names_and_ranges() -> None:
+    wide = ["actor.clip_ratio_low=10", "actor.clip_ratio_high=0.2"]
+    cispo = settle("actor.policy_loss.loss_mode=cispo", *wide).config.actor
+    assert (cispo.policy_loss.loss_mode, cispo.clip_ratio_low) == ("cispo", 10)
+    assert "must be below 1" in refusal(*wide)
+    narrow = ["actor.clip_ratio_low=3e-4", "actor.clip_ratio_high=4e-4"]
+    gspo = settle("actor.policy_loss.loss_mode=gspo", *narrow, "data.train_files=x.jsonl")
+    (note,) = [n for n in remarks(gspo) if "clip" in n or "GSPO" in n]
+    assert "actor.loss_agg_mode=seq-mean-token-mean" in note
 
 
 def test_what_is_taken_without_effect_is_remarked_on() -> None:
-    for given in ("critic.model.lora_alpha=8", "rollout.free_cache_engine=True"):
+    for given in (
+        "critic.model.lora_alpha=8",
+        "rollout.free_cache_engine=True",
+        "model.use_shm=True",
+        "actor.fsdp_config.grad_offload=True",
+        "ray_kwargs.ray_init.runtime_env.py_executable=python3",
+        "actor.checkpoint.save_contents=[model]",
+    ):
         notes = settle(given, "data.train_files=x.jsonl").notes
         assert [note.split(": ")[1] for note in notes] == [given.partition("=")[0]], given
 
@@ -314,12 +446,13 @@ def test_the_quickstart_command_line_works() -> None:
         "trainer.nnodes=1",
         "trainer.total_epochs=15",
     )
-    assert [note.split(": ")[1] for note in found.notes] == [
+    assert [note.split(": ")[1] for note in found.notes[1:]] == [
         "rollout.log_prob_micro_batch_size_per_gpu",
         "ref.log_prob_micro_batch_size_per_gpu",
     ]
-    assert "the tokens of 8 of the longest sequences" in found.notes[0]
-    assert "the smallest holds" in found.notes[0]
+    assert "left out are as in verl 0.8" in found.notes[0] and "--verl 0.2" in found.notes[0]
+    assert "the tokens of 8 of the longest sequences" in found.notes[1]
+    assert "the smallest holds" in found.notes[1]
     assert found.config.ref.log_prob_max_token_len_per_gpu == 4 * 1024
     assert found.config.model.packing
     assert found.config.rollout.name == "vllm"
@@ -356,9 +489,16 @@ def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
     ] == []
 
 
-@pytest.mark.parametrize("group", ["reward_model.reward_kwargs", "reward.reward_kwargs"])
-def test_the_over_long_penalty_of_dapo_is_ours(group: str) -> None:
-    place = f"{group}.overlong_buffer_cfg"
+@pytest.mark.parametrize(
+    "place",
+    [
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+        "reward.overlong_buffer",
+    ],
+)
+def test_the_over_long_penalty_of_dapo_is_ours(place: str) -> None:
     given = [f"{place}.len=64", f"{place}.penalty_factor=0.5", f"{place}.log=False"]
     found = settle(*given, f"{place}.enable=True", "reward.reward_manager.name=dapo")
     shaping = found.config.reward.shaping

@@ -129,12 +129,13 @@ def test_truncation_keeps_one_side(tokenizer: Any, tmp_path: Path, side: str, ke
 
 
 @pytest.mark.parametrize(("most", "uids"), [
-    (-1, ["a:1", "a:2", "b:1"]), (1, ["a:1"]), (2, ["a:1", "a:2"]), (99, ["a:1", "a:2", "b:1"]),
+    (-1, ["a:1", "a:2", "b:1", "b:2"]), (1, ["a:1"]), (2, ["a:1", "a:2"]),
+    (3, ["a:1", "a:2", "b:1"]), (99, ["a:1", "a:2", "b:1", "b:2"]),
 ])  # fmt: skip
 def test_the_first_samples_over_all_files(
     tokenizer: Any, tmp_path: Path, most: int, uids: list[str]
 ) -> None:
-    files = [write(tmp_path / "a.jsonl", *asks("1", "2")), write(tmp_path / "b.jsonl", *asks("3"))]
+    files = [write(tmp_path / f"{name}.jsonl", *asks("1", "2")) for name in "ab"]
     assert [p.uid for p in load(tokenizer, *files, max_samples=most).prompts] == uids
 
 

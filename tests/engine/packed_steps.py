@@ -40,7 +40,7 @@ def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
     """A run with every model; groups of settings are merged over these."""
     optim = {"lr": RATE, "eps": 1e-5}
     own: dict[str, dict[str, Any]] = {
-        "model": {"path": "embedded"},
+        "model": {"path": "embedded", "packing": False},
         "algorithm": {"kl_penalty": "full"},
         "actor": {
             "optim": optim, "use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1,

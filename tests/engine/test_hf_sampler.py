@@ -290,6 +290,7 @@ def test_one_stream_is_uniform_over_positions() -> None:
         ({"top_p": 0.75}, {1, 3}),
         ({"top_p": 0.95}, {1, 2, 3}),
         ({"top_k": 3, "top_p": 0.9}, {1, 2, 3}),
+        ({"top_k": 2, "top_p": 0.6}, {3}),  # 0.55 of all, 0.69 of the two that top-k leaves
         ({"top_k": 99}, {0, 1, 2, 3}),
     ],
 )

@@ -13,7 +13,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
-from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim
+from ppo_cli.algo.estimators import POLICY_LOSSES
+from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
@@ -28,6 +29,7 @@ from ppo_cli.engine.models import (
     load_value_model,
 )
 from ppo_cli.engine.optimizer import Optimizer
+from ppo_cli.engine.responses import cut_slice
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near
 
@@ -126,6 +128,20 @@ def test_gradients_do_not_depend_on_padding_or_order(gradients, model_dir) -> No
     shuffled = batch.rows(torch.randperm(len(batch)))
     for other in (wider, shuffled):
         assert_near(gradients(model_dir, other), whole, terms=TERMS)
+
+
+@pytest.mark.parametrize("kind", [k for k, loss in POLICY_LOSSES.items() if loss.chooses])
+def test_chosen_tokens_are_those_of_the_whole_mini_batch(kind: str, model_dir: str) -> None:
+    loss = PolicyLoss(
+        loss_mode=kind, clip_cov_ratio=0.1, kl_cov_ratio=0.1, clip_cov_lb=0.0, ppo_kl_coef=1.0
+    )
+    batch = make_batch()
+    settings = {"policy_loss": loss, "clip_ratio": 0.9}
+    whole = gradients_of_actor(model_dir, batch, **settings)
+    cut = gradients_of_actor(model_dir, batch, ppo_micro_batch_size_per_gpu=2, **settings)
+    assert_near(cut, whole, terms=TERMS)
+    plain = gradients_of_actor(model_dir, batch, clip_ratio=0.9)
+    assert (plain - whole).abs().max() > 1e-3 * whole.abs().max()
 
 
 def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
@@ -265,12 +281,23 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
     assert max(sizes) == 2
 
 
-def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(tmp_path: Path) -> None:
+def test_a_rank_without_rows_trains_on_nothing() -> None:
+    batch, cpu = make_batch(), torch.device("cpu")
+    idle = cut_slice(batch, [], cpu)
+    assert idle.idle and not idle.loss_mask_BT(batch).any()
+    assert cut_slice(batch, idle.row_B.tolist(), cpu).loss_mask_BT(batch).any()
+
+
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
+    tmp_path: Path, unit: str
+) -> None:
     def build() -> LocalEngine:
         optim = {"lr": 0.5, "lr_scheduler_type": "cosine"}
         config = Config.model_validate({
-            "model": {"path": "embedded", "dtype": "float32"}, "rollout": {"max_num_seqs": 9},
-            "actor": {"optim": optim}, "critic": {"optim": optim | {"lr_warmup_steps": 6}},
+            "model": {"path": "embedded", "dtype": "float32", "packing": unit == "tokens"},
+            "rollout": {"max_num_seqs": 9}, "actor": {"optim": optim},
+            "critic": {"optim": optim | {"lr_warmup_steps": 6}},
         })  # fmt: skip
         tokenizer = load_tokenizer(model_folder("embedded"))
         return LocalEngine(config, tokenizer, total_steps=8, tell=told.append)
@@ -283,7 +310,8 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(tmp_path: Path
     budgets = learner._budgets()
     assert budgets.keys() == {"actor", "critic", "annotate"}
     for number, budget in enumerate(budgets.values(), 1):
-        budget.rows, budget.halvings = 10 * number, number
+        setattr(budget, unit, 10 * number)
+        budget.halvings = number
     engine._sampler.room.halve(6)
     assert told == [
         "Sampling ran out of memory: at most 3 responses are sampled at once now. Set "
@@ -300,6 +328,6 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(tmp_path: Path
     batch = replace(make_batch(), valid_B=torch.zeros(17, dtype=torch.bool))
     sums = other.step(MiniBatch(batch, actor=True, critic=True))
     assert {name: value for name, value in sums.items() if "micro_batch" in name} == {
-        f"{name}/micro_batch_rows": (10.0 * number, 1.0) for number, name in enumerate(budgets, 1)
+        f"{name}/micro_batch_{unit}": (10.0 * number, 1.0) for number, name in enumerate(budgets, 1)
     }
     assert sums["actor/empty_minibatches"] == sums["critic/empty_minibatches"] == (1.0, 1.0)

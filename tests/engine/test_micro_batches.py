@@ -37,6 +37,19 @@ def test_sorted_by_length_so_that_neighbours_pad_little(lengths) -> None:
     assert flat == sorted(lengths, reverse=True)
 
 
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_a_tenth_is_padding_at_most_unless_micro_batches_are_small(lengths) -> None:
+    plan = plan_micro_batches(lengths, Budget(16384))
+    sizes = [len(group) * max(lengths[i] for i in group) for group in plan]
+    small = all(size <= 1024 or len(group) == 1 for size, group in zip(sizes, plan, strict=True))
+    assert small or sum(sizes) * 0.9 <= sum(lengths)
+
+
+def test_packed_rows_need_no_smaller_micro_batches() -> None:
+    assert len(plan_micro_batches([3000, *[10] * 100], Budget(16384, packed=True))) == 1
+
+
 def test_equal_rows_are_spread_evenly() -> None:
     plan = plan_micro_batches([10] * 12, Budget(100))
     assert [len(group) for group in plan] == [6, 6]

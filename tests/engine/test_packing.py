@@ -42,7 +42,7 @@ from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.micro_batches import Budget, share_micro_batches
 from ppo_cli.engine.models import Policy, load_policy, load_tokenizer, load_value_model
 from ppo_cli.engine.packed_rows import BY_ROWS, PackedRows, Packing, attend_by_rows
-from ppo_cli.engine.packing import MASKED_TOKENS, micro_batch_budget, pack
+from ppo_cli.engine.packing import MASKED_TOKENS, compare_gradients, micro_batch_budget, pack
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import cut_slice
 from ppo_cli.errors import ModelError
@@ -152,6 +152,40 @@ def test_models_that_look_beyond_a_border_are_refused() -> None:
         said = refused(model.eval())
         assert said.startswith("mine cannot be trained on packed rows: its tokens would see")
         assert "model.packing=false" in said
+
+
+def test_unasked_only_models_of_plain_attention_are_packed() -> None:
+    torch.manual_seed(0)
+    for name, build in {
+        "bloom": lambda: BloomForCausalLM(
+            BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
+        ),
+        **MADE,
+    }.items():
+        model = build().eval()
+        attention = model.config._attn_implementation
+        policy = pack(Policy(model, model.base_model, model.lm_head), name, FLOAT32, ALONE, None)
+        plain = name != "bloom" and "window" not in name
+        assert policy.packing is (Packing.BY_ROWS if plain else None), name
+        assert model.config._attn_implementation == (BY_ROWS if plain else attention), name
+
+
+def test_a_kernel_with_other_gradients_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare_gradients(4, 2, 8, FLOAT32) == ""
+    assert compare_gradients(4, 4, 8, Compute(CPU, torch.bfloat16)) == ""
+
+    def without_values(*given: Any, **told: Any) -> Any:
+        module, query, key, value, ends = given
+        return attend_by_rows(module, query, key, value.detach() + 0 * value, ends, **told)
+
+    monkeypatch.setattr("ppo_cli.engine.packing.attend_by_rows", without_values)
+    assert "other gradients" in compare_gradients(4, 2, 8, FLOAT32)
+
+    def broken(*given: Any, **told: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr("ppo_cli.engine.packing.attend_by_rows", broken)
+    assert "no kernel image" in compare_gradients(4, 2, 8, FLOAT32)
 
 
 def test_models_that_do_not_take_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

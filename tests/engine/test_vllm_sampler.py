@@ -313,6 +313,10 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
     several = started(monkeypatch, tensor_model_parallel_size=2)[1]
     assert several["tensor_parallel_size"] == 2 and several["distributed_executor_backend"] == "mp"
     assert several["transfer"] == "memory"
+    more = {"vllm": {"block_size": 64, "compilation_config": {"mode": 0}, "swap_space": None}}
+    given = started(monkeypatch, engine_kwargs=more)[1]
+    assert (given["block_size"], given["compilation_config"]) == (64, {"mode": 0})
+    assert "swap_space" not in given
     adapted, asked = started(monkeypatch, lora=True)
     assert {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}.items() <= asked.items()
     assert adapted._lora == LoRA(3, 6.0)

@@ -134,6 +134,12 @@ def test_a_broken_step_changes_nothing_and_a_row_of_them_stops() -> None:
         trainer.step(4, make_pairs(3))
     for name, parameter in network.module.named_parameters():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
+    with torch.no_grad():
+        network.module.score.weight[0, 0] = 0.0
+    assert trainer.step(5, make_pairs(3)).updated
+    with torch.no_grad():
+        network.module.score.weight[0, 0] = float("nan")
+    assert not trainer.step(6, make_pairs(3)).updated  # the first of a new row
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pages under docs/: the settings are the schema's, links lead somewhere."""
+"""The pages under docs/: what is made from the code equals it, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -25,18 +25,30 @@ def missing(target: Path, anchor: str) -> bool:
     return bool(anchor) and anchor not in anchors(target.read_text(encoding="utf-8"))
 
 
-def test_settings_page_is_the_schema(root: Path) -> None:
-    page = runpy.run_path(str(root / "scripts" / "write_settings.py"))["page"]
-    written = (root / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert written == page(), "run: python scripts/write_settings.py"
+def test_pages_that_follow_from_the_code_do(root: Path) -> None:
+    pages = runpy.run_path(str(root / "scripts" / "write_docs.py"))["PAGES"]
+    for name, page in pages.items():
+        written = (root / "docs" / name).read_text(encoding="utf-8")
+        assert written == page(), f"docs/{name}: run python scripts/write_docs.py"
+
+
+def test_memory_page_is_what_its_script_writes(root: Path) -> None:
+    page = runpy.run_path(str(root / "scripts" / "write_memory.py"))["page"]
+    written = (root / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert written == page(), "run: python scripts/write_memory.py"
 
 
 def test_links_lead_somewhere(root: Path, files: list[Path]) -> None:
     """Those of pages, and those to pages that messages name."""
     broken = []
     for path in files:
-        kinds = {".md": (LINK, path.parent), ".py": (NAMED, Path())}
-        if path.suffix == ".md" or (path.suffix == ".py" and path.parts[0] == "ppo_cli"):
+        links = (LINK, path.parent)
+        kinds = {".md": links, ".txt": links, ".py": (NAMED, Path())}
+        if (
+            path.suffix == ".md"
+            or path.name == "llms.txt"
+            or (path.suffix == ".py" and path.parts[0] == "ppo_cli")
+        ):
             pattern, start = kinds[path.suffix]
             for link in pattern.findall((root / path).read_text(encoding="utf-8")):
                 name, _, anchor = link.partition("#")

@@ -28,11 +28,13 @@ MAY: dict[str, set[str]] = {
     "launch": GROUND | {"config"},
     # Trains a reward model: beside run, with the formats that will score by it.
     "fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
-    "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards"},
+    "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards", "trust"},
     # Commands reach the upper rooms through these, and only inside a function.
     "cli": GROUND | FLOOR_2 | {"run", "fitting", "launch", "trust"},
     "__main__": {"cli"},
-    "__init__": set(),
+    # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
+    "library": GROUND | FLOOR_2 | {"run"},
+    "__init__": {"library"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
 UPPER = ("run", "fitting", "launch", "trust")
@@ -44,13 +46,14 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "transformers": ("engine", "run", "fitting", "data_sets", "rewards.local"),
     "peft": ("engine.lora",),
     "ray": ("engine.cluster",),
+    "bokeh": ("report.page",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
 HEAVY = {
     "torch", "transformers", "datasets", "pyarrow", "pandas", "math_verify", "sympy", "ray",
-    "vllm", "peft", "tensorboard", "wandb", *SDKS,
+    "vllm", "peft", "tensorboard", "wandb", "bokeh", *SDKS,
 }  # fmt: skip
 HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", *LOOP}
 
@@ -73,13 +76,14 @@ def called_imports(node: ast.AST) -> Iterator[str]:
 
 
 def imports_of(source: str) -> Iterator[Import]:
-    """Every import in a module; at the top means outside any function."""
+    """Every import in a module; at the top means when it is imported, for more than its types."""
     tree = ast.parse(source)
     inner = {
         id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        or (isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING")
+        for node in ast.walk(block)
     }
     for node in ast.walk(tree):
         names: list[str] = list(called_imports(node))
@@ -163,4 +167,6 @@ def test_breaches_are_seen() -> None:
     assert breaches("rewards.rules", "def f():\n    import sympy") == []
     assert breaches("cli.train", "from ppo_cli.run.assemble import build")
     assert breaches("cli.train", "def f():\n    from ppo_cli.run.assemble import build") == []
+    assert breaches("cli.train", "if TYPE_CHECKING:\n    from ppo_cli.run.assemble import x") == []
+    assert breaches("cli.train", "if TYPE_CHECKING:\n    from ppo_cli.engine.base import x")
     assert breaches("attic", "")

@@ -11,7 +11,7 @@ import pytest
 
 HEAVY = {
     "torch", "transformers", "datasets", "numpy", "pyarrow", "pandas", "ray", "vllm", "sympy",
-    "math_verify", "openai", "anthropic", "dashscope", "tensorboard", "wandb",
+    "math_verify", "openai", "anthropic", "dashscope", "tensorboard", "wandb", "bokeh",
 }  # fmt: skip
 PROGRAM = [sys.executable, "-X", "importtime", "-m", "ppo_cli"]
 
@@ -39,6 +39,9 @@ def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
         ("train --dry_run", 500, 0),
         ("train --engine verl", 500, 2),
         ("presets list", 500, 0),
+        ("report --help", 500, 0),
+        ("eval --help", 650, 0),
+        ("generate --greedy", 650, 2),
     ],
 )
 def test_no_heavy_import(root: Path, tmp_path: Path, words: str, most: int, exit_code: int) -> None:

@@ -55,6 +55,7 @@ class House:
         self.programs = folder / "programs"
         self.programs.mkdir()
         self.stand_in("bwrap", "exit 0")
+        self.stand_in("chromedriver", "exit 0")
 
     def stand_in(self, name: str, line: str) -> None:
         (self.programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "$CALLS"\n{line}\n')
@@ -254,11 +255,12 @@ def test_interrupted_set_up_ends_pip(house: House) -> None:
 
 @pytest.fixture
 def bare_house(house: House) -> House:
-    """A machine without bubblewrap, sudo and apt-get, whose programs are links."""
-    (house.programs / "bwrap").unlink()
+    """A machine without bubblewrap, chromium, sudo and apt-get, whose programs are links."""
+    for name in ("bwrap", "chromedriver"):
+        (house.programs / name).unlink()
     for folder in ("/bin", "/usr/bin"):
         for program in Path(folder).iterdir():
-            if program.name not in {"bwrap", "sudo", "apt-get"}:
+            if program.name not in {"bwrap", "chromedriver", "sudo", "apt-get"}:
                 with suppress(FileExistsError):
                     (house.programs / program.name).symlink_to(program)
     return house
@@ -282,7 +284,7 @@ def _be(house: House, uid: int) -> None:
         (0, None, None, False),
     ],
 )
-def test_bubblewrap_is_installed_or_asked_for(
+def test_programs_of_tests_are_installed_or_asked_for(
     uid: int, apt: str | None, sudo: str | None, installed: bool, bare_house: House
 ) -> None:
     _be(bare_house, uid)
@@ -293,6 +295,7 @@ def test_bubblewrap_is_installed_or_asked_for(
     assert done.returncode == 0, done.stderr
     calls = [c for c in bare_house.calls.read_text().splitlines() if c.startswith("apt-get")]
     assert bool(calls) == (apt is not None and (uid == 0 or sudo == 'shift; exec "$@"'))
-    assert all("bubblewrap" in call or call.endswith("update") for call in calls)
-    assert ("bubblewrap is missing" in done.stderr) != installed
+    for name, packages in (("bubblewrap", "bubblewrap"), ("chromium", "chromium chromium-driver")):
+        assert any(call.endswith(packages) for call in calls) == bool(calls)
+        assert (f"{name} is missing" in done.stderr) != installed
     assert "Ready in" in done.stderr

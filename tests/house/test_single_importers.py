@@ -14,6 +14,7 @@ from tests.house.test_floors import own_imports
 MOST = 25
 STANDS = {
     "config.verl": "the translation of foreign names; resolve merges the layers",
+    "config.verl_turns": "names that are more than another name; with them, verl is over the cap",
     "engine.actor_critic": "the models that are trained; with them, learner is over the cap",
     "engine.hf_sampler": "one sampler of several",
     "engine.cluster.cluster": "the processes, whatever they hold; with it, engine is over the cap",
@@ -21,8 +22,8 @@ STANDS = {
     "engine.cluster.head": "a program of its own",
     "launch.keeper": "a program of its own",
     "launch.member": "the other nodes' side; with it, nodes is over the cap",
+    "library": "what is offered in Python; the package itself has to stay quick to import",
     "rewards.code.probe": "a program of its own, inside the sandbox",
-    "rewards.code.sandboxes": "what a process is started in; check runs the tests there",
     "rewards.code.sandlock_launcher": "a program of its own",
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.judge.scale_words": "which scale a text names: a reader of its own",

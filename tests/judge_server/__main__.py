@@ -10,7 +10,7 @@ import json
 import signal
 import threading
 
-from tests.judge_server.server import BASES, JudgeServer
+from tests.judge_server.server import BASES, HINTS, JudgeServer
 
 
 def parse() -> argparse.Namespace:
@@ -20,6 +20,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rps", type=float, default=None, help="calls a second; above: 429")
     parser.add_argument("--burst", type=float, default=1.0, help="calls let in at once")
     parser.add_argument("--concurrency-limit", type=int, default=None)
+    parser.add_argument("--per-minute", type=int, default=None, help="calls a minute; above: 429")
+    parser.add_argument("--hint", choices=HINTS, default="seconds", help="what a 429 says to wait")
     parser.add_argument("--slow-share", type=float, default=0.0, help="share of slow calls")
     parser.add_argument("--slow-latency", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)

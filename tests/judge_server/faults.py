@@ -78,3 +78,21 @@ class Bucket:
             self._level -= 1.0
             return 0.0
         return (1.0 - self._level) / self.rate
+
+
+class Minute:
+    """So many calls in each minute, counted from the first one."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+        self._began, self._used = time.monotonic(), 0
+
+    def take(self) -> float:
+        """Take one call: 0.0 when there was one left, else the seconds until the next minute."""
+        now = time.monotonic()
+        if now >= self._began + 60.0 or not self._used:
+            self._began, self._used = now, 0
+        if self._used < self.calls:
+            self._used += 1
+            return 0.0
+        return self._began + 60.0 - now

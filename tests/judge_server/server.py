@@ -6,6 +6,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import math
 import random
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.judge_server.faults import ENDS, Bucket, Fault
+from tests.judge_server.faults import ENDS, Bucket, Fault, Minute
 from tests.judge_server.wire import WIRES, Answer, decision_texts, default_score, wire_of
 from tests.judge_server.wire import write_decision as decide
 from tests.loopback import HTML, Loopback, cut
@@ -26,6 +27,16 @@ BASES = {
     "gemini": "",
     "dashscope": "/api/v1",
     "dashscope-compatible": "/compatible-mode/v1",
+}
+# What a refusal says about the time to wait: most providers send whole seconds.
+HINTS: dict[str, Callable[[float], dict[str, str]]] = {
+    "seconds": lambda wait: {"Retry-After": str(math.ceil(wait))},
+    "ms": lambda wait: {"retry-after-ms": str(math.ceil(1000 * wait))},
+    "ratelimit": lambda wait: {
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": f"{math.ceil(1000 * wait)}ms",
+    },
+    "none": lambda wait: {},
 }
 _KEY_HEADERS = ("Authorization", "x-api-key", "x-goog-api-key")
 
@@ -78,12 +89,15 @@ class JudgeServer(Loopback):
         self, score: Score = default_score, *, latency: float = 0.0, rps: float | None = None,
         burst: float = 1.0, concurrency_limit: int | None = None, slow_share: float = 0.0,
         slow_latency: float = 0.0, port: int = 0, seed: int = 0, keep_calls: bool = True,
+        hint: str = "seconds", per_minute: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__("judge server", port=port, largest=64 * 2**20)
         self.score = score
         self.state = State(latency, slow_share, slow_latency, concurrency_limit)
         self.state.keep_calls = keep_calls
         self._bucket = Bucket(rps, burst) if rps else None
+        self._minute = Minute(per_minute) if per_minute else None
+        self._hint = HINTS[hint]
         self._dice = random.Random(seed)
 
     # --- what a test uses -------------------------------------------------------------------
@@ -135,6 +149,8 @@ class JudgeServer(Loopback):
         self.state.keep_calls = old.keep_calls
         if self._bucket:
             self._bucket = Bucket(self._bucket.rate, self._bucket.burst)
+        if self._minute:
+            self._minute = Minute(self._minute.calls)
 
     # --- answering --------------------------------------------------------------------------
 
@@ -217,11 +233,13 @@ class JudgeServer(Loopback):
             wait = 0.1
         elif self._bucket is not None:
             wait = self._bucket.take()
+        elif self._minute is not None:
+            wait = self._minute.take()
         if not wait:
             return None
         self.state.rejected += 1
         body = WIRES[name].error(429, "Rate limit reached, slow down", None, None)
-        return web.json_response(body, status=429, headers={"Retry-After": f"{wait:.3f}"})
+        return web.json_response(body, status=429, headers=self._hint(wait))
 
     async def _break(
         self, request: web.Request, name: str, fault: Fault

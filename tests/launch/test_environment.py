@@ -117,5 +117,6 @@ def test_ranks_that_may_count_nodes_are_named_with_the_mend() -> None:
 
 def test_hosts_for_names() -> None:
     assert slurm_hosts(STEP) == ["gpu-07", "gpu-08", "login"]
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "a,b,c", "SLURM_STEP_NODELIST": "b,c"}) == ["b", "c"]
     assert slurm_hosts({}) == []
     assert slurm_hosts({"SLURM_JOB_NODELIST": "a[", "PATH": ""}) == []

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
+from ppo_cli.config.derived import gen_batch
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
@@ -221,7 +222,7 @@ class Script:
         screen = Screen()
         reward, engine = ScriptedReward(self.score), Engine(self.told)
         tracker = Tracker(self.folder, screen, ("console",), total_steps=self.steps, config=config)
-        order = PromptOrder(self.prompts, config.data.train_batch_size, config.trainer.seed)
+        order = PromptOrder(self.prompts, gen_batch(config), config.trainer.seed)
 
         def diagnose(scored: Sequence[Any]) -> str:
             self.diagnosed.append(len(scored))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.derived import placement_of
+from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
@@ -147,7 +148,7 @@ class Judge(ScriptedReward):
 
 
 def test_a_reward_is_started_and_knows_what_it_has_spent(
-    assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+    assembled: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
     stops: list[Interrupted] = []
@@ -164,6 +165,10 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
     first, attached = asked(), ("attach", "run")
     assert told == [attached, ("start", 13, False), "close"]
     assert first.screen.notes[-1] == "The judge is tested."
+    spent = tmp_path / "run" / "judge_calls.jsonl"
+    spent.write_text("")
+    asked()
+    assert spent.exists(), "a run that has no checkpoint yet has spent all the same"
     done: Future[None] = Future()
     done.set_result(None)
 
@@ -190,6 +195,7 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
     assert str(stopped.value).endswith("--rm_budget_usd 6.5")
     for given, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
         anew = asked(given)
+        assert not spent.exists()
         assert told == [("start", 13, False), attached, "close"]
         assert sum("A new run: " in note for note in anew.screen.notes) == notes
         assert anew.restarts["origin"] is None and anew.job.store.steps() == []
@@ -296,12 +302,15 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     engine: Engines = seen.engines
     assert engine.get() is engine.get() is made[0].engine
     first = made[0]
-    assert (first.config, first.tokenizer) == (seen.job.config, engine.tokenizer)
+    memory: list[str] = []
+    settled = keep_activations(seen.job.config, memory.append)
+    assert settled.model.enable_gradient_checkpointing is False
+    assert (first.config, first.tokenizer) == (settled, engine.tokenizer)
     assert (first.total_steps, first.logs) == (seen.job.total_steps, engine.logs)
     assert first.placement == placement_of(seen.job.config) and first.placement.train == (0, 1, 2)
     assert (first.address, first.stop_requested()) == (Cluster.address, "SIGTERM on node 1")
     first.tell("Hello")
-    assert seen.screen.notes[-2:] == ["Loading embedded", "Hello"]
+    assert seen.screen.notes[-3:] == ["Loading embedded", *memory, "Hello"]
     # What failed once need not be tried again by another start.
     assert engine.renew() is made[1].engine and first.engine.closed
     assert made[1].config.rollout.weight_transfer == "memory"

@@ -51,6 +51,13 @@ def test_written_checkpoints_are_found_and_latest_points_to_the_newest(tmp_path:
     assert (tmp_path / "latest" / "state" / "x").read_text() == "200"
 
 
+def test_all_checkpoints_are_kept_where_no_number_is_set(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    for step in (5, 10, 200, 300, 400):
+        write(store, step)
+    assert store.steps() == [5, 10, 200, 300, 400]
+
+
 def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     filled: Future[None] = Future()

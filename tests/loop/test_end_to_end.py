@@ -145,10 +145,20 @@ def test_the_embedded_run_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "opo", "reinforce_plus_plus"])
-def test_estimators_without_a_critic_run(estimator: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "loss"),
+    [
+        ("grpo", "gspo"),
+        ("rloo", "cispo"),
+        ("remax", "clip_cov"),
+        ("opo", "kl_cov"),
+        ("reinforce_plus_plus", "geo_mean"),
+        ("gpg", "gpg"),
+    ],
+)
+def test_estimators_without_a_critic_run(estimator: str, loss: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    args = (*SMALL, f"algorithm.adv_estimator={estimator}", "--max_steps", "2")
+    args = (*SMALL, "--adv_estimator", estimator, "--policy_loss", loss, "--max_steps", "2")
     train(
         out, *args, "actor.use_kl_loss=true", "actor.kl_loss_type=full",
         "algorithm.use_kl_in_reward=true",

@@ -347,6 +347,67 @@ def test_a_step_that_cannot_be_scored_never_was(make: Make) -> None:
     assert resumed.engine.samplings == whole.engine.samplings[2:]
 
 
+FILTER = {"enable": True, "metric": "seq_reward", "max_num_gen_batches": 4}
+
+
+def test_dynamic_sampling_fills_the_batch_and_resumes_within_a_refill(make: Make) -> None:
+    """Prompts whose number 3 divides score alike; a step of 6 takes batches of 4 of them."""
+    down = {"now": True}
+    asked: list[int] = []
+
+    def score(rollout: Rollout, step: int) -> float | None:
+        asked.append(step)
+        if step == 3 and down["now"] and asked.count(3) > 8:  # in the second batch
+            raise Interrupted("The judge is down.")
+        p = number(rollout.prompt)
+        if p == 1:
+            return None if rollout.sample else 0.5  # one score alone differs from nothing
+        return 7.0 if p % 3 == 0 else float(rollout.sample)
+
+    given: dict[str, Any] = {
+        "score": score, "steps": 4, "prompts": 24, "trainer": {"save_freq": 1},
+        "data": {"gen_batch_size": 4, "train_batch_size": 6, "max_response_length": 9},
+        "algorithm": {"use_kl_in_reward": False, "filter_groups": FILTER},
+    }  # fmt: skip
+
+    script = make(**given)
+    stage = ran(script, Interrupted)
+    assert stage.job.store.steps()[-1] == 2
+    down["now"] = False
+    resumed = script.build()
+    run(resumed.job, load(resumed.job, stage.folder / "checkpoints" / "step_000002"))
+    whole = ran(make("whole", **given))
+    assert resumed.lines == whole.lines
+    batches = [who(b) for b in whole.engine.batches("actor", 3)]
+    assert [who(b) for b in resumed.engine.batches("actor", 3)] == batches
+    for step in range(1, 5):
+        rows = [row for b in whole.engine.batches("actor", step) for row in who(b)]
+        taught = {p for p, _ in rows}
+        assert len(taught) == 6 and len(rows) == 12
+        assert all(p % 3 and p != 1 for p in taught)
+    turns = whole.column("filter/gen_batches")
+    assert sum(turns.values()) == len(whole.engine.samplings) and max(turns.values()) > 1
+    # Each batch of prompts of a step has a draw of its own.
+    assert len({s.seed for _, s in whole.engine.samplings}) == len(whole.engine.samplings)
+    sampled = [int(uid[1:]) for uids, _ in whole.engine.samplings for uid in uids]
+    alike = sum(p % 3 == 0 or p == 1 for p in sampled)
+    shares = whole.column("filter/alike_share")
+    assert sum(shares[s] * 4 * turns[s] for s in turns) == pytest.approx(alike)
+
+
+def test_dynamic_sampling_ends_where_nothing_differs(make: Make) -> None:
+    for most, batches in ((2, 2), (0, 4)):  # 0: one pass over the prompts
+        filtered = {
+            "use_kl_in_reward": False,
+            "filter_groups": FILTER | {"max_num_gen_batches": most},
+        }
+        script = make(f"run{most}", prompts=24, algorithm=filtered)
+        stage = ran(script, Interrupted)
+        assert len(stage.engine.samplings) == batches
+        said = f"found 0 of the 6 prompts of a batch in {batches} batches ({6 * batches} prompts"
+        assert said in stage.screen.notes[-1]
+
+
 def test_a_stop_is_saved_and_one_in_a_validation_goes_on_with_it(make: Make) -> None:
     asked: list[str] = []
     script = make(steps=4, stop_requested=lambda: "SIGTERM" if "stop" in asked else None)

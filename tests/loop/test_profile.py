@@ -66,7 +66,6 @@ def test_steps_that_are_none_are_refused(word: str) -> None:
     assert repr(word) in told and "--profile 3" in told
 
 
-def test_other_profilers_are_refused_with_ours() -> None:
-    settle("global_profiler.tool=torch")
-    (told,) = problems("global_profiler.tool=nsys")
-    assert "--profile STEPS" in told
+def test_of_another_profiler_a_run_says_which_it_has() -> None:
+    notes = settle("global_profiler.tool=nsys").notes
+    assert any("--profile STEPS" in note for note in notes), notes

@@ -158,6 +158,12 @@ def test_importance_weights_correct_the_sampler() -> None:
         mean = sum(expected) / 2
         assert step.metrics["rollout/is_weight_mean"] == pytest.approx(mean)
         assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(np.log(9.0), rel=1e-5)
+    limits = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.3_2.0"}
+    rejecting = config(rollout_correction=limits)
+    step = shape_step(rejecting, annotated, score_all(made, [1.0]), 0.0, None)
+    assert step.batch.loss_mask_BT.tolist() == [[True, False]]  # exp(k1): 0.667 and 0.111
+    assert step.metrics["rollout/rejected_share"] == 0.5
+    assert step.batch.scores_B.tolist() == [1.0]
     stale = Config.model_validate({"trainer": {"async_steps": 1}})  # by token, unless set
     step = shape_step(stale, annotated, score_all(made, [1.0]), 0.0, None)
     torch.testing.assert_close(step.batch.is_weight_BT, torch.tensor([[1.5, 2.0]]))

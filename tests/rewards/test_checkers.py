@@ -130,6 +130,7 @@ def test_contains_answer() -> None:
         ("Parisian", "Paris", False),
         ("1420", "42", False),
         ("4.2", "4", False),
+        ("It is 3.5.", "5", False),
         ("It is 4.", "4", True),
         ("首都是北京。", "北京", True),
         ("New   York\ncity", "new york", True),

@@ -291,6 +291,8 @@ class ClusterEngine:
             for rank, one in enumerate(self._learners)
         ]  # fmt: skip
         collect([*joining, *loading], may_stop=True)
+        for remark in self._learn("noted")[0]:
+            self._tell(remark)
 
     def _send_first_weights(self, config: Config) -> None:
         if self.weight_transfer != "memory":

@@ -1,8 +1,9 @@
 """A program of its own: a Ray for one run, in a session of its own, that ends with its owner.
 
-`python -m ppo_cli.engine.cluster.head '{"folder": …}'` starts Ray, prints its address as a
-JSON line, and watches: when stdin ends (the owner closed it or died) or a part of Ray dies, it
-takes down all that belongs to its session. Signals meant for the owner do not reach it.
+`python -m ppo_cli.engine.cluster.head '{"folder": …}'` starts Ray, prints its address and the
+process ids of its parts as a JSON line, and watches: when stdin ends (the owner closed it or
+died) or a part of Ray dies, it takes down all that belongs to its session. Signals meant for the
+owner do not reach it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _serve(wish: dict[str, Any]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parts = _find_parts()
     try:
-        print(json.dumps({"address": ray.get_runtime_context().gcs_address}), flush=True)
+        address = ray.get_runtime_context().gcs_address
+        print(json.dumps({"address": address, "parts": parts}), flush=True)
     except BrokenPipeError:  # the owner died meanwhile
         return 0
     while True:

@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from ppo_cli.atomic import lives
 from ppo_cli.engine.cluster.head import LOST, end_session
 from ppo_cli.engine.cluster.worker_process import read_tail
 from ppo_cli.engine.leftovers import claim, sweep
@@ -30,6 +31,8 @@ from ppo_cli.redact import redact
 LONGEST_ROOT = 30
 SMALL_MACHINE = 64 * 2**30
 ENDS_S = 10.0
+# Ray gives its own process 30 s to register, which a busy machine does not always keep.
+TOO_SLOW = b"The current node timed out during startup"
 STOPPED = "Stopped while starting ({})."
 # Nobody else can reach what listens, and Ray looks for it at 127.0.0.1.
 HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -41,23 +44,27 @@ class OwnRay:
     def __init__(self, *, gpus: int, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / "ray.log"
+        self._gpus = gpus
         self._closed = False
         self._started = False
-        root = _short_root()
-        sweep(Path(root))  # of a run that was killed together with its Ray
-        self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=root))
+        self._parts: dict[str, int] = {}
+        sweep(Path(_short_root()))  # of a run that was killed together with its Ray
+        self._begin()
+
+    def _begin(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ppo-", dir=_short_root()))
         try:
-            self._head = self._begin(gpus)
+            self._head = self._start()
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _begin(self, gpus: int) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         claim(self.folder)
         wish = {
             "folder": str(self.folder),
             "num_cpus": os.cpu_count() or 1,  # as many workers as that start at the same time
-            "num_gpus": gpus,
+            "num_gpus": self._gpus,
             "object_store_memory": _object_store_bytes(),
         }
         # Its own session: Ctrl-C is for us alone. Its workers end soon after their cluster.
@@ -66,6 +73,7 @@ class OwnRay:
             "RAY_prestart_worker_first_driver": "0",  # ours have environments of their own
         }
         with self._log.open("ab") as log:
+            self._log_start = log.tell()
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
@@ -78,18 +86,27 @@ class OwnRay:
         return self._head.pid
 
     def await_address(self, timeout_s: float, stop_requested: Callable[[], str | None]) -> str:
-        """Wait until it can be joined, and say where."""
-        assert self._head.stdout is not None
+        """Wait until it can be joined, and say where.
+
+        It is started again where it found the machine too slow. Raises WorkerLost when it cannot
+        be joined in time, Interrupted when a stop is asked for.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if stop := stop_requested():
                 raise Interrupted(STOPPED.format(stop))
+            assert self._head.stdout is not None
             if select.select([self._head.stdout], [], [], 0.2)[0]:
                 line = self._head.stdout.readline()
                 if line.startswith(b"{"):
                     self._started = True
-                    return str(json.loads(line)["address"])
-                if not line:
+                    told = json.loads(line)
+                    self._parts = told["parts"]
+                    return str(told["address"])
+                if not line and TOO_SLOW in self._log.read_bytes()[self._log_start :]:
+                    self._end()
+                    self._begin()
+                elif not line:
                     break
         took = "it ended" if self._head.poll() is not None else f"no answer in {timeout_s:g} s"
         raise WorkerLost(f"Ray did not start on this machine: {took}. {read_tail(self._log)}")
@@ -98,8 +115,13 @@ class OwnRay:
         """Say how it ended, or None while it runs."""
         code = self._head.poll()
         if code is None:
-            return None
-        part = next((name for name, number in LOST.items() if number == code), None)
+            # The head itself may take seconds to see it and to end, on a busy machine; workers
+            # that went with the part are missed before that.
+            part = next((name for name, pid in self._parts.items() if not lives(pid)), None)
+            if part is None:
+                return None
+        else:
+            part = next((name for name, number in LOST.items() if number == code), None)
         if part is None:
             return f"Ray on this machine ended (code {code}). {read_tail(self._log)}"
         return f"Ray on this machine lost its {part}, and with it all workers."
@@ -109,6 +131,10 @@ class OwnRay:
         if self._closed:
             return
         self._closed = True
+        self._end()
+        sweep()
+
+    def _end(self) -> None:
         head = self._head
         assert head.stdin is not None and head.stdout is not None
         head.stdin.close()
@@ -120,7 +146,6 @@ class OwnRay:
             head.wait()
         head.stdout.close()
         end_session(head.pid)  # what a killed head left behind
-        sweep()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -64,6 +64,10 @@ class LearnerRole(Learner):
         """The weight version."""
         return self.weight_version
 
+    def noted(self) -> list[str]:
+        """What to tell people of how the models were loaded."""
+        return self.remarks
+
     def connect(self, plan: ExchangePlan) -> None:
         """Meet the samplers, to which weights go without the driver."""
         self._exchange = Exchange(plan, self, self._ranks.rank, self._compute)

@@ -7,12 +7,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question
-from ppo_cli.rewards.remote.limiter import Clock, LearnedPace, Limits, Spacing, Window
+from ppo_cli.rewards.remote.limiter import Capacity, Clock, Limits, Spacing, Ticket
 
 FEWEST = 5
 MOST = 20
@@ -95,6 +94,10 @@ class Breaker:
         if self._quiet_since is None:
             self._quiet_since = self._clock()
 
+    def quiet_s(self) -> float:
+        """Seconds since the last call that was answered, or since the first one."""
+        return self._clock() - (self._quiet_since or 0.0)
+
     def success(self) -> bool:
         """Take a call that the judge answered; returns whether that ended an outage."""
         self.last_success = self._quiet_since = self._clock()
@@ -120,11 +123,10 @@ class Breaker:
             self._wait_longer(error)
         else:
             self._streak += 1
-            quiet = self._clock() - (self._quiet_since or 0.0)
             # One call at a time: five in a row. Many at once: a row that chance does not make,
             # even when a third of all calls fail.
             enough = self._streak >= min(MOST, max(FEWEST, window))
-            if enough and (quiet >= QUIET_S or self._streak >= 2 * MOST):
+            if enough and (self.quiet_s() >= QUIET_S or self._streak >= 2 * MOST):
                 self._start()
                 self._wait_longer(error)
 
@@ -197,6 +199,8 @@ class Breaker:
     def _wait_longer(self, error: JudgeError) -> None:
         now, asked = self._clock(), error.retry_after or 0.0
         self._asked_s = asked if asked > self._backoff else 0.0
+        if error.status in TOO_MANY:  # the end of a minute, not of a breakdown
+            self._backoff = min(LONGEST_WAIT_S, max(1.0, 0.1 * (now - self._opened)))
         # A clock that goes wrong makes long pauses out of short ones: one try before the end.
         last_try = self.gives_up_at - min(LONGEST_WAIT_S, 0.1 * self.outage_wait)
         again = max(now + self._backoff, min(now + asked, last_try))
@@ -212,24 +216,14 @@ def _one_line(error: JudgeError) -> tuple[str, str]:
     return " ".join(said.split()), hint.strip()
 
 
-_TOO_MANY = {429, 529}
+TOO_MANY = {429, 529}
+COARSE_S = 2.0
 _OVERLOADED = {408, 503, 504}
 _CALM_S = 30.0
 
 
-@dataclass(eq=False)
-class Ticket:
-    """One verdict at the door; `tokens` is what its next call may use of a tokens-a-minute cap."""
-
-    tokens: int = 0
-    sent: int = 0
-    sent_at: float = 0.0
-    probing: bool = False
-    failed_probes: int = 0
-
-
 class Admission:
-    """Queues calls and lets them go: window, pace, caps a minute, pauses and the breaker.
+    """Queues calls and lets them go: learned capacity, caps a minute, pauses and the breaker.
 
     A call that is tried again goes before fresh ones: its verdict was begun. While the breaker
     is open the queue turns round instead, so that no single text decides about the judge.
@@ -238,8 +232,7 @@ class Admission:
     def __init__(self, limits: Limits, breaker: Breaker, clock: Clock = time.monotonic) -> None:
         self.in_flight = 0
         self.breaker = breaker
-        self.window = Window(limits.concurrency, clock)
-        self.pace = LearnedPace(clock)
+        self.capacity = Capacity(limits.concurrency, clock)
         self.known_good: Callable[[], bool] = lambda: False
         self._clock = clock
         self._rpm = Spacing(limits.max_rpm / 60.0, clock) if limits.max_rpm else None
@@ -263,7 +256,8 @@ class Admission:
             self._admit(ticket)
             return
         place = asyncio.get_running_loop().create_future()
-        again = ticket.sent and not self.breaker.open
+        # A refused call goes behind the others: most providers ask it to wait a second or more.
+        again = ticket.sent and not ticket.refused and not self.breaker.open
         (self._again if again else self._fresh).append((ticket, place))
         self.pump()
         try:
@@ -296,28 +290,34 @@ class Admission:
 
     def succeeded(self, ticket: Ticket, *, used: int | None = None) -> None:
         """Take back a call that the judge answered, whatever it said; `used` tokens it took."""
-        full = self.in_flight >= self.window.size() or self._waiting()
-        self.window.succeeded(full=full)
+        self.capacity.answered(ticket, waiting=self._waiting())
         if self.breaker.success():
-            self.window.restart()
+            self.capacity.restart()
         self._leave(ticket, used)
 
     def failed(self, ticket: Ticket, error: JudgeError) -> None:
         """Take back a call that failed, and learn from how."""
-        now = self._clock()
+        now, asked = self._clock(), error.retry_after
         ticket.failed_probes += ticket.probing
-        if error.status in _TOO_MANY:
+        ticket.refused = error.status in TOO_MANY
+        pause = self.breaker.short_pause(asked) if error.kind is Failure.RETRYABLE else 0.0
+        outage = True
+        if ticket.refused:
             self._pushed_at = now
-            self.pace.refused(ticket.sent_at, min(error.retry_after or 0.0, LONGEST_WAIT_S))
-            if not self.pace.deaf:
-                self.window.too_many(ticket.sent_at)
+            none_yet = self.capacity.refused(ticket)
+            # One that may pass soon is no sign of an outage, unless none was answered for long.
+            long = min(LONGEST_WAIT_S, self.breaker.outage_wait)
+            soon = error.kind is Failure.RETRYABLE and not is_long(asked)
+            outage = ticket.probing or not soon or self.breaker.quiet_s() > long
+            # A short pause is rounded up to whole seconds: others may be let in before.
+            if pause <= COARSE_S and not (none_yet and self.in_flight == 1):
+                pause = 0.0
         elif error.status in _OVERLOADED or error.cause == "timeout":
             self._pushed_at = now if error.status == 503 else self._pushed_at
-            self.window.overloaded(ticket.sent_at)
-        if error.kind is Failure.RETRYABLE:
-            pause = self.breaker.short_pause(error.retry_after)
-            self._paused_until = max(self._paused_until, now + pause)
-        self.breaker.failure(error, window=self.window.size(), probe=ticket.probing)
+            self.capacity.overloaded(ticket.sent_at)
+        self._paused_until = max(self._paused_until, now + pause)
+        if outage:
+            self.breaker.failure(error, window=self.capacity.size(), probe=ticket.probing)
         if self.breaker.open:
             # Whoever waits elsewhere would not be there to probe, nor hear of the end.
             self.breaker.hold_until(self._paused_until)
@@ -377,9 +377,7 @@ class Admission:
         now = self._clock()
         if self.breaker.open:
             return math.inf if self._probing else max(0.0, self.breaker.next_probe - now)
-        if self.in_flight >= self.window.size():
-            return 0.02 if self.window.ramping else math.inf
-        waits = [self._paused_until - now, self.pace.wait()]
+        waits = [self._paused_until - now, self.capacity.wait(self.in_flight)]
         waits += [spacing.wait() for spacing in (self._rpm, self._tpm) if spacing]
         return max(0.0, *waits)
 
@@ -387,11 +385,9 @@ class Admission:
         ticket.probing = self.breaker.open
         self._probing += ticket.probing
         ticket.sent += 1
-        ticket.sent_at = self._clock()
+        self.capacity.sent(ticket)
         self.in_flight += 1
         self.breaker.sent()
-        self.window.sent()
-        self.pace.sent()
         if self._rpm:
             self._rpm.take()
         if self._tpm:
@@ -404,7 +400,7 @@ class Admission:
         if self._tpm and used is not None:
             self._tpm.correct(used - ticket.tokens)
         if not self.in_flight and not self._waiting():
-            self.pace.idle()
+            self.capacity.idle()
         self.pump()
 
     def _waiting(self) -> bool:

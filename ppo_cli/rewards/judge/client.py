@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
-from ppo_cli.rewards.judge.breaker import Admission, BadRequests, Breaker, Ticket
+from ppo_cli.rewards.judge.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
 from ppo_cli.rewards.judge.calls import (
     Failure,
@@ -29,7 +29,7 @@ from ppo_cli.rewards.judge.calls import (
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
-from ppo_cli.rewards.remote.limiter import Limits
+from ppo_cli.rewards.remote.limiter import Limits, Ticket
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0
@@ -105,8 +105,9 @@ class JudgeClient:
         self._ledger = ledger
         self._cache = cache
         self._clock = time.monotonic
-        self._breaker = Breaker(f"{provider.name} ({provider.model})", limits.outage_wait)
-        self._admission = Admission(limits, self._breaker)
+        label = f"{provider.name} ({provider.model})"
+        self._breaker = Breaker(label, limits.outage_wait, self._clock)
+        self._admission = Admission(limits, self._breaker, self._clock)
         self._admission.known_good = self._probe_known_good
         self._bad_requests = BadRequests()
         self._counts = Counters()
@@ -149,7 +150,7 @@ class JudgeClient:
         """Return what was counted since the last call, and start again from nothing."""
         taken, self._counts = self._counts, Counters()
         open_seconds = self._breaker.open_seconds()
-        taken.concurrency = self._admission.window.size()
+        taken.concurrency = self._admission.capacity.size()
         taken.open_seconds, self._open_before = open_seconds - self._open_before, open_seconds
         return taken
 
@@ -262,11 +263,15 @@ class JudgeClient:
         # An outage is nobody's own time: the breaker decides how long it may last.
         if self._breaker.open or self._breaker.gave_up:
             return 0.0
-        pause = random.uniform(0.0, min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0**job.retries))
-        pause = max(pause, self._breaker.short_pause(error.retry_after))
-        job.retries += 1
-        # One Retry-After alone must not use a verdict's whole time up.
-        job.spent += job.last_s + min(pause, self._limits.deadline / 4.0)
+        if error.status in TOO_MANY:  # no backoff of its own: the admission slows all calls down
+            job.spent += job.last_s
+            pause = 0.0
+        else:
+            pause = random.uniform(0.0, min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0**job.retries))
+            pause = max(pause, self._breaker.short_pause(error.retry_after))
+            job.retries += 1
+            # One Retry-After alone must not use a verdict's whole time up.
+            job.spent += job.last_s + min(pause, self._limits.deadline / 4.0)
         if job.spent >= self._limits.deadline and self._answered_others(job):
             raise self._final(job, error)
         return pause

@@ -1,8 +1,8 @@
 """How many calls may be under way, and how fast new ones may follow.
 
-Three brakes: a window of calls in flight that opens and closes with what the judge says, a pace
-learned from its refusals, and the caps on requests and tokens a minute that the user set.
-Pure bookkeeping on a clock; who waits, and for how long, is for `judge.breaker`.
+`Capacity` learns both from the calls that a server refuses; `Spacing` keeps the caps on requests
+and tokens a minute that the user set. Pure bookkeeping on a clock; who waits, and for how long, is
+for `judge.breaker`. docs/design/008-judge-limiter.md has the reasons and the figures.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from ppo_cli.config.reward_schema import ApiReward
 
 Clock = Callable[[], float]
 
+# The first calls: so many at once, twice as many every DOUBLING_S until one is refused.
 FIRST_WINDOW = 8
 DOUBLING_S = 0.05
-_CUT = 0.7
+_CUT = 0.7  # of the window, when most calls time out
+# The pace: this much above the rate of the calls let in, and one lesson takes at most this share.
+_ABOVE = 1.03
+_LEAST, _LEAST_OF_FEW = 0.5, 0.9  # when less than a tenth was refused
+_LESSON_CALLS, _LESSON_S, _SHORTEST_S = 16, 0.5, 0.05
+_NOISE_SHARE = 0.2  # refused at a pace that was let in before
+# It grows by this share: a second, for each second since the last refusal; a call, after 16 calls.
+_GAIN_S, _GAIN_CALLS, _FASTEST = 0.03, 0.02, 3.0
+# Intervals of the pace until the call after a refused one, with others under way, and without.
+_RAREST, _SOONEST = 8.0, 0.1
+_LONG_QUIET_S = 2.0
+# The seconds that a late call may catch up.
 _CAP_CREDIT_S = 0.25
-_PACE_CREDIT_S = 0.03
-_LEARN_S = 1.0
-_FIRST_LEARN_S = 0.25
-_SHORT_PAUSE_S = 0.25
+_CREDIT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,181 +82,198 @@ class Spacing:
 
     def take(self, cost: float = 1.0) -> None:
         """Take `cost` units now, whatever was left."""
-        start = max(self._next, self._clock() - self._credit_s)
-        self._next = start + cost / self.rate
+        self._next = max(self._next, self._clock() - self._credit_s) + cost / self.rate
 
     def correct(self, cost: float) -> None:
         """Add to what was taken, or give back (a negative cost)."""
         self._next += cost / self.rate
 
+    def later(self, moment: float) -> None:
+        """Let nothing be taken before then."""
+        self._next = max(self._next, moment)
 
-class Window:
-    """Calls that may be in flight at once: additive increase, multiplicative decrease.
+    def sooner(self, moment: float) -> None:
+        """Let something be taken then at the latest."""
+        self._next = min(self._next, moment)
 
-    As long as nothing pushed back the window doubles every twentieth of a second, up to the cap:
-    "too many" is said at once, while a verdict may take seconds, so waiting a whole round trip
-    for every doubling would only cost time.
+
+@dataclass(eq=False)
+class Ticket:
+    """One verdict that waits for its call; `tokens` is what the call may use of a token cap.
+
+    `number` counts the calls sent. `quiet_s` is how long the server had refused all calls when
+    this one left, `paced` whether it left by the pace, and not for one that was answered.
     """
 
-    def __init__(self, cap: int, clock: Clock = time.monotonic) -> None:
-        self.cap = cap
+    tokens: int = 0
+    sent: int = 0
+    sent_at: float = 0.0
+    number: int = 0
+    quiet_s: float = 0.0
+    paced: bool = False
+    refused: bool = False
+    probing: bool = False
+    failed_probes: int = 0
+
+
+class Capacity:
+    """How fast calls may leave, and how many may be under way, learned from those refused.
+
+    A pace a little above the rate of the calls let in keeps the server busy, whatever it counts.
+    As long as calls that leave by the pace are refused, one more leaves for each that is answered.
+    """
+
+    def __init__(self, most: int, clock: Clock = time.monotonic) -> None:
+        self.most = most
         self._clock = clock
-        self._trouble = 0.0
+        self._number = 0
         self.restart()
 
     def restart(self) -> None:
-        """Begin afresh, as after an outage; the ramp starts with the next call sent."""
-        self._size = float(min(FIRST_WINDOW, self.cap))
+        """Begin afresh, as after an outage: more and more calls, until one is refused."""
+        now = self._clock()
+        self.ramping = True
         self._ramp_from: float | None = None
-        self._ramping = self._size < self.cap
-        self._cut_at = -math.inf
-        self._trouble = 0.0
+        self._window = float(self.most)
+        self._trouble, self._cut_at = 0.0, -math.inf
+        self._pace = Spacing(1.0, self._clock, _CREDIT_S)
+        self._start(self._number, now)
+        self._rate_before, self._fair = 0.0, False  # the rate before a faster pace was tried
+        self._last_refused, self._delay = self._number, 0.0
+        self._row_from = now  # when the first of the last row of refused calls left
+        self._refused_at = self._grown_at = now
+        self._answered_at = -math.inf
+        # A server that is full lets in one call for each that it has answered.
+        self._full = self._freed = self._idle = False
+        self._paced: Ticket | None = None  # the last call that left by the pace
+        self._followed = 0  # calls that left for an answered one since a paced one was refused
+        self._factor = 1.0
+
+    def _start(self, number: int, at: float) -> None:
+        """Count from this call on."""
+        self._first, self._first_at, self._refused = number, at, 0
 
     @property
-    def ramping(self) -> bool:
-        """Whether the window still opens by itself as time goes by."""
-        return self._ramping
+    def rate(self) -> float:
+        """Calls a second at the moment."""
+        return math.inf if self.ramping else self._pace.rate
 
     def size(self) -> int:
-        """How many calls may be in flight now."""
-        if self._ramping and self._ramp_from is not None:
-            doublings = min(60.0, (self._clock() - self._ramp_from) / DOUBLING_S)
-            self._size = min(float(self.cap), FIRST_WINDOW * 2.0**doublings)
-            self._ramping = self._size < self.cap
-        return max(1, int(self._size))
+        """How many calls may be under way."""
+        size = self._window
+        if self.ramping:
+            ramp_s = 0.0 if self._ramp_from is None else self._clock() - self._ramp_from
+            size = min(size, FIRST_WINDOW * 2.0 ** min(60.0, ramp_s / DOUBLING_S))
+        return max(1, int(size))
 
-    def sent(self) -> None:
-        """Note that a call leaves."""
-        if self._ramp_from is None:
-            self._ramp_from = self._clock()
-
-    def succeeded(self, *, full: bool) -> None:
-        """Widen by one call a round, if the window was `full`: else more room proves nothing."""
-        self._trouble += (0.0 - self._trouble) / self.size()
-        if full and not self._ramping:
-            self._size = min(float(self.cap), self._size + 1.0 / self._size)
-
-    def too_many(self, sent_at: float) -> None:
-        """Narrow on a plain "too many", once for all calls that left before the last cut."""
-        self.size()
-        self._ramping = False
-        if sent_at >= self._cut_at:
-            self._size = max(1.0, self._size * _CUT)
-            self._cut_at = self._clock()
-
-    def overloaded(self, sent_at: float) -> None:
-        """Narrow on a timeout or a 503 when most calls end so; a few of them are accidents."""
-        self._trouble += (1.0 - self._trouble) / max(4, self.size())
-        if self._trouble > 0.5:
-            self.too_many(sent_at)
-
-
-class LearnedPace:
-    """Calls a second that the judge takes, learned from the calls that it turned away.
-
-    Between two refusals a second or more apart the judge's own budget was used up at both ends,
-    so what it accepted in between is at most what it allows: a lower bound. The pace that was
-    refused is an upper one. The next pace lies between them, and creeps up while nobody objects.
-    """
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._spacing: Spacing | None = None
-        self._since: float | None = None
-        self._accepted = 0
-        self._rejected = 0
-        self._longest_pause = 0.0
-        self._lessons = 0
-        self._last_share = 1.0
-        self._useless = 0
-        self._deaf_until = -math.inf
-        self._pushed_at = -math.inf
-        self._grown_at = -math.inf
-
-    @property
-    def rate(self) -> float | None:
-        """Calls a second at the moment; None: as many as there are."""
-        return self._spacing.rate if self._spacing else None
-
-    @property
-    def deaf(self) -> bool:
-        """Whether slowing down was found to change nothing, so that refusals are noise."""
-        return self._clock() < self._deaf_until
-
-    def wait(self) -> float:
-        """Seconds until the next call may leave."""
-        return self._spacing.wait() if self._spacing else 0.0
-
-    def sent(self) -> None:
-        """Note that a call leaves."""
-        self._accepted += 1
-        if self._since is None:
-            self._since = self._clock()
-        if self._spacing:
-            self._grow(self._spacing)
-            self._spacing.take()
+    def wait(self, under_way: int) -> float:
+        """Seconds until the next call may leave; infinite when only an answer can change that."""
+        if under_way >= self.size():
+            return 0.02 if self.ramping and under_way < int(self._window) else math.inf
+        return 0.0 if self.ramping or self._freed else self._pace.wait()
 
     def idle(self) -> None:
-        """Note that nothing is under way: what the judge saved up meanwhile is unknown."""
-        self._since = None
-        self._accepted = self._rejected = 0
+        """Note that nothing is under way, and nobody waits: the server may save up calls."""
+        self._idle = True
 
-    def _grow(self, spacing: Spacing) -> None:
-        """Quickly while little is known, then ever faster the longer nobody objected."""
-        now = self._clock()
+    def sent(self, ticket: Ticket) -> None:
+        """Note that a call leaves."""
+        now = ticket.sent_at = self._clock()
+        self._number += 1
+        ticket.number, ticket.refused, ticket.paced = self._number, False, False
+        row = self._number - self._last_refused
+        ticket.quiet_s = now - max(self._row_from, self._answered_at) if row == 1 else 0.0
+        if self._ramp_from is None or self._idle:
+            self._ramp_from = now if self._ramp_from is None else self._ramp_from
+            self._idle, self._refused_at, self._grown_at = False, now, now
+            self._start(self._number - 1, now)
+        if self.ramping:
+            return
+        ticket.paced, self._freed = not self._freed, False
+        if not ticket.paced:
+            self._followed += 1
+        else:
+            if self._paced and now - self._paced.sent_at > 2.0 * self._delay:
+                self._full = self._paced.refused
+            self._paced = ticket
         step, self._grown_at = min(1.0, now - self._grown_at), now
-        if spacing.slack() > _PACE_CREDIT_S:
-            return  # something else holds calls back, so nothing is learned about the pace
-        # Overshooting is cheap where refusals come with short pauses.
-        gain = 0.02 if self._short_pauses else 0.001
-        a_second = 0.5 if self._lessons < 2 else min(0.5, gain * (now - self._pushed_at))
-        spacing.rate *= 1.0 + a_second * step
+        if self._pace.slack() < _CREDIT_S:  # else something else holds calls back
+            growth = _GAIN_S * (now - self._refused_at) * step
+            if row > _LESSON_CALLS:
+                growth = max(growth, _GAIN_CALLS * row / _LESSON_CALLS)
+            self._pace.rate *= 1.0 + min(growth, _FASTEST * step)
+        self._pace.take()
+        if not ticket.paced:
+            self._pace.sooner(now + _LESSON_CALLS / self._pace.rate)
 
-    def refused(self, sent_at: float, pause: float = 0.0) -> None:
-        """Learn from a call that was refused, and asked to wait for `pause` seconds."""
-        now = self._clock()
-        self._longest_pause = max(self._longest_pause, pause)
-        if self._since is not None and sent_at < self._since:
-            self._pushed_at = now  # it tells of the time before the last lesson
-            return
-        self._accepted, self._rejected = max(0, self._accepted - 1), self._rejected + 1
-        since = self._since if self._since is not None else now
-        learn_s = _LEARN_S / 2.0 if self._lessons < 2 else _LEARN_S
-        if self.deaf or (self._spacing and now - since < learn_s):
-            self._pushed_at = now
-            return
-        if self._spacing is None:
-            first = self._accepted / max(now - since, _FIRST_LEARN_S)
-            self._spacing = Spacing(max(1.0, first), self._clock, _PACE_CREDIT_S)
+    def answered(self, ticket: Ticket, *, waiting: bool) -> None:
+        """Take a call that was answered; `waiting` says that others wait to leave."""
+        self._trouble -= self._trouble / self.size()
+        if waiting:
+            self._window = min(float(self.most), self._window + 1.0 / self._window)
+        self._answered_at = self._clock()
+        if ticket.quiet_s > max(_LONG_QUIET_S, 4.0 / self._pace.rate):
+            self.restart()  # a new minute, or the like
+        self._freed = self._full
+
+    def refused(self, ticket: Ticket) -> bool:
+        """Take a call that was refused; whether none was let in before."""
+        now = self._refused_at = self._clock()
+        if ticket.number > self._last_refused + 1:
+            self._row_from = ticket.sent_at
+        self._last_refused = max(self._last_refused, ticket.number)
+        self._refused += ticket.number > self._first
+        none_yet = self.ramping and ticket.number <= self._first + self._refused
+        ticket.refused = True
+        self._delay = max(0.9 * self._delay, now - ticket.sent_at)
+        self._learn(ticket)
+        if not ticket.paced:
+            self._factor, full = 0.5, False
+        elif self._full and self._followed:  # others were let in meanwhile: it counts those at once
+            self._factor, full = min(_RAREST, 2.0 * max(1.0, self._factor)), True
         else:
-            self._learn(self._spacing, now - since)
-        self._since, self._accepted, self._rejected = now, 0, 0
-        self._lessons += 1
-        self._pushed_at = self._grown_at = now
+            self._factor, full = min(1.0, 2.0 * self._factor) if self._full else _SOONEST, True
+        self._full, self._followed = full, 0
+        dry = now - self._row_from
+        again = now + max(min(dry / 3.0, 0.15 + dry / 12.0), self._factor / self._pace.rate)
+        if ticket.number == self._number and self._factor <= 1.0:
+            self._pace.sooner(again)
+        self._pace.later(again)
+        return none_yet
 
-    @property
-    def _short_pauses(self) -> bool:
-        return self._longest_pause <= _SHORT_PAUSE_S
+    def _learn(self, ticket: Ticket) -> None:
+        """Set the pace by the calls let in between two that were refused.
 
-    def _learn(self, spacing: Spacing, seconds: float) -> None:
-        share = self._rejected / (self._accepted + self._rejected)
-        # Refusals that stay as frequent however slowly we go have nothing to do with our speed.
-        self._useless = self._useless + 1 if share > 0.25 and share > 0.8 * self._last_share else 0
-        self._last_share = share
-        if self._useless >= 3:
-            self._spacing, self._lessons, self._useless = None, 0, 0
-            self._deaf_until = self._clock() + 30.0
-            return
-        lower = max(self._accepted / seconds, 0.1)
-        least = (0.4 if self._lessons < 3 else 0.85) * spacing.rate
-        if share < 0.05:
-            rate = 0.95 * spacing.rate  # hardly too fast
-        elif self._short_pauses:
-            # Too short for the judge to have saved up calls that were then lost: the bound is
-            # the rate itself, give or take a call.
-            rate = min(spacing.rate, 1.05 * lower)
+        The server had nothing left at both ends, so it allows as many, give or take one.
+        """
+        calls, seconds = ticket.number - self._first, ticket.sent_at - self._first_at
+        let_in = max(0, calls - self._refused)
+        if self.ramping:
+            self.ramping = False
+            self._pace.rate = max(1.0, let_in / max(seconds, _SHORTEST_S))
         else:
-            rate = min(math.sqrt(lower * max(spacing.rate, lower)), 2.0 * lower)
-        # One lesson may be wrong, as when this process itself stood still for a moment.
-        spacing.rate = max(rate, least)
-        self._longest_pause /= 2.0
+            least_s = _SHORTEST_S if self._refused > _LESSON_CALLS / 2 else _LESSON_S
+            if calls < _LESSON_CALLS or seconds < least_s:
+                return
+            rate, share = let_in / seconds, self._refused / calls
+            # Refusals that stay frequent at a pace that was let in before may have nothing to do
+            # with it: it is doubled, and again as long as more calls are let in for it.
+            noise = share > _NOISE_SHARE and self._fair and not self._full
+            if noise or (self._rate_before and rate > 1.3 * self._rate_before):
+                self._rate_before, self._fair = rate, False
+                self._pace.rate *= 2.0
+            else:
+                least = (_LEAST_OF_FEW if share < 0.1 else _LEAST) * self._pace.rate
+                self._rate_before, self._fair = 0.0, _ABOVE * rate >= least
+                self._pace.rate = max(_ABOVE * rate, least)
+        self._start(ticket.number, ticket.sent_at)
+
+    def overloaded(self, sent_at: float) -> None:
+        """Narrow on a timeout or a 503 when most calls end so; a few of them are accidents.
+
+        Once for all calls that left before the last time.
+        """
+        self._trouble += (1.0 - self._trouble) / max(4, self.size())
+        if self._trouble > 0.5 and sent_at >= self._cut_at:
+            self._window = max(1.0, self.size() * _CUT)
+            self._cut_at = self._clock()

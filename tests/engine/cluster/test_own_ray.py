@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,8 @@ from ppo_cli.engine.cluster import _prepare_ray
 from ppo_cli.engine.cluster.head import end_session
 from ppo_cli.engine.cluster.ray_session import OwnRay
 from ppo_cli.errors import Interrupted
+from ppo_cli.launch.addresses import free_port
+from ppo_cli.launch.ray_process import RayProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 SESSION = "session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"
@@ -49,6 +55,45 @@ def test_a_stop_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
     finally:
         ray.close()
     assert not Path(f"/proc/{ray.pid}").exists() and not ray.folder.exists()
+
+
+def stop_raylet(folder: Path) -> None:
+    """Stop the raylet of a Ray that starts below a folder, so that it does not register."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if words[0].endswith(b"/raylet") and os.fsencode(folder) in b" ".join(words):
+                    os.kill(int(entry.name), signal.SIGSTOP)
+                    return
+        time.sleep(0.005)
+
+
+def raylet_stopper(folder: Path) -> threading.Thread:
+    thread = threading.Thread(target=stop_raylet, args=(folder,), daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_a_ray_that_is_too_slow_is_started_again(tmp_path: Path) -> None:
+    own = OwnRay(gpus=0, logs=tmp_path)
+    first = own.folder
+    raylet_stopper(first)
+    host = "127.0.0.1"
+    options = ["--head", "--port", str(free_port(host, 6379)), "--node-ip-address", host]
+    node = RayProcess([*options, "--include-dashboard", "false"], os.environ, "this node")
+    stopper = raylet_stopper(node.folder)
+    try:
+        assert own.await_address(240, lambda: None).startswith(host)
+        assert own.folder != first and not first.exists()
+        node.wait(240)
+        assert not stopper.is_alive() and node.alive()
+    finally:
+        own.close()
+        node.stop()
+    assert not own.folder.exists() and not node.folder.exists()
 
 
 def test_a_user_whom_the_system_does_not_know_needs_no_home(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
+from ppo_cli.rewards.code.ending import count_files
 from ppo_cli.rewards.code.tester import (
     LONGEST_SOURCE,
     RECORD,
@@ -14,6 +16,15 @@ from ppo_cli.rewards.code.tester import (
     record_asserts,
     used_modules,
 )
+
+
+def test_files_behind_a_link_are_not_those_of_a_response(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "system").mkdir()
+    for n in range(9):
+        (tmp_path / "system" / str(n)).write_text("x")
+    (tmp_path / "own" / "link").symlink_to(tmp_path / "system", target_is_directory=True)
+    assert count_files(str(tmp_path / "own"), [])[1] == 1
 
 
 def ran(*texts: str) -> Checks:

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.rewards.judge.breaker import Admission, Breaker, Ticket
+from ppo_cli.rewards.judge.breaker import Admission, Breaker
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-from ppo_cli.rewards.remote.limiter import FIRST_WINDOW, LearnedPace, Limits, Spacing, Window
+from ppo_cli.rewards.remote.limiter import FIRST_WINDOW, Capacity, Limits, Spacing, Ticket
 
 
 class Hands:
@@ -101,11 +101,11 @@ def fails(what: int | str) -> JudgeError:
 
 
 def test_what_each_failure_teaches(clock: Hands) -> None:
-    """After one failure and after seven of seven: window, learned pace, room for a second call.
+    """After one failure and after seven of seven: calls under way, a pace, room for a second call.
 
-    A plain "too many" counts at once, and once a round; an overload when most calls end so.
+    A plain "too many" sets the pace at once, an overload narrows when most calls end so.
     """
-    refused, calm = (5, True, False), (8, False, True)
+    refused, calm = (8, True, False), (8, False, True)
     expected = {429: (refused, refused), 529: (refused, refused)}
     expected |= {503: ((8, False, False), (5, False, False))}
     expected |= dict.fromkeys((408, 504, "timeout"), (calm, (5, False, True)))
@@ -119,7 +119,7 @@ def test_what_each_failure_teaches(clock: Hands) -> None:
         clock.now += 0.5
         for ticket in tickets:
             admission.failed(ticket, fails(what))
-        return admission.window.size(), admission.pace.rate is not None, admission.room()
+        return admission.capacity.size(), not admission.capacity.ramping, admission.room()
 
     assert {what: (taught(what, 1), taught(what, 7)) for what in expected} == expected
 
@@ -152,9 +152,9 @@ def test_after_an_outage_the_window_opens_from_its_start_again(clock: Hands) -> 
     async def work() -> tuple[int, int, int]:
         breaker = Breaker("openai (m)", 1800.0, clock)
         admission = Admission(Limits(concurrency=64), breaker, clock)
-        admission.window.sent()
+        admission.capacity.sent(Ticket())
         clock.now += 10.0
-        before = admission.window.size()
+        before = admission.capacity.size()
         for _ in range(40):
             ticket = Ticket()
             await admission.enter(ticket)
@@ -165,139 +165,91 @@ def test_after_an_outage_the_window_opens_from_its_start_again(clock: Hands) -> 
         await admission.enter(probe)
         admission.succeeded(probe)
         assert not breaker.open
-        at_once = admission.window.size()
+        at_once = admission.capacity.size()
         await admission.enter(Ticket())
         clock.now += 10.0
-        return before, at_once, admission.window.size()
+        return before, at_once, admission.capacity.size()
 
     assert asyncio.run(work()) == (64, FIRST_WINDOW, 64)
 
 
 def test_window_opens_by_itself_while_nothing_objects(clock: Hands) -> None:
-    window = Window(64, clock)
+    capacity = Capacity(64, clock)
     clock.now += 10.0
-    assert window.size() == FIRST_WINDOW
-    window.sent()
+    assert capacity.size() == FIRST_WINDOW
+    capacity.sent(Ticket())
     clock.now += 0.06
-    assert FIRST_WINDOW < window.size() < 64
+    assert FIRST_WINDOW < capacity.size() < 64
     clock.now += 0.5
-    assert window.size() == 64
-    assert not window.ramping
-
-
-def test_window_narrows_once_a_round_and_widens_by_one(clock: Hands) -> None:
-    window = Window(64, clock)
-    window.sent()
-    clock.now += 1.0
-    assert window.size() == 64
-    for _ in range(30):
-        window.too_many(sent_at=clock.now - 0.5)
-    assert window.size() == 44
-    clock.now += 1.0
-    window.too_many(sent_at=clock.now - 0.1)
-    assert window.size() == 31
-    for _ in range(31):
-        window.succeeded(full=True)
-    assert window.size() in (31, 32)
-    for _ in range(1000):
-        window.succeeded(full=False)
-    assert window.size() in (31, 32)
+    assert capacity.size() == 64
 
 
 def test_some_overloads_are_accidents_and_most_are_not(clock: Hands) -> None:
-    window, dice = Window(64, clock), random.Random(0)
-    window.sent()
+    capacity, dice = Capacity(64, clock), random.Random(0)
+    capacity.sent(Ticket())
     clock.now += 1.0
-    assert window.size() == 64
     for _ in range(5000):
         clock.now += 0.02
         if dice.random() < 0.3:
-            window.overloaded(clock.now - 0.5)
+            capacity.overloaded(clock.now - 0.5)
         else:
-            window.succeeded(full=True)
-    assert window.size() == 64
+            capacity.answered(Ticket(), waiting=True)
+    assert capacity.size() == 64
     for _ in range(200):
         clock.now += 0.02
-        window.overloaded(clock.now - 0.5)
-    assert window.size() < 32
+        capacity.overloaded(clock.now - 0.5)
+    narrow = capacity.size()
+    assert 1 <= narrow < 32
+    for _ in range(1000):
+        capacity.answered(Ticket(), waiting=False)
+    assert capacity.size() == narrow
+    for _ in range(narrow + 1):
+        capacity.answered(Ticket(), waiting=True)
+    assert narrow < capacity.size() <= narrow + 2
 
 
-def test_window_never_closes_and_restarts_small(clock: Hands) -> None:
-    window = Window(16, clock)
-    for _ in range(100):
-        clock.now += 1.0
-        window.too_many(clock.now)
-    assert window.size() == 1
-    window.restart()
-    assert window.size() == FIRST_WINDOW
-    assert Window(3, clock).size() == 3
-
-
-@pytest.mark.parametrize(
-    ("rate", "burst", "retry_after"),
-    [(50, 20, 1.0), (50, 20, 0.0), (5, 1, 1.0), (400, 100, 1.0)],
-)
-def test_pace_is_learned_from_refusals(
-    clock: Hands, rate: float, burst: float, retry_after: float
-) -> None:
-    """A made-up server with a token bucket: after half a minute at least half is used."""
-    pace, level, accepted, refused = LearnedPace(clock), float(burst), 0, 0
-    began, paused_until = clock.now, 0.0
-    while clock.now < began + 60.0:
-        step = max(pace.wait(), paused_until - clock.now, 0.001)
-        clock.now += step
-        level = min(float(burst), level + step * rate)
-        pace.sent()
-        if clock.now > began + 30.0:
-            accepted += level >= 1.0
-            refused += level < 1.0
-        if level >= 1.0:
-            level -= 1.0
-        else:
-            wait = max(retry_after, (1.0 - level) / rate)
-            pace.refused(clock.now, wait)
-            paused_until = clock.now + wait
-    assert accepted > 0.5 * 30.0 * rate
-    assert refused < 0.2 * accepted
-
-
-def test_refusals_that_do_not_follow_the_pace_are_noise(clock: Hands) -> None:
-    pace, dice = LearnedPace(clock), random.Random(1)
-    slowest = 1e9
-    for _ in range(4000):
-        clock.now += max(0.01, pace.wait())
-        pace.sent()
-        if dice.random() < 0.4:
-            pace.refused(clock.now, 1.0)
-        slowest = min(slowest, pace.rate or 1e9)
-    assert pace.deaf or slowest > 5.0
-    assert clock.now < 100.0 + 4000 / 5
+def refuse_one(capacity: Capacity, clock: Hands) -> Ticket:
+    """Fifty calls a second, of which the last is refused."""
+    for _ in range(50):
+        clock.now += 0.02
+        capacity.sent(ticket := Ticket())
+    capacity.refused(ticket)
+    return ticket
 
 
 def test_an_idle_minute_teaches_nothing(clock: Hands) -> None:
-    pace = LearnedPace(clock)
-    for _ in range(100):
-        clock.now += 0.01
-        pace.sent()
-    pace.refused(clock.now)
-    before = pace.rate
-    pace.idle()
+    capacity = Capacity(64, clock)
+    refuse_one(capacity, clock)
+    before = capacity.rate
+    assert before == pytest.approx(50.0, rel=0.1)
+    capacity.idle()
     clock.now += 60.0
-    pace.sent()
-    pace.refused(clock.now)
-    assert pace.rate == pytest.approx(before, rel=0.5)
+    refuse_one(capacity, clock)
+    assert capacity.rate == pytest.approx(before, rel=0.1)
 
 
 def test_late_refusals_do_not_count_twice(clock: Hands) -> None:
-    pace = LearnedPace(clock)
-    for _ in range(100):
-        clock.now += 0.01
-        pace.sent()
-    sent_at = clock.now
-    clock.now += 0.1
-    pace.refused(sent_at)
-    before = pace.rate or 0.0
+    capacity = Capacity(64, clock)
+    late = [Ticket() for _ in range(30)]
+    for ticket in late:
+        capacity.sent(ticket)
+    refuse_one(capacity, clock)
+    before = capacity.rate
     clock.now += 1.0
+    for ticket in late:
+        capacity.refused(ticket)
+    assert capacity.rate == before
+
+
+def test_a_refusal_that_asks_for_little_is_no_outage_before_long(clock: Hands) -> None:
+    """Not while others are answered; after half a minute without an answer it is."""
+    breaker = Breaker("openai (m)", 1800.0, clock)
+    admission = Admission(Limits(concurrency=8), breaker, clock)
+    opened = []
     for _ in range(60):
-        pace.refused(sent_at)
-    assert pace.rate == before
+        clock.now += 1.0
+        admission.enter_now(ticket := Ticket())
+        admission.failed(ticket, fails(429))
+        opened.append(breaker.open)
+    assert not any(opened[:30])
+    assert opened[-1]

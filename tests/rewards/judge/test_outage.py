@@ -252,6 +252,9 @@ def text(n: int) -> Question:
 
 def test_a_row_of_bad_requests_on_different_texts_is_no_matter_of_the_texts() -> None:
     row = BadRequests()
+    votes = [Question("", f"{n} 7", "7", Scale(1, 10)) for n in range(9)]
+    assert {row.weigh(refused(), vote).kind for vote in votes} == {Failure.REFUSED}
+    row.answered()
     kinds = [row.weigh(refused(), text(n)).kind for n in (0, 0, 0, 0, 0, 1, 2, 3)]
     assert set(kinds) == {Failure.REFUSED}
     fifth = row.weigh(refused(), text(4))

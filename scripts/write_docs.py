@@ -1,6 +1,6 @@
-"""Writes docs/settings.md, the reference of all settings, from the schema.
+"""Writes the pages that follow from the code: docs/settings.md and docs/moving.md.
 
-python scripts/write_settings.py [FILE]
+python scripts/write_docs.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ppo_cli.cli.foreign_flags import listed
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema import Config
 
-PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
+DOCS = Path(__file__).parent.parent / "docs"
 INTRODUCTION = """# Settings
 
 Every setting with its default, range, flag and environment variable. This page is written by
-`python scripts/write_settings.py` from the schema. `ppo plan` shows the values that a command
+`python scripts/write_docs.py` from the schema. `ppo plan` shows the values that a command
 would use and where each comes from. Which ones matter most:
 [troubleshooting](troubleshooting.md#which-settings-matter).
 
@@ -82,8 +83,8 @@ def table(section: type[BaseModel], above: str) -> list[str]:
     return lines
 
 
-def page() -> str:
-    """The whole page."""
+def settings() -> str:
+    """The reference of all settings, from the schema."""
     lines = [INTRODUCTION]
     for name, field in Config.model_fields.items():
         section = field.default_factory
@@ -101,6 +102,39 @@ def page() -> str:
     return "\n".join(lines)
 
 
+TABLES = "## Flags that mean the same\n"
+
+
+def moving() -> str:
+    """The page as it is, with its tables of flags from the lists that the command line reads."""
+    found = listed()
+    same = [
+        f"| `--{flag}` | `{ours if ours.startswith('--') else ours + '=VALUE'}` |"
+        for flag, ours in sorted(found["aliases"].items())
+        if flag != ours  # a switch of our own
+    ]
+    other = [
+        f"| `--{flag}` | {text.format(ppo='ppo')} |"
+        for flag, text in sorted(found["pointers"].items())
+    ]
+    lines = [
+        "Those of TRL, Hugging Face's Trainer and OpenRLHF. They are taken as they are.",
+        "",
+        *("| flag | taken as |", "|---|---|", *same),
+        "",
+        "## Flags that have no equal",
+        "",
+        "The command line answers with the sentence on the right.",
+        "",
+        *("| flag | what to do |", "|---|---|", *other),
+    ]
+    above = (DOCS / "moving.md").read_text(encoding="utf-8").partition(TABLES)[0]
+    return f"{above}{TABLES}\n" + "\n".join(lines) + "\n"
+
+
+PAGES = {"settings.md": settings, "moving.md": moving}
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    target.write_text(page(), encoding="utf-8")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")

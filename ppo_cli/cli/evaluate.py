@@ -1,0 +1,291 @@
+"""`ppo eval` and `ppo generate`: what a model makes of prompts, scored or only read."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch
+from ppo_cli.config.bundled import EMBEDDED, prompt_files
+from ppo_cli.config.keys import find
+from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.errors import ConfigError, DataError, Interrupted, ppo
+from ppo_cli.records import Message, Prompt
+from ppo_cli.run_folder import ModelSource, find_source
+
+if TYPE_CHECKING:
+    from ppo_cli.run.evaluate import Sampled
+
+NOT_OURS = (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE)  # nothing is trained here
+DRAWN = ("rollout.temperature", "rollout.top_p", "rollout.top_k")
+
+# Where a run was trained says nothing of where its model is sampled from.
+WHERE = tuple(f"~trainer.{name}" for name in (
+    "engine", "n_gpus_per_node", "nnodes", "node_rank", "num_workers", "placement",
+))  # fmt: skip
+
+
+def evaluate(given: Given) -> None:
+    """Score the responses of models to prompts; two or more models are compared.
+
+    Of a RUN, the settings of the first are the defaults: reward, prompts, sampling, template.
+    """
+    extras = given.extras
+    words, overrides = models_and_overrides(given.overrides)
+    if not words:
+        raise ConfigError(f"Name a model or a run: {ppo('eval outputs')}.")
+    sources = [find_source(word) for word in words]
+    given = replace(given, overrides=overrides)
+    if extras["data"]:
+        files = tuple(extras["data"])
+        given = replace(given, flags={**given.flags, "data.val_files": (files, "flag --data")})
+    resolved = settings_of(given, sources)
+    config = resolved.config
+    problems = named_twice(sources)
+    if extras["right"] is not None and not math.isfinite(extras["right"]):
+        problems.append(f"--right {extras['right']}: give a score, such as 0.5.")
+    if not config.data.val_files or resolved.origins["data.val_files"].startswith("bundled"):
+        problems.append("Name the rows to answer with --data FILE; `--data embedded` is sums.")
+    several = extras["n"] or config.rollout.val_kwargs.n
+    if extras["greedy"] and several > 1:
+        problems.append("--greedy gives one response a prompt: leave it or --n out.")
+    if problems:
+        raise ConfigError(problems)
+    from ppo_cli.cli.screen import clean, fit, make_screen
+    from ppo_cli.run.evaluate import eval_sampling, evaluate
+
+    as_trained = any(resolved.origins[key].startswith(("flag", "override")) for key in DRAWN)
+    sampling = eval_sampling(config, extras["n"], greedy=extras["greedy"], as_trained=as_trained)
+    screen = make_screen(sys.stderr)  # stdout is for the result
+    with closing(screen):
+        for note in resolved.notes:
+            if note not in NOT_OURS:
+                screen.note(note)
+        out = Path(extras["out"]).expanduser() if extras["out"] else None
+        found = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
+    text = json.dumps(found, indent=2) if extras["json"] else eval_text(found)
+    typer.echo(fit(clean(text), sys.stdout.encoding))
+    if found["stopped"]:
+        raise Interrupted(f"{found['stopped']} Scores are kept: run the command again to go on.")
+
+
+def named_twice(sources: Sequence[ModelSource]) -> list[str]:
+    """Say which models were named more than once, by whatever words."""
+    found: dict[str, str] = {}
+    problems = []
+    for source in sources:
+        folder = Path(source.path).expanduser()
+        path = str(folder.resolve()) if folder.is_dir() else source.path
+        if path in found:
+            problems.append(f"{found[path]} and {source.name} are the same model; name it once.")
+        found.setdefault(path, source.name)
+    return problems
+
+
+def models_and_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Sort the words of a line: an override is KEY=VALUE or ~KEY, unless it is a path."""
+
+    def overrides(word: str) -> bool:
+        is_path = Path(word.rpartition("@")[0] or word).expanduser().exists()
+        return not is_path and ("=" in word or (word.startswith("~") and "/" not in word))
+
+    return (
+        [word for word in words if not overrides(word)],
+        tuple(word for word in words if overrides(word)),
+    )
+
+
+def settings_of(given: Given, sources: Sequence[ModelSource]) -> Resolved:
+    """Resolve what was typed over the settings of the first run, or over those of a first model.
+
+    What was trained on many devices is sampled from on one.
+    """
+    run = next((source.run for source in sources if source.run is not None), None)
+    flags = {**given.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
+    preset, files = given.preset, given.config_files
+    if run is not None:
+        files = (run / "config.yaml", *files)
+        given = replace(given, overrides=(*WHERE, *given.overrides))
+    elif sources[0].name == EMBEDDED and not files:
+        preset = preset or EMBEDDED
+    return replace(given, flags=flags, preset=preset, config_files=files).resolve()
+
+
+def eval_text(found: Mapping[str, Any]) -> str:
+    """The result as text: a table for each model, then the differences."""
+    from ppo_cli.cli.screen import aligned, number
+
+    s = found["sampling"]
+    drawn = f"temperature {s['temperature']:g}" if s["temperature"] else "greedy"
+    lines = [f"Rows in {found['out']}; {s['n']} a prompt, {drawn}; 95 % intervals over prompts."]
+    for model in found["models"]:
+        rows = [["", "prompts", "", "value", "95 %"]]
+        for source, facts in model["sources"].items():
+            measures = {f"mean@{s['n']}": facts["mean"]}
+            measures |= {f"pass@{k}": of_k for k, of_k in facts["pass"].items()}
+            for i, (name, estimate) in enumerate(measures.items()):
+                about = ["", ""] if i else [source, f"{facts['prompts']:,}"]
+                rows.append([*about, name, *_interval(estimate)])
+        lines += ["", model["name"], *(f"  {line}" for line in aligned(rows, left=1))]
+        facts = list(model["sources"].values())[-1]
+        if facts["failed"]:
+            why = next(iter(model["failures"]))
+            lines.append(f"  {facts['failed']} of {facts['responses']} have no score: {why}")
+        if spent := ", ".join(f"{k} {number(v)}" for k, v in model["spent"].items()):
+            lines.append(f"  judge: {spent}")
+    for gap in found["differences"]:
+        rows = [["", "prompts", "difference", "95 %", "p"]]
+        for source, facts in gap["sources"].items():
+            p = facts["p"]
+            shown = "-" if p is None else "<0.001" if p < 1e-3 else f"{p:.3f}"
+            rows.append([source, f"{facts['prompts']:,}", *_interval(facts, "+"), shown])
+        lines += ["", f"{gap['of']} less {gap['from']}"]
+        lines += [f"  {line}" for line in aligned(rows, left=1)]
+    return "\n".join(lines)
+
+
+def _interval(facts: Mapping[str, Any], sign: str = "") -> list[str]:
+    value, low, high = (facts[name] for name in ("value", "low", "high"))
+    within = "" if low is None else f"[{low:{sign}.3f}, {high:{sign}.3f}]"
+    return ["-" if value is None else f"{value:{sign}.3f}", within]
+
+
+def generate(given: Given) -> None:
+    """Let a model answer: one prompt, a file of them, or you in a chat (Ctrl-D ends it)."""
+    extras = given.extras
+    model, prompt = extras["source"], extras["prompt"]
+    if prompt and "=" in prompt and find(prompt.partition("=")[0]) is not None:
+        given, prompt = replace(given, overrides=(prompt, *given.overrides)), None
+    problems = []
+    if not model:
+        problems.append(f"Name a model or a run: {ppo('generate outputs')}.")
+    if prompt and extras["data"]:
+        problems.append("A prompt and --data FILE both say what is asked; keep one.")
+    if extras["out"] and not extras["data"]:
+        problems.append("--out takes the answers to --data FILE; name the file.")
+    if problems:
+        raise ConfigError(problems)
+    source = find_source(model)
+    config = settings_of(given, [source]).config
+    from ppo_cli.trust.rows import check_out, write_rows
+
+    if extras["out"]:
+        check_out(Path(extras["out"]), extras["data"])
+    from ppo_cli.cli.screen import make_screen
+    from ppo_cli.run.evaluate import Sampled, answers, eval_sampling
+
+    sampling = eval_sampling(config, extras["n"] or 1, greedy=extras["greedy"], as_trained=True)
+    screen = make_screen(sys.stderr)  # stdout is for the answers
+    with closing(screen), closing(Sampled(config, source)) as sampled:
+        if extras["data"]:
+            prompts, notes = sampled.read(prompt_files([extras["data"]], "val"))
+            for note in notes:
+                screen.note(note)
+            with screen.phase("generate", len(prompts) * sampling.n) as advance:
+                rows = answers(sampled, prompts, sampling, advance)
+            if extras["out"]:
+                write_rows(Path(extras["out"]), rows)
+                return
+            _print_rows(rows, as_json=True)
+        elif prompt is not None:
+            asked = typed(sys.stdin.read) if prompt == "-" else prompt
+            rows = answers(sampled, [sampled.prompt(asked)], sampling)
+            _print_rows(rows, as_json=extras["json"])
+        else:
+            for row in chat(sampled, lambda prompt: answers(sampled, [prompt], sampling)[0]):
+                _print_rows([row], as_json=extras["json"])
+
+
+def chat(sampled: Sampled, answer: Callable[[Prompt], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Answer line by line until the input ends; with a chat template, what was said stays said."""
+    history: list[Message] = []
+    if not sampled.uses_template:
+        print("This model has no chat template: it continues each line by itself.", file=sys.stderr)
+    while True:
+        try:
+            said = typed(lambda: input("> " if sys.stdin.isatty() else ""))
+        except EOFError:
+            return
+        if not said.strip():
+            continue
+        prompt = None if sampled.uses_template else sampled.prompt(said)
+        history.append({"role": "user", "content": said})
+        while prompt is None:
+            try:
+                prompt = sampled.prompt(history)
+            except DataError:
+                if len(history) < 3:
+                    raise
+                del history[:2]
+                print("(The oldest turn is left out: --max_prompt_length.)", file=sys.stderr)
+        row = answer(prompt)
+        history.append({"role": "assistant", "content": row["response"]})
+        yield row
+
+
+def typed(read: Callable[[], str]) -> str:
+    """What was typed; raises DataError where it is not text."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"The input is not {error.encoding.upper()}: {error.reason}.") from None
+
+
+def _print_rows(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    from ppo_cli.cli.screen import clean, fit
+
+    for row in rows:
+        text = json.dumps(row, ensure_ascii=False) if as_json else row["response"]
+        print(fit(clean(text), sys.stdout.encoding), flush=True)
+
+
+_SHOWN = ("reward.", "data.", "rollout.")
+_GREEDY = switch("greedy", "Take the most likely token each time.")
+_JSON = switch("json", "Print JSON.")
+eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+add_command(
+    eval_app,
+    evaluate,
+    "Example: ppo eval outputs embedded --n 4   or: ppo eval outputs@20 outputs@40",
+    [
+        own_word(
+            "overrides", "MODEL|RUN[@STEP]... [KEY=VALUE]...",
+            "Folders, hub names, `embedded`, or runs: their latest step, or RUN@20, RUN@best.",
+            several=True,
+        ),
+        own_flag("data", list[str], None, "Rows to answer; repeatable.", "FILE"),
+        own_flag(
+            "n", int, None, "Responses a prompt; more than 1 are drawn as in training.", "N", min=1
+        ),
+        _GREEDY,
+        own_flag("right", float, None, "Score from which a response counts for pass@k.", "X"),
+        own_flag("out", str, None, "Folder for the rows; unset, one below ./evals.", "DIR"),
+        _JSON,
+    ],
+    _SHOWN,
+)  # fmt: skip
+generate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+add_command(
+    generate_app,
+    generate,
+    'Example: ppo generate outputs "What is 12 + 30?"   or a chat: ppo generate outputs',
+    [
+        own_word("source", "MODEL|RUN[@STEP]", "Folder, hub name, `embedded`, or a run."),
+        own_word("prompt", "[PROMPT]", "What to answer; `-` reads it from the input."),
+        own_flag("data", str, None, "Rows to answer, in place of a prompt.", "FILE"),
+        own_flag("out", str, None, "JSONL file for the answers to --data.", "FILE"),
+        own_flag("n", int, 1, "Responses a prompt.", "N", min=1),
+        _GREEDY,
+        _JSON,
+    ],
+    ("data.", "rollout."),
+)

@@ -1,0 +1,144 @@
+"""`ppo view` serves the page about runs on this machine; `ppo report` writes it as one file."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import shlex
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ppo_cli.atomic import replacing
+from ppo_cli.errors import DataError, UserError, ppo
+from ppo_cli.run_folder import METRICS_FILE, check_run_folder, read_metrics
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def view(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders.", show_default="outputs"),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="Port.", show_default="a free one"),
+    ] = 0,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; this machine only by default.")
+    ] = "127.0.0.1",
+    as_json: Json = False,
+) -> None:
+    """Serve a page about runs: curves, responses, settings, findings; Ctrl-C ends it.
+
+    It follows a run that is under way. Labels that you give a response are kept in the run
+    folder, for `ppo reward calibrate`. The address holds a token: who has it can read the runs.
+    """
+    folders = runs or [Path("outputs")]
+    check_runs(folders, begun=True)
+    from ppo_cli.report.page.document import bokeh_files
+    from ppo_cli.report.page.server import PageServer, open_runs
+
+    bokeh_files()
+    try:
+        server = PageServer(open_runs(folders), host, port)
+    except OSError as error:
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened on ({error.strerror or error}). "
+            "Choose another --port, or leave it out for a free one."
+        ) from error
+    target = f"{getpass.getuser()}@{socket.gethostname()}"
+    tunnel = f"ssh -N -L {server.port}:127.0.0.1:{server.port} {target}"
+    with server:
+        if as_json:
+            lines = [json.dumps({"url": server.url, "tunnel": tunnel})]
+        else:
+            lines = [f"Open {server.url}"]
+            if host in LOOPBACK:
+                lines.append(f"From another machine first: {tunnel}")
+            else:
+                lines.append("Who has this address can read the runs, and nothing is encrypted.")
+            lines.append("Ctrl-C ends it.")
+        typer.echo("\n".join(lines))
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="File to write.", show_default="RUN/report.html"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the page about runs as one HTML file, to keep or to send.
+
+    It needs no network and no other file. Of a long run it holds a sample of the responses,
+    and says so; `ppo view` has them all.
+    """
+    from ppo_cli.cli.screen import clean, fit
+
+    check_runs(runs, begun=False)
+    if out is None:
+        if len(runs) > 1:
+            raise UserError("Several runs make one page: name its file with --out FILE.")
+        out = runs[0] / "report.html"
+    from ppo_cli.report.page.document import report as page_of
+    from ppo_cli.report.page.server import open_runs
+    from ppo_cli.trust.rows import check_out
+
+    check_out(out, str(runs[0]))
+    data = open_runs(runs)
+    text = page_of(data)
+    try:
+        with replacing(out) as fresh:
+            fresh.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
+    told = {run.name: run.read()["sentence"] for run in data}
+    if as_json:
+        said = json.dumps({"out": str(out), "bytes": out.stat().st_size, "runs": told}, indent=2)
+    else:
+        names = [f"{name}: {sentence}" if len(told) > 1 else sentence
+                 for name, sentence in told.items()]  # fmt: skip
+        said = "\n".join([*names, f"{out} ({out.stat().st_size / 1e6:.1f} MB)"])
+    typer.echo(fit(clean(said), sys.stdout.encoding))
+
+
+def check_runs(folders: list[Path], *, begun: bool) -> None:
+    """Raise one DataError that names every folder that is no run, or has no step yet.
+
+    `begun`: a run that has written its settings and no step is enough.
+    """
+    problems = []
+    for folder in folders:
+        if begun and (folder / "config.yaml").is_file():
+            continue
+        try:
+            check_run_folder(folder)
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        if not begun and not read_metrics(folder):
+            problems.append(
+                f"{folder}: its {METRICS_FILE} has no step yet. Watch it with "
+                f"`{ppo(f'view {shlex.quote(str(folder))}')}`."
+            )
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+view_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+view_app.command(epilog="Example: ppo view outputs")(view)
+report_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+report_app.command(epilog="Example: ppo report outputs --out run.html")(report)

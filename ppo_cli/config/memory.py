@@ -1,0 +1,505 @@
+"""What a run holds in memory, role by role, from each model's config.json and the settings.
+
+Counted at the largest micro-batch with every row as long as it may be. Weights, gradients and
+moments are float32 everywhere; activations are in the computing precision. What libraries and
+drivers take for themselves is not counted: RESERVE is left for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.algorithm_schema import Sharding, Trained
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import (
+    critic_mini_batch,
+    critic_path,
+    data_ranks,
+    engine_name,
+    gen_batch,
+    gpus_per_node,
+    placement_of,
+    sampler_name,
+    uses_critic,
+    uses_reference,
+)
+from ppo_cli.config.known_models import is_url, read_json
+from ppo_cli.config.mixture import models_of
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import ModelError
+
+LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
+PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
+# Activations are kept when a step with them needs at most this share of the memory: an estimate
+# may be wrong, and others may need some too.
+AMPLE = 0.5
+RESERVE = 0.1  # share of a device that the count must leave free to fit
+FLOAT = 4
+GIB = 1 << 30
+# Float32 copies of a chunk's logits at once: in a backward pass, in a forward pass alone, and when
+# a token is drawn.
+BACKWARD_LOGITS, FORWARD_LOGITS, DRAWN_LOGITS = 4, 3, 4
+# One process on the CPU keeps what it frees, and glibc's aligned allocation does not fit a block
+# into the hole of one of the same size: blocks of the forward passes (of an annotation, of an
+# update) are still held when those of the backward pass are added. Larger ones are given back.
+# The small gradients of adapters lie between what layers free, about an output of each module.
+HELD_LOGITS = FORWARD_LOGITS + BACKWARD_LOGITS
+LARGEST_HELD = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory depends on in a decoder: widths of states, and how many layers there are."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    queries: int
+    keys: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Shape | None:
+        """Read a config.json; None for one that is not a plain decoder."""
+        told = told.get("text_config") or told
+
+        def first(*names: str) -> Any:
+            return next((told[name] for name in names if told.get(name) is not None), None)
+
+        hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+        layers, vocabulary = first("num_hidden_layers", "n_layer"), first("vocab_size")
+        if first("num_experts", "num_local_experts", "n_routed_experts"):
+            return None
+        if not all(type(n) is int and n > 0 for n in (hidden, heads, layers, vocabulary)):
+            return None
+        size = told.get("head_dim") or hidden // heads
+        return cls(
+            hidden=hidden,
+            inner=first("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+            layers=layers,
+            heads=heads,
+            queries=heads * size,
+            keys=(told.get("num_key_value_heads") or heads) * size,
+            vocabulary=vocabulary,
+            tied=bool(told.get("tie_word_embeddings", True)),
+        )
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer of a gated decoder; biases and norms are small."""
+        return 2 * self.hidden * (self.queries + self.keys) + 3 * self.hidden * self.inner
+
+    @property
+    def embedding(self) -> int:
+        """Weights of the embedding, or of the head."""
+        return self.vocabulary * self.hidden
+
+    def parameters(self, *, head: bool = True) -> int:
+        """Count all weights; a value model has no `head` over the vocabulary."""
+        return self.layers * self.layer + self.embedding * (2 if head and not self.tied else 1)
+
+    def adapter(self, rank: int) -> int:
+        """Count the weights of a LoRA adapter on all linear modules of the layers."""
+        inputs = 5 * self.hidden + self.queries + self.inner
+        return self.layers * rank * (inputs + self.outputs)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the linear modules of a layer give for a token."""
+        return 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.inner
+
+    def activations(self) -> int:
+        """Count the numbers that autograd keeps of a token, in float32.
+
+        A layer keeps inputs, quotients and results of two norms (6 hidden), queries, keys,
+        values and results of attention with its normaliser, and four states of the MLP.
+        """
+        return self.layers * (6 * self.hidden + self._attention + 4 * self.inner) + 2 * self.hidden
+
+    @property
+    def _attention(self) -> int:
+        return 2 * self.queries + 2 * self.keys + self.heads
+
+    def layer_bytes(self, device: Device) -> int:
+        """Bytes that autograd keeps of a token in one layer.
+
+        In bfloat16, norms compute in float32. Without sharding the states between layers are
+        float32 too, and each of five linear modules keeps its own copy of what it is given.
+        """
+        if not device.half:
+            # Attention to packed rows on the CPU keeps each row's result and all together.
+            packed = self.queries if device.packed else 0
+            split = self._attention + packed + 4 * self.inner
+            return FLOAT * (6 * self.hidden + split // device.tensor)
+        norms = (16 if device.shards > 1 else 26) * self.hidden
+        split = 2 * (self._attention - self.heads + 4 * self.inner) + FLOAT * self.heads
+        return norms + split // device.tensor
+
+
+@dataclass(frozen=True)
+class Device:
+    """How the learner computes on a device: what one rank holds and how it computes."""
+
+    half: bool  # bfloat16
+    gpu: bool
+    shards: int  # ranks that share each weight
+    tensor: int  # ranks that share each layer
+    packed: bool
+
+    @property
+    def keeps_freed(self) -> bool:
+        """Whether freed memory stays in the process (`keep_freed_memory`)."""
+        return not self.gpu and self.shards * self.tensor == 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of a state."""
+        return 2 if self.half else FLOAT
+
+    def held(self, shape: Shape, count: int) -> int:
+        """Bytes of `count` float32 numbers spread as the weights of a model are."""
+        inside = shape.layers * shape.layer
+        share = min(count, inside) // self.tensor + max(0, count - inside)
+        return FLOAT * share // self.shards
+
+    def gathered(self, shape: Shape, whole: bool) -> int:
+        """Bytes of the weights that are whole while one works: embeddings, and two layers."""
+        if self.shards == 1:
+            return 0
+        layers = shape.layers if whole else min(2, shape.layers)
+        root = shape.embedding * (1 if shape.tied else 2)
+        return self.width * (root + layers * shape.layer // self.tensor)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes that a role takes of a device, in the phase in which it takes most."""
+
+    parameters: int = 0
+    gradients: int = 0
+    moments: int = 0
+    activations: int = 0
+    logits: int = 0
+    kv_cache: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A kind of device: what it has, what it needs in each phase, and of that for each role."""
+
+    name: str
+    there: int | None
+    roles: Mapping[str, Share]
+    phases: Mapping[str, int]
+
+    @property
+    def phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the highest."""
+        return self.phases[self.phase]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it has what it needs and RESERVE; None where its memory is not known."""
+        return None if self.there is None else self.needed <= (1 - RESERVE) * self.there
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        shown = asdict(self)
+        return shown | {"phase": self.phase, "needed": self.needed, "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The models of a run; `rewards` are those that it hosts itself."""
+
+    actor: Shape
+    critic: Shape
+    reference: Shape
+    rewards: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one model needs: at rest, and beyond it in an annotation and in an update."""
+
+    share: Share
+    rest: int
+    annotate: int
+    update: int
+
+
+def _work(
+    config: Config, device: Device, shape: Shape, part: Trained | None, mini: int, offload: Sharding
+) -> Work:
+    """Count one model on one learner rank; `part` is None for a reference.
+
+    A backward pass begins with all activations, the logits and the head's gradient, and ends
+    with all gradients and the states of one layer; the gradients are there from the start in
+    the second micro-batch.
+    """
+    critic = part is config.critic
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rank = 0 if critic or part is None else config.model.lora_rank
+    whole = device.held(shape, shape.parameters(head=not critic)) + FLOAT * shape.adapter(rank)
+    state_bytes = FLOAT if device.half and device.shards == 1 else device.width
+    budget = config.ref.log_prob_max_token_len_per_gpu
+    all_rows = -(-config.data.train_batch_size * config.rollout.n // data_ranks(config))
+    asked = min(all_rows * longest, max(longest, budget))
+    forward = asked * (4 * state_bytes * shape.hidden + 3 * device.width * shape.inner)
+    chunk = FLOAT * shape.vocabulary
+    answers = config.data.max_response_length / longest
+    full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+    logits = 0 if critic else FORWARD_LOGITS * chunk * min(LOGIT_CHUNK, int(asked * answers))
+    gathered = device.gathered(shape, not offload.reshard_after_forward)
+    # Outside of sharding, autocast keeps the trained weights in bfloat16 until a pass is over.
+    cast = 2 * shape.parameters() if device.half and device.shards == 1 and part else 0
+    annotate = gathered + cast + max(forward, logits * (2 if full else 1))
+    rest = 0 if offload.param_offload and device.gpu else whole
+    # One process brings offloaded weights to the device for as long as it works with them.
+    brought = whole - rest if device.shards == 1 else 0
+    annotate += brought
+    if part is None:
+        return Work(Share(parameters=whole), rest, annotate, 0)
+    trained = device.held(shape, shape.parameters(head=not critic))
+    if rank:
+        trained = FLOAT * shape.adapter(rank)
+    at_home = device.gpu and device.shards > 1 and offload.param_offload
+    gradients, moments = (0, 0) if at_home else (trained, 2 * trained)
+    tokens = _tokens(config, part, mini)
+    own_rows = -(-mini * config.rollout.n // data_ranks(config))
+    layer = shape.layer_bytes(device)
+    inside = tokens * (layer + 3 * device.width * shape.inner // device.tensor)
+    kept = 2 * shape.hidden * state_bytes
+    kept = tokens * (
+        kept + shape.layers * (shape.hidden * state_bytes if _recomputes(config, critic) else layer)
+    )
+    full_loss = not critic and config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
+    block = chunk * min(LOGIT_CHUNK, int(tokens * answers))
+    held = HELD_LOGITS if device.keeps_freed and block <= LARGEST_HELD else 0
+    copies = BACKWARD_LOGITS * (2 if full_loss else 1) + held
+    update_logits = 0 if critic else copies * block
+    table = 0 if rank else FLOAT * shape.embedding
+    earlier = gradients if tokens < own_rows * longest else 0
+    if rank and device.keeps_freed:
+        at_once = 1 if _recomputes(config, critic) else shape.layers
+        kept += tokens * at_once * shape.outputs * FLOAT
+    start = earlier + kept + max(update_logits + (0 if critic else table), inside)
+    reduced = gathered + FLOAT * shape.layer if device.shards > 1 else 0
+    end = gradients + max(inside, table + (table if earlier and not critic else 0))
+    optimizer_away = offload.optimizer_offload and device.gpu and not at_home
+    apply = gradients + (moments if optimizer_away else 0)
+    update = brought + gathered + reduced + cast + max(start, end, apply)
+    share = Share(whole, gradients, moments, kept, update_logits)
+    return Work(share, rest + (0 if optimizer_away else moments), annotate, update)
+
+
+def _recomputes(config: Config, critic: bool) -> bool:
+    own = config.critic.model.enable_gradient_checkpointing if critic else None
+    return config.model.enable_gradient_checkpointing is not False if own is None else own
+
+
+def _tokens(config: Config, part: Trained, mini: int) -> int:
+    """Return the most tokens of a micro-batch."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rows = -(-mini * config.rollout.n // data_ranks(config))
+    if part.ppo_micro_batch_size_per_gpu is not None:
+        rows = min(rows, part.ppo_micro_batch_size_per_gpu)
+    return min(rows * longest, max(longest, part.ppo_max_token_len_per_gpu))
+
+
+def _sampler(config: Config, shape: Shape, device: Device, there: int | None) -> Work:
+    """Count a sampler on one of its devices: vLLM takes a share of it, ours what it needs."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rows = min(config.rollout.max_num_seqs, gen_batch(config) * config.rollout.n)
+    if sampler_name(config) == "vllm":
+        span = config.rollout.tensor_model_parallel_size
+        weights = device.width * shape.parameters() // span
+        token = 2 * device.width * max(shape.keys // span, shape.queries // shape.heads)
+        least = token * shape.layers * longest
+        claimed = int(config.rollout.gpu_memory_utilization * (there or 0)) if device.gpu else 0
+        cache = max(least, claimed - weights) if device.gpu else least * rows
+        return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
+    own = 0 if engine_name(config) == "local" else FLOAT * shape.parameters()
+    layer = 2 * FLOAT * shape.keys * rows * longest
+    # A step makes one layer's cache anew; behind a mask keys are repeated for all heads.
+    cache = layer * (shape.layers + 1)
+    if shape.keys < shape.queries:
+        cache += layer * shape.queries // shape.keys
+    logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
+    prompts = min(gen_batch(config), rows) * config.data.max_prompt_length
+    prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
+    states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)
+    share = Share(own, 0, 0, states, logits, cache)
+    return Work(share, own, 0, cache + max(logits, states))
+
+
+def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
+    """Count all reward models that run here, each with a batch of its own."""
+    weights = states = rest = 0
+    here = [m.settings for m in models_of(config.reward) if not is_url(str(m.settings.path))]
+    for settings, shape in zip(here, shapes, strict=False):
+        half = settings.dtype == "bfloat16" or (settings.dtype is None and gpu)
+        width = 2 if half else FLOAT
+        own = width * shape.parameters(head=False)
+        weights += own
+        rest += 0 if settings.offload and gpu else own
+        batch = settings.batch_tokens * width * (3 * shape.inner + 4 * shape.hidden)
+        states = max(states, batch + own - (0 if settings.offload and gpu else own))
+    return Work(Share(parameters=weights, activations=states), rest, 0, states)
+
+
+def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Place, ...]:
+    """Count what each kind of device needs; `there` is what one has (the host, without GPUs)."""
+    per_node = gpus_per_node(config)
+    placement = placement_of(config)
+    gpu, ranks = per_node > 0, max(1, len(placement.train))
+    rows = data_ranks(config)
+    size = config.actor.fsdp_config.fsdp_size
+    device = Device(
+        half=config.model.dtype == "bfloat16" or (config.model.dtype is None and gpu),
+        gpu=gpu,
+        shards=rows if size == -1 else min(size, rows),
+        tensor=ranks // rows,
+        packed=config.model.packing is not False,
+    )
+    reference = config.actor.fsdp_config.model_copy(
+        update={"param_offload": config.ref.param_offload}
+    )
+    works = {
+        "actor": _work(
+            config, device, shapes.actor, config.actor, config.actor.ppo_mini_batch_size,
+            config.actor.fsdp_config,
+        )
+    }  # fmt: skip
+    if uses_critic(config):
+        works["critic"] = _work(
+            config, device, shapes.critic, config.critic, critic_mini_batch(config),
+            config.critic.fsdp_config,
+        )  # fmt: skip
+    if uses_reference(config) and not (config.model.lora_rank and config.ref.path is None):
+        works["reference"] = _work(config, device, shapes.reference, None, 0, reference)
+    sampler = _sampler(config, shapes.actor, device, there)
+    rewards = _rewards(config, shapes.rewards, gpu)
+    rest = sum(work.rest for work in works.values())
+    brought = sum(w.annotate for w in works.values()) if device.shards == 1 and gpu else 0
+    phases = {
+        "rollout": rest,
+        "annotation": rest + max(brought, *(work.annotate for work in works.values())),
+        **{
+            f"update of the {name}": rest + work.update
+            for name, work in works.items()
+            if work.update
+        },
+    }
+    shares = {name: work.share for name, work in works.items()}
+    if shapes.rewards:
+        phases["scoring"] = rest
+    ours = {"sampler": sampler.share} | ({"reward model": rewards.share} if shapes.rewards else {})
+    if not gpu:
+        return (_host(placement.nodes, ranks, placement.rollout, phases, shares | ours,
+                      sampler, rewards, there),)  # fmt: skip
+    shared = {*placement.train} & {d for one in placement.rollout for d in one}
+    scored = {*placement.train} & {*placement.reward} or placement.alone
+    places = []
+    if shared or placement.alone:
+        phases = {name: need + sampler.rest for name, need in phases.items()}
+        phases["rollout"] += sampler.update
+        shares["sampler"] = sampler.share
+    if shapes.rewards and scored:
+        phases = {name: need + rewards.rest for name, need in phases.items()}
+        phases["scoring"] += rewards.update
+        shares["reward model"] = rewards.share
+    places.append(Place("a GPU that trains", there, shares, phases))
+    if placement.rollout and not (shared or placement.alone):
+        need = {"rollout": sampler.rest + sampler.update}
+        places.append(Place("a GPU that samples", there, {"sampler": sampler.share}, need))
+    if shapes.rewards and not scored:
+        need = {"scoring": rewards.rest + rewards.update}
+        places.append(Place("a GPU that scores", there, {"reward model": rewards.share}, need))
+    return tuple(places)
+
+
+def _host(
+    nodes: int, ranks: int, rollout: Sequence[Sequence[int]], phases: Mapping[str, int],
+    shares: Mapping[str, Share], sampler: Work, rewards: Work, there: int | None,
+) -> Place:  # fmt: skip
+    """Add up the processes of the fullest node: each role of one of them is shown."""
+    learners, samplers = -(-ranks // nodes), -(-len(rollout) // nodes)
+    always = samplers * sampler.rest + rewards.rest
+    whole = {name: learners * need + always for name, need in phases.items()}
+    whole["rollout"] += samplers * sampler.update
+    if "scoring" in whole:
+        whole["scoring"] += rewards.update
+    return Place("this machine" if nodes == 1 else "a node", there, shares, whole)
+
+
+def read_shapes(config: Config) -> Shapes | tuple[str, ...]:
+    """Read the shapes of all models from their config.json; the paths of those that cannot be."""
+    paths = {"actor": config.model.path, "critic": critic_path(config)}
+    paths["reference"] = config.ref.path or config.model.path
+    rewards = [str(model.settings.path) for model in models_of(config.reward)]
+    used = {"actor"}
+    used |= {"critic"} if uses_critic(config) else set()
+    used |= {"reference"} if uses_reference(config) else set()
+    asked = [paths[name] for name in paths if name in used]
+    asked += [path for path in rewards if not is_url(path)]
+    found = {path: _shape(path) for path in dict.fromkeys(asked)}
+    if unread := tuple(path for path, shape in found.items() if shape is None):
+        return unread
+    known = {path: shape for path, shape in found.items() if shape is not None}
+    actor, critic, reference = (known.get(paths[name], known[paths["actor"]]) for name in paths)
+    return Shapes(actor, critic, reference, tuple(known[p] for p in rewards if p in known))
+
+
+def _shape(path: str) -> Shape | None:
+    """Read the shape of a model in a folder, or of one that the hub gave before."""
+    folder = Path(model_folder(path)).expanduser()
+    file: object = folder / "config.json"
+    try:
+        if not folder.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(path, "config.json")
+        return Shape.of(read_json(Path(file))) if isinstance(file, str | Path) else None
+    except (ModelError, ValueError):  # a damaged file, or what is no name for the hub
+        return None
+
+
+def device_memory(config: Config) -> int | None:
+    """Return the memory of the smallest GPU here, or of the host where no GPU is used."""
+    return _gpu_memory() if gpus_per_node(config) else host_memory()
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the memory of this machine, or what control groups leave of it, in bytes."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [whole]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (root / "sys/fs/cgroup" / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _gpu_memory() -> int | None:
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min(int(line) for line in told.splitlines() if line.strip()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

@@ -1,0 +1,244 @@
+"""Whether a run fits into memory, and the smallest change that makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_cli.config.derived import (
+    PlanPart,
+    gen_batch,
+    gpus_per_node,
+    sampler_name,
+    uses_critic,
+    uses_reference,
+)
+from ppo_cli.config.memory import (
+    AMPLE,
+    GIB,
+    RESERVE,
+    Place,
+    Shapes,
+    count_memory,
+    device_memory,
+    read_shapes,
+)
+from ppo_cli.config.schema import Config
+
+LORA_RANK = 16  # of the adapter that is proposed
+SMALLEST_BUDGET = 1024  # tokens of a micro-batch; fewer leave a device idle
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs with its settings, gradient checkpointing settled."""
+
+    config: Config
+    places: tuple[Place, ...]
+    ample: int | None  # bytes that a step with all activations needs, where that was asked
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether all devices have what they need; None where that is not known."""
+        answers = [place.fits for place in self.places]
+        return None if None in answers else all(answers)
+
+
+def estimate(config: Config, shapes: Shapes, there: int | None) -> Estimate:
+    """Count the memory of a run; unset, checkpointing is on unless memory is ample."""
+    if config.model.enable_gradient_checkpointing is not None:
+        return Estimate(config, count_memory(config, shapes, there), None)
+    keeping = change(config, {"model.enable_gradient_checkpointing": False})
+    kept = count_memory(keeping, shapes, there)
+    most = max(place.needed for place in kept)
+    if there is not None and most <= AMPLE * there:
+        return Estimate(keeping, kept, most)
+    recomputing = change(config, {"model.enable_gradient_checkpointing": True})
+    return Estimate(recomputing, count_memory(recomputing, shapes, there), most)
+
+
+def memory_plan(config: Config) -> PlanPart:
+    """Lay out what each role holds on a device, whether it fits, and what would make it fit."""
+    packing = {
+        None: "rows are packed without padding if a trial at the start gives the same numbers",
+        True: "rows are packed without padding, as set",
+        False: "rows are padded, as set",
+    }[config.model.packing]
+    shapes, there = read_shapes(config), device_memory(config)
+    asked = config.model.enable_gradient_checkpointing
+    if not isinstance(shapes, Shapes):
+        said = [
+            f"what {path} needs is not known: no config.json here, or not a plain decoder's"
+            for path in shapes
+        ]
+        if asked is None:
+            said.append(
+                "gradient checkpointing is on: what a step needs of memory is not known here"
+            )
+        else:
+            said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
+        return PlanPart((*said, packing), {"unknown": list(shapes)})
+    found = estimate(config, shapes, there)
+    said = [line for place in found.places for line in _lines(place)]
+    changes = None
+    if found.fits is False:
+        changes = smallest_change(config, shapes, there)
+        if changes is None:
+            said.append("no change of settings makes it fit: take a smaller --model")
+        else:
+            said.append("the smallest change that makes it fit: " + _words(changes))
+    if asked is not None:
+        said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
+    else:
+        said.append(_settled(found, there))
+    facts = {
+        "fits": found.fits,
+        "devices": [place.facts() for place in found.places],
+        "gradient_checkpointing": found.config.model.enable_gradient_checkpointing,
+        "changes": changes,
+    }
+    return PlanPart((*said, packing), facts)
+
+
+def keep_activations(config: Config, tell: Callable[[str], None]) -> Config:
+    """Settle `model.enable_gradient_checkpointing` where it is unset, and say why."""
+    if config.model.enable_gradient_checkpointing is not None:
+        return config
+    shapes, there = read_shapes(config), device_memory(config)
+    if not isinstance(shapes, Shapes) or there is None:
+        return change(config, {"model.enable_gradient_checkpointing": True})
+    found = estimate(config, shapes, there)
+    tell(f"Memory: {_settled(found, there)}")
+    return found.config
+
+
+def smallest_change(config: Config, shapes: Shapes, there: int | None) -> dict[str, Any] | None:
+    """The first change that makes a run fit, from harmless to costly; else as few as are needed.
+
+    None where all of them together do not.
+    """
+
+    def fits(changes: list[Settings]) -> bool:
+        merged = {key: value for one in changes for key, value in one.items()}
+        return bool(estimate(change(config, merged), shapes, there).fits)
+
+    offered = list(_changes(config))
+    tried: list[Settings] = []
+    chosen = next(([one] for one in offered if fits([one])), None)
+    for one in offered if chosen is None else ():
+        tried.append(one)
+        if fits(tried):
+            chosen = tried
+            break
+    if chosen is None:
+        return None
+    for one in list(chosen):
+        rest = [other for other in chosen if other is not one]
+        if rest and fits(rest):
+            chosen = rest
+    return {key: value for one in chosen for key, value in one.items()}
+
+
+def _changes(config: Config) -> Iterator[Settings]:
+    """Settings that save memory, those first that change nothing but speed."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budgets = {
+        "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu,
+        "ref.log_prob_max_token_len_per_gpu": config.ref.log_prob_max_token_len_per_gpu,
+    }
+    if uses_critic(config):
+        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+    tokens = max(budgets.values()) // 2
+    while tokens >= max(longest, SMALLEST_BUDGET):
+        yield {key: tokens for key, now in budgets.items() if tokens < now}
+        tokens //= 2
+    if config.model.enable_gradient_checkpointing is False:
+        yield {"model.enable_gradient_checkpointing": True}
+    if sampler_name(config) == "hf":
+        rows = min(config.rollout.max_num_seqs, gen_batch(config) * config.rollout.n)
+        while rows > 8:
+            rows //= 2
+            yield {"rollout.max_num_seqs": rows}
+    elif gpus_per_node(config) and config.rollout.gpu_memory_utilization > 0.3:
+        yield {"rollout.gpu_memory_utilization": 0.3}
+    if gpus_per_node(config):
+        if uses_reference(config) and not config.model.lora_rank:
+            yield {"ref.param_offload": True}
+        models = ("actor", "critic") if uses_critic(config) else ("actor",)
+        for what in ("optimizer_offload", "param_offload"):
+            yield {f"{model}.fsdp_config.{what}": True for model in models}
+    if not config.model.lora_rank:
+        yield {"model.lora_rank": LORA_RANK}
+    if gpus_per_node(config):
+        yield from _more_devices(config)
+
+
+def _more_devices(config: Config) -> Iterator[Settings]:
+    """More GPUs, as long as they can share the rows of a mini-batch."""
+    if config.trainer.placement is not None or config.trainer.engine == "local":
+        return
+    nodes, now = config.trainer.nnodes, gpus_per_node(config)
+    rows = config.actor.ppo_mini_batch_size * config.rollout.n
+    for count in (2, 4, 8, 16, 32, 64):
+        if count <= nodes * now or rows % (count // config.trainer.tensor_parallel_size or 1):
+            continue
+        if count <= 8 and nodes == 1:
+            yield {"trainer.n_gpus_per_node": count}
+        elif count % 8 == 0:
+            yield {"trainer.n_gpus_per_node": 8, "trainer.nnodes": count // 8}
+
+
+def change(config: Config, settings: Settings) -> Config:
+    """The configuration with other values at these keys, which must be valid ones."""
+    for key, value in settings.items():
+        config = _put(config, key.split("."), value)
+    return config
+
+
+def _put(section: Any, names: list[str], value: Any) -> Any:
+    name, *below = names
+    inner = _put(getattr(section, name), below, value) if below else value
+    return section.model_copy(update={name: inner})
+
+
+def _lines(place: Place) -> Iterator[str]:
+    """Say what a device needs, and what of it for which role."""
+    need = f"{place.name} needs about {_size(place.needed)} ({place.phase})"
+    if place.there is None:
+        yield f"{need}; how much it has is not known here"
+    elif place.fits:
+        yield f"{need} of {_size(place.there)}: fits"
+    else:
+        yield f"{need} of {_size(place.there)}, of which {RESERVE:.0%} is left free: does not fit"
+    for role, share in place.roles.items():
+        parts = [
+            f"{field.replace('_', ' ').replace('kv', 'KV')} {_size(size)}"
+            for field, size in vars(share).items()
+            if size
+        ]
+        if parts:
+            yield f"{role}: {', '.join(parts)}"
+
+
+def _settled(found: Estimate, there: int | None) -> str:
+    """Say what was counted and what follows from it for gradient checkpointing."""
+    recomputed = found.config.model.enable_gradient_checkpointing
+    if there is None or found.ample is None:
+        return "gradient checkpointing is on: what a step needs of memory is not known here"
+    count = f"a step with all activations needs about {_size(found.ample)} of {_size(there)}"
+    if recomputed:
+        return f"{count}: they are computed again (gradient checkpointing)"
+    return f"{count}: they are kept (no gradient checkpointing)"
+
+
+def _words(changes: Settings) -> str:
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in changes.items()
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.3g} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.3g} MiB"

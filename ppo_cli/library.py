@@ -1,0 +1,150 @@
+"""What `from ppo_cli import …` gives: train, plan and load_run, with runs as pandas frames.
+
+The same settings, checks and errors as the commands: a mistake raises a UserError that says what
+to do, a run that stopped early and can go on raises Interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppo_cli.config.keys import table
+from ppo_cli.config.plan import Plan, make_plan
+from ppo_cli.config.requirements import missing_gpus, missing_inputs, missing_parts
+from ppo_cli.config.resolve import Resolved, resolve
+from ppo_cli.config.reward_checks import missing_keys
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import ConfigError
+from ppo_cli.run_folder import (
+    check_run_folder,
+    read_lines,
+    read_metrics,
+    rollout_file,
+    rollout_steps,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ppo_cli.report.tracker import Screen
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder."""
+
+    path: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings of the run."""
+        files = [self.path / "config.yaml"]
+        return resolve(flags={}, preset=None, config_files=files, overrides=[], environ={}).config
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """A row a step, a column a metric; the index is the step, 0 for a validation before it."""
+        import pandas
+
+        return pandas.DataFrame(read_metrics(self.path)).set_index("step")
+
+    @property
+    def rollouts(self) -> pandas.DataFrame:
+        """A row a response of all steps: step, split (train or val), prompt, response, score …"""
+        import pandas
+
+        rows = [
+            {"step": step, "split": split} | line
+            for split in ("train", "val")
+            for step in rollout_steps(self.path, split)
+            for line in read_lines(rollout_file(self.path, step, split))
+        ]
+        return pandas.DataFrame(rows)
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run folder (what `output_dir` named); raises DataError where there is none."""
+    folder = Path(path).expanduser()
+    check_run_folder(folder)
+    return Run(folder)
+
+
+def plan(
+    *,
+    preset: str | None = None,
+    config: Sequence[str | os.PathLike[str]] = (),
+    overrides: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Plan:
+    """What a run with these settings comes to, as `ppo plan`; nothing is loaded.
+
+    See `train` for the arguments. Raises ConfigError with all that is wrong.
+    """
+    return make_plan(_resolve(preset, config, overrides or {}, settings))
+
+
+def train(
+    *,
+    preset: str | None = None,
+    config: Sequence[str | os.PathLike[str]] = (),
+    overrides: Mapping[str, Any] | None = None,
+    screen: Screen | None = None,
+    **settings: Any,
+) -> Run:
+    """Train on this machine, as `ppo train`; returns the run when it is done.
+
+    `settings` are flags without dashes (`model="embedded"`, `max_steps=10`), `overrides` other
+    settings by their key (`{"actor.clip_ratio_high": 0.28}`), `config` YAML files, of which later
+    ones win. `screen` is told of the progress; without one nothing is printed.
+    """
+    resolved = _resolve(preset, config, overrides or {}, settings)
+    problems = [
+        *missing_gpus(resolved.config),
+        *missing_keys(resolved.config, os.environ),
+        *missing_parts(resolved),
+        *missing_inputs(resolved.config),
+    ]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    from ppo_cli.report.tracker import Screen
+    from ppo_cli.run.assemble import train as train_now
+
+    train_now(resolved, screen or Screen())
+    return load_run(resolved.config.trainer.output_dir)
+
+
+def _resolve(
+    preset: str | None,
+    config: Sequence[str | os.PathLike[str]],
+    overrides: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> Resolved:
+    flags = {key.flag.removeprefix("--"): key.name for key in table().values() if key.flag}
+    if unknown := [name for name in settings if name not in flags]:
+        raise ConfigError(
+            [f"There is no setting {name}; give those without a flag as overrides={{…}}."
+             for name in unknown]
+        )  # fmt: skip
+    named = {flags[name]: (value, f"argument {name}") for name, value in settings.items()}
+    named |= {key: (value, f"override {key}") for key, value in overrides.items()}
+    return resolve(
+        flags={key: (_as_typed(value), origin) for key, (value, origin) in named.items()},
+        preset=preset,
+        config_files=[Path(file) for file in config],
+        overrides=[],
+        environ=os.environ,
+    )
+
+
+def _as_typed(value: Any) -> Any:
+    """A value as the layers read it: text, or a list of text."""
+    if isinstance(value, list | tuple):
+        return [_as_typed(item) for item in value]
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if value is None or isinstance(value, str | dict) else str(value)

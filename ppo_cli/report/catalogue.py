@@ -1,0 +1,165 @@
+"""What the page knows of each metric: its plot, its healthy range, what to change outside of it.
+
+A new metric is one entry in METRICS. The ranges are those of the health checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ppo_cli.report.health import Limits
+
+Series = Sequence[float | None]
+Band = tuple[float | None, float | None]  # lowest and highest healthy value
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or all those that a pattern names.
+
+    `band` gives the healthy range from the limits of the run and from its own values. A value
+    below the range counts only where `low_counts`: a clip fraction of 0 harms nobody. A metric
+    with `tile` is one of the small pictures at the top; `tile` is its short name.
+    """
+
+    key: str
+    plot: str
+    tile: str = ""
+    what: str = ""
+    change: str = ""
+    band: Callable[[Limits, Series], Band] | None = None
+    low_counts: bool = False
+    stacked: bool = False
+
+    def matches(self, key: str) -> bool:
+        """Whether this entry speaks of a key; `*` stands for anything without a `/`."""
+        return self.key.count("/") == key.count("/") and fnmatchcase(key, self.key)
+
+
+def _entropy(limits: Limits, values: Series) -> Band:
+    early = [v for v in values[:3] if v is not None]
+    return (limits.entropy_share * sum(early) / len(early), None) if early else (None, None)
+
+
+_STEADY = "Jumps by ten: once is harmless; if they come again, lower "
+METRICS = (
+    Metric("reward_mean", "Reward", "reward", "Mean score of the responses of a step.",
+           "Should rise. If not: look at the worst responses, then --lr and the reward."),
+    Metric("reward/*", "Parts of the reward, raw"),
+    Metric("val/accuracy", "Validation", "validation accuracy", "Share of right answers.",
+           "If it falls while the reward rises, the model learns the reward and not the task."),
+    Metric("val/reward_mean", "Validation", "validation reward", "Mean score in validation.",
+           "If it falls while the reward rises, the model learns the reward and not the task."),
+    Metric("val/reward/*", "Parts of the reward in validation"),
+    Metric("kl_divergence", "KL to the reference", "KL", "Distance from the starting model.",
+           "lower --lr or raise {kl_setting}", lambda limits, _: limits.kl),
+    Metric("clip_fraction", "Clip fraction", "clip fraction",
+           "Share of tokens whose update was clipped.", "lower --lr or --ppo_epochs",
+           lambda limits, _: (None, limits.clip_fraction[1])),
+    Metric("critic/clip_fraction", "Clip fraction"),
+    Metric("ppo_ratio", "Ratio", "ratio", "New probability of a token over the old one.",
+           "lower --lr or --ppo_epochs", lambda limits, _: limits.ppo_ratio, low_counts=True),
+    Metric("entropy", "Entropy", "entropy", "How varied the responses are.",
+           "raise actor.entropy_coeff or --temperature, or lower --lr", _entropy),
+    Metric("value_loss", "Value loss", "value loss", "Error of the critic.",
+           "Should fall, then follow the reward. If it rises, lower --critic_lr."),
+    Metric("explained_variance", "Explained variance", "explained variance",
+           "How much of the returns the critic foresees; 1 is all.",
+           "raise --critic_lr or --critic_epochs, or set trainer.critic_warmup",
+           lambda *_: (0.0, 1.0)),
+    Metric("policy_loss", "Policy loss"),
+    Metric("grad_norm", "Gradient norm", "gradient norm", "Before clipping.", f"{_STEADY}--lr."),
+    Metric("critic_grad_norm", "Gradient norm"),
+    Metric("response_length_mean", "Response length", "length", "Mean tokens of a response.",
+           "If it grows without reward: --overlong_buffer; the judge may like length."),
+    Metric("response_length/max", "Response length"),
+    Metric("response_length/clip_ratio", "Cut off", "cut off", "Share of responses that hit the "
+           "length limit.", "raise --max_response_length",
+           lambda limits, _: (None, limits.truncated_share)),
+    Metric("score/failed_share", "Without a score", "no score", "Share of responses without one.",
+           "filter the responses below by `failed`: the reasons are there", lambda *_: (None, 0.0)),
+    Metric("actor/lr", "Learning rate"),
+    Metric("critic/lr", "Learning rate"),
+    Metric("rollout/logprob_diff", "Sampler against trainer", "sampler gap",
+           "Log-probability gap between sampler and trainer.",
+           "compare with --rollout_name hf and --dtype float32",
+           lambda limits, _: (None, limits.logprob_diff)),
+    Metric("judge*/error_rate", "Judge errors", "judge errors", "Share of calls that failed.",
+           "the cause is in judge/errors: rate limit, time-out or key", lambda *_: (None, 0.05)),
+    Metric("judge*/unread", "Judge errors"),
+    Metric("judge*/calls", "Judge calls"),
+    Metric("judge*/cached", "Judge calls"),
+    Metric("judge*/retries", "Judge calls"),
+    Metric("judge*/cost_usd_total", "Judge cost, US dollars", "judge cost", "Dollars so far.",
+           "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd."),
+    Metric("judge*/monitor_gap", "Lead of the judge over its monitor"),
+    *(Metric(f"time/{phase}_s", "Seconds by phase", stacked=True) for phase in (
+        "rollout", "reward_wait", "annotate", "advantages", "update_critic", "update_actor",
+        "publish", "validate", "save")),
+    Metric("perf/tokens_per_s", "Tokens a second", "tokens/s", "Prompt and response tokens.",
+           "What makes a run slow: docs/troubleshooting.md#slow"),
+)  # fmt: skip
+
+
+def place_of(key: str) -> int:
+    """Where the entry of a key stands in METRICS; its length where none names the key."""
+    return next((i for i, m in enumerate(METRICS) if m.matches(key)), len(METRICS))
+
+
+def plots_of(keys: Iterable[str]) -> list[dict[str, Any]]:
+    """The plots that keys need, in the order of METRICS; what no entry names comes last."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, key in sorted((place_of(key), key) for key in keys):
+        known = place < len(METRICS)
+        title = METRICS[place].plot if known else key
+        stacked = known and METRICS[place].stacked
+        plot = {"title": title, "keys": [], "stacked": stacked, "other": not known}
+        found.setdefault(f"{known} {title}", plot)["keys"].append(key)
+    return list(found.values())
+
+
+def tiles_of(
+    series: Mapping[str, Series], steps: Sequence[int], limits: Limits
+) -> list[dict[str, Any]]:
+    """The small pictures of a run: value, range, since when it is out of it, what to change."""
+    tiles = []
+    for place, key in sorted((place_of(key), key) for key in series):
+        if place == len(METRICS) or not METRICS[place].tile:
+            continue
+        metric, values = METRICS[place], series[key]
+        low, high = metric.band(limits, values) if metric.band else (None, None)
+        tiles.append({
+            "key": key,
+            "title": f"{metric.tile}{_which(key)}",
+            "what": metric.what,
+            "change": metric.change.format(kl_setting=limits.kl_setting),
+            "band": [low, high],
+            **_outside(values, steps, low if metric.low_counts else None, high),
+        })  # fmt: skip
+    return tiles
+
+
+def _which(key: str) -> str:
+    """Which judge of several a key speaks of: `, style` for `judge_style/calls`."""
+    judge = key.partition("/")[0].partition("judge_")[2]
+    return f", {judge}" if judge else ""
+
+
+def _outside(
+    values: Series, steps: Sequence[int], low: float | None, high: float | None
+) -> dict[str, Any]:
+    """The newest value, on which side of the range it lies, and since which step."""
+    known = [(step, v) for step, v in zip(steps, values, strict=True) if v is not None]
+    sides = [
+        "above" if high is not None and v > high else "below" if low is not None and v < low else ""
+        for _, v in known
+    ]
+    side, since = (sides[-1], known[-1][0]) if known else ("", None)
+    for (step, _), now in zip(reversed(known), reversed(sides), strict=True):
+        if now != side:
+            break
+        since = step
+    return {"value": known[-1][1] if known else None, "side": side, "since": since}

@@ -1,0 +1,348 @@
+"""The responses of a run: an index without their texts, pages of rows, samples, labels."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppo_cli.errors import DataError, UserError
+from ppo_cli.run_folder import (
+    LABELS_FILE,
+    PREFIXES,
+    read_lines,
+    replace_lines,
+    rollout_file,
+    rollout_steps,
+)
+
+SNIPPET = 200  # characters of a text in the table
+MOST_TEXT = 100_000  # characters of a text in the reading pane, unless all of it is asked for
+SAMPLE_TEXT = 20_000  # characters of a text in a report
+MOST_THROUGH_TIME = 60  # responses of one prompt
+SEARCH_S = 30.0  # of a pattern over all texts
+TEXTS = ("prompt", "response", "reason")
+
+
+class Row(NamedTuple):
+    """What the index holds of a response; `size` is the bytes of its line, about.
+
+    `disputed` is the gap between its parts, or between its judges; `line` its place in the file.
+    """
+
+    split: str
+    step: int
+    line: int
+    uid: str
+    sample: int
+    source: str
+    score: float | None
+    failure: str
+    tokens: int
+    disputed: float
+    size: int
+
+    @property
+    def id(self) -> str:
+        """What names a response in the page."""
+        return f"{self.split}:{self.step}:{self.line}"
+
+
+class Rollouts:
+    """The responses of one run folder; files that came or changed are read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._files: dict[tuple[str, int], tuple[tuple[int, int], list[Row]]] = {}
+        self._rows: list[Row] = []
+        self._changed: dict[tuple[str, str], float] = {}
+
+    def rows(self) -> list[Row]:
+        """All responses, oldest first."""
+        with self._lock:
+            found = {
+                (split, step): _state(rollout_file(self.folder, step, split))
+                for split in PREFIXES
+                for step in rollout_steps(self.folder, split)
+            }
+            if found != {key: state for key, (state, _) in self._files.items()}:
+                known = self._files
+                self._files = {
+                    key: known[key]
+                    if key in known and known[key][0] == state
+                    else (state, list(_index(self.folder, *key)))
+                    for key, state in found.items()
+                }
+                in_order = sorted(self._files, key=lambda key: (key[1], key[0]))
+                self._rows = [row for key in in_order for row in self._files[key][1]]
+                self._changed = _changes(self._rows)
+            return self._rows
+
+    def changed(self, row: Row) -> float:
+        """How far the mean score of a row's prompt went from its first step to its last."""
+        return self._changed.get((row.split, row.uid), 0.0)
+
+    def select(self, query: Mapping[str, str]) -> list[Row]:
+        """The rows that a query of the page asks for, sorted; raises UserError for a bad one."""
+        chosen = [row for row in self.rows() if _fits(row, query)]
+        if pattern := query.get("pattern"):
+            chosen = list(self._search(chosen, pattern, query.get("where", "")))
+        sort, down = query.get("sort", "step"), query.get("order") == "down"
+        keys: dict[str, Any] = {
+            "step": lambda r: (r.step, r.split),
+            "score": lambda r: r.score,
+            "tokens": lambda r: r.tokens,
+            "disputed": lambda r: r.disputed,
+            "changed": self.changed,
+        }
+        if sort not in keys:
+            raise UserError(f"Rows cannot be sorted by '{sort}'; sort by {', '.join(keys)}.")
+        if sort == "score":  # what has no score comes last in either order
+            without = [row for row in chosen if row.score is None]
+            chosen = [row for row in chosen if row.score is not None]
+        else:
+            without = []
+        return sorted(chosen, key=keys[sort], reverse=down) + without
+
+    def read(self, rows: Sequence[Row], most: int | None) -> list[dict[str, Any]]:
+        """The whole lines of rows, in their order; texts above `most` characters are cut."""
+        by_file: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for place, row in enumerate(rows):
+            by_file[row.split, row.step].append(place)
+        found: list[dict[str, Any]] = [{}] * len(rows)
+        for (split, step), places in by_file.items():
+            lines = _lines(self.folder, split, step)
+            for place in places:
+                row = rows[place]
+                if row.line < len(lines):
+                    line = cut(lines[row.line], most)
+                    found[place] = line | {
+                        "id": row.id, "split": split, "step": step,
+                        "disputed": row.disputed, "changed": self.changed(row),
+                    }  # fmt: skip
+        return found
+
+    def one(self, name: str) -> Row:
+        """The row with this id; raises UserError when there is none."""
+        split, _, rest = name.partition(":")
+        step, _, line = rest.partition(":")
+        self.rows()
+        known = self._files.get((split, int(step))) if step.isdecimal() else None
+        if known is None or not line.isdecimal() or int(line) >= len(known[1]):
+            raise UserError(f"There is no response '{name}'.")
+        return known[1][int(line)]
+
+    def through_time(self, row: Row) -> list[Row]:
+        """Responses to the same prompt, oldest first, evenly thinned where there are many."""
+        same = [r for r in self.rows() if r.uid == row.uid and r.split == row.split]
+        return spread(same, MOST_THROUGH_TIME)
+
+    def _search(self, rows: Sequence[Row], pattern: str, where: str) -> Iterator[Row]:
+        """The rows in whose texts a pattern is found, whatever its case."""
+        import regex
+
+        try:
+            wanted = regex.compile(pattern, regex.IGNORECASE)
+        except regex.error as error:
+            raise UserError(f"The pattern cannot be read: {error}.") from error
+        names = (where,) if where in TEXTS else TEXTS
+        by_file: dict[tuple[str, int], list[Row]] = defaultdict(list)
+        for row in rows:
+            by_file[row.split, row.step].append(row)
+        try:
+            for (split, step), group in by_file.items():
+                lines = _lines(self.folder, split, step)
+                for row in group:
+                    texts = (str(lines[row.line].get(name) or "") for name in names)
+                    if any(wanted.search(text, timeout=SEARCH_S) for text in texts):
+                        yield row
+        except TimeoutError as error:
+            raise UserError("The pattern takes too long on one of the texts.") from error
+
+
+def _state(file: Path) -> tuple[int, int]:
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def _lines(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
+    """The lines of a step; a link that leads out of the run folder is refused."""
+    file = rollout_file(folder, step, split)
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"{file} leads out of the run folder, so it is not read.")
+    return read_lines(file)
+
+
+def _index(folder: Path, split: str, step: int) -> Iterator[Row]:
+    for number, line in enumerate(_lines(folder, split, step)):
+        score = line.get("score")
+        yield Row(
+            split, step, number,
+            str(line.get("uid", "")), int(line.get("sample") or 0),
+            str(line.get("data_source") or ""),
+            float(score) if isinstance(score, int | float) else None,
+            str(line.get("failure") or ""), int(line.get("tokens") or 0),
+            _disputed(line), 60 + sum(len(name) + len(str(v)) + 4 for name, v in line.items()),
+        )  # fmt: skip
+
+
+def _disputed(line: Mapping[str, Any]) -> float:
+    """The gap between scaled parts, or twice the spread of several votes, whichever is wider."""
+    parts = line.get("parts")
+    found = parts.values() if isinstance(parts, dict) else ()
+    scaled = [part.get("scaled") for part in found if isinstance(part, dict)]
+    known = [float(v) for v in scaled if isinstance(v, int | float)]
+    gaps = [max(known) - min(known)] if len(known) > 1 else [0.0]
+    mixture = line.get("mixture")
+    for facts in [line, *(mixture.values() if isinstance(mixture, dict) else ())]:
+        if isinstance(facts, dict) and isinstance(facts.get("vote_spread"), int | float):
+            gaps.append(2 * float(facts["vote_spread"]))
+    return round(max(gaps), 6)
+
+
+def _changes(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
+    """Of each prompt: its mean score in its last step less that in its first."""
+    scores: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.score is not None:
+            scores[row.split, row.uid][row.step].append(row.score)
+    means = {
+        prompt: [sum(v) / len(v) for _, v in sorted(steps.items())]
+        for prompt, steps in scores.items()
+    }
+    return {prompt: round(abs(found[-1] - found[0]), 6) for prompt, found in means.items()}
+
+
+def _fits(row: Row, query: Mapping[str, str]) -> bool:
+    """Whether a row passes the filters that need no text."""
+    low, high = _number(query, "from_step"), _number(query, "to_step")
+    least, most = _number(query, "min"), _number(query, "max")
+    failed = query.get("failed", "")
+    return (
+        (low is None or row.step >= low)
+        and (high is None or row.step <= high)
+        and query.get("split", "") in ("", row.split)
+        and query.get("source", "") in ("", row.source)
+        and (least is None or (row.score is not None and row.score >= least))
+        and (most is None or (row.score is not None and row.score <= most))
+        and (failed != "yes" or row.score is None)
+        and (failed != "no" or row.score is not None)
+        and (not query.get("why") or query["why"].lower() in row.failure.lower())
+    )
+
+
+def _number(query: Mapping[str, str], name: str) -> float | None:
+    text = query.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"'{text}' is not a number ({name}).") from None
+
+
+def cut(line: Mapping[str, Any], most: int | None) -> dict[str, Any]:
+    """A line whose texts have at most so many characters; `cut` names the full length of each."""
+    found, lengths = dict(line), {}
+    for name, value in line.items():
+        if most is not None and isinstance(value, str) and len(value) > most:
+            found[name], lengths[name] = value[:most], len(value)
+    return found | ({"cut": lengths} if lengths else {})
+
+
+def brief(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table shows of a row."""
+    names = ("id", "split", "step", "uid", "sample", "data_source", "score", "tokens", "changed",
+             "disputed")  # fmt: skip
+    texts = {name: str(line.get(name) or "")[:SNIPPET] for name in (*TEXTS, "failure")}
+    return {name: line.get(name) for name in names} | texts
+
+
+def spread(rows: Sequence[Row], most: int) -> list[Row]:
+    """At most so many rows, evenly over all of them, the first and the last among them."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)] if most > 1 else []
+
+
+def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
+    """The rows that a report holds: all, or the most telling ones that fit.
+
+    Half of the room goes to whole histories of prompts, a quarter to the best, worst, most
+    disputed and failed ones, the rest to rows from every part of the run.
+    """
+    rows = rollouts.rows()
+    if sum(_cost(row) for row in rows) <= most_bytes:
+        return list(rows)
+    extremes = [
+        sorted((r for r in rows if r.score is not None), key=lambda r: r.score or 0.0),
+        sorted((r for r in rows if r.score is not None), key=lambda r: -(r.score or 0.0)),
+        sorted(rows, key=lambda r: -r.disputed),
+        [r for r in rows if r.score is None],
+    ]
+    histories: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        histories[row.split, row.uid].append(row)
+    # The most changed prompts first; those that changed alike in an order that is not the file's.
+    prompts = sorted(
+        histories,
+        key=lambda p: (-rollouts.changed(histories[p][0]), zlib.crc32(repr(p).encode())),
+    )
+    mean = max(1.0, sum(map(_cost, rows)) / len(rows))
+    wishes = (
+        (most_bytes / 4, (row for group in zip(*map(_endless, extremes), strict=True)
+                          for row in group if row is not None)),
+        (most_bytes / 4, iter(spread(rows, int(most_bytes / 4 / mean)))),
+        (most_bytes / 2, (row for p in prompts for row in spread(histories[p], MOST_THROUGH_TIME))),
+    )  # fmt: skip
+    chosen: dict[str, Row] = {}
+    for room, wished in wishes:
+        left = room
+        for row in wished:
+            if row.id not in chosen and _cost(row) < room / 4:
+                left -= _cost(row)
+                if left < 0:
+                    break
+                chosen[row.id] = row
+    return sorted(chosen.values(), key=lambda r: (r.step, r.split, r.line))
+
+
+def _endless(rows: Sequence[Row], most: int = 5000) -> Iterator[Row | None]:
+    """Rows, then None up to a count that is the same for all."""
+    for place in range(most):
+        yield rows[place] if place < len(rows) else None
+
+
+def _cost(row: Row) -> float:
+    """About how many bytes a row takes in a report."""
+    return min(row.size, 3 * SAMPLE_TEXT)
+
+
+def labels_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The labels that people gave in the page, by the id of the response."""
+    return {str(line["id"]): line for line in read_lines(folder / LABELS_FILE) if "id" in line}
+
+
+def set_label(rollouts: Rollouts, name: str, label: float | None, comment: str) -> dict[str, Any]:
+    """Write a label or comment into the run folder; an empty one is taken away.
+
+    A line has prompt, response and all that `ppo reward calibrate --labels label` needs.
+    """
+    row = rollouts.one(name)
+    (line,) = rollouts.read([row], None)
+    kept = labels_of(rollouts.folder)
+    kept.pop(name, None)
+    if label is not None or comment:
+        fields = ("prompt", "response", "ground_truth", "data_source", "step", "split", "uid",
+                  "sample", "score")  # fmt: skip
+        kept[name] = {"id": name} | {field: line.get(field) for field in fields}
+        kept[name] |= {"label": label, "comment": comment}
+    try:
+        replace_lines(rollouts.folder / LABELS_FILE, kept.values())
+    except OSError as error:
+        raise UserError(f"The label cannot be written: {error.strerror or error}.") from error
+    return kept.get(name, {})

@@ -1,0 +1,240 @@
+"""What a run folder tells of a run, as JSON for the page: curves, findings, settings, spending."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.resolve import resolve
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import UserError
+from ppo_cli.report.catalogue import plots_of, tiles_of
+from ppo_cli.report.health import CALM_STEPS, Limits, find_trouble, limits_of
+from ppo_cli.report.metrics import ROUNDING, dollars, judge_totals, summarise
+from ppo_cli.run_folder import (
+    METRICS_FILE,
+    SPENT,
+    WRITTEN_BY,
+    CheckpointStore,
+    paid_calls,
+    read_metrics,
+)
+
+# The metric that a trouble shows in; others are marked in the reward.
+OF_TILES = {
+    "kl_high": "kl_divergence", "clip_high": "clip_fraction", "ratio": "ppo_ratio",
+    "entropy": "entropy", "critic": "explained_variance", "failed": "score/failed_share",
+    "too_long": "response_length/clip_ratio", "sampler": "rollout/logprob_diff",
+}  # fmt: skip
+_SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
+RESUMED = "perf/resumed"
+
+
+class RunData:
+    """One run folder; `read` gives it as it is now, and costs little where nothing has changed."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self._lock = threading.Lock()
+        self._version: tuple[Any, ...] = ()
+        self._data: dict[str, Any] = {}
+        self._troubles: list[dict[str, str]] = []  # of each step that was checked
+        self._checked: list[Mapping[str, Any]] = []
+
+    def version(self) -> tuple[Any, ...]:
+        """What changes when a file that the page reads does."""
+        files = [self.folder / METRICS_FILE, self.folder / "config.yaml"]
+        states = [f.stat() for f in [*files, *sorted(self.folder.glob(SPENT))] if f.exists()]
+        saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
+        return (*((s.st_size, s.st_mtime_ns) for s in states), *saved)
+
+    def read(self) -> dict[str, Any]:
+        """The run as JSON; see `page.js` for how each key is shown."""
+        with self._lock:
+            version = self.version()
+            if version != self._version:
+                self._data, self._version = self._read(), version
+            return self._data
+
+    def _read(self) -> dict[str, Any]:
+        history = read_metrics(self.folder)
+        config, note = config_of(self.folder)
+        saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
+        limits = limits_of(config) if config else Limits()
+        limits = replace(limits, saved=tuple(saved))
+        steps = [int(line["step"]) for line in history]
+        keys = _telling({key for line in history for key in line} - {"step", RESUMED})
+        series = {key: [_short(line.get(key)) for line in history] for key in keys}
+        tiles = tiles_of(series, steps, limits)
+        findings = self._findings(history, limits)
+        spent = _spent(self.folder, history)
+        settings, written_by = settings_of(self.folder)
+        return {
+            "name": self.name,
+            "sentence": sentence(self.folder, history, config, tiles, findings, spent["usd"]),
+            "note": note,
+            "steps": steps,
+            "total": arithmetic(config)["total_steps"] if config else None,
+            "series": series,
+            "plots": plots_of(keys),
+            "tiles": tiles,
+            "findings": findings,
+            "marks": {
+                "checkpoints": saved,
+                "restarts": [line["step"] for line in history if line.get(RESUMED)],
+            },
+            "settings": settings,
+            "machine": written_by,
+            "spent": spent,
+        }
+
+    def _findings(
+        self, history: Sequence[Mapping[str, Any]], limits: Limits
+    ) -> list[dict[str, Any]]:
+        """The troubles of all steps as spans, oldest first; a step is checked once."""
+        if history[: len(self._checked)] != self._checked:
+            self._troubles.clear()
+        for end in range(len(self._troubles) + 1, len(history) + 1):
+            part = history[:end]
+            self._troubles.append(find_trouble(part, limits) if part[-1]["step"] > 0 else {})
+        self._checked = list(history)
+        spans: list[dict[str, Any]] = []
+        last: dict[str, dict[str, Any]] = {}
+        for line, troubles in zip(history, self._troubles, strict=True):
+            step = line["step"]
+            for kind, text in troubles.items():
+                span = last.get(kind)
+                if span is None or step - span["to"] > CALM_STEPS:
+                    span = last[kind] = {
+                        "kind": kind, "from": step, "key": OF_TILES.get(kind, "reward_mean"),
+                    }  # fmt: skip
+                    spans.append(span)
+                span |= {"to": step, "text": text}
+        for span in spans:
+            span["now"] = span["to"] == history[-1]["step"]
+        return spans
+
+
+def _telling(keys: set[str]) -> list[str]:
+    """The keys without those that repeat another: the only part of a reward is the reward."""
+    for start in ("reward/", "val/reward/", "val/reward_mean/"):
+        parts = {key for key in keys if re.fullmatch(f"{start}[^/]+", key)}
+        keys = keys - parts if len(parts) == 1 else keys
+    return sorted(keys - ({"val/reward_mean"} if "val/accuracy" in keys else set()))
+
+
+def sentence(
+    folder: Path,
+    history: Sequence[Mapping[str, Any]],
+    config: Config | None,
+    tiles: Sequence[Mapping[str, Any]],
+    findings: Sequence[Mapping[str, Any]],
+    usd: float,
+) -> str:
+    """How the run went, in one sentence."""
+    if not history:
+        return "No step is finished yet."
+    steps = int(history[-1]["step"])
+    total = arithmetic(config)["total_steps"] if config else None
+    length = (
+        f"{steps} of {total} steps"
+        if total and steps < total
+        else f"{steps} step{'s' * (steps != 1)}"
+    )
+    found = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
+    pairs = [("reward", found.reward_before, found.reward_after)]
+    pairs += [(name, found.before.get(name), value) for name, value in found.after.items()]
+    told = [
+        f"{name} {_digits(after)}"
+        if before is None
+        else f"{name} {_digits(before)} to {_digits(after)}"
+        + (" (it fell)" if name in found.declined else "")
+        for name, before, after in pairs
+        if after is not None
+    ]
+    clauses = [", ".join(told[:3] or ["no reward yet"]) + f" in {length}"]
+    outside = [tile for tile in tiles if tile["side"]]
+    clauses += [
+        f"{tile['title']} {_digits(tile['value'])}, {tile['side']} its range since step "
+        f"{tile['since']}: {tile['change']}"
+        for tile in outside
+        if tile["key"] != "score/failed_share"
+    ]
+    covered = {tile["key"] for tile in outside} | {"score/failed_share"}
+    clauses += [
+        span["text"].split(". ")[0].rstrip(".")
+        for span in findings
+        if span["now"] and OF_TILES.get(span["kind"]) not in covered
+    ]
+    failed = sum(int(line.get(f"{v}score/failed") or 0) for line in history for v in ("", "val/"))
+    failing = f"{failed:,} response{'s' * (failed > 1)} without a score"
+    failing = failing if failed else "nothing failed"
+    clauses.append(f"judge {dollars(usd)}, {failing}" if usd else failing)
+    return "; ".join(clauses)
+
+
+def _digits(value: float) -> str:
+    """A number as people write it: two decimals, or two digits of a small one."""
+    if abs(value) >= 0.1 or abs(value) < ROUNDING:
+        return f"{abs(value) if abs(value) < ROUNDING else value:.2f}"
+    return f"{value:.2g}"
+
+
+def _short(value: Any) -> float | None:
+    """Six digits are more than a curve can show, and halve the page."""
+    return None if value is None else float(f"{float(value):.6g}")
+
+
+def config_of(folder: Path) -> tuple[Config | None, str]:
+    """The settings of a run; None and why where they cannot be read."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        return None, "The folder has no config.yaml: ranges are those of the default settings."
+    try:
+        found = resolve(flags={}, preset=None, config_files=[file], overrides=[], environ={})
+    except UserError as error:
+        said = str(error).splitlines()[0]
+        return None, f"config.yaml cannot be read ({said}): ranges are those of the defaults."
+    return found.config, ""
+
+
+def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
+    """Key, value and origin of each setting as config.yaml has them; and what wrote the file."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        return [], ""
+    found, groups, written_by = [], list[tuple[int, str]](), ""
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if line.startswith(WRITTEN_BY):
+            written_by = line.removeprefix(WRITTEN_BY)
+        if match := _SETTING.match(line):
+            indent, key, value, origin = len(match[1]), match[2], match[3], match[4]
+            groups = [(depth, name) for depth, name in groups if depth < indent] + [(indent, key)]
+            if value is not None:
+                found.append((".".join(name for _, name in groups), value, origin))
+    return found, written_by
+
+
+def _spent(folder: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Time, tokens, and what judges were paid."""
+    calls = paid_calls(folder)
+    models = Counter(str(call.get("model")) for call in calls)
+    tokens = {kind: sum(int(call.get(kind) or 0) for call in calls) for kind in ("input", "output")}
+    seconds = float(history[-1].get("time/run_s") or 0.0) if history else 0.0
+    per_step = [line for line in history if line.get("time/step_s") and line["step"] > 0]
+    trained = sum(
+        float(line.get("perf/tokens_per_s") or 0.0) * line["time/step_s"] for line in per_step
+    )
+    usd = sum(float(call["usd"]) for call in calls)
+    rows = [["time", f"{seconds:,.0f} s"], ["tokens trained on", f"{trained:,.0f}"]]
+    if said := judge_totals(folder, history):
+        rows += [["judge", said], ["judge models", ", ".join(models)]]
+        rows += [["judge tokens", f"{tokens['input']:,} in, {tokens['output']:,} out"]]
+    return {"usd": usd, "rows": rows}

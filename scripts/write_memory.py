@@ -1,0 +1,159 @@
+"""Writes docs/memory.md: the memory of known models on known GPUs, as `ppo plan` counts it.
+
+python scripts/write_memory.py [FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.memory import RESERVE, Shape, Shapes
+from ppo_cli.config.memory_plan import change, estimate
+from ppo_cli.config.schema import Config
+
+PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
+# Published shapes: hidden, inner, layers, heads, key-value heads, vocabulary, tied.
+MODELS = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 152064, False),
+    "Llama-3-8B": (4096, 14336, 32, 32, 8, 128256, False),
+    "Llama-3-70B": (8192, 28672, 80, 64, 8, 128256, False),
+}
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (24, 40, 80, 141)  # GB, as GPUs are sold
+BUDGET = 4096  # tokens of a micro-batch
+# A letter for each way to train, the plainest first.
+WAYS: dict[str, dict[str, Any]] = {
+    "F": {},
+    "O": {
+        f"{model}.fsdp_config.{what}": True
+        for model in ("actor", "critic")
+        for what in ("optimizer_offload", "param_offload")
+    }
+    | {"ref.param_offload": True},
+    "L": {"model.lora_rank": 16, "algorithm.adv_estimator": "grpo", "rollout.n": 4},
+}
+INTRODUCTION = f"""# Memory
+
+`ppo plan` says what each role holds on a device, whether a run fits, and the smallest change that
+makes it fit:
+
+```bash
+ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8
+```
+
+It reads the shape of a model from `config.json` and counts parameters, gradients, optimizer
+moments, activations and logits of the largest micro-batch, and the sampler's cache. Weights,
+gradients and moments are float32 (16 bytes a trained parameter), whatever the computing precision;
+activations are bfloat16 on a GPU and float32 without one. {RESERVE:.0%} of a device is left for
+libraries and drivers. Mixtures of experts are not counted, and the plan says so.
+
+## What was measured
+
+On the CPU: eight runs of two models of 12 and 15 million parameters (packed and padded, with and
+without gradient checkpointing, LoRA, critic and reference) took what was counted to within 15 % of
+their peaks; `tests/engine/test_memory_peaks.py` repeats it. Logits count there for more than
+their tensors, since one process on the CPU keeps blocks that it has freed and glibc does not
+always use them again.
+
+On GPUs nothing was measured: the counts for them, and all of the tables below, are computed.
+
+## What fits where
+
+PPO with a critic of the actor's size, a reference and a vLLM sampler on the same GPUs (8 a node,
+40 % of each for the sampler), FSDP over all of them, 512 + 512 tokens, micro-batches of {BUDGET}
+tokens, gradient checkpointing. Sizes are in GB (10^9 bytes), as GPUs are sold.
+
+- **F** everything in full on the GPU
+- **O** weights and moments of all models offloaded: host memory must hold 36 bytes a parameter of
+  the model, divided by the nodes, which is not checked here
+- **L** LoRA of rank 16 with GRPO: no critic, and the reference is the model without its adapter
+- **-** none of these; a smaller model, shorter rows or more GPUs
+
+This page is written by `python scripts/write_memory.py` from published shapes.
+"""
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a known model."""
+    hidden, inner, layers, heads, keys, vocabulary, tied = MODELS[name]
+    size = hidden // heads
+    return Shape(hidden, inner, layers, heads, heads * size, keys * size, vocabulary, tied)
+
+
+def settings(name: str, devices: int) -> Config:
+    """A run on that many GPUs; a sampler spans as few as hold its weights well."""
+    nodes = max(1, devices // 8)
+    heads = MODELS[name][3]
+    span = 1
+    while 2 * span <= min(8, devices) and heads % (2 * span) == 0:
+        if 2 * shape_of(name).parameters() / span < 4e9:
+            break
+        span *= 2
+    budget = {"ppo_max_token_len_per_gpu": BUDGET}
+    return Config.model_validate(
+        {
+            "data": {"train_batch_size": 256},
+            "actor": {"ppo_mini_batch_size": 256} | budget,
+            "critic": budget,
+            "ref": {"log_prob_max_token_len_per_gpu": BUDGET},
+            "model": {"enable_gradient_checkpointing": True},
+            "rollout": {
+                "name": "vllm", "gpu_memory_utilization": 0.4, "tensor_model_parallel_size": span,
+            },
+            "trainer": {"engine": "ray", "n_gpus_per_node": devices // nodes, "nnodes": nodes},
+        }
+    )  # fmt: skip
+
+
+def way(name: str, devices: int, size: int) -> str:
+    """The first way in which a model trains on these GPUs."""
+    shape = shape_of(name)
+    shapes, config = Shapes(shape, shape, shape), settings(name, devices)
+    there = size * 10**9
+    found = (
+        letter for letter, how in WAYS.items() if estimate(change(config, how), shapes, there).fits
+    )
+    return next(found, "-")
+
+
+def needs(name: str, devices: int) -> str:
+    """What the heaviest phase of training takes of each GPU, beside the sampler."""
+    shape = shape_of(name)
+    config = settings(name, devices)
+    (place,) = estimate(config, Shapes(shape, shape, shape), None).places
+    most = max(need for phase, need in place.phases.items() if phase != "rollout")
+    return f"{most / 1e9:.0f}"
+
+
+def tables() -> Iterator[str]:
+    """The lines of all tables."""
+    head = f"| model | {' | '.join(map(str, DEVICES))} |"
+    rule = "|---" * (len(DEVICES) + 1) + "|"
+    for size in SIZES:
+        yield from (f"### GPUs of {size} GB", "", head, rule)
+        for name in MODELS:
+            yield f"| {name} | {' | '.join(way(name, n, size) for n in DEVICES)} |"
+        yield ""
+    yield from ("### GB that training in full takes of each GPU", "", head, rule)
+    for name in MODELS:
+        yield f"| {name} | {' | '.join(needs(name, n) for n in DEVICES)} |"
+    yield ""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *tables()])
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    target.write_text(page(), encoding="utf-8")

@@ -1,0 +1,176 @@
+"""What README and docs show works as written: every command line, and every block of code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+import typer
+import yaml
+
+from ppo_cli.cli.app import app, main
+from ppo_cli.config import derived, layers, requirements, resolve
+
+ROOT = Path(__file__).parents[2]
+LOG = ROOT / "docs" / "log.md"  # what was once measured, with the commands of that day
+PAGES = sorted({*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")} - {LOG})
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?ppo|\./train\.sh) [^`]+)`")
+VARIABLE = re.compile(r"[A-Z_]+=\S*")
+# Programs of others; what follows is theirs.
+FOREIGN = {
+    "pip",
+    "export",
+    "tensorboard",
+    "hf",
+    "python",
+    "srun",
+    "git",
+    "cd",
+    "cat",
+    "#!/bin/bash",
+}
+# What a reader has and a test has not: keys, GPUs, a hub, the files of another section.
+LACKS = ("no such file", "there is no file", "there is no model folder", "API_KEY", "are wrong")
+PLACES = {"DIR_OR_HUB_OR_URL": "DIR", "MODEL": "qwen-plus", "RUN": "outputs"}
+ROW = {"prompt": "What is 2 + 3?", "ground_truth": "5", "data_source": "arithmetic"}
+
+
+def blocks(kind: str) -> Iterator[tuple[str, str]]:
+    """Page and text of each block of code of one kind."""
+    for page in PAGES:
+        for name, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if name == kind:
+                yield page.name, text
+
+
+def lines() -> list[tuple[str, str]]:
+    """Page and text of each command line, in blocks and between backticks."""
+    found = []
+    for name, text in blocks("bash"):
+        joined = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", text.replace("\\\n", " "), flags=re.M | re.S)
+        found += [(name, line.partition(" #")[0].strip()) for line in joined.splitlines()]
+    for page in PAGES:
+        rest = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        inline = [" ".join(line.split()) for line in INLINE.findall(rest)]
+        found += [(page.name, line) for line in inline if line.count(" ") > 2]  # no mere name
+    return list(dict.fromkeys(pair for pair in found if pair[1] and not pair[1].startswith("#SB")))
+
+
+def words_of(line: str) -> tuple[dict[str, str], list[str]]:
+    """The variables before a command, and its words; `…` and `...` stand for what is left out."""
+    words = [PLACES.get(word, word) for word in shlex.split(re.sub(r"--\w+ …|…|\.\.\.", "", line))]
+    count = next((i for i, word in enumerate(words) if not VARIABLE.fullmatch(word)), len(words))
+    variables = dict(word.split("=", 1) for word in words[:count])
+    return variables, words[count:]
+
+
+def parse(words: list[str]) -> None:
+    """Read a command line as `ppo` would, and run nothing; raises what is wrong with it."""
+    context = typer.Context(typer.main.get_command(app), info_name="ppo")
+    command = context.command
+    while hasattr(command, "resolve_command") and words:
+        name, command, words = command.resolve_command(context, words)
+    if not hasattr(command, "commands"):
+        command.make_context(name, words, parent=context)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the lines name, where every package is installed."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text(1100 * (json.dumps(ROW) + "\n"))
+    (code,) = (text for page, text in blocks("python") if page == "README.md")
+    (tmp_path / "my_reward.py").write_text(code)
+    monkeypatch.setattr(requirements, "has_package", lambda name: True)
+    return tmp_path
+
+
+def test_every_line_of_a_run_can_be_planned(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong, count = [], 0
+    for page, line in lines():
+        variables, words = words_of(line)
+        head, *rest = words or [""]
+        if head == "srun":
+            head, *rest = rest
+        if head.endswith("ppo") and rest[:1] in (["train"], ["plan"]):
+            rest = rest[1:]
+        elif head != "./train.sh":
+            continue
+        count += 1
+        gpus = 0 if "--num_workers" in rest else 8
+        with monkeypatch.context() as patch:
+            for module in (resolve, derived, layers, requirements):
+                if hasattr(module, "gpu_count"):
+                    patch.setattr(module, "gpu_count", lambda *_, gpus=gpus: gpus)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            main(["plan", *rest])
+        said = capsys.readouterr()
+        left = [text for text in said.err.splitlines() if not any(lack in text for lack in LACKS)]
+        if left or "Devices" not in said.out:
+            wrong.append(f"{page}: {line}\n{said.err or said.out}")
+    assert wrong == [], "\n".join(wrong)
+    assert count > 25
+
+
+def test_every_other_command_is_one_of_ours(place: Path) -> None:
+    wrong, count = [], 0
+    for page, line in lines():
+        _, words = words_of(line)
+        head = words[0] if words else "export"
+        if head in FOREIGN or head == "./train.sh":
+            continue
+        if head.startswith("scripts/"):
+            if not (ROOT / head).is_file():
+                wrong.append((page, line, "no such script"))
+        elif not head.endswith("ppo"):
+            wrong.append((page, line, "unknown program"))
+        elif words[1] not in ("train", "plan"):
+            count += 1
+            try:
+                parse(words[1:])
+            except Exception as error:
+                wrong.append((page, line, str(error)))
+    assert wrong == []
+    assert count > 30
+
+
+def test_every_block_of_data_and_code_is_well_formed(place: Path) -> None:
+    for _, text in blocks("json"):
+        for row in text.splitlines():
+            json.loads(row)
+    for _, text in blocks("yaml"):
+        yaml.safe_load(text)
+    for name, text in blocks("python"):
+        body = f"def shown():\n{indent(text, '    ')}" if text.startswith("return") else text
+        exec(compile(body, name, "exec"), {"__name__": "shown"})
+    known = {"bash", "json", "yaml", "python", "text", "toml"}
+    kinds = {kind for page in PAGES for kind, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
+    assert kinds <= known
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_is_written(tmp_path: Path) -> None:
+    script = "".join(text for page, text in blocks("bash") if page == "tutorial.md")
+    here = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=here, timeout=600,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+    assert "step 4/4" in run.stdout and "step 3/3" in run.stdout and "step 5/5" in run.stdout
+    assert "reason" in run.stdout and "wrong" in run.stdout
+    assert (tmp_path / "first.html").stat().st_size > 1_000_000
+    assert (tmp_path / "my-model" / "config.json").is_file()

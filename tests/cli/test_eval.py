@@ -1,0 +1,184 @@
+"""`ppo eval` and `ppo generate` as people run them: models, runs, a judge that is asked once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.resolve import resolve
+from ppo_cli.run.evaluate import Sampled
+from ppo_cli.run_folder import find_source, read_lines, read_metrics
+from tests.forked import PPO, Forked
+from tests.judge_server import JudgeServer
+
+KEY = "sk-only-for-tests-1234"
+ROWS = Path(prompt_files(["embedded"], "val")[0]).read_text().splitlines()[:12]
+TRAINED = """\
+model: {path: embedded, dtype: float32}
+data: {train_files: [t.jsonl], val_files: [v.jsonl], train_batch_size: 4, max_response_length: 16}
+actor: {ppo_mini_batch_size: 4, optim: {lr: 1.0e-3}}
+rollout: {n: 2}
+trainer: {total_training_steps: 2, save_freq: 1, test_freq: 1}
+reward: {rule: exact}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps, and what it was trained on."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "t.jsonl").write_text("\n".join(ROWS[:4]))
+    (folder / "v.jsonl").write_text("\n".join(ROWS))
+    (folder / "c.yaml").write_text(TRAINED)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main(["train", "--config", "c.yaml", "--output_dir", "run"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(trained)
+    return trained
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", *args, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_an_eval_of_a_run_is_its_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "run", "run@1", "embedded")
+    lines = {line["step"]: line["val/reward_mean"] for line in read_metrics(here / "run")}
+    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in found["models"]]
+    assert means[:2] == [lines[2], lines[1]]
+    assert [model["name"] for model in found["models"]] == ["run", "run@1", "embedded"]
+    assert [gap["from"] for gap in found["differences"]] == ["run@1", "embedded"]
+    rows = read_lines(Path(found["models"][0]["rows"]))
+    assert len(rows) == 12 and {row["score"] for row in rows} <= {0.0, 1.0}
+    assert main(["eval", "run", "embedded"]) == 0
+    out = capsys.readouterr().out
+    assert "mean@1" in out and "run less embedded" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert read_lines(Path(found["models"][0]["rows"])) == rows  # nothing was sampled again
+
+
+def test_several_responses_are_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
+    assert found["sampling"]["temperature"] == 1.0
+    facts = found["models"][0]["sources"]["ppo-cli/arithmetic"]
+    assert (facts["responses"], list(facts["pass"])) == (36, ["2", "3"])
+    rows = read_lines(here / "several" / Path(found["models"][0]["rows"]).name)
+    assert facts["mean"]["value"] == pytest.approx(sum(row["score"] for row in rows) / 36)
+    # Half of the rows go, and one is torn: they are sampled again, the same.
+    file = Path(found["models"][0]["rows"])
+    whole = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(whole[:18]) + whole[20][:40])
+    again = told(capsys, "embedded", "--data", "v.jsonl", "--n", "3", "--out", "several")
+    assert again["models"] == found["models"]
+    assert sorted(file.read_bytes().splitlines(keepends=True)) == sorted(whole)
+    assert main(["eval", "embedded", "--data", "v.jsonl", "--n", "2", "--out", "several"]) == 2
+    assert "--out several holds an eval with another sampling.n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with JudgeServer(lambda system, user: 7) as server:
+        words = [
+            "eval", "embedded", "--data", "v.jsonl", "--out", "judged",
+            "--use_api_reward", "--rm_api_type", "openai", "--rm_model", "a-judge",
+            "--rm_base_url", server.url("openai"), "--rm_prompt_preset", "math",
+            "--rm_cache", "off", "--rm_concurrency", "1",
+        ]  # fmt: skip
+        server.state.latency = 0.2
+        process = Forked(PPO, words, os.environ, folder=here, merged=False)
+        waited = time.monotonic() + 120
+        while server.count < 6 and time.monotonic() < waited:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        server.state.latency = 0.0
+        (file,) = (here / "judged").glob("embedded-*.jsonl")
+        kept = read_lines(file)
+        assert 0 < len(kept) < 12
+        before = server.count
+        found = told(capsys, *words[1:])
+        after = server.count
+    facts = found["models"][0]["sources"]["ppo-cli/arithmetic"]
+    assert facts["responses"] == 12 and facts["failed"] == 0
+    assert read_lines(file)[: len(kept)] == kept
+    # Each start tries the judge out once; lost is what was under way as it was killed.
+    assert after - before == 12 - len(kept) + 1
+    assert before - 1 - len(kept) <= 2
+
+
+def test_generate(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["generate", "run", "12 + 30 = ?", "--greedy", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["prompt"], row["finish_reason"]) == ("12 + 30 = ?", "stop")
+    assert main(["generate", "run", "12 + 30 = ?", "--greedy"]) == 0
+    assert capsys.readouterr().out == row["response"] + "\n"
+    assert main(["generate", "run@1", "--data", "v.jsonl", "--out", "a.jsonl", "--n", "2"]) == 0
+    rows = read_lines(here / "a.jsonl")
+    prompts = [json.loads(line)["prompt"] for line in ROWS]
+    assert [row["prompt"] for row in rows] == [prompt for prompt in prompts for _ in range(2)]
+    capsys.readouterr()
+    # Later lines are read with what was said before, as far as it fits into 64 tokens.
+    monkeypatch.setattr("sys.stdin", io.StringIO("12 + 30 = ?\n\n12 + 30 = ?\n1 + 1 = ?\n"))
+    limit = ["--max_prompt_length", "64"]
+    assert main(["generate", "run", "--greedy", "--json", *limit]) == 0
+    out, err = capsys.readouterr()
+    said = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt"] for line in said] == ["12 + 30 = ?", "12 + 30 = ?", "1 + 1 = ?"]
+    assert said[0] == row
+    assert err == "(The oldest turn is left out: --max_prompt_length.)\n"
+
+
+def test_the_history_of_a_chat_is_what_the_model_reads(here: Path) -> None:
+    resolved = resolve(flags={}, preset="embedded", config_files=[], overrides=[], environ={})
+    with closing(Sampled(resolved.config, find_source("run"))) as sampled:
+        turns = [("user", "1 + 1 = ?"), ("assistant", "2"), ("user", "2 + 2 = ?")]
+        prompt = sampled.prompt([{"role": role, "content": said} for role, said in turns])
+    assert all(said in prompt.rendered for _, said in turns)
+    assert prompt.text == "2 + 2 = ?"
+
+
+def test_a_fork_goes_on_elsewhere_with_other_settings(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (here / "run").rglob("*")}
+    words = ["train", "--fork", "run@1", "--lr", "2e-3", "--max_steps", "3"]
+    assert main(words) == 0
+    fork = here / "run-step_000001"
+    assert [line["step"] for line in read_metrics(fork)] == [2, 3]
+    config = resolve(
+        flags={}, preset=None, config_files=[fork / "config.yaml"], overrides=[], environ={}
+    ).config
+    assert (config.actor.optim.lr, config.reward.rule) == (2e-3, "exact")
+    assert {p: p.stat().st_mtime_ns for p in (here / "run").rglob("*")} == before
+    capsys.readouterr()
+    assert main([*words, "--resume", "auto", "--max_steps", "3"]) == 0
+    assert "This run is complete: 3 of 3 steps" in capsys.readouterr().out
+    assert main(["train", "--fork", "run", "--output_dir", "run"]) == 2
+    assert "--fork run takes a folder of its own" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""ppo-cli as a library: the page's own lines, frames, errors, and what an import costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ppo_cli
+from ppo_cli import load_run, plan
+from ppo_cli.config.keys import table
+from ppo_cli.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for key in table().values():
+        if key.env:
+            monkeypatch.delenv(key.env, raising=False)
+    return tmp_path
+
+
+def test_the_page_runs_as_it_stands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(compile(block, "library.md", "exec"), scope)
+    run = scope["run"]
+    assert list(run.metrics.index)[-2:] == [1, 2]
+    assert len(run.rollouts.query("step == 1 and split == 'train'")) == 8 * 4
+    assert run.rollouts.score.isin([0.0, 1.0]).all()
+    assert capsys.readouterr().out.startswith("2\n")
+
+
+def test_mistakes_are_errors(desk: Path) -> None:
+    with pytest.raises(ConfigError, match="no setting lrr"):
+        plan(lrr=1)
+    with pytest.raises(ConfigError, match="argument lr: "):
+        plan(lr=-1.0)
+    with pytest.raises(ConfigError, match=r"override actor\.clip"):
+        plan(overrides={"actor.clip": 0.1})
+    with pytest.raises(DataError, match="no such folder"):
+        load_run("nowhere")
+    assert plan(preset="embedded", train_files=["embedded"], epochs=2).values[
+        "trainer.total_epochs"
+    ] == (2, "argument epochs")
+    with pytest.raises(AttributeError):
+        ppo_cli.nothing  # noqa: B018
+
+
+def test_an_import_is_light() -> None:
+    code = (
+        "import sys, ppo_cli; from ppo_cli import load_run, plan;"
+        "print([m for m in ('torch', 'transformers', 'pandas', 'ray') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.stdout == "[]\n", done.stderr

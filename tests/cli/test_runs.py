@@ -1,0 +1,77 @@
+"""`ppo runs`, `ppo explain`, `ppo presets copy` and `--fork`: small commands around a run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.bundled import preset_names, preset_path
+from ppo_cli.config.keys import table
+from ppo_cli.report.catalogue import METRICS
+from ppo_cli.run_folder import replace_lines
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def make_run(folder: Path, steps: int, *, total: int, usd: float = 0.0) -> Path:
+    lines = [{"step": step, "reward_mean": step / 10} for step in range(1, steps + 1)]
+    replace_lines(folder / "metrics.jsonl", [{"step": 0, "val/accuracy": 0.5}, *lines])
+    (folder / "config.yaml").write_text(
+        f"model: {{path: embedded}}\ntrainer: {{total_training_steps: {total}}}\n"
+    )
+    if usd:
+        replace_lines(folder / "judge_calls.jsonl", [{"usd": usd, "input": 1, "output": 1}])
+    (folder / "checkpoints" / f"step_{steps:06d}" / "state").mkdir(parents=True)
+    return folder
+
+
+def test_runs_with_their_state(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(desk / "a" / "one", 4, total=4, usd=0.25)
+    make_run(desk / "two", 3, total=9)
+    make_run(desk / "two" / "earlier_1", 1, total=9)  # a part of the run, and no run of its own
+    going = make_run(desk / "three", 2, total=9)
+    with (going / ".lock").open("w") as claim:
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        found = {run["run"]: run for run in told(capsys, "runs", ".")}
+    assert {name: (run["state"], run["step"]) for name, run in found.items()} == {
+        "a/one": ("done", 4), "two": ("stopped", 3), "three": ("running", 2),
+    }  # fmt: skip
+    assert found["a/one"]["cost_usd"] == 0.25 and found["a/one"]["saved_step"] == 4
+    assert (found["two"]["reward"], found["two"]["validation"]) == (0.3, 0.5)
+    assert main(["runs"]) == 0
+    table_ = capsys.readouterr().out.splitlines()
+    assert len(table_) == 4 and "$0.25" in "".join(table_)
+
+
+def test_every_setting_and_metric_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    by_flag = told(capsys, "explain", "--clip-ratio")
+    assert by_flag == told(capsys, "explain", "actor.clip_ratio")
+    assert by_flag == told(capsys, "explain", "CLIP_RATIO")
+    assert by_flag["range"] == "above 0, below 1" and by_flag["default"] == 0.2
+    assert "no_effect" in told(capsys, "explain", "rollout.enforce_eager")
+    metric = told(capsys, "explain", "val/reward_mean")
+    assert metric["is"] == "Mean score in validation."
+    names = [*table(), *(metric.key.replace("*", "x") for metric in METRICS)]
+    assert [name for name in names if main(["explain", name]) != 0] == []
+
+
+def test_presets_are_copied(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in preset_names():
+        assert main(["presets", "copy", name, f"{name}.yaml"]) == 0
+        assert (desk / f"{name}.yaml").read_bytes() == preset_path(name).read_bytes()
+    assert "train --config embedded.yaml" in capsys.readouterr().out

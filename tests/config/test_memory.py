@@ -1,0 +1,283 @@
+"""What a step needs of memory: counted from config.json, compared with models and with autograd."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ppo_cli.config.memory import Place, Shape, Shapes, count_memory, host_memory
+from ppo_cli.config.memory_plan import (
+    change,
+    estimate,
+    keep_activations,
+    memory_plan,
+    smallest_change,
+)
+from ppo_cli.config.schema import Config
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {"vocab_size": 512, "n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 128}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+# How far the count of what autograd keeps may be off: the shape is exact for Llama's layer.
+MODELS: dict[str, tuple[Any, float]] = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), 0.03),
+    "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), 0.03),
+    "mistral": (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)), 0.03),
+    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)), 0.25),
+    "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)), 0.35),
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**GPT2, **ENDS)), 0.5),
+}
+GIB = 1 << 30
+
+
+def kept_by_autograd(model: Any, tokens: int) -> int:
+    """Numbers that a forward pass of the backbone saves, each storage once, weights left out."""
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes() // 4, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = model.base_model(torch.arange(tokens)[None], use_cache=False)
+    assert out.last_hidden_state.requires_grad
+    return sum(count for count, _ in kept.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_those_that_autograd_keeps(name: str) -> None:
+    build, allowed = MODELS[name]
+    model = build().train()
+    shape = Shape.of(model.config.to_dict())
+    assert shape is not None
+    counted, kept = shape.activations() * 64, kept_by_autograd(model, 64)
+    assert abs(counted - kept) <= allowed * kept, (counted, kept)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_model(tied: bool) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    shape = Shape.of(model.config.to_dict())
+    assert shape is not None
+    whole = sum(p.numel() for p in model.parameters())
+    assert shape.parameters() == pytest.approx(whole, rel=0.01)
+
+
+def test_no_shape_is_guessed() -> None:
+    assert Shape.of({}) is None
+    assert Shape.of(SIZES | {"num_experts": 8}) is None
+    assert Shape.of({"text_config": SIZES}) == Shape.of(SIZES)
+
+
+def config(**parts: dict[str, Any]) -> Config:
+    own: dict[str, dict[str, Any]] = {
+        "model": {"path": "embedded"},
+        "data": {"max_prompt_length": 100, "max_response_length": 28, "train_batch_size": 8},
+        "actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len_per_gpu": 300},
+        "critic": {"ppo_max_token_len_per_gpu": 300},
+        "trainer": {"engine": "local"},
+    }
+    return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
+
+
+SHAPE = Shape(hidden=10, inner=20, layers=2, heads=2, queries=10, keys=5, vocabulary=100, tied=True)
+SHAPES = Shapes(SHAPE, SHAPE, SHAPE)
+LAYER = 2 * 10 * 15 + 3 * 10 * 20
+WEIGHTS = 4 * (2 * LAYER + 100 * 10)
+# What autograd keeps of a token in a layer (with packed attention's own copy), and above them.
+TOKEN, TOP = 4 * (60 + 30 + 2 + 10 + 80), 4 * 20
+
+
+def counted(**parts: dict[str, Any]) -> Place:
+    keeps = {"enable_gradient_checkpointing": False} | parts.pop("model", {})
+    (place,) = count_memory(config(model=keeps, **parts), SHAPES, GIB)
+    return place
+
+
+@pytest.mark.parametrize(
+    "parts, roles, tokens",
+    [
+        pytest.param({}, "actor critic reference", 300, id="the token budget"),
+        pytest.param({"rollout": {"n": 8}}, "actor critic reference", 300, id="more rows"),
+        pytest.param(
+            {"actor": {"ppo_mini_batch_size": 2}}, "actor critic reference", 256,
+            id="a mini-batch below the budget",
+        ),
+        pytest.param(
+            {"actor": {"ppo_micro_batch_size_per_gpu": 1}}, "actor critic reference", 128,
+            id="one row at a time",
+        ),
+        pytest.param({"model": {"lora_rank": 4}}, "actor critic", 300, id="LoRA: no reference"),
+        pytest.param({"algorithm": {"use_kl_in_reward": False}}, "actor critic", 300,
+                     id="no reference"),
+        pytest.param(
+            {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}}, "actor reference",
+            300, id="no critic",
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_by_hand(parts: dict[str, Any], roles: str, tokens: int) -> None:
+    place = counted(**parts)
+    assert " ".join(place.roles) == f"{roles} sampler"
+    actor = place.roles["actor"]
+    trained = WEIGHTS
+    if parts.get("model"):
+        trained = 4 * 2 * 4 * (5 * 10 + 10 + 20 + 20 + 10 + 10 + 40)
+        assert actor.parameters == WEIGHTS + trained
+    else:
+        assert actor.activations == tokens * (2 * TOKEN + TOP)
+    assert (actor.gradients, actor.moments) == (trained, 2 * trained)
+    rest = sum(role.parameters + role.moments for role in place.roles.values())
+    assert place.phases["annotation"] > rest < place.needed == max(place.phases.values())
+
+
+def test_recomputed_activations_are_the_inputs_of_layers() -> None:
+    place = counted(model={"enable_gradient_checkpointing": True})
+    assert place.roles["actor"].activations == 300 * (2 * 40 + TOP)
+
+
+GPUS = {"engine": "ray", "n_gpus_per_node": 8}
+WIDE = {
+    "data": {"max_prompt_length": 100, "max_response_length": 28, "train_batch_size": 64},
+    "actor": {"ppo_mini_batch_size": 64, "ppo_max_token_len_per_gpu": 16384},
+    "critic": {"ppo_max_token_len_per_gpu": 16384},
+    "rollout": {"name": "vllm", "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.5},
+}
+
+
+def test_gpus_share_weights_rows_and_layers() -> None:
+    (place,) = count_memory(config(trainer=GPUS, **WIDE), SHAPES, GIB)
+    assert place.name == "a GPU that trains"
+    actor, sampler = place.roles["actor"], place.roles["sampler"]
+    assert (actor.parameters, actor.moments) == (WEIGHTS // 8, 2 * WEIGHTS // 8)
+    # The sampler has its share of the GPU, weights in bfloat16 split over two.
+    assert sampler.parameters == WEIGHTS // 2 // 2
+    assert sampler.parameters + sampler.kv_cache == GIB // 2
+    (split,) = count_memory(config(trainer=GPUS | {"tensor_parallel_size": 2}, **WIDE), SHAPES, GIB)
+    assert split.roles["actor"].parameters == (4 * (2 * LAYER // 2 + 1000)) // 4
+    # Eight of 64 rows, or sixteen.
+    assert split.roles["actor"].logits == 2 * actor.logits
+
+
+def test_offload_leaves_weights_and_moments_to_the_host() -> None:
+    away = {"fsdp_config": {"param_offload": True}}
+    parts = {name: WIDE[name] | away for name in ("actor", "critic")}
+    offloaded = config(trainer=GPUS, **WIDE | parts, ref={"param_offload": True})
+    (place,), (there,) = (
+        count_memory(one, SHAPES, GIB) for one in (offloaded, config(trainer=GPUS, **WIDE))
+    )
+    assert place.phases["rollout"] < there.phases["rollout"]
+    assert place.roles["actor"].moments == 0
+    moments = {
+        name: WIDE[name] | {"fsdp_config": {"optimizer_offload": True}}
+        for name in ("actor", "critic")
+    }
+    (place,) = count_memory(config(trainer=GPUS, **WIDE | moments), SHAPES, GIB)
+    assert there.phases["annotation"] - place.phases["annotation"] == 2 * 2 * WEIGHTS // 8
+
+
+def test_processes_of_a_machine_add_up() -> None:
+    several = config(trainer={"engine": "ray", "num_workers": 4, "n_gpus_per_node": 0})
+    alone = config(trainer={"engine": "ray", "num_workers": 1, "n_gpus_per_node": 0})
+    (many,), (one,) = (count_memory(c, SHAPES, GIB) for c in (several, alone))
+    assert many.roles["actor"].parameters == WEIGHTS // 4
+    assert one.roles["actor"].parameters == WEIGHTS
+    assert many.phases["annotation"] > 3 * WEIGHTS
+
+
+def test_the_smallest_change_makes_it_fit() -> None:
+    shape = Shape.of(HUGE | {"hidden_size": 1024, "num_hidden_layers": 24, "head_dim": 64})
+    assert shape is not None
+    shapes = Shapes(shape, shape, shape)
+    wide = config(
+        trainer={"engine": "ray", "n_gpus_per_node": 1},
+        rollout={"name": "hf", "max_num_seqs": 8},
+        data={"max_response_length": 1000, "train_batch_size": 64},
+        actor={"ppo_mini_batch_size": 64, "ppo_max_token_len_per_gpu": 65536},
+        critic={"ppo_max_token_len_per_gpu": 65536},
+    )
+    seen = []
+    for gib in (400, 140, 110, 60, 20, 10, 1):
+        there = gib * GIB
+        if estimate(wide, shapes, there).fits:
+            seen.append("fits")
+            continue
+        found = smallest_change(wide, shapes, there)
+        if found is None:
+            seen.append("none")
+            continue
+        assert estimate(change(wide, found), shapes, there).fits
+        seen.append(min(key.rpartition(".")[2] for key in found))
+    budget, more = "ppo_max_token_len_per_gpu", "n_gpus_per_node"
+    assert seen == ["fits", "fits", budget, more, more, "none", "none"]
+
+
+def write_model(folder: Path, **told: Any) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(told))
+    return str(folder)
+
+
+HUGE = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
+    huge = write_model(tmp_path / "huge", **HUGE)
+    odd = write_model(tmp_path / "odd", model_type="own")
+    for path, recomputed, words in (
+        ("embedded", False, "they are kept (no gradient checkpointing)"),
+        (huge, True, "they are computed again (gradient checkpointing)"),
+        (odd, True, "gradient checkpointing is on: what a step needs of memory is not known"),
+        ("nobody/has-this-model", True, "is not known"),
+    ):
+        told: list[str] = []
+        settled = keep_activations(config(model={"path": path}), told.append)
+        assert settled.model.enable_gradient_checkpointing is recomputed, path
+        assert words in " ".join(memory_plan(config(model={"path": path})).sentences)
+        assert all(line in words or words in line for line in told), told
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_was_set_stays(asked: bool, tmp_path: Path) -> None:
+    for path in ("embedded", write_model(tmp_path / "huge", **HUGE)):
+        given = config(model={"path": path, "enable_gradient_checkpointing": asked})
+        assert keep_activations(given, pytest.fail) is given
+        said = memory_plan(given).sentences
+        assert f"gradient checkpointing is {'on' if asked else 'off'}, as set" in said
+
+
+def test_a_control_group_may_leave_less_than_the_machine_has(tmp_path: Path) -> None:
+    whole = host_memory(tmp_path)
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    limit = tmp_path / "sys/fs/cgroup/memory.max"
+    limit.write_text("max\n")
+    assert host_memory(tmp_path) == whole
+    limit.write_text(f"{GIB}\n")
+    assert host_memory(tmp_path) == GIB

@@ -1,0 +1,218 @@
+"""A line in verl's spelling means what verl makes of it: the values that it leaves out, too."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config import verl
+from ppo_cli.config.derived import critic_mini_batch, sampler_seed
+from ppo_cli.config.keys import find, table, value_of
+from ppo_cli.config.requirements import idle_settings, remarks
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.errors import ConfigError
+from tests.config.settling import problems, settle
+
+FILE = Path(verl.__file__).with_name("verl_defaults.json")
+FACTS = json.loads(FILE.read_text(encoding="utf-8"))
+WRAPPER = "actor_rollout_ref."
+LINE = f"{WRAPPER}rollout.n=1"
+FILES = "data.train_files=a.parquet"
+# Chosen for the machine: numbers of devices and sizes that change speed and memory alone; models
+# and files of its own examples; and where metrics go.
+NOT_TAKEN = {
+    "actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
+    "critic.model.enable_gradient_checkpointing", "critic.model.path", "critic.strategy",
+    "actor.strategy", "data.train_files", "data.val_files", "model.path", "model.packing",
+    "model.enable_gradient_checkpointing",
+    "ref.log_prob_max_token_len_per_gpu", "reward.model.path", "reward.num_workers",
+    "rollout.enforce_eager", "rollout.max_num_seqs", "rollout.name",
+    "rollout.tensor_model_parallel_size", "trainer.logger", "trainer.n_gpus_per_node",
+}  # fmt: skip
+
+# Settings that take another's value where they are unset.
+COMES_TO = {"critic.ppo_mini_batch_size": critic_mini_batch, "rollout.seed": sampler_seed}
+
+
+def versions() -> dict[str, dict[str, Any]]:
+    """Every version's settings: a later one says what changed."""
+    found: dict[str, dict[str, Any]] = {}
+    now: dict[str, Any] = {}
+    for version, row in FACTS.items():
+        now = {k: v for k, v in now.items() if k not in row["gone"]} | row["set"]
+        found[version] = now
+    return found
+
+
+def written(values: dict[str, Any]) -> list[str]:
+    """Spell settings as overrides; `???` is for the user to set."""
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+    return [f"{key}={text}" for key, text in texts.items() if text != "???"]
+
+
+def ours(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings that have our name, or one of the other names of a folder or a count."""
+    return {
+        k: v for k, v in values.items()
+        if (name := k.removeprefix(WRAPPER)) not in NOT_TAKEN
+        and (find(name) or name in ("trainer.default_local_dir", "trainer.max_actor_ckpt_to_keep"))
+    }  # fmt: skip
+
+
+def test_verls_own_values_written_out_change_nothing() -> None:
+    wrong = {}
+    for version, values in versions().items():
+        left_out = settle(FILES, LINE, f"verl={version}").config
+        given = settle(FILES, LINE, f"verl={version}", *written(ours(values))).config
+        for name in table():
+            both = [COMES_TO.get(name, partial(value_of, key=name))(c) for c in (left_out, given)]
+            if both[0] != both[1]:
+                wrong[version, name] = both
+    assert wrong == {}
+
+
+def test_all_that_verls_files_set_may_be_written_out() -> None:
+    refused = {}
+    for version, values in versions().items():
+        # Its own examples of files, and micro-batches whose sizes it wants from the user.
+        line = [
+            word for word in written(values)
+            if "use_dynamic_bsz" not in word and "input_tokenizer" not in word
+            and not word.startswith(("reward_model.model.path", "trainer.device"))
+        ]  # fmt: skip
+        try:
+            settle(LINE, *line)
+        except ConfigError as error:
+            refused[version] = error.problems
+    assert refused == {}
+    assert "only verl has it" in "".join(problems(LINE, "actor.tau_pos=3"))
+
+
+def generation(*line: str, **layers: Any) -> str:
+    """Return whose default algorithm.lam has."""
+    return settle(FILES, *line, **layers).origins["algorithm.lam"]
+
+
+def test_the_generation_is_read_from_the_keys_of_a_line_or_named(tmp_path: Path) -> None:
+    old, middle = f"{WRAPPER}actor.fsdp_config.grad_offload=False", "critic.model.fsdp_config."
+    both = "algorithm.use_kl_in_reward=False"
+    assert generation("algorithm.gamma=1") == "default"
+    assert generation(LINE) == generation(LINE, both) == "verl 0.8 default"
+    assert generation(LINE, old) == "verl 0.2 default"
+    assert generation(LINE, f"{middle}param_offload=False") == "verl 0.4 default"
+    assert generation(LINE, f"{middle}param_offload=False", old, both) == "verl 0.4 default"
+    for named, found in {"0.3.1": "0.2", "v0.7": "0.4", "0.10": "0.8", "main": "0.8"}.items():
+        assert generation(LINE, old, f"verl={named}") == f"verl {found} default"
+        assert generation(f"verl={named}") == f"verl {found} default"
+    assert generation(preset="verl") == "verl 0.8 default"
+    assert generation("verl=0.4", preset="verl") == "verl 0.4 default"
+    file = tmp_path / "a.yaml"
+    file.write_text("actor_rollout_ref: {actor: {ppo_epochs: 2}}", encoding="utf-8")
+    assert generation(files=(file,)) == "verl 0.8 default"
+    assert "'x' is no version of verl; use 0.2, 0.4 or 0.8" in "".join(problems("verl=x"))
+
+
+def test_what_differs_between_generations() -> None:
+    def values(*line: str) -> tuple[object, ...]:
+        config = settle(FILES, LINE, *line).config
+        return (
+            config.algorithm.use_kl_in_reward, config.actor.entropy_coeff,
+            config.actor.clip_ratio_c, config.actor.clip_ratio_high,
+        )  # fmt: skip
+
+    assert values("verl=0.3") == (True, 0.001, None, None)
+    assert values("verl=0.3", f"{WRAPPER}actor.use_kl_loss=True") == (False, 0.001, None, None)
+    assert values("verl=0.5") == values() == (False, 0.0, 3.0, 0.2)
+
+
+def test_the_critic_follows_the_actor_and_the_folder_the_names() -> None:
+    actor = {"ppo_epochs": "4", "loss_agg_mode": "seq-mean-token-sum", "shuffle": "True"}
+    given = [f"{WRAPPER}actor.{key}={value}" for key, value in actor.items()]
+    found = settle(FILES, *given, "trainer.experiment_name=x").config
+    assert found.critic.ppo_epochs == 4 and found.critic.shuffle
+    assert found.critic.loss_agg_mode == "seq-mean-token-sum"
+    assert found.trainer.output_dir == "checkpoints/verl_examples/x"
+    assert settle(FILES, *given, "critic.ppo_epochs=1").config.critic.ppo_epochs == 1
+
+
+def test_a_line_may_follow_settings_of_its_own() -> None:
+    found = settle(FILES, LINE, "data.max_prompt_length=64", f"{WRAPPER}actor.ppo_epochs=3",
+                   f"critic.ppo_epochs=${{{WRAPPER}actor.ppo_epochs}}",
+                   "trainer.default_local_dir=a/${data.max_prompt_length}").config  # fmt: skip
+    assert (found.critic.ppo_epochs, found.trainer.output_dir) == (3, "a/64")
+
+
+def test_verl_counts_the_warm_up_of_the_critic_from_step_one() -> None:
+    found = settle(FILES, LINE, "trainer.critic_warmup=5")
+    assert found.config.trainer.critic_warmup == 4
+    assert any("trains from step 5 on" in note for note in found.notes)
+    assert settle(FILES, "trainer.critic_warmup=5").config.trainer.critic_warmup == 5
+
+
+def test_what_changes_nothing_in_verl_is_remarked_on() -> None:
+    dead = ("algorithm.kl_ctrl.kl_coef=0.01", "algorithm.kl_ctrl.type=adaptive")
+    found = settle(FILES, LINE, *dead)
+    refused, noted = idle_settings(found, 0)
+    assert refused == [] and "kl_coef has no effect" in noted[0]
+    assert "is off" in "".join(problems(FILES, *dead, "algorithm.use_kl_in_reward=false"))
+
+
+def test_steps_and_frequencies_as_verl_takes_them() -> None:
+    found = settle(FILES, LINE, "trainer.test_freq=False", "trainer.save_freq=0",
+                   "actor.optim.lr_warmup_steps=null").config  # fmt: skip
+    assert (found.trainer.test_freq, found.trainer.save_freq) == (-1, -1)
+    assert found.actor.optim.lr_warmup_steps == -1
+    assert (
+        settle(FILES, LINE, "trainer.max_actor_ckpt_to_keep=null").config
+        == settle(FILES, LINE).config
+    )
+
+
+def said(found: Resolved) -> str:
+    return "\n".join([*found.notes, *remarks(found, 0, {})])
+
+
+def test_what_is_not_as_in_verl_is_noted() -> None:
+    clip = f"{WRAPPER}actor.clip_ratio=0.3"
+    found = settle(FILES, "data.val_files=b.parquet", clip)
+    for words in ("end of the run is saved", "not validate at the end", "0.3 changes nothing"):
+        assert words in said(found), words
+    found = settle(FILES, clip, "actor.clip_ratio_high=0.3", "trainer.save_freq=5")
+    assert "verl would" not in said(found) and "changes nothing" not in said(found)
+    assert "changes nothing" not in said(settle(FILES, clip, "verl=0.2"))
+
+
+def test_both_kls_are_noted_in_a_line_of_verl() -> None:
+    loss, reward = f"{WRAPPER}actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"
+    assert "counts twice" in said(settle(FILES, loss, reward))
+    assert "counts twice" not in said(settle(FILES, loss))
+
+
+def test_token_budgets_leave_the_sizes_of_micro_batches_out_of_account() -> None:
+    part = f"{WRAPPER}actor."
+    size = f"{part}ppo_micro_batch_size_per_gpu=2"
+    rows = f"{WRAPPER}rollout.log_prob_micro_batch_size_per_gpu=1"
+    budget = f"{WRAPPER}ref.log_prob_max_token_len_per_gpu=9000"
+    for given in ([f"{part}use_dynamic_bsz=True", size], [size, f"{part}use_dynamic_bsz=True"]):
+        found = settle(FILES, *given, rows, budget)
+        assert found.config.actor.ppo_micro_batch_size_per_gpu is None
+        assert found.config.ref.log_prob_max_token_len_per_gpu == 9000
+        assert "actor.ppo_max_token_len_per_gpu counts" in said(found)
+    found = settle(FILES, size, rows, budget)
+    assert found.config.actor.ppo_micro_batch_size_per_gpu == 2
+    assert found.config.ref.log_prob_max_token_len_per_gpu == 1024
+
+
+def test_keys_of_one_reason_are_refused_in_one_sentence_without_a_guess() -> None:
+    keys = [f"{WRAPPER}actor.megatron.{key}=1" for key in ("a", "b", "c", "d", "e", "f")]
+    (line,) = problems(*keys)
+    assert "actor.megatron.a, actor.megatron.b, actor.megatron.c and 3 more cannot" in line
+    guesses = problems(
+        f"{WRAPPER}rollout.nodes=2", f"{WRAPPER}actor.optim.lr_decay_style=x",
+        f"{WRAPPER}rollout.over_sample_rate=0.1", f"{WRAPPER}actor.clip_ratoi=0.1",
+    )  # fmt: skip
+    assert [line for line in guesses if "Did you mean" in line] == [
+        "override: there is no setting 'actor.clip_ratoi'. Did you mean 'actor.clip_ratio'?"
+    ]

@@ -1,0 +1,75 @@
+"""Run folders for the tests of the page: one of 40 steps that learns, with texts that attack it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppo_cli.config.resolve import config_yaml, resolve
+from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.report.tracker import Screen, Tracker
+from ppo_cli.run_folder import append_line
+
+RAN = "window.ran=(window.ran||0)+1"
+HOSTILE = [
+    f"<script>{RAN}</script>", f"</script><script>{RAN}</script>", f"<img src=x onerror={RAN}>",
+    f"<svg onload={RAN}>", f"<svg><script>{RAN}</script></svg>", f"<iframe src='javascript:{RAN}'>",
+    f"<body onload={RAN}>", f"<details open ontoggle={RAN}>x</details>",
+    f"<a href='javascript:{RAN}'>x</a>", f"<form action='javascript:{RAN}'><input type=submit>",
+    f"<input autofocus onfocus={RAN}>", f"<style>@import 'javascript:{RAN}'</style>",
+    f"<object data='javascript:{RAN}'>", f"<embed src='javascript:{RAN}'>",
+    f"<meta http-equiv=refresh content='0;url=javascript:{RAN}'>", "<base href='//evil.test/'>",
+    f"<math><mtext><img src=x onerror={RAN}></mtext></math>", f"<template><img onerror={RAN}>",
+    f"<noscript><p title='</noscript><img src=x onerror={RAN}>'>", "<!-- <script>", "<!--><script>",
+    "-->", "]]>", "</style>", "</textarea>", "</title>", f"</title><script>{RAN}</script>",
+    f"`${{{RAN}}}`", f"\"+{RAN}+\"", f"\\u003cscript\\u003e{RAN}", f"&lt;script&gt;{RAN}",
+    "&#60;b&#62;", "a\u2028b\u2029c", "\u202egnp.exe\u202c after", "\u2066\u2067mixed\u2069", 
+    "\ufeffbom \u200ezero",
+    "\x00\x01\x1b[31m\x7f", "half \ud83d and \udc00", "{{DATA}} {{SCRIPTS}}",
+    "<think>hidden <b>thought</b></think>shown", "x" * 5_000_000,
+]  # fmt: skip
+
+
+def scored(row: int, step: int, text: str, value: float | None) -> Scored:
+    source = text[:80] if text.startswith("<img") else "add" if row % 2 else "sub"
+    prompt = Prompt(f"train:{row}", f"question {row}", (), "", (1,), source, {"a": row})
+    rollout = Rollout(prompt, 0, (5,) * (row + 1), np.zeros(row + 1, np.float32), text, "stop")
+    if value is None:
+        return Scored(rollout, Score.failed("timeout after 10 s"))
+    parts = {"judge": Part(10 * value, value), "rule": Part(1.0, 0.5)}
+    info = {"cost_usd": 0.001, "cached": False}
+    told: Any = {"reason": f"because of {text[:90]}", "parts": parts, "info": info}
+    told["reply"] = '{"score": 7}'
+    return Scored(rollout, Score(value, **told))
+
+
+def make_run(folder: Path, steps: int = 40, hostile: bool = False) -> Path:
+    """A run whose reward rises from 0.4875 by 0.01 a step, and whose KL is high from step 16 on."""
+    folder.mkdir(parents=True)
+    flags = {"reward.api.enable": (True, "--use_api_reward")}
+    found = resolve(flags=flags, preset="embedded", config_files=[],
+                    overrides=[f"trainer.total_training_steps={steps}"],
+                    environ={"DASHSCOPE_API_KEY": "sk-secretsecretsecret"})  # fmt: skip
+    (folder / "config.yaml").write_text("# Written by ppo-cli 9\n" + config_yaml(found))
+    tracker = Tracker(folder, Screen(), (), total_steps=steps, config=found.config)
+    for step in range(1, steps + 1):
+        count = len(HOSTILE) if hostile and step == steps else 8
+        rows = [
+            scored(r, step, HOSTILE[r] if count > 8 else f"answer {r} at {step} of the run",
+                   None if r == 3 and step == 2 else (r + step) / (8 + steps))
+            for r in range(count)
+        ]  # fmt: skip
+        tracker.rollouts(step, rows)
+        parts = {"reward/rule": 0.4, f"reward/<img src=x onerror={RAN}>": 0.5} if hostile else {}
+        tracker.step(step, parts | {
+            "reward_mean": 0.4775 + 0.01 * step, "kl_divergence": 0.14 if step >= 16 else 0.05,
+            "score/failed": float(step == 2), "time/step_s": 1.0, "time/rollout_s": 0.5,
+            "judge/calls": 8.0, "entropy": 1.0, "val/reward_mean": 0.5,
+        })  # fmt: skip
+    tracker.close()
+    call = {"model": "m", "outcome": "ok", "input": 10, "output": 2, "usd": 0.35}
+    for _ in range(2):
+        append_line(folder / "judge_calls.jsonl", call)
+    return folder

@@ -1,0 +1,161 @@
+"""The page in a real browser: curves are drawn, filters filter, hostile texts stay texts."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema import Config
+from ppo_cli.report.page.document import report
+from ppo_cli.report.page.run_data import RunData
+from ppo_cli.report.page.server import PageServer
+from ppo_cli.report.tracker import Screen, Tracker
+from ppo_cli.run_folder import read_lines
+from tests.report.page.runs import HOSTILE, make_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="no chromium: apt-get install chromium chromium-driver (scripts/setup dev does)",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="scripts/setup dev installs it")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (
+        "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync",
+        "disable-background-networking", "disable-component-update", "disable-dev-shm-usage",
+        "window-size=1400,1000", f"user-data-dir={profile}",
+    ):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("browser") / "run", hostile=True)
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What a page shows in the end; it draws and asks in its own time."""
+    end = time.monotonic() + 20
+    while not (value := found()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert value
+    return value
+
+
+def errors_of(browser: Any) -> list[str]:
+    return [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+
+
+def texts(browser: Any, selector: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+    found: list[str] = browser.execute_script(script, selector)
+    return found
+
+
+def fill(browser: Any, name: str, value: str) -> None:
+    """Set a field of the filter as a person does, and wait until the table has followed."""
+    browser.execute_script(
+        "const f = document.getElementById('filter').elements[arguments[0]];"
+        "f.value = arguments[1]; f.dispatchEvent(new Event('input', { bubbles: true }));",
+        name, value,
+    )  # fmt: skip
+
+
+def count(browser: Any) -> str:
+    return texts(browser, "#found")[0]
+
+
+def look_through(browser: Any, total: int) -> None:
+    """What both ways to open the page show: curves, a filtered table, a response."""
+    until(lambda: "of" in count(browser))
+    assert texts(browser, ".sentence")[0].startswith("reward 0.50 to 0.86")
+    tiles = dict(zip(texts(browser, ".tile .head span:first-child"),
+                     texts(browser, ".tile .state"), strict=True))  # fmt: skip
+    assert tiles["KL"] == "above its range since step 16"
+    until(lambda: texts(browser, ".plot[data-drawn] h3"))
+    drawn = "return document.querySelector('.plot[data-drawn] .bk-Figure').clientWidth"
+    assert browser.execute_script(drawn) > 300
+    assert count(browser) == f"{total} of {total} responses"
+    sources = texts(browser, "#filter [name=source] option")
+    assert sources == ["all sources", next(t for t in HOSTILE if t[:4] == "<img"), "add", "sub"]
+    fill(browser, "pattern", r"answer 5 at 1\d")
+    until(lambda: count(browser) == f"10 of {total} responses")
+    fill(browser, "from_step", "15")
+    until(lambda: count(browser) == f"5 of {total} responses")
+    fill(browser, "pattern", "(")
+    until(lambda: "cannot be read" in count(browser))
+    fill(browser, "pattern", "answer 5 at")
+    until(lambda: count(browser) == f"25 of {total} responses")
+    browser.execute_script("document.querySelector('#table tbody tr').click()")
+    until(lambda: "answer 5 at 39" in " ".join(texts(browser, "#pane .text")))
+    assert texts(browser, "#pane ins") == ["39"]
+    assert texts(browser, "#pane del") == ["38"]
+    browser.find_element("css selector", "body").send_keys("j")
+    until(lambda: "answer 5 at 38" in " ".join(texts(browser, "#pane .text")))
+    fill(browser, "from_step", "")
+    fill(browser, "pattern", "")
+    until(lambda: count(browser) == f"{total} of {total} responses")
+
+
+def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(report([RunData(run, "run")]), encoding="utf-8")
+    browser.get(file.as_uri())
+    look_through(browser, 39 * 8 + len(HOSTILE))
+    fill(browser, "from_step", "40")
+    until(lambda: len(texts(browser, "#table tbody tr")) == len(HOSTILE))
+    shown = ""
+    for place in range(len(HOSTILE)):
+        script = "document.querySelectorAll('#table tbody tr')[arguments[0]].click()"
+        browser.execute_script(script, place)
+        until(lambda n=place: f"train:{n} #0" in texts(browser, "#pane p")[0])
+        shown += texts(browser, "#pane")[0]
+    assert "<img src=x onerror=" in shown
+    assert "[U+202E]gnp.exe[U+202C]" in shown
+    assert "hidden <b>thought</b>" in texts(browser, "#pane")[0] + shown
+    assert "the first 20,000 of 5,000,000 characters" in shown
+    assert browser.execute_script("return window.ran === undefined")
+    made = "main img, main iframe, main script, main a[href], main object"
+    assert texts(browser, made) == []
+    assert errors_of(browser) == []
+
+
+def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
+    with PageServer([RunData(run, "run")]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            browser.get(server.url)
+            assert server.token not in browser.current_url
+            look_through(browser, 39 * 8 + len(HOSTILE))
+            good = "document.querySelector('#label button').click()"
+            browser.execute_script(good)
+            until(lambda: (run / "labels.jsonl").exists() and texts(browser, "#kept")[0])
+            (label,) = read_lines(run / "labels.jsonl")
+            assert (label["label"], label["response"]) == (1, "answer 5 at 38 of the run")
+            tracker = Tracker(run, Screen(), (), 41, Config())
+            tracker.step(41, {"reward_mean": 0.9, "kl_divergence": 0.01})
+            until(lambda: "in 41 steps" in texts(browser, ".sentence")[0])
+            assert "nothing" not in texts(browser, "#state")[0]
+            # A pattern that cannot be read is refused with 400, which the console repeats.
+            assert [e for e in errors_of(browser) if "status of 400" not in e] == []
+        finally:
+            server.shutdown()
+            thread.join(10)

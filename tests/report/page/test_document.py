@@ -1,0 +1,127 @@
+"""The page as a text: what it says of a run, what it holds of a long one, what it never runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.config.schema import Config
+from ppo_cli.report.catalogue import METRICS, plots_of, tiles_of
+from ppo_cli.report.health import Limits
+from ppo_cli.report.page.document import report
+from ppo_cli.report.page.rollouts import Rollouts, sample
+from ppo_cli.report.page.run_data import RunData
+from ppo_cli.report.tracker import Screen, Tracker
+from ppo_cli.run_folder import read_metrics
+from tests.report.page.runs import HOSTILE, RAN, make_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("page") / "run", hostile=True)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert block
+    found: dict[str, Any] = json.loads(block[1])
+    return found
+
+
+def test_one_sentence_says_how_it_went(run: Path) -> None:
+    said = RunData(run, "run").read()["sentence"]
+    assert said == (
+        "reward 0.50 to 0.86, validation reward_mean 0.50 to 0.50 in 40 steps; KL 0.14, above its "
+        "range since step 16: lower --lr or raise --kl_coef; judge $0.70, 1 response without a "
+        "score"
+    )
+
+
+def test_hostile_texts_and_secrets_stay_out_of_the_markup(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "question 3")  # stands in a prompt, as a key might
+    text = report([RunData(run, "run")])
+    outside = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.DOTALL)
+    assert RAN not in outside
+    assert "evil.test" not in outside
+    assert text.count("<script") == text.count("</script>") == 5
+    rows = {row["uid"]: row for row in data_of(text)["rows"][0] if row["step"] == 40}
+    for number, hostile in enumerate(HOSTILE):
+        shown = rows[f"train:{number}"]["response"]
+        assert hostile.startswith(shown) if len(hostile) > 20_000 else shown == hostile
+    assert rows[f"train:{len(HOSTILE) - 1}"]["cut"] == {"response": 5_000_000}
+    assert rows["train:3"]["prompt"] == "***"
+    assert "sk-secret" not in text
+    assert len(text) < 4_000_000
+
+
+def test_settings_come_with_their_origins(run: Path) -> None:
+    data = RunData(run, "run").read()
+    settings = {key: (value, origin) for key, value, origin in data["settings"]}
+    assert settings["reward.api.enable"] == ("true", "--use_api_reward")
+    assert settings["algorithm.gamma"] == ("1.0", "default")
+    assert data["machine"] == "ppo-cli 9"
+    assert [row for row in data["spent"]["rows"] if row[0] == "judge tokens"] == [
+        ["judge tokens", "20 in, 4 out"]
+    ]
+
+
+def test_findings_are_those_that_the_run_showed(run: Path) -> None:
+    found = RunData(run, "run").read()["findings"]
+    spans = {span["kind"]: (span["from"], span["to"], span["now"]) for span in found}
+    assert spans["failed"] == (2, 2, False)
+    assert spans["kl_high"] == (17, 40, True)
+
+
+def test_what_has_changed_is_read_again(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    data = RunData(folder, "run")
+    first = data.read()
+    assert data.read() is first
+    tracker = Tracker(folder, Screen(), (), 5, Config())
+    tracker.step(4, {"reward_mean": 0.9, "time/step_s": 1.0})
+    assert read_metrics(folder)[-1]["perf/resumed"] == 1
+    assert data.read()["steps"] == [1, 2, 3, 4]
+    assert data.read()["marks"]["restarts"] == [4]
+
+
+def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:
+    rollouts = Rollouts(run)
+    rows = rollouts.rows()
+    assert sample(rollouts, 10_000_000) == rows
+    chosen = sample(rollouts, 80_000)
+    assert 0 < len(chosen) < len(rows)
+    ids = {row.id for row in chosen}
+    ranked = sorted((row for row in rows if row.score is not None), key=lambda r: r.score or 0)
+    ranked = [row for row in ranked if row.size < 5000]  # a text of 5 MB would take all the room
+    telling = [ranked[0], ranked[-1], *[row for row in rows if row.score is None]]
+    assert {row.id for row in telling} <= ids
+    assert {row.step for row in chosen} >= {1, 40}
+    assert any(len({r.step for r in chosen if r.uid == f"train:{n}"}) == 40 for n in range(8))
+    data = data_of(report([RunData(run, "run")], most_bytes=80_000))
+    assert data["notes"][0].startswith(f"{len(data['rows'][0])} of {len(rows)} responses")
+
+
+def test_plots_follow_the_catalogue() -> None:
+    keys = ["new/key", "judge_a/calls", "judge_b/calls", "reward/x", "reward/y", "reward/x/std"]
+    plots = {plot["title"]: plot for plot in plots_of([*keys, "reward_mean"])}
+    assert next(iter(plots)) == METRICS[0].plot
+    assert plots["Judge calls"]["keys"] == ["judge_a/calls", "judge_b/calls"]
+    assert plots["Parts of the reward, raw"]["keys"] == ["reward/x", "reward/y"]
+    assert [title for title, plot in plots.items() if plot["other"]] == ["new/key", "reward/x/std"]
+
+
+def test_a_tile_knows_since_when_it_is_outside() -> None:
+    values = [0.5, 0.01, 0.2, None, 0.3]
+    (tile,) = tiles_of({"kl_divergence": values}, [1, 2, 3, 4, 5], Limits())
+    assert (tile["side"], tile["since"], tile["value"]) == ("above", 3, 0.3)
+    assert tile["band"] == [0.001, 0.1]
+    (low,) = tiles_of({"kl_divergence": [0.0, 0.0]}, [1, 2], Limits())
+    assert low["side"] == "", "a small KL harms nobody"
+    (ratio,) = tiles_of({"ppo_ratio": [1.0, 0.5]}, [1, 2], Limits())
+    assert (ratio["side"], ratio["since"]) == ("below", 2)

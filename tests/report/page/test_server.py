@@ -1,0 +1,170 @@
+"""`ppo view` as a server: who is answered, what is refused, rows by query, labels on the disk."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from ppo_cli.report.page.run_data import RunData
+from ppo_cli.report.page.server import PageServer
+from ppo_cli.run_folder import read_lines, rollout_file
+from ppo_cli.trust.rows import read_answered, read_labels
+from tests.report.page.runs import make_run
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    run = RunData(make_run(tmp_path_factory.mktemp("view") / "run", steps=6), "run")
+    with PageServer([run]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(10)
+
+
+def call(
+    server: PageServer, path: str, *, body: Any = None, **headers: str
+) -> tuple[int, str, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    sent = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, sent, headers)
+    reply = connection.getresponse()
+    found = reply.status, reply.read().decode(), dict(reply.getheaders())
+    connection.close()
+    return found
+
+
+def ask(server: PageServer, path: str, body: Any = None, **query: Any) -> Any:
+    words = urlencode({"token": server.token, **query})
+    status, text, _ = call(server, f"{path}?{words}", body=body)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def test_only_the_token_opens_it(server: PageServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    status, _, headers = call(server, f"/?token={server.token}")
+    assert (status, headers["Location"]) == (303, "/")
+    cookie = headers["Set-Cookie"].split(";")[0]
+    assert "HttpOnly" in headers["Set-Cookie"]
+    assert "SameSite=Strict" in headers["Set-Cookie"]
+    status, text, headers = call(server, "/", Cookie=cookie)
+    assert (status, text[:15]) == (200, "<!doctype html>")
+    assert server.token not in text
+    assert "unsafe-eval" not in headers["Content-Security-Policy"]
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    wrong = server.token[:-1] + ("A" if server.token[-1] != "A" else "B")
+    for path in ("/", "/api/runs", "/api/rows", "/api/row?id=train:1:0", "/api/prompt", "/other"):
+        for given in ("", f"token={wrong}", "token=", "token=%ff"):
+            status, text, _ = call(server, path + ("&" if "?" in path else "?") + given)
+            assert (status, "answer" in text) == (403, False), (path, given)
+    assert call(server, "/api/runs", Cookie=f"ppo_view_{server.port}={wrong}")[0] == 403
+    assert call(server, "/api/label", body={"id": "train:1:0"})[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.test", 403),
+        ("127.0.0.1.evil.test", 403), ("localhost.evil.test:80", 403), ("10.0.0.1", 403),
+        ("", 403), ("[", 403),
+    ],
+)  # fmt: skip
+def test_another_name_of_the_machine_is_refused(server: PageServer, host: str, status: int) -> None:
+    """A name of somebody else that resolves to 127.0.0.1 (DNS rebinding)."""
+    assert call(server, f"/api/runs?token={server.token}", Host=host)[0] == status
+
+
+def test_paths_lead_nowhere_else(server: PageServer, tmp_path: Path) -> None:
+    for path in ("/../config.yaml", "/config.yaml", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd"):
+        assert call(server, f"{path}?token={server.token}")[0] == 404, path
+    for name in ("train:../../x:0", "x:1:0", "train:1:-1", "train:1:99", "train:²:0", "", ":::"):
+        status, text, _ = call(server, "/api/row?" + urlencode({"token": server.token, "id": name}))
+        assert (status, text) == (400, f"There is no response '{name}'."), name
+    for number in ("1", "-1", "x", "²"):
+        path = "/api/rows?" + urlencode({"token": server.token, "run": number})
+        assert call(server, path)[0] == 400, number
+    folder = make_run(tmp_path / "run", steps=2)
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text(rollout_file(folder, 2).read_text())
+    rollout_file(folder, 2).unlink()
+    rollout_file(folder, 2).symlink_to(outside)
+    with PageServer([RunData(folder, "run")]) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        status, text, _ = call(other, f"/api/rows?token={other.token}")
+        other.shutdown()
+    assert status == 400
+    assert "leads out of the run folder" in text
+
+
+def test_rows_come_by_query(server: PageServer) -> None:
+    found = ask(server, "/api/rows")
+    assert (found["total"], found["all"], found["sources"]) == (48, 48, ["add", "sub"])
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"from_step": 2, "to_step": 3}, 16), ({"source": "add"}, 24), ({"split": "val"}, 0),
+        ({"failed": "yes"}, 1), ({"failed": "no"}, 47), ({"why": "TIMEOUT"}, 1), ({"why": "x"}, 0),
+        ({"min": 0.9}, 1), ({"max": 0.1}, 1), ({"pattern": r"answer \d at 4"}, 8),
+        ({"pattern": "ANSWER 5"}, 6), ({"pattern": "answer", "where": "prompt"}, 0),
+        ({"pattern": "because", "where": "reason"}, 47),
+        ({"pattern": "question 1", "from_step": 6}, 1),
+    ]  # fmt: skip
+    for query, total in cases:
+        assert ask(server, "/api/rows", **query)["total"] == total, query
+    best = ask(server, "/api/rows", sort="score", order="down")
+    assert best["rows"][0]["score"] == 13 / 14
+    worst = ask(server, "/api/rows", sort="score", order="up")["rows"]
+    assert worst[0]["score"] == 1 / 14
+    assert worst[-1]["score"] is None, "what failed comes last either way"
+    disputed = ask(server, "/api/rows", sort="disputed", order="down")["rows"]
+    assert disputed[0]["disputed"] == pytest.approx(max(6.5 - 0, 0) / 14, abs=0.08)
+    for query in ({"pattern": "("}, {"min": "x"}, {"sort": "y"}, {"pattern": "(a|a)*$" * 9}):
+        words = urlencode({"token": server.token, **query})
+        status, text, _ = call(server, f"/api/rows?{words}")
+        assert status in {200, 400}, text
+
+
+def test_one_response_and_its_prompt_through_time(server: PageServer) -> None:
+    row = ask(server, "/api/row", id="train:6:5")
+    assert (row["response"], row["ground_truth"]) == ("answer 5 at 6 of the run", {"a": 5})
+    assert row["parts"]["judge"]["raw"] == pytest.approx(110 / 14)
+    history = ask(server, "/api/prompt", id="train:6:5")
+    assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6]
+    assert {line["uid"] for line in history} == {"train:5"}
+
+
+def test_a_label_lands_in_the_run_folder_as_calibrate_reads_it(server: PageServer) -> None:
+    folder = server.runs[0].folder
+    for place, label in enumerate((1, 0, 1, 0.0)):
+        given = {"id": f"train:5:{place}", "label": label, "comment": f"no. {place} <b>"}
+        assert ask(server, "/api/label", body=given)["label"] == label
+    ask(server, "/api/label", body={"id": "train:5:4", "label": None, "comment": "look again"})
+    ask(server, "/api/label", body={"id": "train:5:1", "label": 1, "comment": ""})
+    ask(server, "/api/label", body={"id": "train:5:0", "label": None, "comment": ""})
+    lines = {line["id"]: line for line in read_lines(folder / "labels.jsonl")}
+    assert set(lines) == {f"train:5:{n}" for n in (1, 2, 3, 4)}
+    assert lines["train:5:2"]["response"] == "answer 2 at 5 of the run"
+    labelled = read_labels(read_answered(str(folder / "labels.jsonl")), "label")
+    assert sorted(labelled.values) == [0, 1, 1]
+    assert ask(server, "/api/runs")["labels"][0]["train:5:4"]["comment"] == "look again"
+    token = f"/api/label?token={server.token}"
+    good = {"id": "train:5:1", "label": 0, "comment": ""}
+    for wrong in ({"label": "x"}, {"label": float("nan")}, {"id": "train:9:1"}, {"label": []}):
+        assert call(server, token, body=good | wrong)[0] == 400, wrong
+    for body in ({}, [], 1):
+        assert call(server, token, body=body)[0] == 400, body
+    assert call(server, token, body=good, Origin="http://127.0.0.1:1")[0] == 403
+    assert call(server, token, body={"x": "y" * 200_000})[0] == 400
+    assert {line["id"] for line in read_lines(folder / "labels.jsonl")} == set(lines)
+
+
+def test_what_a_page_has_seen_is_not_sent_again(server: PageServer) -> None:
+    seen = ask(server, "/api/runs")["seen"]
+    assert ask(server, "/api/runs", seen=seen) == {}
