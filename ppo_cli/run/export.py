@@ -1,9 +1,10 @@
-"""`ppo export`: writes the model of a checkpoint as one folder, atomically."""
+"""`ppo export`: writes the model of a checkpoint as one folder, atomically; uploads it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,12 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import write_model
 from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.redact import redact
+from ppo_cli.report.card import write_card
 from ppo_cli.run_folder import STEP_NAME, find_model, holds_model
 
 CRITIC_HEAD = "ForTokenClassification"
+REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def export(
@@ -28,13 +32,25 @@ def export(
     base: str | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
+    push: str | None = None,
+    public: bool = False,
 ) -> dict[str, Any]:
     """Write the actor (or critic) of a run or checkpoint to `out` as one Hugging Face folder.
 
-    `checkpoint` is best, latest, a step's folder or a path; None is the latest. Returns what was
-    written, and from where, as JSON takes it; `step` is None where it is not known.
+    `checkpoint` is best, latest, a step's folder or a path; None is the latest. The model of a run
+    gets a card. `push` names the hub's repository that it is uploaded to, private unless `public`.
+    Returns what was written, and from where, as JSON takes it; `step` is None where it is not
+    known.
     """
+    if public and not push:
+        raise ConfigError("--public says who can read what --push uploads: add --push NAME.")
+    if push:
+        _check_hub(push)
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
+    found = STEP_NAME.match(folder.parent.name)
+    step = int(found.group(1)) if found else None
+    run = folder.parents[2]
+    card = step is not None and (run / "config.yaml").is_file()
     with _placing(out.expanduser(), folder, force=force) as fresh:
         written = write_model(
             folder,
@@ -43,18 +59,65 @@ def export(
             base=model_folder(base) if base else None,
             trust_remote_code=trust_remote_code,
         )
-    found = STEP_NAME.match(folder.parent.name)
+        if card and step is not None:
+            write_card(run, fresh, name=out.resolve().name, step=step, critic=critic)
     return {
         "out": str(out),
         "use_as": "--critic_model" if _is_critic(out.expanduser(), folder) else "--model",
         "source": str(folder),
-        "step": int(found.group(1)) if found else None,
+        "step": step,
         "base": written.base,
         "dtype": written.dtype,
         "parameters": written.parameters,
         "bytes": written.bytes,
         "files": list(written.files),
+        "card": card,
+        "pushed": _push(out.expanduser(), push, public=public) if push else None,
     }
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a name or a machine that cannot upload, before anything is written."""
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import is_offline_mode
+
+    problems = []
+    if not REPOSITORY.fullmatch(name):
+        problems.append(
+            f"--push {name}: a repository is NAME or OWNER/NAME, each of letters, digits, '-', '_' "
+            "and '.'."
+        )
+    if get_token() is None:
+        problems.append("--push needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
+    if is_offline_mode():
+        problems.append("--push needs the hub: unset HF_HUB_OFFLINE.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _push(folder: Path, name: str, *, public: bool) -> str:
+    """Upload a folder in one commit; returns the address of the repository."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    kept = f"The model is in {folder}, but it was not uploaded to {name}"
+    try:
+        made = api.create_repo(name, private=not public, exist_ok=True)
+        if not public and not api.repo_info(made.repo_id).private:
+            raise UserError(
+                f"{kept}: that repository exists and everybody can read it. Add --public, or give "
+                "another name."
+            )
+        api.upload_folder(
+            repo_id=made.repo_id, folder_path=folder, commit_message="Upload by ppo export"
+        )
+    except (HfHubHTTPError, OSError) as error:
+        why = redact(str(error).strip()) or type(error).__name__
+        raise UserError(
+            f"{kept}: {why.splitlines()[0]} To try again: hf upload {name} {folder}"
+        ) from error
+    return str(made)
 
 
 def _is_critic(out: Path, source: Path) -> bool:

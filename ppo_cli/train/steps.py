@@ -35,6 +35,7 @@ def train_sampling(config: Config, step: int, turn: int = 0) -> Sampling:
         n=r.n,
         max_tokens=config.data.max_response_length,
         seed=stream_seed(sampler_seed(config), TRAIN, step, *again),
+        stop=r.stop,
     )
 
 
@@ -168,6 +169,7 @@ def submit_baselines(
         temperature=0.0,
         max_tokens=job.config.data.max_response_length,
         seed=stream_seed(job.config.trainer.seed, BASELINE, state.step),
+        stop=job.config.rollout.stop,
     )
     return roll_out(job, prompts, greedy, "baseline rollout", "baseline")
 

@@ -1,0 +1,326 @@
+"""`ppo eval` and `ppo generate`: sample from finished models, and score what they answer.
+
+An eval writes a row a response as soon as its score is there, in a file for each model. The same
+command goes on with what is missing: each response has a random stream of its own, so it comes out
+the same whichever others are sampled beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from ppo_cli.atomic import replacing
+from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.derived import sampler_seed
+from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.files import Place
+from ppo_cli.data_sets.prompts import render_prompts
+from ppo_cli.data_sets.render import Renderer
+from ppo_cli.data_sets.rows import Columns, Row, RowSet
+from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.device import set_threads
+from ppo_cli.engine.export import write_model
+from ppo_cli.engine.sampler import Sampler, build_sampler
+from ppo_cli.errors import ConfigError, Interrupted, UserError
+from ppo_cli.records import Message, Prompt, Rollout, Scored
+from ppo_cli.report.tracker import Screen, rollout_line
+from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
+from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
+from ppo_cli.train.state import VALIDATION, stream_seed
+from ppo_cli.trust.compare import Answers, ByPrompt, compare
+from ppo_cli.trust.score import Watch, counted, score_all, started
+
+SETTINGS_FILE = "eval.json"
+DEFAULT_PLACE = "evals"
+# How fast, how long and for how much a reward is asked does not change what it says.
+OF_EFFORT = frozenset({"reward.timeout", "reward.num_workers", "reward.shaping"} | {
+    f"reward.{kind}.{name}"
+    for kind in ("api", "model")
+    for name in (
+        "timeout", "deadline", "concurrency", "max_rpm", "max_tpm", "hedge_after", "key_env",
+        "max_failure_rate", "outage_wait", "cache", "budget_usd", "budget_tokens", "prices",
+        "price_input", "price_output", "canary_every", "monitor", "request_rows", "batch_tokens",
+        "self_test", "device", "offload",
+    )
+})  # fmt: skip
+
+
+def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bool) -> Sampling:
+    """How an eval samples: as the validation of a run does, or as its training does.
+
+    As in training where that is asked for, or where `n` responses a prompt are and the
+    validation is greedy, which would give the same response n times.
+    """
+    train, validation = config.rollout, config.rollout.val_kwargs
+    n = n or validation.n
+    drawn = train if as_trained or (n > 1 and not validation.temperature) else validation
+    return Sampling(
+        temperature=0.0 if greedy else drawn.temperature,
+        top_p=drawn.top_p,
+        top_k=drawn.top_k,
+        n=n,
+        max_tokens=config.data.max_response_length,
+        seed=stream_seed(sampler_seed(config), VALIDATION, 0),
+        stop=train.stop,
+    )
+
+
+class Sampled:
+    """A model that answers; its weights are loaded with the first answer."""
+
+    def __init__(self, config: Config, source: ModelSource) -> None:
+        model = config.model.model_copy(update={"path": source.path, "lora_rank": 0})
+        self.config = config.model_copy(update={"model": model})
+        self.tokenizer = load_tokenizer(source.path, trust_remote_code=model.trust_remote_code)
+        self._open = ExitStack()
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether prompts go through a chat template."""
+        data = self.config.data
+        return Renderer(self.tokenizer, None, data.apply_chat_template).uses_template
+
+    def read(self, files: Sequence[str]) -> tuple[Sequence[Prompt], Sequence[str]]:
+        """Read prompt files; with the remarks on them."""
+        found = read_prompts(self.config, self.tokenizer, files, self.config.data.val_max_samples)
+        return found.prompts, found.notes
+
+    def prompt(self, asked: str | Sequence[Message]) -> Prompt:
+        """Make a prompt of a text or a conversation; DataError where the model cannot read it."""
+        asked = asked if isinstance(asked, str) else tuple(asked)
+        row = Row(Place("prompt", 1), asked, None, "", {})
+        rows = RowSet("prompt", "prompt", (row,), (), Columns("prompt", "", "", ()))
+        return render_prompts([rows], self.tokenizer, **prompt_settings(self.config.data)).prompts[
+            0
+        ]
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+        """Yield `sampling.n` responses to each prompt, each as soon as it finishes."""
+        yield from self._sampler.generate(prompts, sampling, 0)
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        set_threads(self.config.trainer.threads)
+        config, path = self.config, Path(self.config.model.path)
+        if (path / "adapter_config.json").exists():
+            whole = self._open.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
+            write_model(path, Path(whole), trust_remote_code=config.model.trust_remote_code)
+            model = config.model.model_copy(update={"path": whole})
+            config = config.model_copy(update={"model": model})
+        sampler = build_sampler(config, self.tokenizer)
+        self._open.callback(sampler.close)
+        return sampler
+
+    def close(self) -> None:
+        """Free the model. Safe to call twice."""
+        self._open.close()
+
+
+def answers(
+    sampled: Sampled,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    advance: Callable[[int], None] = lambda more: None,
+) -> list[dict[str, Any]]:
+    """Let a model answer: a row a response, in the order of the prompts."""
+    place = {prompt.uid: i for i, prompt in enumerate(prompts)}
+    found = []
+    for rollout in sampled.generate(prompts, sampling):
+        found.append(rollout)
+        advance(1)
+    found.sort(key=lambda one: (place[one.prompt.uid], one.sample))
+    return [_answer(one) for one in found]
+
+
+def _answer(rollout: Rollout) -> dict[str, Any]:
+    """A response as a row that `ppo reward score` reads; what its prompt lacks is left out."""
+    prompt = rollout.prompt
+    row = {
+        "prompt": prompt.text,
+        "response": rollout.text,
+        "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.token_ids),
+    }
+    more = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth}
+    found: dict[str, Any] = plain(row | {name: value for name, value in more.items() if value})
+    return found
+
+
+@dataclass
+class _Rows:
+    """The rows of a model in a file, by prompt and sample; another start asks for failed ones."""
+
+    file: Path
+
+    def __post_init__(self) -> None:
+        self._lock = Lock()
+        lines = [line for line in read_lines(self.file) if line.get("score") is not None]
+        self.done = {(str(line["uid"]), int(line["sample"])): line for line in lines}
+        if self.file.exists():
+            replace_lines(self.file, self.done.values())  # without what is torn or failed
+
+    def add(self, scored: Scored) -> None:
+        """Write a row; called by whatever thread has the score."""
+        line = {k: v for k, v in rollout_line(0, scored).items() if k != "step"}
+        with self._lock:
+            append_line(self.file, line)
+            self.done[scored.rollout.key] = plain(line)
+
+    def by_prompt(self, prompts: Sequence[Prompt]) -> ByPrompt:
+        """The scores of these prompts, as far as they are there."""
+        scores: dict[str, list[tuple[int, float | None]]] = {}
+        for (uid, sample), line in self.done.items():
+            scores.setdefault(uid, []).append((sample, line["score"]))
+        return {
+            p.uid: Answers(p.data_source, tuple(score for _, score in sorted(scores[p.uid])))
+            for p in prompts
+            if p.uid in scores
+        }
+
+
+def evaluate(
+    config: Config,
+    sources: Sequence[ModelSource],
+    sampling: Sampling,
+    screen: Screen,
+    *,
+    out: Path | None,
+    threshold: float | None,
+) -> dict[str, Any]:
+    """Score what models answer to the validation prompts, and compare the first with each other.
+
+    Returns what `ppo eval --json` prints; `stopped` says why some scores are missing. Rows go to
+    `out`, or to a folder below ./evals that the settings name. A response counts as right from
+    `threshold` on.
+    """
+    files = prompt_files(config.data.val_files, "val")
+    models: list[tuple[str, ByPrompt]] = []
+    told: list[dict[str, Any]] = []
+    stopped, folder = "", None
+    with ExitStack() as closing:
+        for source in sources:
+            sampled = Sampled(config, source)
+            closing.callback(sampled.close)
+            prompts, notes = sampled.read(files)
+            for note in notes:
+                screen.note(note)
+            if folder is None:
+                settings = _settings(config, sampling, prompts)
+                place = out or Path(DEFAULT_PLACE) / _digest(settings)
+                folder = closing.enter_context(_folder(place, settings))
+            rows = _Rows(folder / _file_name(source))
+            spent: dict[str, float] = {}
+            if not stopped:
+                with screen.phase(source.name, len(prompts) * sampling.n) as advance:
+                    watch = Watch(advance, screen.note)
+                    stopped, spent = _complete(rows, sampled, prompts, sampling, watch, folder)
+            sampled.close()
+            if stopped and not rows.done:
+                continue
+            failed = [line for line in rows.done.values() if line["score"] is None]
+            causes = Counter(line["failure"].partition(":")[0] for line in failed)
+            models.append((source.name, rows.by_prompt(prompts)))
+            told.append({
+                "path": source.path, "rows": str(rows.file),
+                "failures": dict(causes.most_common()), "spent": spent,
+            })  # fmt: skip
+    if not models:
+        raise Interrupted(f"{stopped} No score is there yet; the same command starts again.")
+    found = compare(models, threshold)
+    found["models"] = [facts | more for facts, more in zip(found["models"], told, strict=True)]
+    return {"out": str(folder), "sampling": asdict(sampling), **found, "stopped": stopped}
+
+
+def _complete(
+    rows: _Rows,
+    sampled: Sampled,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    watch: Watch,
+    folder: Path,
+) -> tuple[str, dict[str, float]]:
+    """Sample and score what is missing; returns why it stopped, and what was spent on it."""
+    missing = {(p.uid, i) for p in prompts for i in range(sampling.n)} - rows.done.keys()
+    watch.advance(len(prompts) * sampling.n - len(missing))
+    if not missing:
+        return "", {}
+    uids = {uid for uid, _ in missing}
+    asked = [prompt for prompt in prompts if prompt.uid in uids]
+    watch = replace(watch, scored=lambda rollout, score: rows.add(Scored(rollout, score)))
+    with started(sampled.config.reward, prompts, watch, folder) as reward:
+        sampling_now = sampled.generate(asked, sampling)
+        rollouts = (rollout for rollout in sampling_now if rollout.key in missing)
+        found = score_all(reward, rollouts, watch, "validation")
+    return found.stopped, counted(found.metrics)
+
+
+@contextmanager
+def _folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
+    """Claim the folder of an eval, noted with its settings; ConfigError where it has others."""
+    folder, noted = RunFolder(place, "--out"), place / SETTINGS_FILE
+    try:
+        folder.prepare()
+        with folder.alone():
+            before = json.loads(noted.read_bytes()) if noted.exists() else settings
+            names = settings.keys() | before.keys()
+            if other := sorted(n for n in names if settings.get(n) != before.get(n)):
+                raise ConfigError(
+                    f"--out {place} holds an eval with another {', '.join(other)}. Name another "
+                    "folder, or leave --out out: each eval then has one of its own."
+                )
+            with replacing(noted) as fresh:
+                fresh.write_text(json.dumps(settings, indent=2))
+            yield place
+    except UserError:
+        folder.drop_if_empty()
+        raise
+
+
+def _settings(config: Config, sampling: Sampling, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What decides the rows of an eval, by the key that sets it, as JSON gives it back."""
+    asked = [(p.uid, p.messages, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
+    found = {f"sampling.{name}": value for name, value in asdict(sampling).items()}
+    found |= {f"data.{name}": value for name, value in prompt_settings(config.data).items()}
+    found |= dict(_flat("reward", config.reward.model_dump()))
+    found["data.val_files"] = _digest(asked)
+    settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return settings
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The settings of a reward one by one; where a file is named, what it says counts."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if f"{key}.{name}" not in OF_EFFORT:
+                yield from _flat(f"{key}.{name}", inner)
+        return
+    yield key, value
+    path = Path(value.partition(":")[0]).expanduser() if isinstance(value, str) else None
+    if path is not None and len(str(path)) < 256 and path.is_file():
+        yield f"{key} (the file)", hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _file_name(source: ModelSource) -> str:
+    """The file for the rows of a model: another one after its weights were written anew."""
+    folder = Path(source.path).expanduser()
+    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
+    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    path = str(folder.resolve()) if files else source.path
+    name = re.sub(r"[^\w.-]+", "_", source.name)[-40:]
+    return f"{name}-{_digest([path, weights])}.jsonl"
