@@ -132,6 +132,8 @@ def test_json_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "parameters": parameters,
         "bytes": Path("m/model.safetensors").stat().st_size,
         "files": ["model.safetensors"],
+        "card": False,
+        "pushed": None,
     }
     assert 0 < record["bytes"] - 2 * parameters < 2000
 

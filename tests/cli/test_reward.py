@@ -125,7 +125,7 @@ def test_ctrl_c_writes_what_is_there_and_exits_3(
 ) -> None:
     from ppo_cli.rewards.rules import RuleReward
 
-    def settle(self: RuleReward) -> None:
+    def settle(self: RuleReward, kind: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RuleReward, "settle", settle)

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_cli.atomic import lives
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.sampler import Weights, build_sampler, stream_key
@@ -55,10 +57,19 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     left = [*ours.glob("vllm*"), *ours.glob("ppo*")]
     if shared.is_dir():
-        left += [path for path in set(shared.iterdir()) - before if path.name.startswith("ppo-")]
+        new = set(shared.glob("ppo-*")) - before
+        left += [path for path in new if not of_a_living_run(path)]
     found["left"] = [path.name for path in left]
     found["stdout lines"] = len(done.stdout.strip().splitlines())
     return found
+
+
+def of_a_living_run(folder: Path) -> bool:
+    """Whether a process that runs beside this test has claimed the folder, or has just left it."""
+    try:
+        return lives(int((folder / OWNER).read_text().split()[-1]))
+    except FileNotFoundError:
+        return not folder.exists()
 
 
 class TestReal:
