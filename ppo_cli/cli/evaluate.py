@@ -18,7 +18,7 @@ from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.keys import find
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.errors import ConfigError, DataError, Interrupted, ppo
+from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
 
@@ -76,6 +76,13 @@ def evaluate(given: Given) -> None:
     typer.echo(fit(clean(text), sys.stdout.encoding))
     if found["stopped"]:
         raise Interrupted(f"{found['stopped']} Scores are kept: run the command again to go on.")
+    for model in found["models"]:
+        every = list(model["sources"].values())[-1]
+        if every["failed"] == every["responses"]:
+            raise RewardError(
+                f"No response of {model['name']} has a score: {next(iter(model['failures']))}. "
+                f"Each row in {model['rows']} says why; the same command asks again."
+            )
 
 
 def named_twice(sources: Sequence[ModelSource]) -> list[str]:

@@ -95,9 +95,13 @@ def sample_step(job: Job, step: int) -> Sampled:
 
 
 def _differs(config: Config, group: Sequence[Scored]) -> bool:
-    """Whether the responses to a prompt differ in what algorithm.filter_groups.metric names."""
-    found = {_measure(config, one) for one in group if one.score.value is not None}
-    return len(found) > 1
+    """Whether the responses to a prompt differ in what algorithm.filter_groups.metric names.
+
+    Scores that were put in for want of a verdict tell nothing of it, nor does a part that was not
+    asked.
+    """
+    found = {_measure(config, one) for one in group if one.score.judged}
+    return len(found - {None}) > 1
 
 
 def _measure(config: Config, one: Scored) -> float | None:
