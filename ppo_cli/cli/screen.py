@@ -335,9 +335,13 @@ class TerminalScreen(Screen):
         self._sample: list[str] = []
         self._warning = ""
         self._printed: deque[tuple[str, str]] = deque(maxlen=KEPT_LINES)
-        self._live = Live(
-            console=console, get_renderable=self._view, transient=True, vertical_overflow="crop"
-        )
+        self._live = self._new_view()
+
+    def _new_view(self) -> Live:
+        return Live(
+            console=self._console, get_renderable=self._view, transient=True,
+            vertical_overflow="crop",
+        )  # fmt: skip
 
     @contextmanager
     def phase(self, name: str, total: int | None) -> Iterator[Advance]:
@@ -437,7 +441,7 @@ class TerminalScreen(Screen):
         self._console.clear()
         for text, style in list(self._printed):
             self._console.print(Text(text, style=style))
-        self._live.vertical_overflow = "crop"  # `stop` has changed it
+        self._live = self._new_view()  # the old one would erase as many lines as it had
         self._live.start()
 
     def _print(self, text: str, style: str = "") -> None:

@@ -156,7 +156,7 @@ def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
         env=kept | {"TERM": "xterm-256color"}, text=True,
     ) as process:  # fmt: skip
         assert process.stdin is not None and process.stderr is not None
-        for width in (columns, later):
+        for width, done in ((columns, 19), (later, 29)):
             terminal.resize(rows, width)
             fcntl.ioctl(theirs, termios.TIOCSWINSZ, size(width))
             process.stderr.readline()
@@ -169,7 +169,9 @@ def test_the_view_is_whole_at_any_width_and_after_a_change_of_it(
             above, below = shown[: -len(view)], shown[-len(view) :]
             assert [row.split()[0] for row in below] == view, shown
             again = [row for row in above if "━" in row or row.startswith(("judge", "prompt"))]
-            assert "4/8" in below[-1] and above and not again, shown
+            assert "4/8" in below[-1] and not again, shown
+            steps = [int(row[5:7]) for row in above if row.startswith("step ")]
+            assert steps == list(range(steps[0], done + 1)), shown
             if rows >= 20:
                 assert below[3].startswith("judge  30 calls (3.0/s)  from the cache 25%")
                 assert width < 60 or "errors 5.0%  $0.125 so far" in below[3]
