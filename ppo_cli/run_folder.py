@@ -15,6 +15,7 @@ import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -196,6 +197,7 @@ class RunFolder:
 
     def _claim(self) -> IO[str] | None:
         with suppress(OSError):
+            glances = 3  # who looks whether a run goes on holds the file for an instant
             while True:
                 # A file, and open for writing: between machines nothing else can be claimed.
                 claim = (self.path / LOCK).open("a")
@@ -204,11 +206,14 @@ class RunFolder:
                     if os.path.samestat(os.fstat(claim.fileno()), (self.path / LOCK).stat()):
                         return claim
                 except BlockingIOError:
-                    claim.close()
-                    raise UserError(
-                        f"{self._flag} {self.path} belongs to a run that still goes on. Let it "
-                        "end, or choose another folder."
-                    ) from None
+                    if not glances:
+                        claim.close()
+                        raise UserError(
+                            f"{self._flag} {self.path} belongs to a run that still goes on. Let it "
+                            "end, or choose another folder."
+                        ) from None
+                    glances -= 1
+                    time.sleep(0.1)
                 except FileNotFoundError:
                     pass
                 claim.close()  # of a run that has just ended, which took the file away

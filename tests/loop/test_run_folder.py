@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ppo_cli.cli.runs import is_running
 from ppo_cli.errors import UserError
 from ppo_cli.run_folder import LOCK, RunFolder, differences
 
@@ -36,6 +38,15 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_until_that_ends(tmp_path: Pa
     with RunFolder(tmp_path).alone(), RunFolder(tmp_path.parent).alone():
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_glance_at_whether_a_run_goes_on_keeps_nobody_out(tmp_path: Path) -> None:
+    with (tmp_path / LOCK).open("w") as glance:
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        Timer(0.15, lambda: fcntl.flock(glance, fcntl.LOCK_UN)).start()
+        with RunFolder(tmp_path).alone():
+            assert is_running(tmp_path)
+    assert not is_running(tmp_path)
 
 
 def test_a_claim_on_a_file_that_was_just_taken_away_is_none(
