@@ -149,11 +149,11 @@ def with_flag(command: str, flag: str, value: str) -> str:
 def _called_as() -> str:
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parent.name == "ppo_cli":
-        return f"{_on_path(Path(sys.executable))} -m ppo_cli"
-    return _on_path(called) if called.name == "ppo" else "ppo"
+        return f"{on_path(Path(sys.executable))} -m ppo_cli"
+    return on_path(called) if called.name == "ppo" else "ppo"
 
 
-def _on_path(program: Path) -> str:
+def on_path(program: Path) -> str:
     """The bare name where the shell finds this very file by it."""
     found = shutil.which(program.name)
     there = found is not None and os.path.abspath(found) == os.path.abspath(program)

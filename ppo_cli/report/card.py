@@ -26,14 +26,16 @@ from ppo_cli.run_folder import read_metrics
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"
 UNREADABLE = "Not known: the config.yaml of the run cannot be read by this version of ppo-cli."
-OF_THE_MACHINE = ("trainer.output_dir", "trainer.resume_mode")
+OF_THE_MACHINE = frozenset(
+    f"trainer.{name}" for name in ("output_dir", "resume_mode", "master_addr", "node_rank")
+)
 LICENCE = ("license", "license_name", "license_link")
 COLOURS = ("#1f6fb2", "#c2571a", "#2f8f5b", "#8a4fb0", "#7a7a7a")
 WIDTH, HEIGHT, EDGE = 640, 260, 44  # of the curve, in pixels
 Points = Sequence[tuple[int, float]]
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Folders of this machine say nothing to others, and may name a person.
-_FOLDERS = re.compile(r'(?<=")(?:/|~/)(?:[^"/]+/)+(?=[^"/]+")')
+_FOLDERS = re.compile(r'(?<=")(?:/|~/)(?:[^"/]+/)+(?=[^"/]+/?")')
 
 
 def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> None:
@@ -161,7 +163,7 @@ def _results(run: Path, history: Lines, config: Config | None) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else f"{round(value, 9) + 0.0:.4g}"
 
 
 def _name(path: str) -> str:

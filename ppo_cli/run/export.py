@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,12 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import write_model
-from ppo_cli.errors import ConfigError, UserError
+from ppo_cli.errors import ConfigError, UserError, on_path
 from ppo_cli.redact import redact
 from ppo_cli.report.card import write_card
 from ppo_cli.run_folder import STEP_NAME, find_model, holds_model
 
 CRITIC_HEAD = "ForTokenClassification"
-REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def export(
@@ -42,9 +42,9 @@ def export(
     Returns what was written, and from where, as JSON takes it; `step` is None where it is not
     known.
     """
-    if public and not push:
+    if public and push is None:
         raise ConfigError("--public says who can read what --push uploads: add --push NAME.")
-    if push:
+    if push is not None:
         _check_hub(push)
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
     found = STEP_NAME.match(folder.parent.name)
@@ -72,7 +72,7 @@ def export(
         "bytes": written.bytes,
         "files": list(written.files),
         "card": card,
-        "pushed": _push(out.expanduser(), push, public=public) if push else None,
+        "pushed": None if push is None else _push(out.expanduser(), push, public=public),
     }
 
 
@@ -80,13 +80,15 @@ def _check_hub(name: str) -> None:
     """Refuse a name or a machine that cannot upload, before anything is written."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     problems = []
-    if not REPOSITORY.fullmatch(name):
-        problems.append(
-            f"--push {name}: a repository is NAME or OWNER/NAME, each of letters, digits, '-', '_' "
-            "and '.'."
-        )
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        said = str(error).partition(":")[0].rstrip(".")
+        problems.append(f"--push {name}: {said}.")
     if get_token() is None:
         problems.append("--push needs a token of the hub: run `hf auth login`, or set HF_TOKEN.")
     if is_offline_mode():
@@ -96,7 +98,7 @@ def _check_hub(name: str) -> None:
 
 
 def _push(folder: Path, name: str, *, public: bool) -> str:
-    """Upload a folder in one commit; returns the address of the repository."""
+    """Upload a folder; returns the address of the repository."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -104,19 +106,33 @@ def _push(folder: Path, name: str, *, public: bool) -> str:
     kept = f"The model is in {folder}, but it was not uploaded to {name}"
     try:
         made = api.create_repo(name, private=not public, exist_ok=True)
-        if not public and not api.repo_info(made.repo_id).private:
-            raise UserError(
-                f"{kept}: that repository exists and everybody can read it. Add --public, or give "
-                "another name."
+        exposed = not public and not api.repo_info(made.repo_id).private
+        if not exposed:
+            api.upload_folder(
+                repo_id=made.repo_id, folder_path=folder, commit_message="Upload by ppo export"
             )
-        api.upload_folder(
-            repo_id=made.repo_id, folder_path=folder, commit_message="Upload by ppo export"
-        )
-    except (HfHubHTTPError, OSError) as error:
-        why = redact(str(error).strip()) or type(error).__name__
+    except Exception as failure:  # HTTP, LFS and Xet have errors of their own
+        error: BaseException = failure
+        while error.__cause__ and not isinstance(error, HfHubHTTPError):
+            error = error.__cause__
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, HfHubHTTPError):
+            said = error.server_message or error.response.reason_phrase
+            why = f"the hub answered {error.response.status_code}, {said}"
+            if error.response.status_code in (401, 403):
+                why = f"{why.rstrip('.')}. Give it a token that may write there (HF_TOKEN)"
+        hf = Path(sys.executable).with_name("hf")
+        again = [] if public else ["--private"]
+        again = ["upload", name, str(folder), *again]
         raise UserError(
-            f"{kept}: {why.splitlines()[0]} To try again: hf upload {name} {folder}"
-        ) from error
+            f"{kept}: {redact(why).rstrip('.')}. To try again: "
+            f"{on_path(hf) if hf.exists() else 'hf'} {shlex.join(again)}"
+        ) from failure
+    if exposed:
+        raise UserError(
+            f"{kept}: that repository exists and everybody can read it. Add --public, or give "
+            "another name."
+        )
     return str(made)
 
 
