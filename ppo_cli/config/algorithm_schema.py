@@ -206,6 +206,13 @@ class CriticModel(Section):
     enable_gradient_checkpointing: bool | None = setting(
         None, "Recompute the critic's activations; unset does as for the actor."
     )
+    lora_rank: int = setting(
+        0, "Rank of the critic's LoRA adapter; its value head trains too. 0 trains all.", ge=0
+    )
+    lora_alpha: float = setting(16, "The critic's LoRA scale is alpha / rank.", gt=0)
+    target_modules: str | tuple[str, ...] = setting(
+        "all-linear", "Modules of the critic that LoRA adapts: all-linear, names, or a pattern."
+    )
 
 
 class Critic(Trained):

@@ -251,7 +251,8 @@ def _work(
     """
     critic = part is config.critic
     longest = config.data.max_prompt_length + config.data.max_response_length
-    rank = 0 if critic or part is None else config.model.lora_rank
+    adapted = config.critic.model if critic else config.model
+    rank = 0 if part is None else adapted.lora_rank
     whole = device.held(shape, shape.parameters(head=not critic)) + FLOAT * shape.adapter(rank)
     state_bytes = FLOAT if device.half and device.shards == 1 else device.width
     budget = config.ref.log_prob_max_token_len_per_gpu

@@ -171,6 +171,8 @@ def _changes(config: Config) -> Iterator[Settings]:
             yield {f"{model}.fsdp_config.{what}": True for model in models}
     if not config.model.lora_rank:
         yield {"model.lora_rank": LORA_RANK}
+    if uses_critic(config) and not config.critic.model.lora_rank:
+        yield {"critic.model.lora_rank": LORA_RANK}
     if gpus_per_node(config):
         yield from _more_devices(config)
 

@@ -209,7 +209,8 @@ def _missing_packages(config: Config, gpus: int) -> Iterator[str]:
     """Name the packages that this run needs and Python does not find; nothing is imported."""
     if engine_name(config, gpus) == "ray" and not has_package("ray"):
         yield "Several processes need the package ray, which is not installed: pip install ray."
-    if config.model.lora_rank and not has_package("peft"):
+    ranks = (config.model.lora_rank, uses_critic(config) and config.critic.model.lora_rank)
+    if any(ranks) and not has_package("peft"):
         yield "LoRA needs the package peft, which is not installed: pip install peft."
     span = config.rollout.tensor_model_parallel_size
     if has_package("vllm"):
@@ -330,6 +331,7 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_workers": _one_process,
     "nothing_to_offload": lambda c: _one_process(c) and gpus_per_node(c) == 0,
     "no_lora": lambda c: c.model.lora_rank == 0,
+    "no_critic_lora": lambda c: c.critic.model.lora_rank == 0,
     "no_adapter_sent": lambda c: c.model.lora_rank == 0 or _one_process(c),
     "one_node": lambda c: c.trainer.nnodes == 1,
     "no_critic": lambda c: not uses_critic(c),

@@ -30,9 +30,8 @@ class Model(Section):
     )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
     lora_rank: int = setting(
-        0, "Rank of the actor's LoRA adapter; 0 trains all. The critic always trains in full.",
-        flag="--lora_rank", ge=0,
-    )  # fmt: skip
+        0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0
+    )
     lora_alpha: float = setting(16, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0)
     target_modules: str | tuple[str, ...] = setting(
         "all-linear", "Modules that LoRA adapts: all-linear, names, or a pattern."

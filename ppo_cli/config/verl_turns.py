@@ -376,7 +376,8 @@ def _lora_alpha(translator: Reading, entry: Entry) -> None:
     """Read verl's `lora_alpha=0` beside `lora_rank=0` as LoRA left out."""
     off = translator.verl and str(entry.raw).strip() in ("0", "0.0")
     usual = table()[entry.name].default
-    late = Late(lambda value: entry.raw if int(value("model.lora_rank")) else usual)
+    rank = entry.name.replace("alpha", "rank")
+    late = Late(lambda value: entry.raw if int(value(rank)) else usual)
     translator.put(entry, entry.name, late if off else entry.raw)
 
 
@@ -509,6 +510,7 @@ TURNED: Final[dict[str, Turn]] = {
     "actor.optim.min_lr_ratio": partial(_unset_is, "0.0"),
     "critic.optim.min_lr_ratio": partial(_unset_is, "0.0"),
     "model.lora_alpha": _lora_alpha,
+    "critic.model.lora_alpha": _lora_alpha,
     "model.exclude_modules": _exclude_modules,
     "rollout.max_model_len": _sampler_length,
     "rollout.engine_kwargs.vllm.max_model_len": _sampler_length,

@@ -111,6 +111,7 @@ class ModelLearner:
         longest_response: int,
         ranks: Ranks,
     ) -> None:
+        self.model = model
         self.optimizer = optimizer
         self._asked = [model] if reference is None else [model, reference]
         self.budget = micro_batch_budget(
@@ -129,7 +130,7 @@ class ModelLearner:
         if tokens == 0:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
-        model = self._asked[0]
+        model = self.model
         model.model.train()
 
         def accumulate(plan: Sequence[Sequence[int]]) -> Sums:

@@ -18,7 +18,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from ppo_cli.engine.checkpoint import StoredTensors
 from ppo_cli.engine.lora import ADAPTER_CONFIG, load_merged
@@ -77,11 +81,17 @@ def write_model(
     return written
 
 
-def _base_name(source: Path) -> str:
+def _told(source: Path) -> dict[str, Any]:
+    """What an adapter's config says of it."""
     try:
-        name = json.loads((source / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+        told = json.loads((source / ADAPTER_CONFIG).read_text())
+        return {name: told[name] for name in ("base_model_name_or_path", "task_type")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{source / ADAPTER_CONFIG} is damaged or names no base model.") from error
+
+
+def _base_name(source: Path) -> str:
+    name = _told(source)["base_model_name_or_path"]
     if not name:
         raise ModelError(f"{source} is an adapter that names no base model: give it with --base.")
     return str(name)
@@ -94,11 +104,14 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
         )
+    critic = _told(source)["task_type"] == "TOKEN_CLS"
+    builder: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = builder.from_pretrained(
             str(local) if local.is_dir() else base,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
+            **({"num_labels": 1, "ignore_mismatched_sizes": True} if critic else {}),
         )
     except DAMAGED as error:
         raise ModelError(

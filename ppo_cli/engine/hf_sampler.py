@@ -35,7 +35,7 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
 from ppo_cli.engine.models import (
-    adapt_policy,
+    adapted,
     decode_text,
     load_policy,
     plan_layers,
@@ -442,8 +442,8 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
         trust_remote_code=settings.trust_remote_code,
         attn_implementation=settings.attn_implementation,
     )
-    inject = adapt(config) if publishes_adapter(config) else None
-    model = adapt_policy(policy, inject).model
+    inject = adapt(settings, config.trainer.seed) if publishes_adapter(config) else None
+    model = adapted(policy, inject).model
     model.requires_grad_(False).eval().to(Compute.choose(settings.dtype).device)
     return sample_from(model, config, tokenizer)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import Batch
-from ppo_cli.config.algorithm_schema import Sharding
+from ppo_cli.config.algorithm_schema import CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_path,
@@ -26,7 +26,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sums
 from ppo_cli.engine.checkpoint import (
@@ -50,7 +50,7 @@ from ppo_cli.engine.models import (
     Adapt,
     Policy,
     ValueModel,
-    adapt_policy,
+    adapted,
     load_policy,
     load_value_model,
 )
@@ -85,7 +85,9 @@ class Learner:
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
         self.remarks: list[str] = []
         self.policy = self._load_policy(
-            model_folder(config.model.path), config.actor.fsdp_config, adapt(config)
+            model_folder(config.model.path),
+            config.actor.fsdp_config,
+            adapt(config.model, config.trainer.seed),
         )
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
@@ -189,30 +191,33 @@ class Learner:
 
     def _trained(self) -> list[Trained]:
         """The trained models as a checkpoint holds them."""
-        policy, optimizer = self.policy.model, self._actor.optimizer
-        if self._config.model.lora_rank:
-            tensors = dict(adapter_tensors(policy))
-            found = [Trained("actor", tensors, optimizer, self._files_of("actor", policy))]
-        else:
-            found = [saved_model("actor", policy, optimizer, self._files_of("actor", policy))]
+        c = self._config
+        found = [self._saved("actor", c.model, c.model.path)]
         if self._critic is not None:
-            model = self._critic.value_model.model
-            files = self._files_of("critic", model)
-            found.append(saved_model("critic", model, self._critic.optimizer, files))
+            found.append(self._saved("critic", c.critic.model, critic_path(c)))
         return found
 
-    def _files_of(self, name: str, model: Any) -> dict[str, bytes]:
-        """What a folder holds beside weights: rendered once, on the rank that writes it."""
-        if self._ranks.rank == 0 and name not in self._files:
-            if name == "actor" and self._config.model.lora_rank:
-                self._files[name] = render_files(partial(self._write_adapter_files, model))
-            else:
-                self._files[name] = model_files(model, self._tokenizer)
-        return self._files.get(name, {})
+    def _saved(self, name: str, settings: Model | CriticModel, path: str) -> Trained:
+        """A model as its folder holds it: an adapter, or all of it.
 
-    def _write_adapter_files(self, model: Any, folder: Path) -> None:
-        write_adapter_config(folder, model, model_folder(self._config.model.path))
-        self._tokenizer.save_pretrained(folder)
+        What lies beside the weights is rendered once, on the rank that writes it.
+        """
+        learner = self._learners()[name]
+        model = learner.model.model
+        lora = settings.lora_rank > 0
+
+        def write_adapter_files(folder: Path) -> None:
+            write_adapter_config(folder, model, model_folder(path))
+            self._tokenizer.save_pretrained(folder)
+
+        if self._ranks.rank == 0 and name not in self._files:
+            self._files[name] = (
+                render_files(write_adapter_files) if lora else model_files(model, self._tokenizer)
+            )
+        files = self._files.get(name, {})
+        if lora:
+            return Trained(name, dict(adapter_tensors(model)), learner.optimizer, files)
+        return saved_model(name, model, learner.optimizer, files)
 
     def published(
         self,
@@ -275,8 +280,7 @@ class Learner:
 
     def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
         checkpointing = self._config.model.enable_gradient_checkpointing is not False
-        prepare = partial(adapt_policy, adapt=adapter)
-        policy: Policy = self._load(load_policy, path, sharding, checkpointing, prepare)
+        policy: Policy = self._load(load_policy, path, sharding, checkpointing, adapter)
         return policy
 
     def _load(
@@ -285,18 +289,18 @@ class Learner:
         path: str,
         sharding: Sharding,
         checkpointing: bool,
-        prepare: Callable[[Loaded], Loaded] = lambda loaded: loaded,
+        adapter: Adapt | None = None,
     ) -> Loaded:
         """Load a model of the run onto all ranks, ready for the way in which it takes its rows."""
         settings = self._config.model
-        loaded = load_spread(
+        loaded: Loaded = load_spread(
             load,
             path,
             self._ranks,
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
-            prepare=prepare,
+            prepare=partial(adapted, adapt=adapter),
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=settings.attn_implementation,
         )
@@ -345,7 +349,10 @@ class Learner:
         if checkpointing is None:
             checkpointing = c.model.enable_gradient_checkpointing is not False
         path = model_folder(critic_path(c))
-        value_model = self._load(load_value_model, path, c.critic.fsdp_config, checkpointing)
+        adapter = adapt(c.critic.model, c.trainer.seed)
+        value_model = self._load(
+            load_value_model, path, c.critic.fsdp_config, checkpointing, adapter
+        )
         optimizer = Optimizer(
             value_model.model, c.critic.optim, total_steps=total_steps,
             grad_clip=c.critic.grad_clip, clip_grad_value=c.critic.clip_grad_value,

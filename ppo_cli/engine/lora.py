@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ppo_cli.config.schema import Config
-from ppo_cli.engine.models import Policy
+from ppo_cli.config.algorithm_schema import CriticModel
+from ppo_cli.config.schema import Model
+from ppo_cli.engine.models import VALUE_HEADS, Policy, value_head
 from ppo_cli.engine.packed_rows import PackedRows
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
@@ -87,19 +88,20 @@ def reference_of(policy: Policy) -> Policy:
     return AdapterOff(p.model, p.backbone, p.head, p.around, p.packing)
 
 
-def adapt(config: Config) -> Callable[[Any], Any] | None:
-    """What puts an adapter into a loaded causal LM, in place; None without LoRA.
+def adapt(settings: Model | CriticModel, seed: int) -> Callable[[Any], Any] | None:
+    """What puts an adapter into a loaded causal LM or value model, in place; None without LoRA.
 
-    B starts at zero; A is drawn from `trainer.seed`, on whatever device the model lies. All
-    other weights are frozen. Raises ModelError for `model.target_modules` that fit nothing.
+    B starts at zero; A is drawn from `seed`, on whatever device the model lies. All other
+    weights are frozen but a value head. Raises ModelError for `target_modules` that fit nothing.
     """
-    settings = config.model
     if settings.lora_rank == 0:
         return None
 
     def inject(model: Any) -> Any:
         peft = _import_peft()
-        targets, chosen = _choose_targets(model, settings.target_modules)
+        head = value_head(model)
+        key = f"{'model' if head is None else 'critic.model'}.target_modules"
+        targets, chosen = _choose_targets(model, settings.target_modules, key)
         alpha = settings.lora_alpha
         lora = peft.LoraConfig(
             r=settings.lora_rank,
@@ -108,11 +110,15 @@ def adapt(config: Config) -> Callable[[Any], Any] | None:
             lora_dropout=0.0,
             bias="none",
             fan_in_fan_out=all(isinstance(module, Conv1D) for module in chosen),
-            task_type="CAUSAL_LM",
+            task_type="CAUSAL_LM" if head is None else "TOKEN_CLS",
+            exclude_modules=None if head is None else [head],
         )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.trainer.seed)
-            return peft.inject_adapter_in_model(lora, model, ADAPTER)
+            torch.manual_seed(seed)
+            adapted = peft.inject_adapter_in_model(lora, model, ADAPTER)
+        if head is not None:
+            getattr(model, head).requires_grad_(True)
+        return adapted
 
     return inject
 
@@ -136,9 +142,9 @@ def without_adapter(model: Any) -> Iterator[None]:
 
 
 def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's live tensors under PEFT's names, always in the same order."""
+    """The live tensors of the adapter, and of a value head, under PEFT's names, in one order."""
     for name, tensor in model.named_parameters():
-        if PIECE.search(name):
+        if PIECE.search(name) or name.partition(".")[0] in VALUE_HEADS:
             yield PREFIX + PIECE.sub(r".\1.", name), tensor
 
 
@@ -192,6 +198,8 @@ def write_adapter_config(directory: Path, model: Any, base: str) -> None:
     local = Path(base).expanduser()
     saved.base_model_name_or_path = str(local.resolve()) if local.is_dir() else base
     saved.inference_mode = True
+    if (head := value_head(model)) is not None:
+        saved.modules_to_save = [head]  # trained beside the adapter, and saved whole
     if not isinstance(saved.target_modules, str):
         saved.target_modules = sorted(saved.target_modules)
     saved.save_pretrained(str(directory))
@@ -208,7 +216,10 @@ def load_merged(model: Any, folder: Path) -> Any:
         adapted = _import_peft().PeftModel.from_pretrained(model, str(folder))
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         saved = set(file.keys())
-    odd = sorted(saved ^ {name for name, _ in adapter_tensors(adapted.get_base_model())})
+    live = (name for name, _ in adapter_tensors(adapted.get_base_model()))
+    # PEFT keeps the head of the base model beside the one that was saved.
+    kept = {name.replace(f".modules_to_save.{ADAPTER}", "") for name in live}
+    odd = sorted(saved ^ {name for name in kept if ".original_module." not in name})
     if odd:
         raise ValueError(f"{odd[0]} and {len(odd) - 1} more are on one side only")
     return adapted.merge_and_unload()
@@ -241,7 +252,7 @@ def _merge(layer: Any, full: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _choose_targets(
-    model: Any, wanted: str | Sequence[str]
+    model: Any, wanted: str | Sequence[str], key: str
 ) -> tuple[str | list[str], list[nn.Module]]:
     """What to tell PEFT, and the modules that it means; refuses names that mean none.
 
@@ -255,24 +266,25 @@ def _choose_targets(
         word: _named(word, names) for word in ([wanted] if isinstance(wanted, str) else wanted)
     }
     if isinstance(wanted, str) and not found[wanted]:
-        found = {wanted: [name for name in names if _matches(wanted, name)]}
+        found = {wanted: [name for name in names if _matches(wanted, name, key)]}
     else:
         wanted = list(found)
     if not found:
         raise ModelError(
-            "model.target_modules is empty: name the modules that LoRA adapts, or leave it at "
-            f"{ALL_LINEAR}."
+            f"{key} is empty: name the modules that LoRA adapts, or leave it at {ALL_LINEAR}."
         )
     for word, meant in found.items():
         if not meant:
-            raise _unknown_target(word, linear)
-        _check_fit(word, meant, linear, kept_out)
+            raise _unknown_target(word, linear, key)
+        _check_fit(word, meant, linear, kept_out, key)
     return wanted, [linear[name] for meant in found.values() for name in meant]
 
 
 def _linear_modules(model: Any) -> tuple[dict[str, nn.Module], set[str]]:
-    """Linear modules by name, and the names of embeddings and output head, never adapted."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    """Linear modules by name, and the names of embeddings and heads, never adapted."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if (head := value_head(model)) is not None:
+        ends.append(getattr(model, head))
     linear: dict[str, nn.Module] = {}
     kept_out = set()
     for name, module in model.named_modules():
@@ -287,37 +299,38 @@ def _named(word: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name == word or name.endswith(f".{word}")]
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str, key: str) -> bool:
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise ModelError(
-            f"model.target_modules: '{pattern}' is neither the name of a module nor a pattern: "
-            f"{error}."
+            f"{key}: '{pattern}' is neither the name of a module nor a pattern: {error}."
         ) from error
 
 
-def _check_fit(word: str, found: list[str], linear: Mapping[str, Any], kept_out: set[str]) -> None:
+def _check_fit(
+    word: str, found: list[str], linear: Mapping[str, Any], kept_out: set[str], key: str
+) -> None:
     """Refuse what LoRA cannot adapt here."""
     for name in found:
         if name in kept_out:
             raise ModelError(
-                f"model.target_modules: '{word}' means {name}, but embeddings and output layer "
-                "stay as they are. Name layers between them."
+                f"{key}: '{word}' means {name}, but embeddings and output layer stay as "
+                "they are. Name layers between them."
             )
         if name not in linear:
             raise ModelError(
-                f"model.target_modules: '{word}' means {name}, which is no linear layer. LoRA "
-                f"adapts these here: {_leaves(linear)}."
+                f"{key}: '{word}' means {name}, which is no linear layer. LoRA adapts these here: "
+                f"{_leaves(linear)}."
             )
 
 
-def _unknown_target(word: str, linear: Iterable[str]) -> ModelError:
+def _unknown_target(word: str, linear: Iterable[str], key: str) -> ModelError:
     hint = did_you_mean(word, {name.rpartition(".")[2] for name in linear})
     listed = " A list is written [a,b]." if "," in word else ""
     return ModelError(
-        f"model.target_modules: the model has no module '{word}'.{hint}{listed} Linear layers "
-        f"here: {_leaves(linear)}; or {ALL_LINEAR} for all of them."
+        f"{key}: the model has no module '{word}'.{hint}{listed} Linear layers here: "
+        f"{_leaves(linear)}; or {ALL_LINEAR} for all of them."
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -41,6 +41,7 @@ transformers_logging.set_verbosity_error()
 hub_logging.set_verbosity(logging.ERROR)
 
 CRITIC_FLAG = "--critic_model"
+VALUE_HEADS = ("score", "classifier")  # how models name what gives one number a token
 # What loaders raise for files that are absent, cut off, or not what they should be.
 DAMAGED = (
     OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
@@ -128,6 +129,9 @@ class ValueModel(_Asked):
         return values_N1.view(input_ids_BL.shape)
 
 
+Adapted = TypeVar("Adapted", Policy, ValueModel)
+
+
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """Load a tokenizer and give it a pad token if it has none."""
     tokenizer = _load(AutoTokenizer, path, "tokenizer", trust_remote_code=trust_remote_code)
@@ -195,11 +199,17 @@ def load_value_model(
         **({} if empty else {"output_loading_info": True, "ignore_mismatched_sizes": True}),
     )
     model, info = (found, None) if empty else found
-    head = getattr(model, _value_head(model, path))
+    name = value_head(model)
+    if name is None:
+        raise ModelError(
+            f"The architecture of {path} has no plain value head; choose another with "
+            "--critic_model."
+        )
+    head = getattr(model, name)
     if info is not None:
         mismatched = [key for key, *_ in info["mismatched_keys"]]
         unusable = [*info["missing_keys"], *mismatched]
-        absent = [key for key in unusable if not key.startswith(("score.", "classifier."))]
+        absent = [key for key in unusable if key.partition(".")[0] not in VALUE_HEADS]
         if absent:
             raise ModelError(
                 f"{path} lacks weights that a critic needs ({absent[0]} and {len(absent) - 1} "
@@ -212,12 +222,14 @@ def load_value_model(
     return ValueModel(model=model, backbone=model.base_model, head=head)
 
 
-def adapt_policy(policy: Policy, adapt: Adapt | None) -> Policy:
-    """The policy over what `adapt` made of its model; modules may have been exchanged."""
+def adapted(loaded: Adapted, adapt: Adapt | None) -> Adapted:
+    """What was loaded, over what `adapt` made of its model; modules may have been exchanged."""
     if adapt is None:
-        return policy
-    model = adapt(policy.model)
-    return replace(_split(policy.model), model=model)
+        return loaded
+    model = adapt(loaded.model)
+    if isinstance(loaded, ValueModel):
+        return replace(loaded, model=model)
+    return replace(_split(loaded.model), model=model)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -318,14 +330,10 @@ def _head(model: Any) -> Callable[[Tensor], Tensor]:
     return capped
 
 
-def _value_head(model: Any, path: str) -> str:
-    """The name of the attribute that holds the value head."""
-    for name in ("score", "classifier"):
-        if isinstance(getattr(model, name, None), nn.Linear):
-            return name
-    raise ModelError(
-        f"The architecture of {path} has no plain value head; choose another with --critic_model."
-    )
+def value_head(model: Any) -> str | None:
+    """The name of the attribute that holds the value head; None for a model without one."""
+    held = (name for name in VALUE_HEADS if isinstance(getattr(model, name, None), nn.Linear))
+    return next(held, None)
 
 
 @torch.no_grad()

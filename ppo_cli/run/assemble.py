@@ -529,6 +529,7 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "critic.model.path": config.critic.model.path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "model.lora_rank": config.model.lora_rank,
+        "critic.model.lora_rank": config.critic.model.lora_rank,
         "data.train_batch_size": config.data.train_batch_size,
         "trainer.seed": config.trainer.seed,
         "data.train_files": fingerprint(prompts),

@@ -131,6 +131,7 @@ TAKEN = [
     ("actor.use_kl_loss=true actor.kl_loss_coef=0.02 actor.kl_loss_type=k1 ref.path=a/b", 0),
     ("ref.path=a/b", 0),
     (f"{LORA} model.lora_alpha=32 model.target_modules=q_proj", 0),
+    ("critic.model.lora_rank=4 critic.model.lora_alpha=8 critic.model.target_modules=q_proj", 0),
     (f"{RAY} {LORA} model.lora_merge=true trainer.max_restarts=5 trainer.worker_timeout=99", 0),
     (f"{RAY} actor.fsdp_config.param_offload=true ref.param_offload=true", 0),
     (f"{RAY} critic.fsdp_config.optimizer_offload=true actor.fsdp_config.fsdp_size=1", 0),
@@ -149,6 +150,7 @@ IDLE = [
     ("algorithm.kl_ctrl.horizon=7", "algorithm.kl_ctrl.horizon"),
     (f"{LORA} model.lora_merge=true", "model.lora_merge"),
     (f"{RAY} model.lora_merge=true", "model.lora_merge"),
+    (f"{LORA} critic.model.lora_alpha=8", "critic.model.lora_alpha"),
     ("actor.use_kl_loss=true algorithm.kl_ctrl.kl_coef=0.02", "algorithm.kl_ctrl.kl_coef"),
     ("algorithm.use_kl_in_reward=false ref.path=a/b", "ref.path"),
 ]

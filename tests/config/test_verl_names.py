@@ -254,7 +254,6 @@ def test_a_tied_setting_must_be_what_it_is_tied_to(
         ("rollout.max_model_len", "1024", "1023", "lower one of these"),
         ("rollout.dtype", "bfloat16", "float16", "--dtype takes bfloat16 or float32"),
         ("model.exclude_modules", "null", "[x] model.lora_rank=8", "model.target_modules"),
-        ("critic.model.lora_rank", "0", "8", "LoRA adapts the actor"),
         ("rollout.do_sample", "True", "False", "rollout.temperature"),
         ("rollout.ignore_eos", "False", "True", "ends where the model ends it"),
         ("ref.ulysses_sequence_parallel_size", "1", "2", "sequence parallelism"),
@@ -404,7 +403,6 @@ def test_policy_losses_have_verls_names_and_ranges() -> None:
 
 def test_what_is_taken_without_effect_is_remarked_on() -> None:
     for given in (
-        "critic.model.lora_alpha=8",
         "rollout.free_cache_engine=True",
         "model.use_shm=True",
         "actor.fsdp_config.grad_offload=True",

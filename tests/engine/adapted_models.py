@@ -62,7 +62,7 @@ def config(seed: int = 42, **model: Any) -> Config:
 
 
 def adapted(make: Callable[[], Any], seed: int = 42, **model: Any) -> Any:
-    inject = adapt(config(seed, **model))
+    inject = adapt(config(seed, **model).model, seed)
     assert inject is not None
     return inject(make())
 

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from ppo_cli.algo.tokens import full_kl
-from ppo_cli.config.algorithm_schema import Optim, Sharding
-from ppo_cli.config.schema import Config
+from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
+from ppo_cli.config.schema import Model
 from ppo_cli.engine.lora import adapt, reference_of
-from ppo_cli.engine.models import Policy, adapt_policy, load_policy, load_value_model
+from ppo_cli.engine.models import Policy, adapted, load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.ranks import (
     ALONE,
@@ -74,7 +74,7 @@ def mix(model: Any) -> Any:
     return model
 
 
-MIX = partial(adapt_policy, adapt=mix)
+MIX = partial(adapted, adapt=mix)
 
 
 def held(spread: Trained) -> float:
@@ -162,7 +162,8 @@ def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return compare(*both(ranks, models["untied"]))
 
 
-ADAPT = partial(adapt_policy, adapt=adapt(Config.model_validate({"model": {"lora_rank": 4}})))
+ADAPT = partial(adapted, adapt=adapt(Model(lora_rank=4), 42))
+ADAPT_VALUE = partial(adapted, adapt=adapt(CriticModel(lora_rank=4), 42))
 
 
 def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -176,7 +177,8 @@ def lora_case(ranks: Ranks, models: dict[str, str]) -> Found:
         policy = trained.model
         assert isinstance(policy, Policy)
         kls.append(divergence(policy, reference_of(policy), of))
-    return found | {"kls": kls}
+    value = compare(*both(ranks, models["untied"], value=True, prepare=ADAPT_VALUE))
+    return found | {"kls": kls, "value": value}
 
 
 def nested_case(ranks: Ranks, models: dict[str, str]) -> Found:

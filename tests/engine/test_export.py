@@ -22,7 +22,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Model
 from ppo_cli.engine import export
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.lora import (
@@ -82,7 +82,7 @@ def save_in_pieces(model: Any, folder: Path, ranks: int) -> None:
 
 def save_adapter(base: Path, folder: Path, **settings: Any) -> Any:
     """An adapter as a run saves it; returns the adapted model."""
-    inject = adapt(Config.model_validate({"model": {"lora_rank": 2, **settings}}))
+    inject = adapt(Model.model_validate({"lora_rank": 2, **settings}), 42)
     assert inject is not None
     model = inject(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
     torch.manual_seed(7)

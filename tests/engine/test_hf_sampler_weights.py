@@ -71,7 +71,7 @@ def test_new_weights_are_the_ones_that_sample(
     model = load_policy(model_folder("embedded")).model
     before = list(sampler.generate(prompts, SAMPLING, 0))
     assert gap(model, before) < 1e-4
-    if (inject := adapt(config)) is not None:
+    if (inject := adapt(config.model, config.trainer.seed)) is not None:
         inject(model)
     torch.manual_seed(0)
     sampler.sleep()

@@ -46,7 +46,7 @@ def token_logprobs(policy: Policy) -> Tensor:
 
 
 def test_without_a_rank_there_is_no_adapter() -> None:
-    assert adapt(Config()) is None
+    assert adapt(Config().model, 1) is None
     assert not publishes_adapter(Config())
     assert publishes_adapter(config()) and not publishes_adapter(config(lora_merge=True))
 
@@ -80,7 +80,7 @@ def test_a_comes_from_the_seed_alone() -> None:
     first = {name: t.clone() for name, t in adapter_tensors(adapted(llama))}
     torch.manual_seed(456)
     before = torch.get_rng_state()
-    inject = adapt(config())
+    inject = adapt(config().model, 42)
     assert inject is not None
     model = llama()
     torch.set_rng_state(before)
@@ -94,7 +94,7 @@ def test_a_comes_from_the_seed_alone() -> None:
 def test_it_is_put_into_a_model_without_storage() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**TINY))
-    inject = adapt(config())
+    inject = adapt(config().model, 42)
     assert inject is not None
     shapes = {name: t.shape for name, t in adapter_tensors(inject(model))}
     assert {t.device.type for t in model.parameters()} == {"meta"}

@@ -10,15 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.local import LocalEngine
-from ppo_cli.engine.lora import adapter_tensors
-from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.lora import PREFIX, adapt, adapter_tensors, merged_tensors
+from ppo_cli.engine.models import adapted, load_tokenizer, load_value_model
+from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
+from tests.engine.adapted_models import trained, whole
 
 MODEL = str(bundled_path("embedded", "model"))
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
@@ -34,6 +37,7 @@ def config(**model: Any) -> Config:
         {
             "model": {"path": MODEL, "lora_rank": 4, **model},
             "algorithm": {"use_kl_in_reward": True},
+            "critic": {"model": {"lora_rank": 3}, "optim": {"lr": 1e-2, "lr_warmup_steps": 0}},
             "actor": {"optim": {"lr": 1e-2, "lr_warmup_steps": 0}},
         }
     )
@@ -121,20 +125,68 @@ def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) ->
     saved = {path.name for path in (tmp_path / "actor").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= saved
     assert not any(name.startswith("model") for name in saved)
+    assert {path.name for path in (tmp_path / "critic").iterdir()} == saved
     rollouts = sampled(engine, tokenizer)
     other = engine_of(tokenizer)
     other.load(tmp_path)
     first, second = annotated(engine, rollouts), annotated(other, rollouts)
     assert torch.equal(first.old_logprobs_BT, second.old_logprobs_BT)
+    assert first.values_BT is not None and second.values_BT is not None
+    assert first.values_BT.abs().max() > 0.01
+    assert torch.equal(first.values_BT, second.values_BT)
     assert train(engine, first) == train(other, second)
     # Two updates were published, one of them before the checkpoint.
     assert {r.weight_version for r in sampled(other, tokenizer).values()} == {2}
 
-    (tmp_path / "out").mkdir()
-    write_model(tmp_path / "actor", tmp_path / "out")
-    exported = engine_of(tokenizer, path=str(tmp_path / "out"), lora_rank=0)
-    whole = annotated(exported, rollouts)
-    torch.testing.assert_close(whole.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
+    for name in ("actor", "critic"):
+        (tmp_path / f"whole {name}").mkdir()
+        write_model(tmp_path / name, tmp_path / f"whole {name}")
+    settings = config(path=str(tmp_path / "whole actor"), lora_rank=0).model_dump()
+    settings["critic"]["model"] = {"path": str(tmp_path / "whole critic")}
+    exported = LocalEngine(Config.model_validate(settings), tokenizer, total_steps=4)
+    merged = annotated(exported, rollouts)
+    torch.testing.assert_close(merged.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
+    torch.testing.assert_close(merged.values_BT, first.values_BT, atol=1e-4, rtol=0)
+
+
+def test_a_critic_step_trains_its_adapter_and_its_head_alone(tokenizer: Any) -> None:
+    engine = engine_of(tokenizer)
+    critic = engine._learner._critic
+    assert critic is not None
+    model = critic.value_model.model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batch = annotated(engine, sampled(engine, tokenizer))
+    found = [train(engine, batch)["value_loss"][0] for _ in range(2)]
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    names = {name.removeprefix(PREFIX) for name, _ in adapter_tensors(model)}
+    assert {name.replace(".default.", ".") for name in moved} == names
+    assert {"score.weight", "score.bias"} < names and len(names) == 2 + 2 * 7 * 2
+    assert 0 < found[1] < found[0]
+
+
+def test_the_gradients_of_a_critic_are_those_of_its_merged_weights() -> None:
+    """For W + s B A: dA = s B' dW, dB = s dW A'; the head's are its own."""
+    inject = adapt(CriticModel(lora_rank=3, lora_alpha=6), seed=1)
+    ours = trained(adapted(load_value_model(MODEL), inject).model)
+    torch.nn.init.normal_(ours.score.weight)
+    plain = load_value_model(MODEL).model
+    plain.load_state_dict(dict(merged_tensors(ours, whole)))
+    ids = torch.arange(4, 30)[None]
+    for model in (ours, plain):
+        (model(input_ids=ids, use_cache=False).logits.tanh() - 0.5).square().mean().backward()
+    torch.testing.assert_close(ours.score.weight.grad, plain.score.weight.grad)
+    layers = {n: m for n, m in ours.named_modules() if hasattr(m, "lora_A")}
+    for name, layer in layers.items():
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        whole_grad = plain.get_submodule(name).weight.grad
+        for found, expected in ((a.grad, 2 * b.T @ whole_grad), (b.grad, 2 * whole_grad @ a.T)):
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert len(layers) == 2 * 7
+
+
+def test_targets_of_a_critic_are_named_by_its_own_key() -> None:
+    with pytest.raises(ModelError, match=r"critic\.model\.target_modules: .*'score' means score"):
+        adapted(load_value_model(MODEL), adapt(CriticModel(lora_rank=1, target_modules="score"), 1))
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_peft_reads_what_is_saved(make: Callable[[], Any], tmp_path: Path) -> No
 def test_a_loaded_policy_keeps_its_split(tmp_path: Path) -> None:
     gemma().save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path))
-    inject = adapt(config())
+    inject = adapt(config().model, 42)
     assert inject is not None
     assert inject(policy.model) is policy.model
     trained(policy.model)

@@ -84,9 +84,10 @@ def of_case(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
     return found  # type: ignore[return-value]
 
 
-def check_alike(ranks: list[dict[str, Any]], case: str) -> dict[str, Any]:
+def check_alike(ranks: list[dict[str, Any]], case: str, model: str | None = None) -> dict[str, Any]:
     """The spread training ended where the lone one did, and all ranks saw the same norms."""
     found = of_case(ranks, case)
+    found = [one[model] for one in found] if model else found
     first = found[0]
     assert all(other["norms"] == first["norms"] for other in found)
     assert abs(first["learned"]) > 1e-3
@@ -145,6 +146,7 @@ def test_adapters_train_alike_and_the_reference_is_asked_inside(
     assert found["adapters"] == 2 * 7 * 2
     spread, alone = found["kls"]
     assert spread == pytest.approx(alone, rel=1e-5) and alone[0] > 0
+    check_alike(two, case, "value")
 
 
 def test_a_reference_of_its_own_is_asked_inside(two: list[dict[str, Any]]) -> None:

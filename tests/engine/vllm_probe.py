@@ -180,7 +180,7 @@ def probe_untied(folder: Path, tokenizer: Any) -> dict[str, Any]:
 
 def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Only the adapter travels."""
-    inject = adapt(config)
+    inject = adapt(config.model, config.trainer.seed)
     assert inject is not None
     prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
     model = load_policy(model_folder("embedded")).model

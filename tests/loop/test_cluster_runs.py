@@ -27,7 +27,7 @@ EIGHT = (
     "--lr", "1e-5", "--critic_lr", "1e-5",
 )  # fmt: skip
 TWO = ("--engine", "ray", "--num_workers", "2")
-LORA = ("--lora_rank", "8")
+LORA = ("--lora_rank", "8", "critic.model.lora_rank=8")
 OFFLOADED = (
     "actor.fsdp_config.param_offload=true", "actor.fsdp_config.optimizer_offload=true",
     "critic.fsdp_config.param_offload=true", "critic.fsdp_config.optimizer_offload=true",
