@@ -65,6 +65,9 @@ KlKind = Literal[
 class Optim(Section):
     """AdamW and its schedule."""
 
+    optimizer: Literal["AdamW", "AdamW8bit"] = setting(
+        "AdamW", "AdamW, or AdamW8bit: moments in 8 bits, by the package bitsandbytes."
+    )
     lr: float = setting(1e-6, "Peak learning rate.", ge=0.0, le=1.0)
     lr_warmup_steps: int = setting(-1, "Linear warm-up, in steps; -1 uses the ratio.", ge=-1)
     lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a share of all steps.", ge=0.0, le=1.0)

@@ -1,8 +1,8 @@
 """What a run holds in memory, role by role, from each model's config.json and the settings.
 
 Counted at the largest micro-batch with every row as long as it may be. Weights, gradients and
-moments are float32 everywhere; activations are in the computing precision. What libraries and
-drivers take for themselves is not counted: RESERVE is left for it.
+moments (but AdamW8bit's) are float32; activations are in the computing precision. What libraries
+and drivers take for themselves is not counted: RESERVE is left for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.config.algorithm_schema import Sharding, Trained
+from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding, Trained
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_mini_batch,
@@ -40,6 +40,7 @@ PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 AMPLE = 0.5
 RESERVE = 0.1  # share of a device that the count must leave free to fit
 FLOAT = 4
+EIGHT_BITS = (1 + FLOAT / 256) / FLOAT  # a code, and a block's size, as a share of a float32
 GIB = 1 << 30
 # Float32 copies of a chunk's logits at once: in a backward pass, in a forward pass alone, and when
 # a token is drawn.
@@ -241,7 +242,12 @@ class Work:
 
 
 def _work(
-    config: Config, device: Device, shape: Shape, part: Trained | None, mini: int, offload: Sharding
+    config: Config,
+    device: Device,
+    shape: Shape,
+    part: Actor | Critic | None,
+    mini: int,
+    offload: Sharding,
 ) -> Work:
     """Count one model on one learner rank; `part` is None for a reference.
 
@@ -277,7 +283,8 @@ def _work(
     if rank:
         trained = FLOAT * shape.adapter(rank)
     at_home = device.gpu and device.shards > 1 and offload.param_offload
-    gradients, moments = (0, 0) if at_home else (trained, 2 * trained)
+    two = 2 * trained * (EIGHT_BITS if part.optim.optimizer == "AdamW8bit" else 1)
+    gradients, moments = (0, 0) if at_home else (trained, int(two))
     tokens = _tokens(config, part, mini)
     own_rows = -(-mini * config.rollout.n // data_ranks(config))
     layer = shape.layer_bytes(device)

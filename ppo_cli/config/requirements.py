@@ -212,6 +212,14 @@ def _missing_packages(config: Config, gpus: int) -> Iterator[str]:
     ranks = (config.model.lora_rank, uses_critic(config) and config.critic.model.lora_rank)
     if any(ranks) and not has_package("peft"):
         yield "LoRA needs the package peft, which is not installed: pip install peft."
+    trained = {"actor": config.actor.optim, "critic": config.critic.optim}
+    names = [name for name, optim in trained.items() if optim.optimizer == "AdamW8bit"]
+    if names and not has_package("bitsandbytes"):
+        keys = " and ".join(f"{name}.optim.optimizer" for name in names)
+        yield (
+            f"{keys} AdamW8bit needs the package bitsandbytes, which is not installed: pip install "
+            "bitsandbytes, or leave it at AdamW."
+        )
     span = config.rollout.tensor_model_parallel_size
     if has_package("vllm"):
         return

@@ -462,6 +462,25 @@ def _policy_loss(translator: Reading, entry: Entry) -> None:
         translator.put(entry, entry.name, entry.raw)
 
 
+def _optimizer(translator: Reading, entry: Entry) -> None:
+    names = {"adamw": "AdamW", "adamw8bit": "AdamW8bit"}
+    translator.put(entry, entry.name, names.get(str(entry.raw).lower(), entry.raw))
+
+
+def _optimizer_package(part: str, translator: Reading, entry: Entry) -> None:
+    """Take the packages that compute what is computed here: torch has no 8-bit AdamW."""
+    word, key = str(entry.raw), f"{part}.optim.optimizer"
+    if word not in ("torch.optim", "bitsandbytes.optim"):
+        said = f"{key} takes AdamW (torch.optim) or AdamW8bit (bitsandbytes.optim)"
+        translator.problem(entry, f"{entry.name}={word} is not offered; {said}.")
+        return
+    translator.demand(
+        entry,
+        lambda value: word == "bitsandbytes.optim" or value(key) == "AdamW",
+        f"{entry.name}=torch.optim has no AdamW8bit: write bitsandbytes.optim.",
+    )
+
+
 def _precision(translator: Reading, entry: Entry) -> None:
     translator.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
 
@@ -507,6 +526,10 @@ TURNED: Final[dict[str, Turn]] = {
     "trainer.test_freq": _frequency,
     "actor.optim.lr_warmup_steps": partial(_unset_is, "-1"),
     "critic.optim.lr_warmup_steps": partial(_unset_is, "-1"),
+    "actor.optim.optimizer": _optimizer,
+    "critic.optim.optimizer": _optimizer,
+    "actor.optim.optimizer_impl": partial(_optimizer_package, "actor"),
+    "critic.optim.optimizer_impl": partial(_optimizer_package, "critic"),
     "actor.optim.min_lr_ratio": partial(_unset_is, "0.0"),
     "critic.optim.min_lr_ratio": partial(_unset_is, "0.0"),
     "model.lora_alpha": _lora_alpha,

@@ -1,9 +1,15 @@
-"""AdamW with its schedule, clipping, and the refusal to step on a broken gradient."""
+"""AdamW with its schedule, clipping, and the refusal to step on a broken gradient.
+
+With moments in 8 bits it is that of bitsandbytes (Dettmers et al. 2022, arXiv 2110.02861): a block
+of 256 numbers has a size, and codes that stand for numbers in [-1, 1] of it. Outside of the step,
+and in checkpoints, moments are float32 whatever they are held in.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +19,11 @@ from torch.distributed.tensor import DTensor
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
 from ppo_cli.engine.sharding import fill_from_rank0
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import MissingPart, ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+BLOCK = 256  # numbers of an 8-bit moment that share a size
+LEAST_IN_8_BITS = 4096  # elements; the moments of smaller pieces stay float32
 
 
 def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
@@ -66,9 +74,13 @@ class Optimizer:
         self._clip_grad_value = clip_grad_value
         self._ranks = ranks
         self._offload = offload
-        self._adamw = torch.optim.AdamW(
+        adamw: Any = partial(torch.optim.AdamW, fused=True)
+        self._in_8_bits = optim.optimizer == "AdamW8bit"
+        if self._in_8_bits:
+            adamw = partial(_import_bitsandbytes().optim.AdamW8bit, min_8bit_size=LEAST_IN_8_BITS)
+        self._adamw: torch.optim.Optimizer = adamw(
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
-            weight_decay=optim.weight_decay, fused=True,
+            weight_decay=optim.weight_decay,
         )  # fmt: skip
         self.set_progress(0)
 
@@ -111,11 +123,13 @@ class Optimizer:
     def moments(self) -> dict[str, Tensor]:
         """What AdamW remembers: "<parameter>.exp_avg", ".exp_avg_sq" and ".step".
 
-        Live tensors, in pieces where the parameters are; empty before the first step.
+        Live tensors, in pieces where the parameters are; empty before the first step. Of moments
+        in 8 bits, float32 copies in host memory.
         """
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            for what, tensor in self._adamw.state.get(self._pieces[name], {}).items():
+            state: Mapping[str, Any] = self._adamw.state.get(self._pieces[name], {})
+            for what, tensor in (_unpacked(state) if self._in_8_bits else state).items():
                 found[f"{name}.{what}"] = tensor if what == "step" else _like(parameter, tensor)
         return found
 
@@ -142,7 +156,7 @@ class Optimizer:
             for what in held:
                 target = state[what] if what == "step" else _like(parameter, state[what])
                 fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
-            self._adamw.state[piece] = state
+            self._adamw.state[piece] = _packed(state) if self._in_8_bits else state
         self._place_moments(at_work=False)
 
     def _norm(self) -> float:
@@ -180,8 +194,8 @@ class Optimizer:
             return
         for piece, state in self._adamw.state.items():
             device = piece.device if at_work else torch.device("cpu")
-            for what, tensor in state.items():
-                state[what] = tensor.to(device)
+            for what, held in state.items():
+                state[what] = held.to(device) if isinstance(held, Tensor) else held
 
 
 def _piece(parameter: Tensor) -> nn.Parameter:
@@ -193,6 +207,73 @@ def _piece(parameter: Tensor) -> nn.Parameter:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _import_bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise MissingPart(
+            "optim.optimizer AdamW8bit needs the package bitsandbytes, which is not installed: pip "
+            "install bitsandbytes, or leave it at AdamW."
+        ) from error
+    return bitsandbytes
+
+
+def _unpacked(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The moments of bitsandbytes' state as AdamW names them, float32, in host memory."""
+    if not state:
+        return {}
+    found = {"step": torch.tensor(float(state["step"]))}
+    for number, what in enumerate(MOMENTS[1:], 1):
+        held = state[f"state{number}"].cpu()
+        if held.dtype == torch.uint8:
+            sizes = state[f"absmax{number}"].cpu().repeat_interleave(BLOCK)[: held.numel()]
+            codes = state[f"qmap{number}"].cpu()[held.int()]
+            held = codes * sizes.view_as(codes)
+        found[what] = held
+    return found
+
+
+def _packed(moments: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of bitsandbytes for moments of one piece; what `_unpacked` gave comes back exactly.
+
+    That holds for blocks cut as they were; others are rounded anew.
+    """
+    functional = _import_bitsandbytes().functional
+    state: dict[str, Any] = {"step": int(moments["step"])}
+    for number, what in enumerate(MOMENTS[1:], 1):
+        held = moments[what]
+        state[f"state{number}"] = held
+        if held.numel() >= LEAST_IN_8_BITS:
+            code = functional.create_dynamic_map(signed=what == "exp_avg").to(held.device)
+            codes, sizes = _quantise(held, code)
+            state |= {f"state{number}": codes, f"qmap{number}": code, f"absmax{number}": sizes}
+    return state
+
+
+def _quantise(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes in the shape of `values`, and the sizes of their blocks."""
+    missing = -values.numel() % BLOCK
+    blocks = nn.functional.pad(values.flatten(), (0, missing)).view(-1, BLOCK)
+    most = blocks.abs().amax(1)
+    # The largest number of a block was its size, or, below zero, rounded to the map's first code,
+    # about -0.993. The map of squares has none below zero.
+    size = most / code[0].abs() if code[0] < 0 else most
+    borders = (code[1:] + code[:-1]) / 2
+    up, down = (torch.nextafter(size, torch.full_like(size, to)) for to in (math.inf, 0.0))
+    sizes, codes = most, _nearest(blocks, most, borders)
+    for tried in (up, down, size):  # the last that gives the very values holds
+        found = _nearest(blocks, tried, borders)
+        exact = (code[found] * tried[:, None] == blocks).all(1)
+        codes, sizes = torch.where(exact[:, None], found, codes), torch.where(exact, tried, sizes)
+    whole = codes.flatten()[: values.numel()].view_as(values)
+    return whole.to(torch.uint8), sizes
+
+
+def _nearest(blocks: Tensor, sizes: Tensor, borders: Tensor) -> Tensor:
+    scaled = blocks / sizes.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return torch.bucketize(scaled, borders, out_int32=True)
 
 
 def _like(parameter: Tensor, piece: Tensor) -> Tensor:

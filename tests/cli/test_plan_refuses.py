@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.derived import fitting_batches
+from ppo_cli.config import requirements
+from ppo_cli.config.derived import fitting_batches, has_package
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
 FILES = {
@@ -33,8 +34,11 @@ def problems(line: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
-    desk: Path, capfd: pytest.CaptureFixture[str]
+    desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        requirements, "has_package", lambda name: name != "bitsandbytes" and has_package(name)
+    )
     for more, words in {
         "--train_files nope.jsonl": "nope.jsonl: no such file",
         "--val_files nope.jsonl": "nope.jsonl: no such file",
@@ -45,6 +49,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--reward_function x.py": "there is no file x.py",
         "--use_api_reward --rm_scoring_prompt {respnse}": "respnse",
         "--logger wandb": "--logger wandb needs the package wandb",
+        "critic.optim.optimizer=AdamW8bit": "pip install bitsandbytes",
         "--engine verl": "'verl' is not offered",
         "model.attn_implementation=flash_attention_2": "flash_attention_2",
     }.items():

@@ -155,6 +155,17 @@ def test_a_step_by_hand(parts: dict[str, Any], roles: str, tokens: int) -> None:
     assert place.phases["annotation"] > rest < place.needed == max(place.phases.values())
 
 
+def test_a_critic_is_counted_by_its_adapter_and_moments_by_their_bits() -> None:
+    eight = {"optim": {"optimizer": "AdamW8bit"}}
+    place = counted(critic={"model": {"lora_rank": 4}}, actor=eight)
+    adapter = 4 * 2 * 4 * (5 * 10 + 10 + 20 + 20 + 10 + 10 + 40)
+    critic, actor = place.roles["critic"], place.roles["actor"]
+    assert (critic.parameters, critic.gradients) == (WEIGHTS + adapter, adapter)
+    assert critic.moments == 2 * adapter
+    # A byte an element, and four bytes for each 256.
+    assert actor.moments == int(2 * (WEIGHTS / 4 + WEIGHTS / 256))
+
+
 def test_recomputed_activations_are_the_inputs_of_layers() -> None:
     place = counted(model={"enable_gradient_checkpointing": True})
     assert place.roles["actor"].activations == 300 * (2 * 40 + TOP)

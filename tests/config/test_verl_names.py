@@ -247,7 +247,14 @@ def test_a_tied_setting_must_be_what_it_is_tied_to(
     [
         ("hybrid_engine", "True", "False", "--placement"),
         ("actor.policy_loss.loss_mode", "vanilla", "sapo", "not offered; there are vanilla, gspo"),
-        ("critic.optim.optimizer", "adamw", "sgd", "torch's AdamW"),
+        ("critic.optim.optimizer", "adamw", "sgd", "'sgd' is not one of AdamW, AdamW8bit"),
+        ("actor.optim.optimizer_impl", "bitsandbytes.optim", "torchao.optim", "AdamW8bit (bits"),
+        (
+            "actor.optim.optimizer_impl",
+            "torch.optim",
+            "torch.optim actor.optim.optimizer=AdamW8bit",
+            "write bitsandbytes.optim",
+        ),
         ("actor.fsdp_config.strategy", "fsdp", "veomni", "other engines are not offered"),
         ("model_engine", "dp", "megatron", "other engines are not offered"),
         ("data.gen_batch_size", "null", "512", "algorithm.filter_groups.enable=true"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.optimizer import Optimizer, lr_factor
 from ppo_cli.engine.ranks import Ranks
-from ppo_cli.errors import ModelError
+from ppo_cli.errors import MissingPart, ModelError
 
 
 def test_constant_without_warm_up() -> None:
@@ -165,3 +167,71 @@ def test_moments_in_host_memory_are_filled_where_they_lie(one_rank: Ranks) -> No
     for name, tensor in held.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(local, saved[name])
+
+
+def steps(module: nn.Module, optimizer: Optimizer, numbers: range) -> None:
+    for number in numbers:
+        noise = torch.Generator().manual_seed(number)
+        for p in module.parameters():
+            # Of very different sizes, so that blocks have small codes too.
+            p.grad = (
+                torch.randn(p.shape, generator=noise) * torch.rand(p.shape, generator=noise) ** 8
+            )
+        optimizer.apply()
+
+
+def eight_bit(module: nn.Module) -> Optimizer:
+    pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
+    optim = Optim(lr=0.01, optimizer="AdamW8bit")
+    return Optimizer(module, optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
+
+
+def test_moments_in_8_bits_step_nearly_as_float32_ones() -> None:
+    torch.manual_seed(0)
+    one = nn.Linear(97, 301)
+    other, before = copy.deepcopy(one), one.weight.detach().clone()
+    plain = Optimizer(other, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    held = eight_bit(one)
+    steps(one, held, range(20))
+    steps(other, plain, range(20))
+    moved = (other.weight - before).abs().mean()
+    assert (one.weight - other.weight).abs().mean() < 0.15 * moved
+    assert (one.bias - other.bias).abs().max() < 1e-6
+    states = [v for state in held._adamw.state.values() for v in state.values()]
+    codes = [v for v in states if isinstance(v, torch.Tensor) and v.dtype == torch.uint8]
+    assert [c.shape for c in codes] == [(301, 97)] * 2
+
+
+def test_moments_in_8_bits_come_back_to_the_bit() -> None:
+    torch.manual_seed(0)
+    one = nn.Linear(97, 301)
+    optimizer = eight_bit(one)
+    steps(one, optimizer, range(20))
+    other, saved = copy.deepcopy(one), optimizer.moments()
+    assert {t.dtype for t in saved.values()} == {torch.float32}
+    resumed = eight_bit(other)
+    resumed.load_moments(list(saved), saved.get)
+    steps(one, optimizer, range(20, 40))
+    steps(other, resumed, range(20, 40))
+    assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+
+
+def test_moments_go_from_one_precision_to_the_other() -> None:
+    torch.manual_seed(0)
+    one = nn.Linear(97, 301)
+    plain = Optimizer(one, Optim(lr=0.01), total_steps=1, grad_clip=0.0, clip_grad_value=None)
+    steps(one, plain, range(3))
+    saved = plain.moments()
+    held = eight_bit(one)
+    held.load_moments(list(saved), saved.get)
+    for name, tensor in held.moments().items():
+        assert (tensor - saved[name]).abs().max() <= 0.02 * saved[name].abs().max(), name
+
+
+def test_without_the_package_8_bits_are_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    optim = Optim(optimizer="AdamW8bit")
+    with pytest.raises(MissingPart, match="pip install bitsandbytes"):
+        Optimizer(nn.Linear(1, 1), optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
