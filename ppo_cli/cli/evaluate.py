@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -102,7 +103,8 @@ def models_and_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ..
     """Sort the words of a line: an override is KEY=VALUE or ~KEY, unless it is a path."""
 
     def overrides(word: str) -> bool:
-        is_path = Path(word.rpartition("@")[0] or word).expanduser().exists()
+        # Path.expanduser would raise for ~reward.rule: that is nobody's home.
+        is_path = os.path.exists(os.path.expanduser(word.rpartition("@")[0] or word))
         return not is_path and ("=" in word or (word.startswith("~") and "/" not in word))
 
     return (

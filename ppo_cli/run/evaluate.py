@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.derived import sampler_seed
+from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import render_prompts
@@ -43,6 +45,7 @@ from ppo_cli.trust.score import Watch, counted, score_all, started
 
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"
+RELATIVE = ("zscore", "group")  # scalings of a mixture's parts
 # How fast, how long and for how much a reward is asked does not change what it says.
 OF_EFFORT = frozenset({"reward.timeout", "reward.num_workers", "reward.shaping"} | {
     f"reward.{kind}.{name}"
@@ -77,13 +80,21 @@ def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bo
 
 
 class Sampled:
-    """A model that answers; its weights are loaded with the first answer."""
+    """A model that answers; its weights are loaded with the first answer.
+
+    An adapter is merged into its base, in a folder that lasts until `close`.
+    """
 
     def __init__(self, config: Config, source: ModelSource) -> None:
-        model = config.model.model_copy(update={"path": source.path, "lora_rank": 0})
-        self.config = config.model_copy(update={"model": model})
-        self.tokenizer = load_tokenizer(source.path, trust_remote_code=model.trust_remote_code)
         self._open = ExitStack()
+        path, trust = source.path, config.model.trust_remote_code
+        if (Path(path).expanduser() / "adapter_config.json").exists():
+            whole = self._open.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
+            write_model(Path(path).expanduser(), Path(whole), trust_remote_code=trust)
+            path = whole
+        model = config.model.model_copy(update={"path": path, "lora_rank": 0})
+        self.config = config.model_copy(update={"model": model})
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
 
     @property
     def uses_template(self) -> bool:
@@ -112,13 +123,7 @@ class Sampled:
     @cached_property
     def _sampler(self) -> Sampler:
         set_threads(self.config.trainer.threads)
-        config, path = self.config, Path(self.config.model.path)
-        if (path / "adapter_config.json").exists():
-            whole = self._open.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
-            write_model(path, Path(whole), trust_remote_code=config.model.trust_remote_code)
-            model = config.model.model_copy(update={"path": whole})
-            config = config.model_copy(update={"model": model})
-        sampler = build_sampler(config, self.tokenizer)
+        sampler = build_sampler(self.config, self.tokenizer)
         self._open.callback(sampler.close)
         return sampler
 
@@ -205,6 +210,12 @@ def evaluate(
     `threshold` on.
     """
     files = prompt_files(config.data.val_files, "val")
+    mixed = mixture_of(config.reward)
+    if mixed and (relative := [p.name for p in mixed if p.scaling in RELATIVE]):
+        screen.note(
+            f"Scaled by the mean of what each model answers: {', '.join(relative)}. Scores of two "
+            "models do not compare so; give these parts scaling: none or affine."
+        )
     models: list[tuple[str, ByPrompt]] = []
     told: list[dict[str, Any]] = []
     stopped, folder = "", None
@@ -306,7 +317,8 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _flat(f"{key}.{name}", inner)
         return
     yield key, value
-    path = Path(value.partition(":")[0]).expanduser() if isinstance(value, str) else None
+    # Path.expanduser raises where a text starts with ~ and names nobody's home.
+    path = Path(os.path.expanduser(value.partition(":")[0])) if isinstance(value, str) else None
     if path is not None and len(str(path)) < 256 and path.is_file():
         yield f"{key} (the file)", hashlib.sha256(path.read_bytes()).hexdigest()
 

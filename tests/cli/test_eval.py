@@ -96,6 +96,83 @@ def test_several_responses_are_drawn(here: Path, capsys: pytest.CaptureFixture[s
     assert "--out several holds an eval with another sampling.n" in capsys.readouterr().err
 
 
+FUNCTION = """
+from pathlib import Path
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if Path(DOWN).exists() and solution_str == ground_truth:
+        raise ValueError("the checker does not answer")
+    return WORTH
+"""
+
+
+def test_a_reward_function_with_another_text_is_another_eval(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluated(worth: float) -> dict[str, Any]:
+        (here / "worth.py").write_text(
+            FUNCTION.replace("DOWN", "'no'").replace("WORTH", str(worth))
+        )
+        # The stop texts are a list, which JSON gives back as another type than the settings'.
+        words = ["run", "~reward.rule", "--reward_function", "worth.py:score", "rollout.stop=[+,-]"]
+        return told(capsys, *words)
+
+    first, second = evaluated(1.0), evaluated(0.5)
+    assert first["out"] != second["out"]
+    means = [
+        list(found["models"][0]["sources"].values())[-1]["mean"]["value"]
+        for found in (first, second)
+    ]
+    assert means == [1.0, 0.5]
+    file = Path(first["models"][0]["rows"])
+    before = file.read_bytes()
+    assert evaluated(1.0) == first and file.read_bytes() == before
+    assert first["sampling"]["stop"] == ["+", "-"]
+
+
+def test_rows_without_a_score_are_asked_again(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    down = here / "down"
+    text = FUNCTION.replace("DOWN", repr(str(down))).replace("WORTH", "1.0")
+    (here / "out.py").write_text(text)
+    down.touch()
+    words = ["run", "~reward.rule", "--reward_function", "out.py:score", "--out", "asked"]
+    found = told(capsys, *words)["models"][0]
+    facts = found["sources"]["ppo-cli/arithmetic"]
+    assert 0 < facts["failed"] < 12 == facts["responses"]
+    down.unlink()
+    assert told(capsys, *words)["models"][0]["sources"]["ppo-cli/arithmetic"]["failed"] == 0
+    rows = read_lines(Path(found["rows"]))
+    assert len(rows) == 12 and all(row["score"] == 1.0 for row in rows)
+
+
+def test_scores_of_a_mixture_that_do_not_compare_are_told(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", "embedded", "--data", "v.jsonl", "--reward_config", "mix.yaml"]
+    parts = "{kind: rule, rule: exact, weight: 0.5, scaling: none}"
+    for scaling in ("none", "zscore"):
+        second = parts.replace("none", scaling).replace("exact", "gsm8k")
+        (here / "mix.yaml").write_text(
+            f"composite_reward:\n  parts:\n    a: {parts}\n    b: {second}\n"
+        )
+        assert main(words) == 0
+        told = "Scaled by the mean of what each model answers: b." in capsys.readouterr().err
+        assert told is (scaling == "zscore")
+
+
+def test_an_adapter_is_evaluated_with_its_base(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--lora_rank", "4", "--lr", "0.02", "--output_dir", "lora", "--max_steps", "3"]
+    assert main(["train", "--config", "c.yaml", *words]) == 0
+    found = told(capsys, "lora", "embedded")
+    means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in found["models"]]
+    assert means[0] == read_metrics(here / "lora")[-1]["val/reward_mean"] != means[1]
+    assert told(capsys, "lora", "embedded") == found
+
+
 @pytest.mark.slow
 def test_a_judge_is_asked_once_for_each_response_of_a_killed_eval(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

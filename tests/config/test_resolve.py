@@ -144,6 +144,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         ("actor.lr=3", "Did you mean 'actor.optim.lr'"),
         ("trainer.n_gpus=3", "Did you mean 'trainer.n_gpus_per_node'"),
         ("model.path=", "model.path must be not empty"),
+        ('rollout.stop=[END,""]', "has an empty text, which would end every response at once"),
         ("data.train_files=[a", "data.train_files"),
         ("actor.optim.lr=${x}", "is not filled in"),
     ],
@@ -176,6 +177,7 @@ def test_one_wrong_value(override: str, said: str) -> None:
         ("++actor.ppo_epochs=2", "actor.ppo_epochs", 2),
         ("data.system_prompt='none'", "data.system_prompt", "none"),
         ("data.system_prompt=a=b", "data.system_prompt", "a=b"),
+        ('rollout.stop=["\\n\\n"," x"]', "rollout.stop", ("\n\n", " x")),
     ],
 )
 def test_one_right_value(override: str, key: str, value: object) -> None:

@@ -406,6 +406,11 @@ def test_policy_losses_have_verls_names_and_ranges() -> None:
     gspo = settle("actor.policy_loss.loss_mode=gspo", *narrow, "data.train_files=x.jsonl")
     (note,) = [n for n in remarks(gspo) if "clip" in n or "GSPO" in n]
     assert "actor.loss_agg_mode=seq-mean-token-mean" in note
+    # With what suits plain PPO, hardly any sequence would be clipped.
+    whole = "actor.loss_agg_mode=seq-mean-token-mean"
+    usual = settle("actor.policy_loss.loss_mode=gspo", whole, "data.train_files=x.jsonl")
+    (note,) = [n for n in remarks(usual) if "clip" in n or "GSPO" in n]
+    assert "actor.clip_ratio_low=3e-4 actor.clip_ratio_high=4e-4" in note
 
 
 def test_what_is_taken_without_effect_is_remarked_on() -> None:

@@ -193,6 +193,26 @@ def test_finish_reasons_text_and_version() -> None:
         assert rollout.weight_version == 5
 
 
+def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
+    model, prompts = build_model(), make_prompts()
+    found = sample(model, prompts, n=4)
+    taken = [r.token_ids for r in found.values() if len(r.token_ids) > 6]
+    # One lies in a single token, one spans three of them.
+    stop = (f" {taken[0][4]} ", " ".join(map(str, taken[1][1:4])) + " ")
+    cut = sample(model, prompts, n=4, stop=stop)
+    ended = 0
+    for key, whole in found.items():
+        texts = [" ".join(map(str, whole.token_ids[:n])) for n in range(len(whole.token_ids) + 1)]
+        first = [n for n, text in enumerate(texts) if any(one in text for one in stop)]
+        end = min(first, default=len(whole.token_ids))
+        assert cut[key].token_ids == whole.token_ids[:end]
+        np.testing.assert_array_equal(cut[key].sampler_logprobs, whole.sampler_logprobs[:end])
+        assert cut[key].finish_reason == ("stop" if first else whole.finish_reason)
+        ended += bool(first) and end < len(whole.token_ids)
+    assert 2 <= ended < len(found)
+    assert tokens_of(sample(model, prompts, 3, n=4, stop=stop)) == tokens_of(cut)
+
+
 def test_one_token_and_no_prompt() -> None:
     model = build_model()
     found = sample(model, make_prompts(), 2, n=2, max_tokens=1)

@@ -82,6 +82,11 @@ class TestReal:
         assert probe["bundled"]["finish"] == ["stop"]
         assert probe["bundled"]["ends"] and probe["bundled"]["cut"]
 
+    def test_a_stop_text_ends_a_response_as_the_hf_sampler_does(
+        self, probe: dict[str, Any]
+    ) -> None:
+        assert probe["bundled"]["stops"], probe["bundled"]["stopped"]
+
     def test_logprobs_are_under_the_temperature_and_untruncated(
         self, probe: dict[str, Any]
     ) -> None:
@@ -258,6 +263,36 @@ def test_out_of_memory_halves_the_requests_and_keeps_what_is_finished(sampler: M
         list(made.generate(PROMPTS, Sampling(), 0))
 
 
+def test_a_response_is_cut_where_a_stop_text_ends(sampler: Make) -> None:
+    """The engine tells all tokens so far at each step, sometimes several more than before."""
+    made, engine = sampler()
+    tokens = {"p0": [10, 11, 12, 13, 1], "p1": [20, 21, 22, 23, 24], "p2": [30, 31, 32, 10, 1]}
+    told = dict.fromkeys(tokens, 0)
+
+    def step() -> list[SimpleNamespace]:
+        found = []
+        for request in engine.requests:
+            ids = tokens[request.split()[0]]
+            told[request.split()[0]] = seen = min(told[request.split()[0]] + 2, len(ids))
+            drawn = SimpleNamespace(logprobs=[-0.1 * n for n in range(seen)])
+            output = SimpleNamespace(token_ids=ids[:seen], logprobs=drawn)
+            done = seen == len(ids)
+            found.append(SimpleNamespace(finished=done, request_id=request, outputs=[output]))
+        engine.requests = [one.request_id for one in found if not one.finished]
+        return found
+
+    engine.step = step  # type: ignore[method-assign]
+    sampling = Sampling(max_tokens=5, stop=("11, 12", "24]"))
+    found = {r.prompt.uid: r for r in made.generate(PROMPTS[:3], sampling, 0)}
+    assert {name: (r.token_ids, r.finish_reason) for name, r in found.items()} == {
+        "p0": ((10, 11, 12), "stop"),
+        "p1": ((20, 21, 22, 23, 24), "stop"),
+        "p2": ((30, 31, 32, 10, 1), "stop"),
+    }
+    assert [len(r.sampler_logprobs) for r in found.values()] == [3, 5, 5]
+    assert told["p0"] == 4 and engine.requests == []  # its request was aborted
+
+
 def test_workers_that_vllm_has_of_its_own_are_not_asked_again(sampler: Make) -> None:
     made, _ = sampler(holds=3, tensor_parallel_size=2)
     with pytest.raises(torch.OutOfMemoryError):
@@ -338,8 +373,9 @@ def test_every_setting_of_a_run_reaches_vllm(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, _ = started(monkeypatch)
     named = SimpleNamespace(
-        SamplingParams=dict, TokensPrompt=dict, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2)
-    )
+        SamplingParams=dict, TokensPrompt=dict,
+        RequestOutputKind=SimpleNamespace(CUMULATIVE=0, FINAL_ONLY=2),
+    )  # fmt: skip
     for module in ("vllm", "vllm.inputs", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, module, named)  # type: ignore[arg-type]
     asked: list[tuple[Any, ...]] = []
@@ -360,12 +396,13 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         (usual, sampling),
         (usual | {"top_k": 0}, replace(sampling, top_k=-1)),
         (greedy, replace(sampling, temperature=0.0)),
+        (usual | {"output_kind": 0}, replace(sampling, stop=("END",))),
     ):
         name = sampler._submit(PROMPTS[1], 2, given)
         seed = stream_key(3, "p1", 2) >> 1
         expected = (name, {"prompt_token_ids": [3, 4]}, wanted | {"seed": seed}, "adapter")
         assert asked[-1] == expected and seed < 2**63
-    assert len({request[0] for request in asked}) == 3
+    assert len({request[0] for request in asked}) == 4
 
 
 def test_the_temperature_is_told_to_the_workers_before_each_draw(sampler: Make) -> None:

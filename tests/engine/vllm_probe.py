@@ -132,6 +132,10 @@ def probe_bundled(config: Config, tokenizer: Any) -> dict[str, Any]:
     found["ends"] = all((r.token_ids[-1] in eos) == (r.finish_reason == "stop") for r in ours)
     cut = list(sampler.generate(prompts, Sampling(n=1, temperature=0.0, max_tokens=1), 2))
     found["cut"] = {(r.finish_reason, len(r.token_ids)) for r in cut} == {("length", 1)}
+    stops = Sampling(n=2, temperature=0.0, max_tokens=24, stop=("1", "20"))
+    ours, theirs = (list(one.generate(prompts, stops, 2)) for one in (sampler, hf))
+    found["stops"] = same(ours, theirs) and any("1" in r.text for r in ours)
+    found["stopped"] = [r.text for r in ours]
     found["gaps"], found["alike"], found["spread"] = {}, {}, {}
     for name, sampling in SAMPLINGS.items():
         rollouts = list(sampler.generate(prompts, sampling, 2))

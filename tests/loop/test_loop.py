@@ -159,6 +159,17 @@ def test_remax_takes_the_greedy_score_of_each_rows_own_prompt(make: Make) -> Non
         assert advantage == (1.0 + sample - prompt * 10.0 if valid else 0.0)
 
 
+def test_texts_that_end_a_response_do_so_wherever_one_is_sampled(make: Make) -> None:
+    remax = {"adv_estimator": "remax", "use_kl_in_reward": False}
+    stop = {"n": 2, "stop": ["END", "\n\n"]}
+    script = make(algorithm=remax, rollout=stop, steps=1, val_prompts=4, trainer={"test_freq": 1})
+    engine = ran(script).engine
+    training, baselines = engine.sampled("t"), engine.sampled("t", greedy=True)
+    validations = engine.sampled("v") + engine.sampled("v", greedy=True)
+    assert (len(training), len(baselines), len(validations)) == (1, 1, 2)
+    assert {s.stop for _, s in engine.samplings} == {("END", "\n\n")}
+
+
 def test_the_critic_warms_up_alone(make: Make) -> None:
     stage = ran(make(steps=4, trainer={"critic_warmup": 2}))
     assert [len(stage.engine.batches("actor", step)) for step in (1, 2, 3, 4)] == [0, 0, 3, 3]
