@@ -321,6 +321,8 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_code": _no_code,
     "no_monitor": _every_judge(lambda api: api.monitor.model is None),
     "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
+    "no_rubric": _every_judge(lambda api: api.rubric is None),
+    "rubric": _every_judge(lambda api: api.rubric is not None),
     "own_judge_prompt": _every_judge(
         lambda api: (api.prompt_file, api.scoring_prompt) != (None, None)
     ),

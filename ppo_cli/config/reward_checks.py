@@ -147,6 +147,12 @@ def _decision(judge: Judge) -> Iterator[Clash]:
             f"{kind} has no decision endpoint; use --rm_mode text, or the decision model of "
             f"{' or '.join(name for name, api in JUDGES.items() if api.decides)}.",
         )
+    if judge.settings.mode == "decision" and judge.settings.rubric is not None:
+        yield Clash(
+            judge.keys("mode", "rubric"),
+            "a decision endpoint gives one score and decides no criteria; use --rm_mode text, or "
+            "leave --rm_rubric out.",
+        )
 
 
 def _ends(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:

@@ -68,6 +68,14 @@ class ApiReward(Section):
         None, "Own scoring prompt: {prompt}, {response}, {ground_truth}, {extra_info.*}.",
         flag="--rm_scoring_prompt",
     )  # fmt: skip
+    rubric: str | None = setting(
+        None, "Criteria that the judge decides one by one: a YAML file, or extra_info.NAME for "
+        "those of each row.", flag="--rm_rubric",
+    )  # fmt: skip
+    rubric_calls: Literal["one", "each"] = setting(
+        "one", "All criteria in one call, or a call each: dearer, and harder to fool.",
+        flag="--rm_rubric_calls",
+    )  # fmt: skip
     scale: str | None = setting(
         None, "Lowest and highest score, LOW-HIGH; unset, what the prompt says, else 1-10.",
         flag="--rm_scale",

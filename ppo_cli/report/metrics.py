@@ -93,11 +93,16 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         if s.score.value is not None and s.score.judged:
             for name, part in s.score.parts.items():
                 if part.raw is not None:
-                    groups[f"reward/{name}"].append(part.raw)
+                    groups[_metric_of(name)].append(part.raw)
             if prefix:
                 source = s.rollout.prompt.data_source or "unnamed"
                 groups[f"reward_mean/{source}"].append(s.score.value)
     return metrics | {f"{prefix}{name}": float(np.mean(found)) for name, found in groups.items()}
+
+
+def _metric_of(part: str) -> str:
+    """What a part of a score is called as a metric; a criterion is a measure of its own."""
+    return f"rubric/{part.replace('rubric/', '', 1)}" if "rubric/" in part else f"reward/{part}"
 
 
 def recent(lines: Sequence[Mapping[str, Any]], most: int = 100) -> dict[str, float]:

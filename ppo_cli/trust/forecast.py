@@ -14,6 +14,7 @@ from typing import Any
 
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import is_hub_name
 from ppo_cli.data_sets.rows import load_sets, prompt_of
@@ -21,12 +22,20 @@ from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Price, find_price
-from ppo_cli.rewards.judge.prompt import Template, load_template, material_of
+from ppo_cli.rewards.judge.prompt import (
+    Template,
+    check_criteria,
+    criteria_of,
+    load_template,
+    material_of,
+)
+from ppo_cli.rewards.judge.rubric import Rubric
 
 SAMPLE = 200
 # Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
 # call may pass, about twice what prose really takes: right for a budget, too much for a guess.
 TOKEN_BYTES = (4, 3)
+CRITERION_TOKENS = (15, 60)  # of a rubric: a word, or a long sentence
 VERDICT_TOKENS = (40, 160)  # a short reason, or three full sentences
 
 
@@ -178,7 +187,8 @@ class Forecast:
     def assumed(self) -> str:
         """Say what the figures rest on."""
         short, full = _response_tokens(self.config)
-        brief, long = _verdict_tokens(self.config)
+        low, high, calls = self.a_step.low, self.a_step.high, max(1, self.a_step.calls)
+        brief, long = round(low.output / calls), round(high.output / calls)
         rows = f"{self.sampled:,} of {self.rows:,} rows" if self.sampled < self.rows else "all rows"
         return (
             f"requests rendered from {rows}; low: {TOKEN_BYTES[0]} characters a token, responses "
@@ -236,24 +246,39 @@ def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
 
 def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> Bill:
     """Return the mean tokens of a call, with responses of half and of full length."""
-    template.check([material_of(prompt, "") for prompt in prompts])
-    short, full = _response_tokens(config)
-    brief, long = _verdict_tokens(config)
-    coarse, fine = TOKEN_BYTES
-    low = fmean(_input_bytes(template, p, short * coarse, config) for p in prompts) / coarse
-    high = fmean(_input_bytes(template, p, full * fine, config) for p in prompts) / fine
-    return Bill(1, Amount(low, brief), Amount(high + REQUEST_OVERHEAD, long))
-
-
-def _input_bytes(template: Template, prompt: Prompt, length: int, config: Config) -> int:
-    """Measure a request about a response of so many characters."""
     api = config.reward.api
+    materials = [material_of(prompt, "") for prompt in prompts]
+    template.check(materials)
+    of = criteria_of(api)
+    check_criteria(of, materials)
+    rubrics = [of(material) for material in materials]
+    asked = [r.alone() if r is not None and api.rubric_calls == "each" else [r] for r in rubrics]
+    calls = max(1, round(fmean(map(len, asked))))
+    short, full = _response_tokens(config)
+    brief, long = _verdict_tokens(config, fmean(len(r.criteria) if r else 0 for r in rubrics))
+    coarse, fine = TOKEN_BYTES
+
+    def input_bytes(length: int) -> float:
+        return fmean(
+            sum(_input_bytes(template, prompt, length, api, one) for one in each)
+            for prompt, each in zip(prompts, asked, strict=True)
+        )
+
+    low, high = input_bytes(short * coarse) / coarse, input_bytes(full * fine) / fine
+    return Bill(calls, Amount(low, brief), Amount(high + calls * REQUEST_OVERHEAD, long))
+
+
+def _input_bytes(
+    template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None
+) -> int:
+    """Measure a request about a response of so many characters."""
     question = template.question(
         material_of(prompt, ("and so on " * (length // 10 + 1))[:length]),
         nonce="0" * 16,
         max_tokens=api.max_tokens,
         reasoning=api.reasoning,
         max_response_chars=api.max_response_chars,
+        rubric=rubric,
     )
     return len((question.system + question.user).encode("utf-8", "replace"))
 
@@ -264,10 +289,12 @@ def _response_tokens(config: Config) -> tuple[int, int]:
     return max(1, most // 2), most
 
 
-def _verdict_tokens(config: Config) -> tuple[int, int]:
+def _verdict_tokens(config: Config, criteria: float) -> tuple[float, float]:
     """Return how long verdicts are taken to be; a decision endpoint writes none."""
     if config.reward.api.mode == "decision":
         return 0, 0
+    if criteria:
+        return criteria * CRITERION_TOKENS[0], criteria * CRITERION_TOKENS[1]
     most = config.reward.api.max_tokens
     return min(most, VERDICT_TOKENS[0]), min(most, VERDICT_TOKENS[1])
 

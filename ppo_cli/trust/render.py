@@ -17,6 +17,7 @@ from ppo_cli.rewards.judge.calls import Question
 from ppo_cli.rewards.judge.prompt import (
     Material,
     Template,
+    criteria_of,
     load_preset,
     load_template,
     preset_names,
@@ -122,6 +123,7 @@ def show_row(
         max_tokens=api.max_tokens,
         reasoning=api.reasoning,
         max_response_chars=api.max_response_chars,
+        rubric=criteria_of(api)(material),
     )
     seen = readable(chosen, api.reasoning)
     gated = content_free(material.prompt, seen, row.ground_truth) if api.gate else None

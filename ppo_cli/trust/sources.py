@@ -24,7 +24,13 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.function import check_syntax, find_file
-from ppo_cli.rewards.judge.prompt import Material, load_template, material_of
+from ppo_cli.rewards.judge.prompt import (
+    Material,
+    check_criteria,
+    criteria_of,
+    load_template,
+    material_of,
+)
 from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
 
 
@@ -37,6 +43,7 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
             yield partial(rule_named, rule.rule)
     for judge in judges_of(settings):
         yield partial(load_template, judge.settings)
+        yield partial(criteria_of, judge.settings)
 
 
 def row_checks(
@@ -59,6 +66,7 @@ def row_checks(
 
 def _check_template(settings: ApiReward, materials: Sequence[Material]) -> None:
     load_template(settings).check(materials)
+    check_criteria(criteria_of(settings), materials)
 
 
 def without_a_rule(sources: Collection[str]) -> str | None:

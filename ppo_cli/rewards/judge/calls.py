@@ -1,15 +1,22 @@
 """What goes to a judge and what comes back, whoever the provider is.
 
 A `Question` is a rendered request, a `Reply` what a provider answered, a `Verdict` what was
-read from it. Whatever goes wrong is a `JudgeError` of one of four kinds.
+read from it. Whatever goes wrong is a `JudgeError` of one of four kinds. Several verdicts on one
+response make its score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any, Literal
+
+from ppo_cli.records import Part, Score
+
+if TYPE_CHECKING:
+    from ppo_cli.rewards.judge.rubric import Rubric
 
 # What a judge is asked to answer with, and so what counts as an answer.
 Output = Literal["json", "text"]
@@ -47,7 +54,7 @@ class Question:
     `system` and `user` go on the wire, the data in them fenced with a random nonce. `identity`
     is the same text with the nonce left out: what the cache and the de-duplication go by.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
-    `user` asks for.
+    `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
     """
 
     system: str
@@ -57,6 +64,7 @@ class Question:
     max_tokens: int = 1024
     vote: int = 0
     output: Output = "json"
+    rubric: Rubric | None = None
 
     def again(self, *, reminder: str, max_tokens: int | None = None) -> Question:
         """Ask once more after an unreadable answer; the identity stays."""
@@ -153,3 +161,81 @@ class JudgeError(Exception):
         self.retry_after = retry_after
         self.usage = usage or Usage()
         self.reply = reply
+
+
+def score_of(
+    answers: Sequence[Verdict | BaseException], question: Question
+) -> tuple[Score | None, JudgeError | None]:
+    """Score of a response by the mean of its votes; None with the error when too few came.
+
+    More than half of the votes must have come. Raises what must stop the run, and bugs.
+    """
+    verdicts, error = sort_out(answers)
+    if 2 * len(verdicts) <= len(answers):
+        return None, error
+    return _mean_score(verdicts, question), None
+
+
+def sort_out(
+    answers: Sequence[Verdict | BaseException],
+) -> tuple[list[Verdict], JudgeError | None]:
+    """The verdicts, and the error that counts if one does; raises what is no JudgeError."""
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
+            raise answer
+    errors = [answer for answer in answers if isinstance(answer, JudgeError)]
+    # What may pass later outweighs what will not: then asking again has a point.
+    error = min(errors, key=lambda error: error.kind is not Failure.RETRYABLE, default=None)
+    return [answer for answer in answers if isinstance(answer, Verdict)], error
+
+
+def together(verdicts: Sequence[Verdict], rubric: Rubric) -> Verdict:
+    """The verdict of a rubric from those on each of its criteria."""
+    grades = [grade for verdict in verdicts for grade in verdict.info["grades"]]
+    return Verdict(
+        rubric.value(grades),
+        "\n".join(verdict.reason for verdict in verdicts),
+        "\n".join(verdict.text for verdict in verdicts),
+        usage=sum((verdict.usage for verdict in verdicts), Usage()),
+        cost_usd=sum(verdict.cost_usd for verdict in verdicts),
+        latency_s=max(verdict.latency_s for verdict in verdicts),
+        calls=sum(verdict.calls for verdict in verdicts),
+        cached=all(verdict.cached for verdict in verdicts),
+        info={"grades": grades},
+    )
+
+
+def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
+    scale = question.scale
+    raw = fmean(v.value for v in verdicts)
+    value = fmean(scale.scaled(v.value) for v in verdicts)
+    told = min(verdicts, key=lambda v: abs(v.value - raw))
+    usage = sum((v.usage for v in verdicts), Usage())
+    info: dict[str, Any] = {
+        "cached": all(v.cached for v in verdicts),
+        "judge_tokens": usage.total,
+        "judge_calls": sum(v.calls for v in verdicts),
+        "latency_s": round(max(v.latency_s for v in verdicts), 4),
+        "cost_usd": sum(v.cost_usd for v in verdicts),
+    }
+    if len(verdicts) > 1:
+        info["votes"] = [v.value for v in verdicts]
+        info["vote_spread"] = pstdev(scale.scaled(v.value) for v in verdicts)
+    parts = {"judge": Part(raw=raw, scaled=value)}
+    if question.rubric is not None:
+        parts |= _graded(question.rubric, [v.info["grades"] for v in verdicts], info)
+    return Score(value, reason=told.reason, parts=parts, info=info, reply=told.text)
+
+
+def _graded(
+    rubric: Rubric, votes: Sequence[Sequence[float]], info: dict[str, Any]
+) -> dict[str, Part]:
+    """What is reported of criteria: all in `info`, those that every row has as metrics, too."""
+    means = [fmean(grades) for grades in zip(*votes, strict=True)]
+    named = {one.name: mean for one, mean in zip(rubric.criteria, means, strict=True)}
+    info["criteria"] = named
+    parts = {f"rubric/{name}": Part(mean, None) for name, mean in named.items() if rubric.fixed}
+    if any(one.must for one in rubric.criteria):
+        missed = fmean(bool(rubric.missed(grades)) for grades in votes)
+        parts["rubric/hurdle_missed"] = Part(missed, None)
+    return parts

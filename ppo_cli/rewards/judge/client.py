@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
@@ -28,7 +29,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill
 from ppo_cli.rewards.judge.providers.base import SdkProvider
-from ppo_cli.rewards.judge.verdict import read_verdict, reminder
+from ppo_cli.rewards.judge.verdict import read_answer, reminder
 from ppo_cli.rewards.remote.limiter import Limits, Ticket
 
 FIRST_BACKOFF_S = 0.5
@@ -36,7 +37,8 @@ LONGEST_BACKOFF_S = 8.0
 MOST_FATALS = 3
 _CLOSED = "The run ended before the judge had answered."
 
-Read = tuple[float, str, str, int]  # score, reason, the whole reply, tokens
+# Score, reason, what else was read, the whole reply, tokens.
+Read = tuple[float, str, dict[str, Any], str, int]
 
 
 @dataclass(eq=False)
@@ -240,10 +242,10 @@ class JudgeClient:
                 await self._admission.rest(pause)
 
     def _verdict(self, job: _Job, read: Read, took: float) -> Verdict:
-        value, reason, text, _ = read
+        value, reason, info, text, _ = read
         return Verdict(
             value, redact(reason), text, usage=job.usage, cost_usd=job.cost_usd,
-            latency_s=took, calls=job.calls,
+            latency_s=took, calls=job.calls, info=info,
         )  # fmt: skip
 
     def _after(self, job: _Job, error: JudgeError, key: str | None) -> float:
@@ -283,8 +285,7 @@ class JudgeClient:
         tokens = job.question.max_tokens
         if error.cause == "truncated":
             tokens *= 2
-        text = reminder(job.asked.output, job.asked.scale)
-        job.question = job.asked.again(reminder=text, max_tokens=tokens)
+        job.question = job.asked.again(reminder=reminder(job.asked), max_tokens=tokens)
 
     def _answered_others(self, job: _Job) -> bool:
         """Whether the judge answered anything since this verdict was begun: then it is not down."""
@@ -349,7 +350,7 @@ class JudgeClient:
             self._admission.dropped(ticket)
             raise
         self._bad_requests.answered()
-        self._admission.succeeded(ticket, used=read[3])
+        self._admission.succeeded(ticket, used=read[-1])
         return read
 
     async def _call(self, job: _Job) -> Read:
@@ -363,7 +364,7 @@ class JudgeClient:
         try:
             outcome = reply = await self._provider.ask(job.question, timeout=self._limits.timeout)
             word = "ok"
-            value, reason = read_verdict(reply, job.question.scale, job.question.output)
+            value, reason, info = read_answer(reply, job.question)
         except JudgeError as error:
             outcome, word = outcome or error, error.cause
             if error.kind is Failure.UNPARSED:
@@ -379,7 +380,7 @@ class JudgeClient:
             job.cost_usd += held.settle(usage, word, job.last_s, note)
         self._counts.latencies.append(job.last_s)
         self._mean_output += 0.1 * (usage.output - self._mean_output)
-        return value, reason, reply.text, usage.total
+        return value, reason, info, reply.text, usage.total
 
     def _expected_tokens(self, question: Question) -> int:
         if self._limits.max_tpm is None:

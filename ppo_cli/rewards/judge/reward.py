@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, pstdev
-from typing import Any, Literal
+from statistics import fmean
+from typing import Literal
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo
@@ -24,12 +24,28 @@ from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage, Verdict
+from ppo_cli.rewards.judge.calls import (
+    Failure,
+    JudgeError,
+    Question,
+    Scale,
+    Verdict,
+    score_of,
+    sort_out,
+    together,
+)
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, find_price
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
-from ppo_cli.rewards.judge.prompt import load_template, material_of, readable
+from ppo_cli.rewards.judge.prompt import (
+    check_criteria,
+    criteria_of,
+    load_template,
+    material_of,
+    readable,
+)
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.remote.limiter import Limits
 from ppo_cli.rewards.remote.loop_thread import LoopThread
@@ -271,43 +287,6 @@ def gated_score(reason: str, scale: Scale) -> Score:
     )
 
 
-def score_of(
-    answers: Sequence[Verdict | BaseException], scale: Scale
-) -> tuple[Score | None, JudgeError | None]:
-    """Score of a response by the mean of its votes; None with the error when too few came.
-
-    More than half of the votes must have come. Raises what must stop the run, and bugs.
-    """
-    verdicts = [a for a in answers if isinstance(a, Verdict)]
-    errors = [a for a in answers if isinstance(a, JudgeError)]
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
-            raise answer
-    if 2 * len(verdicts) <= len(answers):
-        # What may pass later outweighs what will not: then asking again has a point.
-        return None, min(errors, key=lambda error: error.kind is not Failure.RETRYABLE)
-    return _mean_score(verdicts, scale), None
-
-
-def _mean_score(verdicts: Sequence[Verdict], scale: Scale) -> Score:
-    raw = fmean(v.value for v in verdicts)
-    value = fmean(scale.scaled(v.value) for v in verdicts)
-    told = min(verdicts, key=lambda v: abs(v.value - raw))
-    usage = sum((v.usage for v in verdicts), Usage())
-    info: dict[str, Any] = {
-        "cached": all(v.cached for v in verdicts),
-        "judge_tokens": usage.total,
-        "judge_calls": sum(v.calls for v in verdicts),
-        "latency_s": round(max(v.latency_s for v in verdicts), 4),
-        "cost_usd": sum(v.cost_usd for v in verdicts),
-    }
-    if len(verdicts) > 1:
-        info["votes"] = [v.value for v in verdicts]
-        info["vote_spread"] = pstdev(scale.scaled(v.value) for v in verdicts)
-    parts = {"judge": Part(raw=raw, scaled=value)}
-    return Score(value, reason=told.reason, parts=parts, info=info, reply=told.text)
-
-
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
 WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
 REFUSALS = 3  # prompts that may be refused before the start asks no more
@@ -326,6 +305,7 @@ class JudgeReward(Reward):
         self.name = name
         self._api = api
         self.template = load_template(api)
+        self._criteria = criteria_of(api)
         provider = build_provider(api, environ=environ)
         self._ledger = Ledger(
             find_price(api),
@@ -362,7 +342,9 @@ class JudgeReward(Reward):
         The call is not repeated while its verdict is in the cache: a run whose verdicts are
         all paid for costs nothing.
         """
-        self.template.check([material_of(prompt, "") for prompt in prompts])
+        materials = [material_of(prompt, "") for prompt in prompts]
+        self.template.check(materials)
+        check_criteria(self._criteria, materials)
         if not prompts:
             return
         self._try_out(prompts, patient=patient, tell=tell)
@@ -491,10 +473,11 @@ class JudgeReward(Reward):
             for vote in range(self._api.votes)
         ]
         answers = await asyncio.gather(
-            *(self._client.ask(question) for question in questions), return_exceptions=True
+            *(self._verdict(entry.rollout, question) for question in questions),
+            return_exceptions=True,
         )
         try:
-            score, error = score_of(answers, self.template.scale)
+            score, error = score_of(answers, questions[0])
         except PpoError as stop:
             entry.future.set_exception(stop)
             return
@@ -506,6 +489,22 @@ class JudgeReward(Reward):
         entry.future.set_result(score)
         if self._monitor is not None and self._monitor.wants(entry.rollout):
             self._monitor.begin(questions[0], score)
+
+    async def _verdict(
+        self, rollout: Rollout, question: Question, *, fresh: bool = False
+    ) -> Verdict:
+        """One verdict; with a call for each criterion, it is made of theirs."""
+        rubric, vote = question.rubric, question.vote
+        if rubric is None or self._api.rubric_calls == "one":
+            return await self._client.ask(question, fresh=fresh)
+        parts = [self._question(rollout.prompt, rollout.text, vote, one) for one in rubric.alone()]
+        answers = await asyncio.gather(
+            *(self._client.ask(part, fresh=fresh) for part in parts), return_exceptions=True
+        )
+        verdicts, error = sort_out(answers)
+        if error is not None:
+            raise error
+        return together(verdicts, rubric)
 
     async def _answers_at_all(self) -> bool:
         """Ask again about something that was judged before: is it the judge, or the texts?"""
@@ -523,20 +522,23 @@ class JudgeReward(Reward):
         for vote in range(votes):
             question = self._question(rollout.prompt, rollout.text, vote)
             answer = await asyncio.gather(
-                self._client.ask(question, fresh=True), return_exceptions=True
+                self._verdict(rollout, question, fresh=True), return_exceptions=True
             )
-            score, error = score_of(answer, self.template.scale)
+            score, error = score_of(answer, question)
             scores.append(score or Score.failed(str(error)))
         return scores
 
-    def _question(self, prompt: Prompt, response: str, vote: int = 0) -> Question:
-        api = self._api
+    def _question(
+        self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None
+    ) -> Question:
+        api, material = self._api, material_of(prompt, response)
         return self.template.question(
-            material_of(prompt, response),
+            material,
             vote=vote,
             max_tokens=api.max_tokens,
             reasoning=api.reasoning,
             max_response_chars=api.max_response_chars,
+            rubric=rubric or self._criteria(material),
         )
 
     async def _measure(self) -> dict[str, float]:

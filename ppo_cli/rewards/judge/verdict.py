@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Reply, Scale
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
+from ppo_cli.rewards.judge.rubric import Rubric
 
 
 class Family(NamedTuple):
@@ -221,9 +222,36 @@ def read_verdict(reply: Reply, scale: Scale, output: Output = "json") -> tuple[f
     return value, reason.strip()[:LONGEST_REASON]
 
 
-def reminder(output: Output, scale: Scale) -> str:
+def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str, Any]]:
+    """Return score, reason and the grades of criteria; JudgeError as `read_verdict` does.
+
+    With a rubric only one JSON object counts that has a verdict for each criterion, no other key,
+    and beside a verdict nothing but a reason.
+    """
+    if question.rubric is None:
+        return *read_verdict(reply, question.scale, question.output), {}
+    try:
+        if reply.truncated:
+            raise Unreadable("truncated", "the judge's reply was cut at its token limit")
+        grades, reasons = _read_grades(_answer(reply.text, "json"), question.rubric)
+    except UnfinishedThought as problem:
+        raise _failure("thought", str(problem), reply) from None
+    except Unreadable as problem:
+        raise _failure(problem.cause, str(problem), reply) from None
+    told = [
+        f"{one.name} {grade:g}: {reason.strip()}"
+        for one, grade, reason in zip(question.rubric.criteria, grades, reasons, strict=True)
+    ]
+    reason = "\n".join(told)[:LONGEST_REASON]
+    return question.rubric.value(grades), reason, {"grades": grades}
+
+
+def reminder(question: Question) -> str:
     """What a judge is told when its answer did not count."""
-    return REMINDER.format(asked=ASKED[output], low=scale.low, high=scale.high)
+    if question.rubric is not None:
+        return f"Your last answer to this was not in the form asked for. {question.rubric.form()}"
+    scale = question.scale
+    return REMINDER.format(asked=ASKED[question.output], low=scale.low, high=scale.high)
 
 
 def _failure(cause: str, problem: str, reply: Reply) -> JudgeError:
@@ -236,6 +264,12 @@ def _failure(cause: str, problem: str, reply: Reply) -> JudgeError:
 
 
 def _read(text: str, scale: Scale, output: Output) -> tuple[float, str]:
+    answer = _answer(text, output)
+    return _read_object(answer, scale) if answer[0] == "{" else _read_text(answer, scale)
+
+
+def _answer(text: str, output: Output) -> str:
+    """What a reply says after its thought and out of its fence; of "json" only an object."""
     text = text.strip("\ufeff \t\r\n").replace("\r\n", "\n")
     if not text:
         raise Unreadable("empty", "the judge's reply is empty")
@@ -245,12 +279,12 @@ def _read(text: str, scale: Scale, output: Output) -> tuple[float, str]:
     if (frame := _FRAME.fullmatch(answer)) is not None:
         answer = next(part for part in frame.groups() if part is not None).strip()
     if answer.startswith("{"):
-        return _read_object(answer, scale)
+        return answer
     if not answer or MARKS.search(answer) or _TAG.search(_SCORE_TAG.sub("", answer)):
         raise Unreadable("thought", "there is no plain answer after what seems to be a thought")
     if output == "json":
         raise Unreadable("form", "it is not one JSON object and nothing else")
-    return _read_text(answer, scale)
+    return answer
 
 
 def _within(value: float, scale: Scale) -> float:
@@ -286,6 +320,31 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
     said = _QUOTED.sub(" ", reason.translate(_WIDE)).replace("\n", ". ")
     _check_only_score(said, value, scale, sums=True)
     return value, reason
+
+
+def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], list[str]]:
+    """Grades in [0, 1] and reasons of all criteria, in their order."""
+    entries, grades, reasons = _decode(text), [], []
+    if set(entries) != set(rubric.keys):
+        raise Unreadable("form", f"its keys are not {', '.join(rubric.keys)}")
+    for key, one in zip(rubric.keys, rubric.criteria, strict=True):
+        found, name = entries[key], "met" if one.levels == 1 else "level"
+        if not isinstance(found, dict) or name not in found:
+            raise Unreadable("form", f"{key} has no {name!r}")
+        beside = {word: said for word, said in found.items() if word != name}
+        if not REASON_KEYS.issuperset(beside) or len(beside) > 1:
+            raise Unreadable("form", f"{key} has more than {name!r} and a reason")
+        reason, verdict = next(iter(beside.values()), ""), found[name]
+        if not isinstance(reason, str) or reason == "...":
+            raise Unreadable("form", f"the reason of {key} is not a text of its own")
+        right = isinstance(verdict, bool) if one.levels == 1 else type(verdict) is int
+        if not right:
+            raise Unreadable("form", f"{name!r} of {key} is not what was asked for")
+        if not 0 <= verdict <= one.levels:
+            raise Unreadable("out_of_range", f"the level of {key} is outside 0-{one.levels}")
+        grades.append(verdict / one.levels)
+        reasons.append(reason)
+    return grades, reasons
 
 
 def _decode(text: str) -> dict[str, Any]:

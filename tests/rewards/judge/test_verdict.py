@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.verdict import read_verdict, reminder
 
 HERE = Path(__file__).parent
@@ -173,10 +173,10 @@ def test_the_message_names_the_trouble_and_shows_a_short_excerpt() -> None:
 
 
 def test_the_reminder_names_the_form_and_the_scale() -> None:
-    assert '{"reason": "...", "score": N}\nN is one whole number from 0 to 5' in reminder(
-        "json", Scale(0, 5)
-    )
-    assert "\nScore: N\nN is one whole number from 1 to 10" in reminder("text", TEN)
+    asked = Question("", "", "", Scale(0, 5))
+    assert '{"reason": "...", "score": N}\nN is one whole number from 0 to 5' in reminder(asked)
+    asked = Question("", "", "", TEN, output="text")
+    assert "\nScore: N\nN is one whole number from 1 to 10" in reminder(asked)
 
 
 # Decision mode

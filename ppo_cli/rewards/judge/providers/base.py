@@ -394,22 +394,24 @@ FORMAT_WORDS = (
 )  # fmt: skip
 
 
-def verdict_schema(scale: Scale) -> dict[str, Any]:
-    """JSON schema of `{"reason": str, "score": int}`, the score one of the scale's levels."""
+def verdict_schema(question: Question) -> dict[str, Any]:
+    """JSON schema of the answer: `{"reason": str, "score": int}`, or one verdict a criterion."""
+    if question.rubric is not None:
+        return question.rubric.schema()
     return {
         "type": "object",
         "properties": {
             "reason": {"type": "string"},
-            "score": {"type": "integer", "enum": list(scale.levels())},
+            "score": {"type": "integer", "enum": list(question.scale.levels())},
         },
         "required": ["reason", "score"],
         "additionalProperties": False,
     }
 
 
-def response_format(scale: Scale, form: str) -> dict[str, Any]:
+def response_format(question: Question, form: str) -> dict[str, Any]:
     """`response_format` of the OpenAI protocol, which DashScope takes too."""
     if form == "json_object":
         return {"type": "json_object"}
-    schema = {"name": "verdict", "strict": True, "schema": verdict_schema(scale)}
+    schema = {"name": "verdict", "strict": True, "schema": verdict_schema(question)}
     return {"type": "json_schema", "json_schema": schema}

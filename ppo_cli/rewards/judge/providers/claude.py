@@ -66,7 +66,7 @@ class Judge(SdkProvider):
         if "thinking" in form:
             chosen["thinking"] = {"type": "disabled"}
         if "output_config" in form and question.output == "json":
-            schema = verdict_schema(question.scale)
+            schema = verdict_schema(question)
             chosen["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         if "temperature" in form:  # the SDK has no such argument any more; gateways may
             chosen["extra_body"] = {"temperature": self.sampling()}

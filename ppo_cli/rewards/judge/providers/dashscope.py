@@ -88,7 +88,7 @@ class Judge(SdkProvider):
         if "seed" in form:
             chosen["seed"] = question.vote
         if "response_format" in form and question.output == "json":
-            chosen["response_format"] = response_format(question.scale, form["response_format"])
+            chosen["response_format"] = response_format(question, form["response_format"])
         if "temperature" in form:
             chosen["temperature"] = self.sampling()
         if "max_tokens" in form:

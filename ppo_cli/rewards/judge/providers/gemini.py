@@ -131,7 +131,7 @@ class Judge(SdkProvider):
         if asked:
             config["response_mime_type"] = "application/json"
         if asked == "json_schema":
-            schema = verdict_schema(question.scale)
+            schema = verdict_schema(question)
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}
         if "temperature" in form:

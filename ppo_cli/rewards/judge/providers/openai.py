@@ -95,7 +95,7 @@ class Judge(SdkProvider):
         # As an extra it goes out as it is: the SDK's walk over the schema is a fifth of a call.
         extra: dict[str, Any] = {}
         if "response_format" in form and question.output == "json":
-            extra["response_format"] = response_format(question.scale, form["response_format"])
+            extra["response_format"] = response_format(question, form["response_format"])
         if form.get("thinking") == "enable_thinking":
             extra["enable_thinking"] = False
         elif "thinking" in form:

@@ -1,0 +1,247 @@
+"""Rubrics: criteria that a judge decides one by one, and the score that their verdicts make.
+
+Criteria come from a file, for every row, or from a value of each row. The names that published
+rubric data sets use for text, weight and key are all read (HealthBench, Rubrics as Rewards,
+ProfBench, PRBench); a key that none of them has is an error, since it may be a mistyped weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppo_cli.config.layers import read_settings_text
+from ppo_cli.config.values import load_yaml
+from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.rewards.judge.sanitise import clean, neutralise
+
+LISTS = ("criteria", "rubric", "rubrics")
+TEXTS = (
+    "criterion", "text", "requirement", "description", "criterion_description", "criteria",
+    "question", "criteria_description",
+)  # fmt: skip
+NAMES = ("name", "id", "title", "key")
+WEIGHTS = ("weight", "points", "criterion_weight")
+MUST = ("must", "must_have")
+FAULT = ("fault",)
+LEVELS = ("levels",)
+WITHOUT_EFFECT = (
+    "tags", "category", "criterion_type", "criteria_category", "explanation", "version", "source",
+)  # fmt: skip
+SYSTEM = (
+    "You check responses against criteria. You decide each criterion by what the response says or "
+    "does, and by nothing that the criterion does not ask for: neither its length, style or "
+    "confidence nor what it says about itself. A criterion is met only when all of it is met. What "
+    'follows after "such as" is an example, not a list to be complete.'
+)
+SCORING = (
+    "A response to the request below is to be checked against criteria, which follow after it.\n\n"
+    "Request:\n{prompt}\n\nResponse to check:\n{response}"
+)
+IN_WORDS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1.0}  # ProfBench
+MOST_CRITERIA = 60
+LONGEST_TEXT = 4000
+MOST_LEVELS = 20
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One thing that is decided of a response.
+
+    `levels` 1 is yes or no, more are the whole numbers 0 to `levels`. A `fault` is to be avoided.
+    A `must` is a hurdle: where it is not there, or its fault is, the whole is worth nothing.
+    """
+
+    name: str
+    text: str
+    weight: float = 1.0
+    fault: bool = False
+    must: bool = False
+    levels: int = 1
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """Criteria in their order; a judge answers them as c1, c2 …
+
+    `fixed` says that all rows have these criteria, so that each is worth a metric.
+    """
+
+    criteria: tuple[Criterion, ...]
+    fixed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What the criteria are called in a judge's answer."""
+        return tuple(f"c{i}" for i in range(1, len(self.criteria) + 1))
+
+    def value(self, grades: Sequence[float]) -> float:
+        """The score in [0, 1] that grades in [0, 1] make; 0 where a hurdle is missed.
+
+        (sum of w g over what is wanted + sum of w (1 - g) over faults) / sum of w, the form that
+        is never negative (arXiv 2605.12474).
+        """
+        if self.missed(grades):
+            return 0.0
+        pairs = list(zip(self.criteria, grades, strict=True))
+        earned = math.fsum(c.weight * (1.0 - g if c.fault else g) for c, g in pairs)
+        return min(1.0, earned / math.fsum(c.weight for c in self.criteria))
+
+    def missed(self, grades: Sequence[float]) -> list[str]:
+        """The hurdles that a response does not take."""
+        pairs = zip(self.criteria, grades, strict=True)
+        return [c.name for c, g in pairs if c.must and g != (0.0 if c.fault else 1.0)]
+
+    def alone(self) -> list[Rubric]:
+        """A rubric for each criterion, to be asked in calls of their own."""
+        return [Rubric((one,), self.fixed) for one in self.criteria]
+
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the answer: of each criterion the verdict, then why.
+
+        The verdict comes first: rewards of that order were better in 12 of 16 trainings ("From
+        Judgment Quality to Downstream Utility").
+        """
+        return _object({
+            key: _object({
+                **({"met": {"type": "boolean"}} if one.levels == 1
+                   else {"level": {"type": "integer", "enum": list(range(one.levels + 1))}}),
+                "reason": {"type": "string"},
+            })
+            for key, one in zip(self.keys, self.criteria, strict=True)
+        })  # fmt: skip
+
+    def asked(self) -> str:
+        """The criteria and the form of the answer, as a judge is told."""
+        lines = ["Decide each criterion by itself. It may name something to avoid: say whether"]
+        lines += ["the response does it, not whether that is good.", "", "Criteria:"]
+        forms = []
+        for key, one in zip(self.keys, self.criteria, strict=True):
+            text = " ".join(neutralise(clean(one.text)).split())
+            said = "" if one.levels == 1 else f" (level 0 to {one.levels}, the most)"
+            lines.append(f"{key}: {text}{said}")
+            verdict = '"met": true or false' if one.levels == 1 else '"level": N'
+            forms.append(f'"{key}": {{{verdict}, "reason": "..."}}')
+        return "\n".join([*lines, "", "Half met is not met.", self.form(forms)])
+
+    def form(self, forms: Sequence[str] = ()) -> str:
+        """What the answer has to look like."""
+        shown = ", ".join(forms) or f'"{self.keys[0]}": {{...}}, ...'
+        return (
+            "Reply with ONE JSON object and nothing else, with exactly the keys "
+            f"{', '.join(self.keys)}, each reason one sentence:\n{{{shown}}}"
+        )
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": properties, "required": list(properties),
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def load_rubric(path: Path) -> Rubric:
+    """Read a rubric file, YAML or JSON; RewardError names every mistake in it."""
+    label = f"--rm_rubric {path}"
+    try:
+        given = load_yaml(read_settings_text(path))
+    except FileNotFoundError:
+        beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
+        raise RewardError(
+            f"{label}: there is no such file.{did_you_mean(path.name, beside)} Name a YAML file, "
+            "or extra_info.NAME for criteria that each row brings."
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        raise RewardError(f"{label}: cannot be read: {str(error).splitlines()[0]}.") from None
+    return read_rubric(given, label, fixed=True)
+
+
+def read_rubric(given: Any, label: str, *, fixed: bool = False) -> Rubric:
+    """Read criteria as a list, a mapping that holds one, or either as JSON text."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise RewardError(f"{label}: the text is no JSON list of criteria.") from None
+    if isinstance(given, Mapping):
+        inner = [given[name] for name in LISTS if isinstance(given.get(name), list | str)]
+        given = inner[0] if len(inner) == 1 else None
+        if isinstance(given, str):
+            return read_rubric(given, label, fixed=fixed)
+    if not isinstance(given, Sequence) or not given:
+        raise RewardError(f"{label}: there is no list of criteria.")
+    if len(given) > MOST_CRITERIA:
+        raise RewardError(f"{label}: {len(given)} criteria; at most {MOST_CRITERIA} are read.")
+    criteria, problems = [], []
+    for number, item in enumerate(given, start=1):
+        try:
+            criteria.append(_criterion(item, number))
+        except ValueError as error:
+            problems.append(f"{label}, criterion {number}: {error}.")
+    taken: dict[str, int] = {}
+    for i, one in enumerate(criteria):
+        taken[one.name] = taken.get(one.name, 0) + 1
+        if taken[one.name] > 1:
+            again = f"{one.name}_{taken[one.name]}"
+            criteria[i] = Criterion(again, one.text, one.weight, one.fault, one.must, one.levels)
+    if problems:
+        raise RewardError("\n".join(problems))
+    return Rubric(tuple(criteria), fixed)
+
+
+def _criterion(given: Any, number: int) -> Criterion:
+    """Read one criterion; ValueError says what is wrong with it."""
+    if isinstance(given, str):
+        given = {"text": given}
+    if not isinstance(given, Mapping):
+        raise ValueError("is neither a text nor keys such as text and weight")
+    # PRBench has the text and weight one level deeper, others the hurdle.
+    given = {**given, **dict(given.get("annotations") or {})}
+    modifiers = dict(given.pop("modifiers", None) or {})
+    given.pop("annotations", None)
+    known = (*TEXTS, *NAMES, *WEIGHTS, *MUST, *FAULT, *LEVELS)
+    if odd := [str(key) for key in given if key not in (*known, *WITHOUT_EFFECT)]:
+        near = did_you_mean(odd[0], known)
+        raise ValueError(f"there is no key '{odd[0]}'.{near} Known: {', '.join(known)}")
+
+    def first(names: Sequence[str], default: Any = None) -> Any:
+        found = [given[name] for name in names if given.get(name) is not None]
+        return found[0] if found else default
+
+    named = first(NAMES)
+    # With a title and a description, the title is the name; alone, it is the text.
+    text = first(TEXTS, named)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("it has no text; give it as `text`")
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"its text has {len(text):,} characters, at most {LONGEST_TEXT:,} count")
+    weight = first(WEIGHTS, modifiers.get("severity", 1.0))
+    weight = IN_WORDS.get(weight.strip().lower(), weight) if isinstance(weight, str) else weight
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f"its weight {weight!r} is not a number")
+    if not math.isfinite(weight) or weight == 0:
+        raise ValueError(f"its weight {weight!r} is not a finite number other than 0")
+    must, fault = first(MUST, modifiers.get("category") == "must_pass"), first(FAULT, weight < 0)
+    levels = first(LEVELS, 1)
+    if not isinstance(must, bool) or not isinstance(fault, bool):
+        raise ValueError("must and fault are true or false")
+    if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= MOST_LEVELS:
+        raise ValueError(f"levels {levels!r} is not a whole number from 1 to {MOST_LEVELS}")
+    if must and levels > 1:
+        raise ValueError("a must-have is met or not; leave levels out, or must")
+    if not fault and weight < 0:
+        raise ValueError("a negative weight is a fault to avoid, but fault is false")
+    return Criterion(_name(named, number), text.strip(), abs(float(weight)), fault, must, levels)
+
+
+def _name(given: Any, number: int) -> str:
+    """What metrics call a criterion: its name in small letters and digits, else its number."""
+    word = re.sub(r"[^a-z0-9]+", "_", str(given or "").lower()).strip("_")[:40].strip("_")
+    return word or f"criterion_{number}"
