@@ -49,6 +49,7 @@ METRICS = (
     Metric("reward_mean", "Reward", "reward", "Mean score of the responses of a step.",
            "Should rise. If not: look at the worst responses, then --lr and the reward."),
     Metric("reward/*", "Parts of the reward, raw"),
+    Metric("rubric/*", "Credit of each criterion", "", "1 where it is met, or its fault avoided."),
     Metric("val/accuracy", "Validation", "validation accuracy", "Share of right answers.",
            "If it falls while the reward rises, the model learns the reward and not the task."),
     Metric("val/reward_mean", "Validation", "validation reward", "Mean score in validation.",

@@ -11,7 +11,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median, pvariance
+from statistics import correlation, fmean, median, pvariance
 from typing import Any
 
 from ppo_cli.config.derived import gpus_per_node
@@ -424,6 +424,36 @@ def _part_dominated(steps: History, limits: Limits) -> str:
     return ""
 
 
+def _criteria(steps: History) -> dict[str, list[float]]:
+    """The last credits of each criterion that all steps have."""
+    keys = [k for k in steps[-1] if k.startswith("rubric/") and k != "rubric/hurdle_missed"]
+    return {key[7:]: values for key in keys if (values := _last(steps, key, LONG))}
+
+
+def _criterion_stuck(steps: History, limits: Limits) -> str:
+    for name, values in _criteria(steps).items():
+        if min(values) == max(values) and values[0] in (0.0, 1.0):
+            said = "had its full credit" if values[0] else "had no credit"
+            return (
+                f"The criterion '{name}' {said} in every response of the last {LONG} steps, so it "
+                "tells none from another. Word it otherwise in --rm_rubric, or take it out."
+            )
+    return ""
+
+
+def _criterion_against(steps: History, limits: Limits) -> str:
+    rewards = _last(steps, "reward_mean", LONG)
+    for name, values in _criteria(steps).items():
+        moved = min(max(values) - min(values), max(rewards, default=0) - min(rewards, default=0))
+        if moved > 0.1 and (found := correlation(values, rewards)) < -0.6:
+            return (
+                f"The criterion '{name}' falls where the reward rises (correlation {found:.2f} "
+                f"over {LONG} steps): the others are learned at its cost. Raise its weight in "
+                "--rm_rubric, or make it a must."
+            )
+    return ""
+
+
 def _part_fails(steps: History, limits: Limits) -> str:
     line = steps[-1]
     for key in line:
@@ -488,5 +518,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "monitor_silent": _monitor_silent,
     "part_dominated": _part_dominated,
     "part_fails": _part_fails,
+    "criterion_stuck": _criterion_stuck,
+    "criterion_against": _criterion_against,
     "prompts_cut": _prompts_cut,
 }

@@ -63,6 +63,7 @@ rm_model reward.api.model                 rm_base_url reward.api.base_url
 rm_key_env reward.api.key_env             rm_prompt_preset reward.api.prompt_preset
 rm_prompt_file reward.api.prompt_file     rm_system_prompt reward.api.system_prompt
 rm_scoring_prompt reward.api.scoring_prompt
+rm_rubric reward.api.rubric               rm_rubric_calls reward.api.rubric_calls
 rm_scale reward.api.scale                 rm_mode reward.api.mode
 rm_reasoning reward.api.reasoning         rm_gate reward.api.gate
 rm_output reward.api.output

@@ -230,9 +230,9 @@ def _mean_score(verdicts: Sequence[Verdict], question: Question) -> Score:
 def _graded(
     rubric: Rubric, votes: Sequence[Sequence[float]], info: dict[str, Any]
 ) -> dict[str, Part]:
-    """What is reported of criteria: all in `info`, those that every row has as metrics, too."""
-    means = [fmean(grades) for grades in zip(*votes, strict=True)]
-    named = {one.name: mean for one, mean in zip(rubric.criteria, means, strict=True)}
+    """The mean credit of each criterion: all in `info`, those that every row has as metrics."""
+    pairs = zip(rubric.criteria, zip(*votes, strict=True), strict=True)
+    named = {one.name: fmean(map(one.credit, grades)) for one, grades in pairs}
     info["criteria"] = named
     parts = {f"rubric/{name}": Part(mean, None) for name, mean in named.items() if rubric.fixed}
     if any(one.must for one in rubric.criteria):

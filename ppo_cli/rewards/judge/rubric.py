@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Criterion:
     """One thing that is decided of a response.
 
     `levels` 1 is yes or no, more are the whole numbers 0 to `levels`. A `fault` is to be avoided.
+    With `weight` 0 it is only reported.
     A `must` is a hurdle: where it is not there, or its fault is, the whole is worth nothing.
     """
 
@@ -65,6 +66,16 @@ class Criterion:
     fault: bool = False
     must: bool = False
     levels: int = 1
+
+    def credit(self, grade: float) -> float:
+        """What a grade is worth, in [0, 1]: a fault is worth its absence."""
+        return 1.0 - grade if self.fault else grade
+
+    def in_words(self, grade: float) -> str:
+        """What a judge has said, as people read it."""
+        if self.levels > 1:
+            return f"level {grade * self.levels:.0f} of {self.levels}"
+        return "met" if grade else "not met"
 
 
 @dataclass(frozen=True)
@@ -91,17 +102,17 @@ class Rubric:
         if self.missed(grades):
             return 0.0
         pairs = list(zip(self.criteria, grades, strict=True))
-        earned = math.fsum(c.weight * (1.0 - g if c.fault else g) for c, g in pairs)
+        earned = math.fsum(c.weight * c.credit(g) for c, g in pairs)
         return min(1.0, earned / math.fsum(c.weight for c in self.criteria))
 
     def missed(self, grades: Sequence[float]) -> list[str]:
         """The hurdles that a response does not take."""
         pairs = zip(self.criteria, grades, strict=True)
-        return [c.name for c, g in pairs if c.must and g != (0.0 if c.fault else 1.0)]
+        return [c.name for c, g in pairs if c.must and c.credit(g) < 1.0]
 
     def alone(self) -> list[Rubric]:
         """A rubric for each criterion, to be asked in calls of their own."""
-        return [Rubric((one,), self.fixed) for one in self.criteria]
+        return [Rubric((replace(one, weight=1.0),), self.fixed) for one in self.criteria]
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of the answer: of each criterion the verdict, then why.
@@ -190,7 +201,9 @@ def read_rubric(given: Any, label: str, *, fixed: bool = False) -> Rubric:
         taken[one.name] = taken.get(one.name, 0) + 1
         if taken[one.name] > 1:
             again = f"{one.name}_{taken[one.name]}"
-            criteria[i] = Criterion(again, one.text, one.weight, one.fault, one.must, one.levels)
+            criteria[i] = replace(one, name=again)
+    if not problems and not any(one.weight for one in criteria):
+        problems = [f"{label}: all weights are 0, so nothing would be worth anything."]
     if problems:
         raise RewardError("\n".join(problems))
     return Rubric(tuple(criteria), fixed)
@@ -226,8 +239,8 @@ def _criterion(given: Any, number: int) -> Criterion:
     weight = IN_WORDS.get(weight.strip().lower(), weight) if isinstance(weight, str) else weight
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ValueError(f"its weight {weight!r} is not a number")
-    if not math.isfinite(weight) or weight == 0:
-        raise ValueError(f"its weight {weight!r} is not a finite number other than 0")
+    if not math.isfinite(weight):
+        raise ValueError(f"its weight {weight!r} is not a finite number")
     must, fault = first(MUST, modifiers.get("category") == "must_pass"), first(FAULT, weight < 0)
     levels = first(LEVELS, 1)
     if not isinstance(must, bool) or not isinstance(fault, bool):

@@ -239,7 +239,7 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
     except Unreadable as problem:
         raise _failure(problem.cause, str(problem), reply) from None
     told = [
-        f"{one.name} {grade:g}: {reason.strip()}"
+        f"{one.name}: {one.in_words(grade)}. {reason.strip()}".rstrip()
         for one, grade, reason in zip(question.rubric.criteria, grades, reasons, strict=True)
     ]
     reason = "\n".join(told)[:LONGEST_REASON]

@@ -1,0 +1,306 @@
+"""Rubrics: how criteria are read, what grades come to, and the real SDKs against a judge of known
+criteria on loopback."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.errors import RewardError
+from ppo_cli.records import Prompt, Rollout, Score, Scored
+from ppo_cli.report.metrics import score_metrics
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
+from ppo_cli.rewards.judge.reward import JudgeReward
+from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
+from ppo_cli.rewards.judge.verdict import read_answer
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import KEYS, WIRES
+from tests.judge_server.wire import fenced
+
+Make = Callable[..., JudgeReward]
+WORDS = ("amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath")
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["Brief.", "Right."], [("criterion_1", "Brief.", 1.0), ("criterion_2", "Right.", 1.0)]),
+        (  # HealthBench
+            [{"criterion": "Names the dose.", "points": 7, "tags": ["level:example"]},
+             {"criterion": "Invents a drug.", "points": -9, "tags": []}],
+            [("criterion_1", "Names the dose.", 7.0), ("criterion_2", "Invents a drug.", -9.0)],
+        ),
+        (  # Rubrics as Rewards
+            {"rubric": [{"title": "Right Unit", "description": "Gives mmol.", "weight": 5}]},
+            [("right_unit", "Gives mmol.", 5.0)],
+        ),
+        (  # ProfBench
+            [{"criterion_description": "States the rate.", "criterion_type": "Extraction",
+              "criterion_weight": "Major"}],
+            [("criterion_1", "States the rate.", 3.0)],
+        ),
+        (  # PRBench
+            [{"id": "a-1", "title": "Cites the law.",
+              "annotations": {"criteria_description": "Cites section 4.", "weight": 2.5,
+                              "criteria_category": "law"}}],
+            [("a_1", "Cites section 4.", 2.5)],
+        ),
+        (  # a JSON text, as in NeMo-Gym's finance rows
+            json.dumps([{"criteria": "Says 4.2 %.", "modifiers": {"severity": 2,
+                                                                  "category": "must_pass"}}]),
+            [("criterion_1", "Says 4.2 %.", 2.0)],
+        ),
+        ([{"title": "Polite"}, {"title": "polite", "weight": 2}],
+         [("polite", "Polite", 1.0), ("polite_2", "polite", 2.0)]),
+    ],
+)  # fmt: skip
+def test_the_names_of_published_rubrics_are_read(
+    given: Any, read: list[tuple[str, str, float]]
+) -> None:
+    found = read_rubric(given, "here").criteria
+    assert [(c.name, c.text, -c.weight if c.fault else c.weight) for c in found] == read
+    assert all(c.must == ("must_pass" in str(given)) for c in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "there is no list of criteria"),
+        ("not JSON", "no JSON list"),
+        ({"rubric": ["a"], "criteria": ["b"]}, "there is no list"),
+        ([3], "criterion 1: is neither a text nor keys"),
+        ([{"weight": 2}], "it has no text"),
+        ([{"text": "a", "wieght": 2}], "Did you mean 'weight'"),
+        ([{"text": "a", "weight": 0}], "all weights are 0"),
+        ([{"text": "a", "weight": float("nan")}], "nan is not a finite number"),
+        ([{"text": "a", "weight": "huge"}], "'huge' is not a number"),
+        ([{"text": "a", "weight": True}], "True is not a number"),
+        ([{"text": "a", "weight": -1, "fault": False}], "negative weight is a fault"),
+        ([{"text": "a", "must": True, "levels": 4}], "met or not"),
+        ([{"text": "a", "levels": 1.5}], "levels 1.5"),
+        ([{"text": "a", "levels": 99}], "from 1 to 20"),
+        (["a"] * 61, "61 criteria; at most 60"),
+    ],
+)
+def test_a_wrong_criterion_is_named(given: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(said)):
+        read_rubric(given, "here")
+
+
+def test_all_wrong_criteria_are_named_at_once() -> None:
+    with pytest.raises(RewardError) as found:
+        read_rubric(["fine", {"text": ""}, {"text": "a", "levels": 0}], "here")
+    assert [line.split(":")[0] for line in str(found.value).splitlines()] == [
+        "here, criterion 2", "here, criterion 3",
+    ]  # fmt: skip
+
+
+def worth(criteria: Sequence[Criterion], grades: Sequence[Fraction]) -> Fraction:
+    """The score by hand: what is earned of all that there is to earn, 0 without a hurdle."""
+    earned = whole = Fraction(0)
+    for criterion, grade in zip(criteria, grades, strict=True):
+        good = 1 - grade if criterion.fault else grade
+        if criterion.must and good < 1:
+            return Fraction(0)
+        whole += Fraction(criterion.weight)
+        earned += Fraction(criterion.weight) * good
+    return earned / whole
+
+
+def test_grades_come_to_the_weighted_share_of_what_there_is_to_earn() -> None:
+    criteria = (
+        Criterion("right", "", 3.0), Criterion("clear", "", 1.0, levels=4),
+        Criterion("rude", "", 2.0, fault=True),
+    )  # fmt: skip
+    rubric = Rubric(criteria)
+    assert rubric.value([1.0, 0.5, 0.0]) == pytest.approx((3 + 0.5 + 2) / 6)
+    assert (rubric.value([1, 1, 0]), rubric.value([0, 0, 1])) == (1.0, 0.0)
+    hurdle = Rubric((Criterion("right", "", 3.0, must=True), *criteria[1:]))
+    assert hurdle.value([0.0, 1.0, 0.0]) == 0.0 and hurdle.missed([0.0, 1.0, 0.0]) == ["right"]
+    never = Rubric((Criterion("lies", "", 1.0, fault=True, must=True), Criterion("a", "")))
+    assert (never.value([1, 1]), never.value([0, 1]), never.value([0, 0])) == (0.0, 1.0, 0.5)
+
+
+TWO = Rubric((Criterion("a", "A."), Criterion("b", "B.", levels=3)))
+GOOD = '{"c1": {"met": true, "reason": "yes"}, "c2": {"level": 2, "reason": "so"}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        f"```json\n{GOOD}\n```",
+        f"<think>c1 is met {{\"c1\": 1}}</think>\n{GOOD}",
+        '{"c2": {"explanation": "so", "level": 2}, "c1": {"met": true}}',
+    ],
+)  # fmt: skip
+def test_an_answer_to_all_criteria_counts(text: str) -> None:
+    value, reason, info = read_answer(Reply(text), Question("", "", "", Scale(0, 1), rubric=TWO))
+    assert info == {"grades": [1.0, 2 / 3]} and value == pytest.approx(5 / 6)
+    assert reason.startswith("a: met.") and "\nb: level 2 of 3. so" in reason
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ('{"c1": {"met": true, "reason": "yes"}}', "form"),  # one is missing
+        (GOOD[:-1] + ', "c3": {"met": true, "reason": ""}}', "form"),
+        (GOOD[:-1] + ', "score": 1}', "form"),
+        (GOOD.replace("true", '"yes"'), "form"),
+        (GOOD.replace("true", "1"), "form"),
+        (GOOD.replace("true", "null"), "form"),
+        (GOOD.replace('"met": true', '"level": 1'), "form"),
+        (GOOD.replace('"level": 2', '"level": 2.5'), "form"),
+        (GOOD.replace('"level": 2', '"level": true'), "form"),
+        (GOOD.replace('"level": 2', '"level": 2, "met": false'), "form"),
+        (GOOD.replace('"level": 2', '"level": 4'), "out_of_range"),
+        (GOOD.replace('"level": 2', '"level": -1'), "out_of_range"),
+        (GOOD.replace('"met": true', '"met": true, "met": false'), "form"),
+        (GOOD.replace('"reason": "yes"', '"reason": "..."'), "form"),
+        (GOOD.replace('"reason": "yes"', '"reason": 3'), "form"),
+        (GOOD.replace('"reason": "yes"', '"valid": false'), "form"),
+        ('{"c1": true, "c2": 2}', "form"),
+        (f"Here you are: {GOOD}", "form"),
+        (f"{GOOD}\n{GOOD}", "form"),
+        (f"[{GOOD}]", "form"),
+        ("c1: yes\nc2: 2", "form"),
+        ("<think>c1 is met", "thought"),
+        ("", "empty"),
+    ],
+)
+def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
+    with pytest.raises(JudgeError) as found:
+        read_answer(Reply(text), Question("", "", "", Scale(0, 1), rubric=TWO))
+    assert found.value.cause == cause
+    with pytest.raises(JudgeError, match="token limit"):
+        read_answer(Reply(GOOD, truncated=True), Question("", "", "", Scale(0, 1), rubric=TWO))
+
+
+# --- the whole way ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(server: JudgeServer, tmp_path: Path) -> Iterator[Make]:
+    server.score = decide
+    made: list[JudgeReward] = []
+
+    def build(wire: str = "openai", **changes: Any) -> JudgeReward:
+        usual = {
+            "enable": True, "type": WIRES[wire], "model": "judge-1", "base_url": server.url(wire),
+            "cache": str(tmp_path / "c.sqlite"), "rubric": "extra_info.rubric",
+        }  # fmt: skip
+        made.append(JudgeReward(ApiReward(**(usual | changes)), environ=KEYS))
+        return made[-1]
+
+    yield build
+    for reward in made:
+        reward.close()
+
+
+def decide(system: str, user: str) -> str:
+    """A judge that counts words: `has WORD` is met once, `counts WORD` is a level."""
+    response = (fenced("response", user) or "").split()
+    found: dict[str, Any] = {}
+    for key, kind, word in re.findall(r"^(c\d+): The response (has|counts) (\w+)\.", user, re.M):
+        times = response.count(word)
+        verdict = {"met": times > 0} if kind == "has" else {"level": min(times, 3)}
+        found[key] = verdict | {"reason": f"{times} times"}
+    return json.dumps(found)
+
+
+def rollout(number: int, response: str, rubric: Any = None) -> Rollout:
+    extra: Mapping[str, Any] = {} if rubric is None else {"rubric": rubric}
+    asked = Prompt(str(number), f"Question {number}", (), "", (1,), extra_info=extra)
+    return Rollout(asked, 0, (1,), np.zeros(1, np.float32), response, "stop")
+
+
+def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[Score]:
+    futures = [reward.submit(one) for one in rollouts]
+    reward.settle()
+    return [future.result(120) for future in futures]
+
+
+def drawn(dice: random.Random, number: int) -> tuple[Rollout, Fraction]:
+    """A response, its row's own criteria, and what it is worth by hand."""
+    text = dice.choices(WORDS, k=dice.randrange(4, 12))
+    rows, criteria, grades = [], [], []
+    for word in dice.sample(WORDS, dice.randrange(1, 7)):
+        levels, weight = dice.choice((1, 1, 3)), dice.choice((1, 2, 5, -1, -3, 0.5, 0))
+        must = levels == 1 and dice.random() < 0.15
+        weight = weight or float(not rows)  # a first one that counts
+        kind = "has" if levels == 1 else "counts"
+        row = {"text": f"The response {kind} {word}.", "points": weight, "levels": levels}
+        rows.append(row | ({"must": True} if must else {}))
+        criteria.append(Criterion(word, "", abs(weight), weight < 0, must, levels))
+        grades.append(Fraction(min(text.count(word), levels), levels))
+    return rollout(number, " ".join(text), rows), worth(criteria, grades)
+
+
+@pytest.mark.parametrize("wire", ["openai", "claude", "gemini", "dashscope"])
+def test_scores_are_exact_on_every_wire(wire: str, make: Make, server: JudgeServer) -> None:
+    dice = random.Random(wire)
+    rows = [drawn(dice, number) for number in range(125)]
+    reward = make(wire)
+    reward.start([one.prompt for one, _ in rows])
+    scores = score_all(reward, [one for one, _ in rows])
+    wrong = [
+        (score.value, float(value))
+        for score, (_, value) in zip(scores, rows, strict=True)
+        if score.value is None or abs(score.value - value) > 1e-12
+    ]
+    assert not wrong
+    assert server.count == 126  # one to try it out
+    values = [value for _, value in rows]
+    assert len(set(values)) > 20 and values.count(Fraction(0)) > 10
+
+
+def test_a_call_for_each_criterion_comes_to_the_same(make: Make, server: JudgeServer) -> None:
+    dice = random.Random(5)
+    rows = [drawn(dice, number) for number in range(20)]
+    criteria = sum(len(one.prompt.extra_info["rubric"]) for one, _ in rows)
+    server.fail(503, times=2)
+    reward = make(rubric_calls="each", votes=2)
+    scores = score_all(reward, [one for one, _ in rows])
+    assert [score.value for score in scores] == pytest.approx([float(v) for _, v in rows])
+    assert server.state.answered == 2 * criteria
+    assert sum(score.info["judge_calls"] for score in scores) == 2 * criteria + 2
+    assert len(scores[0].info["criteria"]) == len(rows[0][0].prompt.extra_info["rubric"])
+
+
+def test_criteria_of_a_run_are_metrics(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "- {name: Amber, text: The response has amber., weight: 2, must: true}\n"
+        "- {name: dunes, text: The response counts dune., levels: 3}\n"
+        "- {name: ember, text: The response has ember., weight: -1}\n"
+    )
+    reward = make(rubric=str(tmp_path / "r.yaml"))
+    rollouts = [rollout(1, "amber dune dune x"), rollout(2, "amber ember"), rollout(3, "dune y z")]
+    scores = score_all(reward, rollouts)
+    assert [s.value for s in scores] == pytest.approx([(2 + 2 / 3 + 1) / 4, 2 / 4, 0.0])
+    metrics = score_metrics([Scored(r, s) for r, s in zip(rollouts, scores, strict=True)])
+    assert metrics["rubric/amber"] == pytest.approx(2 / 3)
+    assert metrics["rubric/dunes"] == pytest.approx((2 / 3 + 0 + 1 / 3) / 3)
+    assert metrics["rubric/ember"] == pytest.approx(2 / 3)  # a fault earns by its absence
+    assert metrics["rubric/hurdle_missed"] == pytest.approx(1 / 3)
+    assert metrics["reward/judge"] == pytest.approx(metrics["reward_mean"])
+
+
+def test_rows_without_criteria_are_named_before_anything_is_asked(
+    make: Make, server: JudgeServer
+) -> None:
+    rows = [rollout(1, "x", ["The response has amber."]), rollout(2, "x"), rollout(3, "x", [{}])]
+    with pytest.raises(RewardError) as found:
+        make().start([one.prompt for one in rows])
+    lines = str(found.value).splitlines()
+    assert lines[0] == "The criteria of 2 of 3 rows cannot be used:"
+    assert lines[1].startswith("row 2: extra_info.rubric is missing")
+    assert "criterion 1: it has no text" in lines[2] and server.count == 0
