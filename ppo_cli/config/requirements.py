@@ -323,8 +323,9 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
     "no_rubric": _every_judge(lambda api: api.rubric is None),
     "rubric": _every_judge(lambda api: api.rubric is not None),
+    "fixed_output": _every_judge(lambda api: api.mode == "decision" or api.rubric is not None),
     "own_judge_prompt": _every_judge(
-        lambda api: (api.prompt_file, api.scoring_prompt) != (None, None)
+        lambda api: (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
     ),
     "own_prices": _every_judge(lambda api: None not in (api.price_input, api.price_output)),
     "hedge_after_timeout": _every_judge(lambda api: (api.hedge_after or 0) >= api.timeout),

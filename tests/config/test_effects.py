@@ -31,6 +31,8 @@ OF_MEMORY_AND_SPEED = {
 BESIDE = {
     "reward.api.monitor.*": JUDGE,
     "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
+    "reward.api.scale": f"{JUDGE} reward.api.rubric=extra_info.r",
+    "reward.api.rubric_calls": JUDGE,
     "reward.api.prices": f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",
     "reward.api.hedge_after": f"{JUDGE} reward.api.timeout=32",
     "reward.api.temperature": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
@@ -64,7 +66,7 @@ OTHER = {
     "trainer.master_addr": "host", "ref.path": "a/b", "model.target_modules": "q_proj",
     "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1", "reward.api.monitor.type": "gemini",
     "reward.api.prompt_preset": "math", "reward.api.temperature": "1",
-    "reward.api.output": "text",
+    "reward.api.output": "text", "reward.api.scale": "0-5", "reward.api.rubric_calls": "each",
     "rollout.engine_kwargs.vllm": "{a: 1}",
     "reward.function_kwargs": "{a: 1}", "reward.function": "f.py", "reward.rule": "exact",
     "reward.model.path": "rm", "reward.model.dtype": "bfloat16", "reward.model.device": "cpu",
