@@ -56,6 +56,10 @@ COMMANDS = {
         "ppo_cli.cli.export:app",
         "Write a trained model as one Hugging Face folder, adapters merged.",
     ),
+    "bridge": (
+        "ppo_cli.cli.bridge:app",
+        "Train on verl with the same settings and rewards, and read its results back.",
+    ),
     "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
     "reward": (
         "ppo_cli.cli.reward:reward_app",

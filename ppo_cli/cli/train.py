@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ppo_cli.cli import bridge as there
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
 from ppo_cli.config.bundled import model_folder, prompt_files
@@ -53,6 +54,9 @@ PLAN_EPILOG = (
 
 def plan(given: Given) -> None:
     """Show every setting with its origin, and the batch arithmetic."""
+    if there.asked(given):
+        there.plan_there(given)
+        return
     resolved = forked(given)
     problems = list(dict.fromkeys([*refusals(resolved), *refused_rows(resolved.config)]))
     if refused_settings(resolved):  # there is nothing to lay out
@@ -74,7 +78,7 @@ def forked(given: Given) -> Resolved:
     """
     word = given.extras["fork"]
     if not word:
-        return given.resolve_node()
+        return there.resolve_here(given)
     source = find_source(word)
     if source.run is None:
         raise ConfigError(f"--fork {word} is no run with a config.yaml; name one, or RUN@STEP.")
@@ -341,6 +345,9 @@ EPILOG = (
 
 def train(given: Given) -> None:
     """Train a model with PPO."""
+    if there.asked(given):
+        (there.plan_there if given.extras["dry_run"] else there.train_there)(given)
+        return
     resolved = forked(given)
     problems = refusals(resolved)
     if given.extras["dry_run"]:

@@ -79,6 +79,8 @@ def cluster_clashes(
     config: Config, gpus: int, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Clash]:
     """Return every clash about who works where; `gpus` are those visible on this node."""
+    if config.trainer.engine == "verl":
+        return  # it has its own ways, which ppo_cli/bridge knows
     yield from _not_offered(config)
     yield from _nodes(config, environ.get("RAY_ADDRESS", "").strip() != "")
     broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]

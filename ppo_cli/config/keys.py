@@ -18,7 +18,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.errors import did_you_mean
 
 # Words of verl that are read, and then refused with what to use instead: never suggested.
-NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm", "verl"})
+NOT_OFFERED: Final = frozenset({"megatron", "sglang", "trtllm"})
 
 
 def offered(choices: Iterable[Any]) -> list[str]:

@@ -195,8 +195,8 @@ def _not_offered(config: Config) -> Iterator[str]:
         )
     if config.trainer.engine == "verl":
         yield (
-            "The engine 'verl' is not offered: this program trains by itself. Use --engine ray, or "
-            "--engine local for one process."
+            "The engine 'verl' trains only by a line that names it: `ppo train --engine verl`. Use "
+            "--engine ray, or --engine local for one process."
         )
     if config.model.attn_implementation == "flash_attention_2":
         yield (

@@ -200,7 +200,8 @@ class Trainer(Section):
     )
     engine: Literal["local", "ray", "verl"] | None = setting(
         None,
-        "Where the work runs; unset takes local for one device, ray for more.",
+        "Where the work runs; unset takes local for one device, ray for more; verl is another "
+        "program, which must be installed.",
         flag="--engine",
     )
     n_gpus_per_node: int | None = setting(

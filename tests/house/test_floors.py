@@ -26,18 +26,20 @@ MAY: dict[str, set[str]] = {
     "trust": GROUND | FLOOR_2 | {"rewards"},
     # Brings the nodes together before there is anything to compute: no Ray, no torch.
     "launch": GROUND | {"config"},
+    # Writes what verl runs, scores for it, and reads it back: no engine of ours, no torch.
+    "bridge": GROUND | FLOOR_2 | {"rewards", "trust"},
     # Trains a reward model: beside run, with the formats that will score by it.
     "fitting": GROUND | FLOOR_2 | {"engine", "rewards"},
     "run": GROUND | FLOOR_2 | LOOP | {"algo", "engine", "rewards", "trust"},
     # Commands reach the upper rooms through these, and only inside a function.
-    "cli": GROUND | FLOOR_2 | {"run", "fitting", "launch", "trust"},
+    "cli": GROUND | FLOOR_2 | {"run", "fitting", "launch", "trust", "bridge"},
     "__main__": {"cli"},
     # What `from ppo_cli import …` gives: beside cli, and imported when it is asked for.
     "library": GROUND | FLOOR_2 | {"run"},
     "__init__": {"library"},
 }
 # What a command imports only inside a function: heavy, or not for every command.
-UPPER = ("run", "fitting", "launch", "trust")
+UPPER = ("run", "fitting", "launch", "trust", "bridge")
 SDKS = {"openai", "anthropic", "google", "dashscope"}
 # Third-party roots -> the only places that may import them, at whatever depth.
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -45,7 +47,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("engine",),
     "transformers": ("engine", "run", "fitting", "data_sets", "rewards.local"),
     "peft": ("engine.lora",),
-    "ray": ("engine.cluster",),
+    "ray": ("engine.cluster", "bridge.rewards"),
     "bokeh": ("report.page",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),

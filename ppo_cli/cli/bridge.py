@@ -1,0 +1,176 @@
+"""`ppo bridge verl` and `ppo bridge read`; and `--engine verl` of `ppo train` and `ppo plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ppo_cli.cli.flags import Given, add_command, own_flag, switch
+from ppo_cli.config.derived import has_package
+from ppo_cli.config.mixture import judges_of, rules_of
+from ppo_cli.config.requirements import missing_inputs
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.reward_checks import missing_keys
+from ppo_cli.errors import ConfigError, MissingPart, UserError, ppo
+from ppo_cli.redact import redact
+from ppo_cli.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ppo_cli.bridge.overrides import Bridged
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Train on verl with the same settings and rewards, and read its results back.",
+    epilog="Example: ppo bridge verl --out runs/on-verl --preset gsm8k --n_gpus 8",
+)
+
+
+def verl(given: Given) -> None:
+    """Write what verl 0.9.1 needs to train with these settings; settings of verl pass through."""
+    if given.extras["out"] is None:
+        raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
+    resolved, bridged = translated(given)
+    files = _write(Path(given.extras["out"]), resolved, bridged)
+    if given.extras["json"]:
+        lines = bridged.lines(files[0].parent)
+        print(json.dumps({"files": [str(f) for f in files], "overrides": lines}, indent=2))
+        return
+    from ppo_cli.bridge.folder import shown
+
+    print("\n".join([*resolved.notes, *shown(files, resolved.config.trainer.nnodes)]))
+
+
+add_command(
+    app,
+    verl,
+    "Example: ppo bridge verl --out DIR --preset gsm8k --n_gpus 8 --nnodes 4",
+    [
+        own_flag("out", str, None, "Folder to write; all nodes must see it.", "DIR"),
+        switch("json", "Machine-readable, to stdout."),
+    ],
+)
+
+
+@app.command(epilog="Example: ppo bridge read DIR && ppo show DIR")
+def read(
+    folder: str = typer.Argument(metavar="DIR", help="Folder that `ppo bridge verl` wrote."),
+    as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
+) -> None:
+    """Turn what verl logged into metrics.jsonl and rollouts/, for ppo show and ppo view."""
+    from ppo_cli.bridge.read import read_back
+
+    steps, responses = read_back(Path(folder))
+    if as_json:
+        print(json.dumps({"steps": steps, "responses": responses}))
+    else:
+        print(f"{folder}: {steps} steps, {responses} responses. See them: ppo show {folder}")
+
+
+def asked(given: Given) -> bool:
+    """Whether a line is to run on verl."""
+    said = given.flags.get("trainer.engine", ("",))[0]
+    return said == "verl" or "trainer.engine=verl" in given.overrides
+
+
+def plan_there(given: Given) -> None:
+    """Print the overrides of verl that a line comes to."""
+    resolved, bridged = translated(given)
+    lines = bridged.lines(Path(resolved.config.trainer.output_dir).expanduser().resolve())
+    print(json.dumps({"overrides": lines}, indent=2) if given.extras.get("json") else
+          "\n".join([*lines, *(f"# {note}" for note in resolved.notes)]))  # fmt: skip
+
+
+def train_there(given: Given) -> None:
+    """Write the folder, and run this node's script; verl must be installed here."""
+    resolved, bridged = translated(given)
+    from ppo_cli.bridge.folder import missing_verl, shown
+
+    trainer = resolved.config.trainer
+    folder, rank = Path(trainer.output_dir).expanduser().resolve(), trainer.node_rank or 0
+    script = folder / f"node_{rank}.sh"
+    if rank == 0:
+        files = _write(folder, resolved, bridged)
+        print("\n".join([*resolved.notes, shown(files, trainer.nnodes)[0]]), flush=True)
+    if missing := missing_verl([name for name in ("verl", "vllm") if has_package(name)]):
+        raise MissingPart(f"{missing} {folder} is written: bash {script} starts it there.")
+    ends = time.monotonic() + trainer.node_timeout
+    while not script.exists():
+        if time.monotonic() > ends:
+            raise UserError(f"{script} did not come: node 0 writes it, to a disk that all see.")
+        time.sleep(1.0)
+    environ = {"PYTHON": sys.executable, "MASTER_PORT": str(trainer.master_port), **os.environ}
+    raise typer.Exit(subprocess.call(["bash", str(script)], env=environ))
+
+
+def resolve_here(given: Given) -> Resolved:
+    """Resolve a line for this engine; a refusal of what verl has says how it runs there."""
+    try:
+        return given.resolve_node()
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *_runs_there(given, error.problems)]) from error
+
+
+def _runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
+    from ppo_cli.bridge.overrides import only_verls
+    from ppo_cli.config.verl import WRAPPER
+
+    said = " ".join(problems)
+    flags = (f"{name}={value}" for name, (value, _) in given.flags.items())
+    words = [word for word in (*flags, *given.overrides) if only_verls(word)]
+    names = [word.partition("=")[0].lstrip("+").removeprefix(WRAPPER) for word in words]
+    theirs = [name for name in dict.fromkeys(names) if name in said]
+    if theirs:
+        more = f" and {len(theirs) - 2} more" if len(theirs) > 2 else ""
+        line, folder = ppo("train --engine verl"), ppo("bridge verl --out DIR")
+        yield (
+            f"verl has {', '.join(theirs[:2])}{more}: `{line} ...` runs this line on its engine, "
+            f"and `{folder} ...` writes what to start there."
+        )
+
+
+def translated(given: Given) -> tuple[Resolved, Bridged]:
+    """Resolve a line, and write it in verl's words; raises ConfigError with all problems."""
+    from ppo_cli.bridge.overrides import bridge, only_verls
+
+    theirs = tuple(word for word in given.overrides if only_verls(word))
+    rest = tuple(word for word in given.overrides if word not in theirs)
+    flags = {**given.flags, "trainer.engine": ("verl", "--engine verl")}
+    resolved = replace(given, flags=flags, overrides=rest).resolve_node()
+    bridged = bridge(resolved.config, theirs)
+    problems = [*bridged.problems, *_absent(resolved)]
+    if problems:
+        raise ConfigError([redact(line) for line in dict.fromkeys(problems)])
+    return resolved, bridged
+
+
+def _absent(resolved: Resolved) -> Iterator[str]:
+    """Say what the rewards lack; a key may be on the machine that trains only."""
+    from ppo_cli.trust.sources import file_checks
+
+    config = resolved.config
+    allowed = missing_keys(config, os.environ)
+    yield from (line for line in missing_inputs(config) if line not in allowed)
+    if judges_of(config.reward) or any(r.function or r.rule for r in rules_of(config.reward)):
+        for check in file_checks(config.reward):
+            try:
+                check()
+            except UserError as error:
+                yield str(error)
+
+
+def _write(folder: Path, resolved: Resolved, bridged: Bridged) -> Sequence[Path]:
+    from ppo_cli.bridge.folder import write_folder
+
+    RunFolder(folder.expanduser(), "--out").prepare()
+    return write_folder(folder.expanduser(), resolved, bridged)
