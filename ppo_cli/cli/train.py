@@ -183,7 +183,7 @@ def unread_rows(config: Config) -> list[str]:
 
 def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what a run does first with each file and package that is named."""
-    from ppo_cli.report.tracker import check_loggers
+    from ppo_cli.report.loggers import check_loggers
 
     for name in chain.from_iterable(files for files, _ in _splits(config)):
         if not is_hub_name(name):

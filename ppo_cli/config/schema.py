@@ -190,9 +190,9 @@ class Trainer(Section):
     patience: int | None = setting(
         None, "Validations without a new best after which the run ends.", flag="--patience", ge=1
     )
-    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = setting(
-        ("console",), "Where metrics go beside metrics.jsonl.", flag="--logger"
-    )
+    logger: tuple[
+        Literal["console", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...
+    ] = setting(("console",), "Where metrics go beside metrics.jsonl.", flag="--logger")
     project_name: str = setting("ppo-cli", "Project name for W&B.")
     experiment_name: str = setting("ppo", "Run name for W&B.")
     max_nonfinite_steps: int = setting(

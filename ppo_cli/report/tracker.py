@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl and the rollouts of a run, and TensorBoard or W&B where asked for.
+"""Writes metrics.jsonl and the rollouts of a run, and passes them on to screen and loggers.
 
 Everything in metrics.jsonl but the `time/` and `perf/` keys is the same, bit for bit, whether
 a run was interrupted or not. A line is on the disk before `step` returns.
@@ -6,25 +6,20 @@ a run was interrupted or not. A line is on the disk before `step` returns.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
-import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ppo_cli.atomic import replacing
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import MissingPart, UserError
+from ppo_cli.errors import UserError
 from ppo_cli.records import Scored
-from ppo_cli.redact import mask_secrets
 from ppo_cli.report.health import HealthWatch, limits_of
+from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
     METRICS_FILE,
     append_line,
@@ -35,111 +30,6 @@ from ppo_cli.run_folder import (
     rollout_file,
 )
 
-
-def check_loggers(loggers: Sequence[str]) -> None:
-    """Raise MissingPart when a logger's package is not installed; imports nothing."""
-    for package in ("tensorboard", "wandb"):
-        if package in loggers and find_spec(package) is None:
-            raise MissingPart(
-                f"--logger {package} needs the package {package}. Install it with "
-                f"`{shlex.quote(sys.executable)} -m pip install {package}`, or leave it out of "
-                "--logger."
-            )
-
-
-def make_sinks(loggers: Sequence[str], run_dir: Path, config: Config) -> list[Sink]:
-    """Build what `--logger` asks for; raises MissingPart when a package is not installed."""
-    check_loggers(loggers)
-    sinks: list[Sink] = []
-    if "tensorboard" in loggers:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
-    if "wandb" in loggers:
-        sinks.append(WandbSink(run_dir, config))
-    return sinks
-
-
-class TensorBoardSink:
-    """Event files in `tensorboard/`, written without torch."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._events, self._summaries = event_pb2, summary_pb2
-        self._make_writer = EventFileWriter
-        self._folder = folder
-        self._writer: Any = None
-
-    def open(self, step: int, *, resumed: bool) -> None:
-        """Start an event file; points that an earlier one has from `step` on are void."""
-        self._writer = self._make_writer(str(self._folder))
-        log = self._events.SessionLog
-        mark = log(status=log.START)
-        self._writer.add_event(
-            self._events.Event(step=step, wall_time=time.time(), session_log=mark)
-        )
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
-        value = self._summaries.Summary.Value
-        summary = self._summaries.Summary(
-            value=[value(tag=name, simple_value=number) for name, number in metrics.items()]
-        )
-        event = self._events.Event(step=step, wall_time=time.time(), summary=summary)
-        self._writer.add_event(event)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Write what is left."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run; `WANDB_MODE=offline` keeps it on this machine."""
-
-    def __init__(self, run_dir: Path, config: Config) -> None:
-        import wandb
-
-        self._wandb = wandb
-        self._run_dir = run_dir
-        self._settings = {
-            "project": config.trainer.project_name,
-            "name": config.trainer.experiment_name,
-            "config": plain(mask_secrets(config.model_dump(mode="json"))),
-        }
-        self._run: Any = None
-
-    def open(self, step: int, *, resumed: bool) -> None:
-        """Start a W&B run, or go on with the one that this run folder belongs to."""
-        name_file = self._run_dir / "wandb" / "run_id"
-        name_file.parent.mkdir(parents=True, exist_ok=True)
-        if not (resumed and name_file.exists()):
-            with replacing(name_file) as fresh:
-                fresh.write_text(uuid.uuid4().hex[:12])
-        try:
-            self._run = self._wandb.init(
-                dir=str(self._run_dir), id=name_file.read_text(), resume="allow", **self._settings
-            )
-        except self._wandb.Error as error:
-            raise UserError(
-                f"W&B did not start ({error}). Log in with `wandb login`, or set "
-                "WANDB_MODE=offline, or leave wandb out of --logger."
-            ) from error
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step; W&B itself passes over steps that it has seen."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Upload what is left."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-
-
-Sink = TensorBoardSink | WandbSink
 Advance = Callable[[int], None]
 RECENT_STEPS = 10
 BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases outside of time/step_s
@@ -260,6 +150,8 @@ class Tracker:
         lines = [rollout_line(step, s) for s in scored]
         with self._telling_disk_errors():
             replace_lines(rollout_file(self._run_dir, step, split), lines)
+        for sink in self._sinks if split == "train" else ():
+            sink.rollouts(lines)
         if lines:  # another place in the batch each time
             self.screen.sample(lines[step * 7 % len(lines)])
 

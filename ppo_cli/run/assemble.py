@@ -40,8 +40,9 @@ from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo
 from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
+from ppo_cli.report.loggers import check_loggers
 from ppo_cli.report.metrics import refuse_unscored, resume_line, summarise
-from ppo_cli.report.tracker import Screen, Tracker, check_loggers
+from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward

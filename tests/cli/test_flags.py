@@ -195,7 +195,7 @@ def test_no_flag_and_no_variable_serves_two_settings() -> None:
         ("lr", "learning rate. (actor.optim.lr; at least 0, at most 1; default 1e-06; env LR"),
         ("engine", "one of local, ray, verl; default unset"),
         ("train_files", "(data.train_files; default unset; env TRAIN_FILES; e.g. --train_files"),
-        ("logger", "one of console, tensorboard, wandb; default console; e.g. --logger console,t"),
+        ("logger", "one of console, tensorboard, wandb, trackio, mlflow, swanlab; default console"),
         ("gamma", "Discount. (algorithm.gamma; at least 0, at most 1; default 1.0; env GAE_GAMMA)"),
         ("rm_gate", "(reward.api.gate; default True)"),
     ],

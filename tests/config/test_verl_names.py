@@ -297,7 +297,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("rollout.val_kwargs.do_sample=True", "rollout.val_kwargs.temperature=0.7"),
         ("trainer.device=cuda", "no GPU"),
         ("trainer.device=npu", "NPUs are not offered"),
-        ("trainer.logger=mlflow", "is not one of console, tensorboard, wandb"),
+        ("trainer.logger=comet", "is not one of console, tensorboard, wandb"),
         ("distributed.pipeline_parallel_size=2", "not offered: models are sharded with FSDP2"),
         ("algorithm.name=grpo", "algorithm.adv_estimator"),
         ("critic.enable=False", "only gae trains a critic"),

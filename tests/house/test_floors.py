@@ -55,7 +55,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
 HEAVY = {
     "torch", "transformers", "datasets", "pyarrow", "pandas", "math_verify", "sympy", "ray",
-    "vllm", "peft", "tensorboard", "wandb", "bokeh", *SDKS,
+    "vllm", "peft", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "bokeh", *SDKS,
 }  # fmt: skip
 HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", *LOOP}
 

@@ -11,7 +11,8 @@ import pytest
 
 HEAVY = {
     "torch", "transformers", "datasets", "numpy", "pyarrow", "pandas", "ray", "vllm", "sympy",
-    "math_verify", "openai", "anthropic", "dashscope", "tensorboard", "wandb", "bokeh",
+    "math_verify", "openai", "anthropic", "dashscope", "tensorboard", "wandb",
+    "trackio", "mlflow", "swanlab", "bokeh",
 }  # fmt: skip
 PROGRAM = [sys.executable, "-X", "importtime", "-m", "ppo_cli"]
 

@@ -1,19 +1,25 @@
-"""TensorBoard and W&B: each point once, no torch, and a plain word when a package is missing."""
+"""Loggers: each point once, runs that go on, and a plain word when a package is missing."""
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from importlib.machinery import ModuleSpec
+from math import nan
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from ppo_cli.config.schema import Config
+from ppo_cli.config.schema import Config, Trainer
 from ppo_cli.errors import MissingPart, UserError
+from ppo_cli.report.loggers import SINKS, TABLE_CHARS, TABLE_ROWS
 from ppo_cli.report.tracker import Screen, Tracker
+from tests.report.test_tracker import scored
 
 
 def make(folder: Path, *loggers: str) -> Tracker:
@@ -61,7 +67,7 @@ def test_tensorboard_works_without_torch(tmp_path: Path) -> None:
     assert points(tmp_path / "tensorboard", "x") == [(1, 1.0)]
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("package", SINKS)
 def test_a_missing_package_is_told_with_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
@@ -70,6 +76,77 @@ def test_a_missing_package_is_told_with_its_command(
     monkeypatch.setitem(sys.modules, package, None)  # what import makes of an absent package
     with pytest.raises(MissingPart, match=f"pip install {package}"):
         make(tmp_path, "console", package)
+
+
+def test_every_logger_that_a_run_can_name_has_a_sink() -> None:
+    kinds = get_args(get_args(Trainer.model_fields["logger"].annotation)[0])
+    assert set(kinds) == {"console", *SINKS}
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio_store"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def resumed_run(folder: Path, package: str) -> dict[tuple[int, str], float]:
+    """Steps 1 to 3, then from a checkpoint of step 2 on to 4; the points of metrics.jsonl."""
+    pytest.importorskip(package)
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        tracker = make(folder, package)
+        tracker.resume_at(start)
+        for step in steps:
+            tracker.step(step, {"reward_mean": step / 7, "val/mean@4": float(step), "x": nan})
+        tracker.close()
+    return {(s, name): v for s in (1, 2, 3, 4) for name, v in (("reward_mean", s / 7),)}
+
+
+# Their own warnings are not ours to mend.
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_each_point_once_and_one_run(tmp_path: Path, offline: None) -> None:
+    expected = resumed_run(tmp_path, "mlflow")
+    with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as store:
+        rows = store.execute("select step, key, value from metrics").fetchall()
+        assert store.execute("select name, status from runs").fetchall() == [("ppo", "FINISHED")]
+        assert dict(store.execute("select key, value from params"))["actor.ppo_epochs"] == "1"
+    assert {(s, k): v for s, k, v in rows if k == "reward_mean"} == pytest.approx(expected)
+    assert sorted(s for s, k, _ in rows if k == "val/mean_4") == [1, 2, 3, 4]
+    assert len(rows) == 8
+
+
+@pytest.mark.filterwarnings("default")
+def test_trackio_has_each_point_once_and_one_run(tmp_path: Path, offline: None) -> None:
+    pytest.importorskip("trackio")
+    script = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.report.test_sinks import resumed_run\n"
+        "resumed_run(Path(sys.argv[1]), 'trackio')"
+    )  # the place of its store is read as the package is imported
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), root], capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "trackio_store").glob("*.db")
+    with closing(sqlite3.connect(file)) as store:
+        rows = store.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {name for name, _, _ in rows} == {(tmp_path / "trackio" / "run_id").read_text()}
+    found = [(step, json.loads(text)["reward_mean"]) for _, step, text in rows]
+    assert sorted(found) == [(s, s / 7) for s in (1, 2, 3, 4)]
+
+
+@pytest.mark.filterwarnings("default")
+def test_swanlab_goes_on_with_the_same_run(tmp_path: Path, offline: None) -> None:
+    resumed_run(tmp_path, "swanlab")
+    name = (tmp_path / "swanlab" / "run_id").read_text()
+    folders = sorted((tmp_path / "swanlab").glob(f"run-*-{name}"))
+    assert 1 <= len(folders) <= 2 and (tmp_path / "swanlab" / "last_step").read_text() == "4"
+    stored = b"".join(file.read_bytes() for f in folders for file in f.glob("*.swanlab"))
+    assert b"reward_mean" in stored and b"val/mean@4" in stored
 
 
 def test_wandb_offline_goes_on_with_the_same_run(
@@ -109,9 +186,13 @@ def test_wandb_is_given_the_run_its_name_and_each_step(
 
     class Refused(Exception): ...
 
+    class Table:
+        def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
+            self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+
     stand_in = ModuleType("wandb")
     stand_in.__spec__ = ModuleSpec("wandb", None)
-    vars(stand_in).update(init=init, Error=Refused)
+    vars(stand_in).update(init=init, Error=Refused, Table=Table)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     trainer = {"project_name": "sums", "experiment_name": "third"}
     reward = {"function": "f.py", "function_kwargs": {"api_key": "hush", "k": 2}}
@@ -133,6 +214,19 @@ def test_wandb_is_given_the_run_its_name_and_each_step(
     assert (first["project"], first["name"], first["resume"]) == ("sums", "third", "allow")
     assert first["dir"] == str(tmp_path) and len(first["id"]) >= 8
     assert first["config"]["reward"]["function_kwargs"] == {"api_key": "***", "k": 2}
+    # A sample of the responses of a step, and no more of a text than a table shows.
+    tracker = Tracker(tmp_path, Screen(), ("wandb",), total_steps=9, config=config)
+    tracker.rollouts(4, [scored("x" * 9999), *[scored()] * 60])
+    tracker.rollouts(4, [scored("a validation")], split="val")
+    asked.clear()
+    tracker.step(4, {"x": 4.0})
+    tracker.step(5, {"x": 5.0})
+    tracker.close()
+    told = [metrics for kind, (_, metrics) in (one for one in asked if one[0] == "log")]
+    rows = told[0]["rollouts"].rows
+    assert len(rows) == TABLE_ROWS and rows[0]["response"] == "x" * TABLE_CHARS
+    assert (rows[1]["prompt"], rows[1]["score"], rows[1]["step"]) == ("2+2?", 1.0, 4)
+    assert told[1] == {"x": 5.0}
     (tmp_path / "metrics.jsonl").unlink()  # a new run in the same folder
     assert ran(1)["id"] != first["id"]
 

@@ -1,0 +1,303 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, W&B, trackio, MLflow and SwanLab.
+
+Each is a class here, named as its package in `SINKS`; the packages are imported where they are
+used. All but TensorBoard have runs of their own, and a resumed run goes on in the same one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.atomic import replacing
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import MissingPart, UserError
+from ppo_cli.redact import mask_secrets, redact
+from ppo_cli.run_folder import plain
+
+TABLE = ("step", "data_source", "prompt", "response", "ground_truth", "score", "reason", "failure")
+TABLE_ROWS, TABLE_CHARS = 8, 2000  # a step, and a text
+
+
+def check_loggers(loggers: Sequence[str]) -> None:
+    """Raise MissingPart when a logger's package is not installed; imports nothing."""
+    missing = [name for name in SINKS if name in loggers and find_spec(name) is None]
+    if missing:
+        one = len(missing) == 1
+        raise MissingPart(
+            f"--logger {','.join(missing)} needs the package{'s' * (not one)} "
+            f"{' and '.join(missing)}. Install {'it' if one else 'them'} with "
+            f"`{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}`, or leave "
+            f"{'it' if one else 'them'} out of --logger."
+        )
+
+
+def make_sinks(loggers: Sequence[str], run_dir: Path, config: Config) -> list[Sink]:
+    """Build what `--logger` asks for; raises MissingPart when a package is not installed."""
+    check_loggers(loggers)
+    return [SINKS[name](run_dir, config) for name in SINKS if name in loggers]
+
+
+class Sink(ABC):
+    """Takes the metrics of one run, a step at a time."""
+
+    @abstractmethod
+    def open(self, step: int, *, resumed: bool) -> None:
+        """Start before the first `write`, which will be of `step`; also after `close`."""
+
+    @abstractmethod
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+
+    def rollouts(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Take the responses of the step that is written next, as lines of a rollout file."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write or upload what is left. Safe to call twice."""
+
+
+class TensorBoardSink(Sink):
+    """Event files in `tensorboard/`, written without torch."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries = event_pb2, summary_pb2
+        self._make_writer = EventFileWriter
+        self._folder = run_dir / "tensorboard"
+        self._writer: Any = None
+
+    def open(self, step: int, *, resumed: bool) -> None:
+        """Start an event file; points that an earlier one has from `step` on are void."""
+        self._writer = self._make_writer(str(self._folder))
+        log = self._events.SessionLog
+        mark = log(status=log.START)
+        self._writer.add_event(
+            self._events.Event(step=step, wall_time=time.time(), session_log=mark)
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        value = self._summaries.Summary.Value
+        summary = self._summaries.Summary(
+            value=[value(tag=name, simple_value=number) for name, number in metrics.items()]
+        )
+        event = self._events.Event(step=step, wall_time=time.time(), summary=summary)
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+class RunSink(Sink):
+    """A logger with runs of its own.
+
+    In `<package>/` of the run folder, `run_id` says which run is ours and `last_step` what it has:
+    steps that are done again after a restart are not logged twice.
+    """
+
+    package: str
+    mend: str  # what to do where it does not start
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self._run_dir = run_dir
+        self._folder = run_dir / self.package
+        self._project = config.trainer.project_name
+        self._name = config.trainer.experiment_name
+        self._config = plain(mask_secrets(config.model_dump(mode="json")))
+        self._run: Any = None
+        self._last = -1
+
+    def open(self, step: int, *, resumed: bool) -> None:
+        """Start a run, or go on with the one that this run folder belongs to."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        known, self._last = "", -1
+        if resumed and (self._folder / "run_id").exists():
+            known = (self._folder / "run_id").read_text()
+            self._last = int((self._folder / "last_step").read_text())
+        try:
+            self._run, name = self._start(known)
+        except Exception as error:  # each package has errors of its own
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"{self.package} did not start ({redact(why)}). {self.mend}, or leave "
+                f"{self.package} out of --logger."
+            ) from error
+        self._note("last_step", str(self._last))
+        self._note("run_id", name)
+
+    def _note(self, name: str, text: str) -> None:
+        with replacing(self._folder / name) as fresh:
+            fresh.write_text(text)
+
+    @abstractmethod
+    def _start(self, known: str) -> tuple[Any, str]:
+        """Start a run, or go on with the `known` one; returns it, and what to know it by."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one step, unless an earlier session has."""
+        if step > self._last:
+            self._log(step, metrics)
+            self._last = step
+            self._note("last_step", str(step))
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Upload what is left."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+class WandbSink(RunSink):
+    """A Weights & Biases run; `WANDB_MODE=offline` keeps it on this machine."""
+
+    package = "wandb"
+    mend = "Log in with `wandb login`, or set WANDB_MODE=offline"
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        import wandb
+
+        super().__init__(run_dir, config)
+        self._wandb = wandb
+        self._rows: list[list[Any]] = []
+
+    def _start(self, known: str) -> tuple[Any, str]:
+        name = known or uuid.uuid4().hex[:12]
+        run = self._wandb.init(
+            dir=str(self._run_dir), id=name, resume="allow", project=self._project,
+            name=self._name, config=self._config,
+        )  # fmt: skip
+        return run, name
+
+    def rollouts(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a few responses from all over the batch for the table of the step."""
+        chosen = lines[:: -(-len(lines) // TABLE_ROWS) or 1]
+        self._rows = [
+            [
+                redact(value)[:TABLE_CHARS] if isinstance(value, str) else value
+                for value in (line.get(name) for name in TABLE)
+            ]
+            for line in plain(list(chosen))
+        ]
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        rows, self._rows = self._rows, []
+        table = self._wandb.Table(columns=list(TABLE), data=rows) if rows else None
+        self._run.log(dict(metrics) | ({"rollouts": table} if rows else {}), step=step)
+
+
+class TrackioSink(RunSink):
+    """A trackio run, in TRACKIO_DIR on this machine; `trackio show` is its page."""
+
+    package = "trackio"
+    mend = "Look at TRACKIO_DIR"
+
+    def _start(self, known: str) -> tuple[Any, str]:
+        import trackio
+
+        # trackio knows a run by its name alone.
+        name = known or f"{self._name}-{uuid.uuid4().hex[:6]}"
+        run = trackio.init(
+            project=self._project, name=name, config=self._config, resume="allow", embed=False,
+            auto_log_cpu=False,
+        )  # fmt: skip
+        return run, name
+
+
+class SwanlabSink(RunSink):
+    """A SwanLab experiment; `SWANLAB_MODE=offline` keeps it on this machine."""
+
+    package = "swanlab"
+    mend = "Log in with `swanlab login`, or set SWANLAB_MODE=offline"
+
+    def _start(self, known: str) -> tuple[Any, str]:
+        import swanlab
+
+        name = known or uuid.uuid4().hex[:12]
+        run = swanlab.init(
+            project=self._project, name=self._name, config=self._config, id=name, resume="allow",
+            log_dir=str(self._folder),
+        )  # fmt: skip
+        return run, name
+
+
+class MlflowSink(RunSink):
+    """An MLflow run at MLFLOW_TRACKING_URI; without one, in `mlflow/` of the run folder."""
+
+    package = "mlflow"
+    mend = "Look at MLFLOW_TRACKING_URI"
+    _AT_ONCE = 100  # parameters that a call takes
+
+    def _start(self, known: str) -> tuple[Any, str]:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        own = f"sqlite:///{self._folder.resolve() / 'mlflow.db'}"
+        client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or own)
+        self._id = known
+        if known:
+            client.update_run(known, status="RUNNING")
+            return client, known
+        found = client.get_experiment_by_name(self._project)
+        experiment = found.experiment_id if found else client.create_experiment(self._project)
+        self._id = client.create_run(experiment, run_name=self._name).info.run_id
+        params = [Param(key, str(value)[:500]) for key, value in _flat("", self._config)]
+        for start in range(0, len(params), self._AT_ONCE):
+            client.log_batch(self._id, params=params[start : start + self._AT_ONCE])
+        return client, self._id
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        points = [
+            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, now, step)
+            for name, value in metrics.items()
+        ]
+        self._run.log_batch(self._id, metrics=points)
+
+    def close(self) -> None:
+        """Say that the run has ended."""
+        client, self._run = self._run, None
+        if client is not None:
+            client.set_terminated(self._id)
+
+
+def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Settings by dotted key."""
+    if not isinstance(value, Mapping):
+        return [(key, value)]
+    return [
+        pair
+        for name, inner in value.items()
+        for pair in _flat(f"{key}.{name}" if key else name, inner)
+    ]
+
+
+# By name in --logger, which is that of the package.
+SINKS: dict[str, type[TensorBoardSink | WandbSink | TrackioSink | MlflowSink | SwanlabSink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+    "mlflow": MlflowSink,
+    "swanlab": SwanlabSink,
+}
