@@ -97,9 +97,16 @@ def _there(path: str) -> str:
 def _precision(config: Config) -> Values:
     """Compute in one precision; weights are kept in float32. verl runs on GPUs only."""
     dtype = config.model.dtype or "bfloat16"
+    computed = {"param_dtype": dtype, "reduce_dtype": "float32", "buffer_dtype": "float32"}
     return (
         _both("dtype", dtype)
-        | _both("model_dtype", "fp32")
+        | _both("model_dtype", "float32")
+        # The engine goes by this group, which verl's files leave out and which then is bf16.
+        | {
+            name: value
+            for part, precision in computed.items()
+            for name, value in _both(f"mixed_precision.{part}", precision).items()
+        }
         | {"actor_rollout_ref.rollout.dtype": dtype}
     )
 
@@ -435,7 +442,7 @@ def _on_engine(found: Values, engine: str) -> Iterator[tuple[str, Any]]:
     """Leave out what is FSDP's only; Megatron has some of it under names of its own."""
     for name, value in found.items():
         group, _, leaf = name.rpartition(".")
-        sharding = group.endswith((".fsdp_config", "critic.fsdp"))
+        sharding = ".fsdp_config" in group or group.startswith("critic.fsdp")
         optim = leaf in ("lr_scheduler_type", "min_lr_ratio", "eps", "optimizer", "optimizer_impl")
         if not (sharding or optim or leaf in ("strategy", "grad_clip")):
             yield name, value

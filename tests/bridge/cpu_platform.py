@@ -1,0 +1,31 @@
+"""The CPU as a device of verl's, which has none; imported by verl itself in verl_update.py."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+ANSWERS: dict[str, Any] = {
+    "is_available": True, "current_device": "cpu", "device_count": 1, "set_device": None,
+    "synchronize": None, "manual_seed": None, "manual_seed_all": None, "empty_cache": None,
+    "set_allocator_settings": None, "get_device_capability": (None, None),
+    "communication_backend_name": "gloo", "visible_devices_envvar": "NO_DEVICES",
+    "nvtx_range": nullcontext(), "profiler_start": None, "profiler_stop": None,
+    "ray_resource_name": "CPU", "ray_noset_envvars": [], "is_ipc_supported": False, "cudart": None,
+}  # fmt: skip
+
+
+def always(answer: Any) -> Any:
+    return lambda self, *args, **kwargs: answer
+
+
+members: dict[str, Any] = {name: always(answer) for name, answer in ANSWERS.items()}
+members |= {
+    "device_name": property(always("cpu")), "vendor_name": property(always("none")),
+    "device_module": property(always(torch.cpu)),
+}  # fmt: skip
+PlatformRegistry.register(platform="cpu")(type("CpuPlatform", (PlatformBase,), members))
