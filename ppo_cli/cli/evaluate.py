@@ -19,6 +19,7 @@ from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.keys import find
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
@@ -52,6 +53,14 @@ def evaluate(given: Given) -> None:
     resolved = settings_of(given, sources)
     config = resolved.config
     problems = named_twice(sources)
+    if extras["tasks"]:
+        others = [name for name in ("data", "n", "greedy", "right", "out") if extras[name]]
+        if others:
+            problems.append(f"--tasks are lm-eval's own rows and scores: leave --{others[0]} out.")
+        if problems:
+            raise ConfigError(problems)
+        _tasks(given, config, sources)
+        return
     if extras["right"] is not None and not math.isfinite(extras["right"]):
         problems.append(f"--right {extras['right']}: give a score, such as 0.5.")
     if not config.data.val_files or resolved.origins["data.val_files"].startswith("bundled"):
@@ -84,6 +93,28 @@ def evaluate(given: Given) -> None:
                 f"No response of {model['name']} has a score: {next(iter(model['failures']))}. "
                 f"Each row in {model['rows']} says why; the same command asks again."
             )
+
+
+def _tasks(given: Given, config: Config, sources: Sequence[ModelSource]) -> None:
+    """Print what lm-eval's tasks come to."""
+    from ppo_cli.cli.screen import aligned, clean, fit, make_screen
+    from ppo_cli.run.evaluate import evaluate_tasks
+
+    names = [name for text in given.extras["tasks"] for name in text.split(",") if name]
+    screen = make_screen(sys.stderr)
+    with closing(screen):
+        found = evaluate_tasks(config, sources, names, screen)
+    if given.extras["json"]:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    rows = [["", "task", "metric", "value", "stderr"]]
+    for model in found["models"]:
+        for task, metrics in model["tasks"].items():
+            for name, facts in metrics.items():
+                error = facts["stderr"]
+                shown = "-" if error is None else f"{error:.4f}"
+                rows.append([model["name"], task, name, f"{facts['value']:.4f}", shown])
+    typer.echo(fit(clean("\n".join(aligned(rows, left=3))), sys.stdout.encoding))
 
 
 def named_twice(sources: Sequence[ModelSource]) -> list[str]:
@@ -272,6 +303,10 @@ add_command(
             several=True,
         ),
         own_flag("data", list[str], None, "Rows to answer; repeatable.", "FILE"),
+        own_flag(
+            "tasks", list[str], None, "lm-eval's tasks, such as gsm8k,arc_easy; without --data.",
+            "NAMES",
+        ),
         own_flag(
             "n", int, None, "Responses a prompt; more than 1 are drawn as in training.", "N", min=1
         ),

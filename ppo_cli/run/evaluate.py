@@ -11,18 +11,21 @@ import hashlib
 import json
 import os
 import re
+import shlex
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from ppo_cli.atomic import replacing
-from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.schema import Config
@@ -34,8 +37,9 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import set_threads
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.sampler import Sampler, build_sampler
-from ppo_cli.errors import ConfigError, Interrupted, UserError
+from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError
 from ppo_cli.records import Message, Prompt, Rollout, Scored
+from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
@@ -45,6 +49,7 @@ from ppo_cli.trust.score import Watch, counted, score_all, started
 
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"
+LM_EVAL_ROWS = 16  # that lm-eval computes at once
 RELATIVE = ("zscore", "group")  # scalings of a mixture's parts
 # How fast, how long and for how much a reward is asked does not change what it says.
 OF_EFFORT = frozenset({"reward.timeout", "reward.num_workers", "reward.shaping"} | {
@@ -251,6 +256,67 @@ def evaluate(
     found = compare(models, threshold)
     found["models"] = [facts | more for facts, more in zip(found["models"], told, strict=True)]
     return {"out": str(folder), "sampling": asdict(sampling), **found, "stopped": stopped}
+
+
+def evaluate_tasks(
+    config: Config, sources: Sequence[ModelSource], tasks: Sequence[str], screen: Screen
+) -> dict[str, Any]:
+    """Let lm-eval run its tasks on models; a task is a name that it knows, or a YAML file.
+
+    Returns what `ppo eval --tasks --json` prints: by model, task and metric the value and its
+    standard error, None where lm-eval has none. Raises MissingPart without the package.
+    """
+    if find_spec("lm_eval") is None:
+        raise MissingPart(
+            "--tasks needs the package lm-eval. Install it with "
+            f"`{shlex.quote(sys.executable)} -m pip install lm-eval`."
+        )
+    import torch
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    # Reading all that lm-eval has takes many seconds, which its names need but files do not.
+    manager = TaskManager(include_defaults=not all(Path(task).is_file() for task in tasks))
+    told = []
+    for source in sources:
+        with closing(Sampled(config, source)) as sampled, screen.phase(source.name, None):
+            model = sampled.config.model
+            try:
+                found = simple_evaluate(
+                    model="hf",
+                    model_args={
+                        "pretrained": str(Path(model_folder(model.path)).expanduser()),
+                        "dtype": model.dtype,
+                        "trust_remote_code": model.trust_remote_code,
+                    },
+                    tasks=list(tasks),
+                    task_manager=manager,
+                    device="cuda" if torch.cuda.is_available() else "cpu",
+                    batch_size=LM_EVAL_ROWS,
+                    apply_chat_template=sampled.uses_template,
+                    log_samples=False,
+                    random_seed=config.trainer.seed,
+                )
+            except Exception as error:  # a task is code of its own: data, templates, metrics
+                why = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(f"lm-eval failed with {', '.join(tasks)}: {redact(why)}") from error
+        by_task = {
+            task: {
+                name.removesuffix(",none"): {"value": value, "stderr": _stderr(measured, name)}
+                for name, value in measured.items()
+                if isinstance(value, int | float) and "_stderr" not in name and "," in name
+            }
+            for task, measured in found["results"].items()
+        }
+        told.append({"name": source.name, "path": source.path, "tasks": by_task})
+    return {"models": told}
+
+
+def _stderr(measured: Mapping[str, Any], name: str) -> float | None:
+    """The standard error beside `exact_match,strict-match`; lm-eval says N/A where it has none."""
+    metric, _, way = name.partition(",")
+    value = measured.get(f"{metric}_stderr,{way}")
+    return value if isinstance(value, float) else None
 
 
 def _complete(

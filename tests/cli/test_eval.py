@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -171,6 +172,51 @@ def test_an_adapter_is_evaluated_with_its_base(
     means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in found["models"]]
     assert means[0] == read_metrics(here / "lora")[-1]["val/reward_mean"] != means[1]
     assert told(capsys, "lora", "embedded") == found
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{ground_truth}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 16, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.filterwarnings("default")  # lm-eval's own
+def test_tasks_of_lm_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    (here / "sums.yaml").write_text(TASK.replace("FILE", str(here / "v.jsonl")))
+    found = told(capsys, "run", "embedded", "--tasks", "sums.yaml")
+    ours = told(capsys, "run", "embedded", "--data", "v.jsonl")
+    for theirs, own in zip(found["models"], ours["models"], strict=True):
+        measured = theirs["tasks"]["sums"]["exact_match"]
+        assert measured["value"] == pytest.approx(
+            list(own["sources"].values())[-1]["mean"]["value"]
+        )
+        assert 0 < measured["stderr"] < 0.2
+    assert main(["eval", "run", "--tasks", "sums.yaml"]) == 0
+    value = f"{found['models'][0]['tasks']['sums']['exact_match']['value']:.4f}"
+    assert ["run", "sums", "exact_match", value] in [
+        line.split()[:4] for line in capsys.readouterr().out.splitlines()
+    ]
+    (here / "gone.yaml").write_text(TASK.replace("FILE", str(here / "gone.jsonl")))
+    assert main(["eval", "run", "--tasks", "gone.yaml"]) == 2
+    assert "error: lm-eval failed with gone.yaml: " in capsys.readouterr().err
+
+
+def test_tasks_need_their_package_and_no_rows_of_ours(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # what import makes of an absent package
+    assert main(["eval", "run", "--tasks", "gsm8k"]) == 2
+    assert "--tasks needs the package lm-eval. Install it with" in capsys.readouterr().err
+    assert main(["eval", "run", "--tasks", "gsm8k", "--data", "v.jsonl"]) == 2
+    assert "leave --data out" in capsys.readouterr().err
 
 
 @pytest.mark.slow
