@@ -31,6 +31,14 @@ class Demand:
     otherwise: str
 
 
+def _same_number(one: Any, other: Any) -> bool:
+    """Whether two values are one number, as 0 and 0.0."""
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
 def _smaller(one: Late, other: Late) -> Late:
     """Of two limits on one thing the tighter one holds; an unset one is no limit."""
 
@@ -77,7 +85,7 @@ class Reading:
                 pass
             elif isinstance(raw, Late) and raw.yields:
                 new = old
-            elif str(old.raw) != str(raw):
+            elif str(old.raw) != str(raw) and not _same_number(old.raw, raw):
                 self.problem(
                     entry, f"{self.given} and {given} both set {name}, differently; keep one."
                 )

@@ -27,6 +27,7 @@ INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?ppo|\./train\.sh) [^
 VARIABLE = re.compile(r"[A-Z_]+=\S*")
 # Programs of others; what follows is theirs.
 FOREIGN = {
+    "ray",
     "pip",
     "export",
     "tensorboard",

@@ -19,13 +19,18 @@ def _prepare_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Nobody but us starts a Ray: a call after the end of one would start another by itself.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    if not {"RAY_ADDRESS", "RAY_AUTH_MODE"} & os.environ.keys():
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    known = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys())
+    # Where nobody knows a home, this path leads nowhere, and that is right.
+    known = known or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+    if "RAY_ADDRESS" not in os.environ:
         # A Ray of our own: without a token anybody on the network could run code in it.
         os.environ["RAY_AUTH_MODE"] = "token"
-        known = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-        # Where nobody knows a home, this path leads nowhere, and that is right.
-        if not known and not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
+        if not known:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    elif known:  # `ray start` makes a token, too
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 _prepare_ray()

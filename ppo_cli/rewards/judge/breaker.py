@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question
-from ppo_cli.rewards.remote.limiter import Capacity, Clock, Limits, Spacing, Ticket
+from ppo_cli.rewards.remote.limiter import MINUTE_S, Capacity, Clock, Limits, Spacing, Ticket
 
 FEWEST = 5
 MOST = 20
@@ -235,8 +235,8 @@ class Admission:
         self.capacity = Capacity(limits.concurrency, clock)
         self.known_good: Callable[[], bool] = lambda: False
         self._clock = clock
-        self._rpm = Spacing(limits.max_rpm / 60.0, clock) if limits.max_rpm else None
-        self._tpm = Spacing(limits.max_tpm / 60.0, clock) if limits.max_tpm else None
+        self._rpm = Spacing(limits.max_rpm / MINUTE_S, clock) if limits.max_rpm else None
+        self._tpm = Spacing(limits.max_tpm / MINUTE_S, clock) if limits.max_tpm else None
         self._again: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
         self._fresh: deque[tuple[Ticket, asyncio.Future[None]]] = deque()
         self._resting: set[asyncio.Future[None]] = set()

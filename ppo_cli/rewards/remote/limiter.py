@@ -32,6 +32,9 @@ _RAREST, _SOONEST = 8.0, 0.1
 _LONG_QUIET_S = 2.0
 # The seconds that a late call may catch up.
 _CAP_CREDIT_S = 0.25
+# What is allowed in a minute is spread over a little more, so that calls that catch up, or that are
+# held up on their way and arrive together, are not too many at the server.
+MINUTE_S = 60.0 + _CAP_CREDIT_S + 0.75
 _CREDIT_S = 0.1
 
 
