@@ -35,7 +35,7 @@ def verl_config_dir() -> str:
 
 @pytest.fixture
 def judge() -> Iterator[JudgeServer]:
-    with JudgeServer(latency=0.2, score=lambda system, user: 8) as server:
+    with JudgeServer(latency=3.0, score=lambda system, user: 8) as server:
         server.fail("refusal", said=UNLUCKY)
         server.fail(500, share=1 / 16)
         yield server
@@ -76,7 +76,7 @@ def sampled(config: Any) -> Any:
 
     rows = [r for r in pq.read_table(config.data.train_files).to_pylist() for _ in range(4)]
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    texts = [f"It is {row['reward_model']['ground_truth']}." for row in rows]
+    texts = [f"{k}: it is {row['reward_model']['ground_truth']}." for k, row in enumerate(rows)]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     longest = max(map(len, ids))
     responses = torch.tensor([row + [tokenizer.pad_token_id or 0] * (longest - len(row))
@@ -113,8 +113,10 @@ def test_limits_hold_for_all_workers_and_failures_are_flagged(
     finally:
         ray.shutdown()
 
-    assert judge.state.most_in_flight <= AT_ONCE
-    assert most_in_a_minute([call.time for call in judge.calls]) <= A_MINUTE
+    most = most_in_a_minute([call.time for call in judge.calls])
+    assert AT_ONCE - 2 <= judge.state.most_in_flight <= AT_ONCE
+    assert most <= A_MINUTE
+    assert judge.count > SAMPLES  # failed calls were asked again
     assert judge.rejected == 0
     told = scored.non_tensor_batch
     values = scored.batch["rm_scores"].sum(-1).tolist()
@@ -130,5 +132,4 @@ def test_limits_hold_for_all_workers_and_failures_are_flagged(
     assert told["judge"].tolist() == pytest.approx([8.0] * SAMPLES)
     lines = (tmp_path / "verl" / "scores.jsonl").read_text().splitlines()
     assert len(lines) == SAMPLES
-    most = most_in_a_minute([call.time for call in judge.calls])
     print(f"at once {judge.state.most_in_flight}, in a minute {most}, calls {judge.count}")
