@@ -303,6 +303,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("reward_model.enable=True", "--reward_model PATH"),
         ("actor.use_dynamic_bsz=False", "actor.ppo_micro_batch_size_per_gpu=4"),
         ("rollout.val_kwargs.do_sample=True", "rollout.val_kwargs.temperature=0.7"),
+        ("rollout.val_kwargs.do_sample=False", "rollout.val_kwargs.temperature=0.0"),
         ("trainer.device=cuda", "no GPU"),
         ("trainer.device=npu", "NPUs are not offered"),
         ("trainer.logger=comet", "is not one of console, tensorboard, wandb"),
