@@ -73,6 +73,11 @@ def test_another_name_sets_our_setting() -> None:
     assert wrong == {}
 
 
+def test_two_names_that_set_one_number_agree() -> None:
+    given = "rollout.val_kwargs.do_sample=False", "rollout.val_kwargs.temperature=0.00"
+    assert settle(*given).config.rollout.val_kwargs.temperature == 0
+
+
 def test_path_and_name_of_a_function_are_joined() -> None:
     found = settle("custom_reward_function.path=r.py", "custom_reward_function.name=grade")
     assert found.config.reward.function == "r.py:grade"
@@ -303,7 +308,6 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("reward_model.enable=True", "--reward_model PATH"),
         ("actor.use_dynamic_bsz=False", "actor.ppo_micro_batch_size_per_gpu=4"),
         ("rollout.val_kwargs.do_sample=True", "rollout.val_kwargs.temperature=0.7"),
-        ("rollout.val_kwargs.do_sample=False", "rollout.val_kwargs.temperature=0.0"),
         ("trainer.device=cuda", "no GPU"),
         ("trainer.device=npu", "NPUs are not offered"),
         ("trainer.logger=comet", "is not one of console, tensorboard, wandb"),
