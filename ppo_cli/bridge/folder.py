@@ -45,6 +45,9 @@ python=${{PYTHON:-python}}
 address={address}
 port=${{MASTER_PORT:-{port}}}
 patience=${{NODE_TIMEOUT:-{patience}}}  # seconds to wait for other nodes
+# Ray's nodes know each other by a token from 2.60 on: on an open network set this to token, and the
+# same RAY_AUTH_TOKEN on every node.
+export RAY_AUTH_MODE=${{RAY_AUTH_MODE:-disabled}}
 """
 FIRST = """\
 rm -f "$here/{stopped}"
