@@ -114,13 +114,15 @@ class OwnRay:
     def trouble(self) -> str | None:
         """Say how it ended, or None while it runs."""
         code = self._head.poll()
+        part = next((name for name, pid in self._parts.items() if not lives(pid)), None)
         if code is None:
-            # The head itself may take seconds to see it and to end, on a busy machine; workers
-            # that went with the part are missed before that.
-            part = next((name for name, pid in self._parts.items() if not lives(pid)), None)
             if part is None:
                 return None
-        else:
+            # The head may take seconds to see it, on a busy machine, and workers that went with the
+            # part are missed before that. It alone knows which part went first: it ends the others.
+            with suppress(subprocess.TimeoutExpired):
+                code = self._head.wait(ENDS_S)
+        if code is not None:
             part = next((name for name, number in LOST.items() if number == code), None)
         if part is None:
             return f"Ray on this machine ended (code {code}). {read_tail(self._log)}"
