@@ -84,14 +84,14 @@ def write_model(
 def _told(source: Path) -> dict[str, Any]:
     """What an adapter's config says of it."""
     try:
-        told = json.loads((source / ADAPTER_CONFIG).read_text())
-        return {name: told[name] for name in ("base_model_name_or_path", "task_type")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{source / ADAPTER_CONFIG} is damaged or names no base model.") from error
+        told: dict[str, Any] = dict(json.loads((source / ADAPTER_CONFIG).read_text()))
+        return told
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{source / ADAPTER_CONFIG} is damaged.") from error
 
 
 def _base_name(source: Path) -> str:
-    name = _told(source)["base_model_name_or_path"]
+    name = _told(source).get("base_model_name_or_path")
     if not name:
         raise ModelError(f"{source} is an adapter that names no base model: give it with --base.")
     return str(name)
@@ -104,7 +104,7 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
         raise ModelError(
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
         )
-    critic = _told(source)["task_type"] == "TOKEN_CLS"
+    critic = _told(source).get("task_type") == "TOKEN_CLS"
     builder: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     try:
         model = builder.from_pretrained(
