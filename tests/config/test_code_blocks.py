@@ -23,7 +23,7 @@ import yaml
 from ppo_cli.cli.app import main
 from ppo_cli.config import derived
 from ppo_cli.config.keys import table
-from ppo_cli.report import tracker
+from ppo_cli.report import loggers
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "asked_for"
 GPUS = 8
@@ -84,7 +84,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(derived, "_devices_present", lambda root: GPUS)
-    monkeypatch.setattr(tracker, "find_spec", lambda name: name)  # every logger is installed
+    monkeypatch.setattr(loggers, "find_spec", lambda name: name)  # every logger is installed
     for name in ("CUDA_VISIBLE_DEVICES", *(key.env for key in table().values() if key.env)):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

@@ -135,7 +135,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         ("rollout.name=trt-llm", "'trt-llm' is not one of hf, vllm."),
         ("rollout.name=vlm", "Did you mean 'vllm'?"),
         ("actor.strategy=megatron-lm", "'megatron-lm' is not one of fsdp2, fsdp."),
-        ("trainer.engine=velr", "'velr' is not one of local, ray."),
+        ("trainer.engine=velr", "'velr' is not one of local, ray, verl. Did you mean 'verl'?"),
         ("actor.optim.betas=0.9", "takes 2 values, not 1"),
         ("actor.optim.lr=[1,2]", "'[1,2]' is not a number"),
         ("reward.function_kwargs=3", "is not a group such as {name: value}"),
