@@ -180,7 +180,7 @@ def test_the_gradients_of_a_critic_are_those_of_its_merged_weights() -> None:
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         whole_grad = plain.get_submodule(name).weight.grad
         for found, expected in ((a.grad, 2 * b.T @ whole_grad), (b.grad, 2 * whole_grad @ a.T)):
-            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
     assert len(layers) == 2 * 7
 
 
