@@ -16,7 +16,7 @@ from ppo_cli.data_sets.prepare import build_humaneval, humaneval_files
 from ppo_cli.data_sets.rows import read_source
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, find_fault
-from ppo_cli.rewards.worker import Call
+from ppo_cli.rewards.returned import Call
 
 
 def main() -> None:

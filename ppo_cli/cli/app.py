@@ -27,7 +27,7 @@ EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parqu
 COMMANDS = {
     "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
     "plan": (
-        "ppo_cli.cli.train:plan_app",
+        "ppo_cli.cli.plan:app",
         "Show every setting with its origin, and the batch arithmetic.",
     ),
     "doctor": (

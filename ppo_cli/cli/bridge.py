@@ -77,12 +77,6 @@ def read(
         print(f"{folder}: {steps} steps, {responses} responses. See them: ppo show {folder}")
 
 
-def asked(given: Given) -> bool:
-    """Whether a line is to run on verl."""
-    said = given.flags.get("trainer.engine", ("",))[0]
-    return said == "verl" or "trainer.engine=verl" in given.overrides
-
-
 def plan_there(given: Given) -> None:
     """Print the overrides of verl that a line comes to."""
     resolved, bridged = translated(given)
@@ -113,15 +107,8 @@ def train_there(given: Given) -> None:
     raise typer.Exit(subprocess.call(["bash", str(script)], env=environ))
 
 
-def resolve_here(given: Given) -> Resolved:
-    """Resolve a line for this engine; a refusal of what verl has says how it runs there."""
-    try:
-        return given.resolve_node()
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *_runs_there(given, error.problems)]) from error
-
-
-def _runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
+def runs_there(given: Given, problems: Sequence[str]) -> Iterator[str]:
+    """Say of a refused line how what verl alone has runs there."""
     from ppo_cli.bridge.overrides import only_verls
     from ppo_cli.config.verl import WRAPPER
 

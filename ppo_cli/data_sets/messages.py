@@ -27,6 +27,8 @@ def as_plain(value: Any, *, strict: bool = False) -> Any:
     With `strict`, half of a surrogate pair or bytes that are not UTF-8 raise NotText; otherwise
     such bytes become escapes.
     """
+    if value is None:
+        return None
     if isinstance(value, str):
         return _checked(value) if strict else value
     if isinstance(value, Mapping):

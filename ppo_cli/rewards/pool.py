@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, cast
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
 from ppo_cli.rewards.remote.loop_thread import LoopThread
-from ppo_cli.rewards.returned import describe_error
-from ppo_cli.rewards.worker import Call, Order, Ready, Task, timeout_words
+from ppo_cli.rewards.returned import Call, describe_error
+from ppo_cli.rewards.worker import Order, Ready, Task, timeout_words
 
 CALLS_AT_ONCE = 64
 # A coroutine is stopped by its own event loop; only a blocked loop is left to the pool.

@@ -1,9 +1,10 @@
-"""What a reward function may return: a number, a dict, or rewards placed in the response."""
+"""What a reward function is given, and what it may return: a number, a dict, placed rewards."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ppo_cli.records import Part, PlacedReward, Score
@@ -13,6 +14,16 @@ STEPS = "step_rewards"
 ENDS = ("offset", "end")
 VALUES = ("value", "score", "reward")
 LARGEST = 1e30  # beyond this the sums and squares of scores are no numbers any more
+
+
+@dataclass(frozen=True)
+class Call:
+    """One response to score."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
 
 
 def read_placed(form: str, value: Any) -> tuple[PlacedReward, ...]:

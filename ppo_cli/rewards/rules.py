@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError, did_you_mean, shorten
@@ -36,11 +36,12 @@ from ppo_cli.rewards.checkers import (
     repetition,
     unwrap_text,
 )
-from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.extract import find_code, read_tests
-from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import CannotScore, describe_error, read_returned
-from ppo_cli.rewards.worker import Call, Task
+from ppo_cli.rewards.returned import Call, CannotScore, describe_error, read_returned
+
+if TYPE_CHECKING:
+    from ppo_cli.rewards.code.check import CodePool
+    from ppo_cli.rewards.pool import WorkerPool
 
 Facts = Mapping[str, Any]
 
@@ -493,6 +494,8 @@ class RuleReward(Reward):
         cpu_seconds: float = CPU_SECONDS,
         code: Code | None = None,
     ) -> None:
+        from ppo_cli.rewards.code.check import CodePool
+
         self._rule = rule
         self._settings = dict(settings or {})
         self._timeout = timeout
@@ -536,6 +539,9 @@ class RuleReward(Reward):
         if rule.slow is None:
             return self._code
         if rule.name not in self._pools:
+            from ppo_cli.rewards.pool import WorkerPool
+            from ppo_cli.rewards.worker import Task
+
             load = partial(load_slow, rule.name, self._settings)
             task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MOST_MEMORY)
             self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)

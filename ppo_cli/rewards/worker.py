@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ppo_cli.records import Score
-from ppo_cli.rewards.returned import CannotScore, describe_error, read_returned
+from ppo_cli.rewards.returned import Call, CannotScore, describe_error, read_returned
 
 MOST_OUTPUT = 2000
 SECONDS_TO_LEAVE = 1.0
@@ -42,16 +42,6 @@ class Task:
 
 class Refused(Exception):
     """The task cannot be done; the message is for the user."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One response to score."""
-
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,16 @@ be, and how a judge tokenises text, is not known beforehand: each figure is a lo
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.derived import train_rows, val_rows
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import is_hub_name
-from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Usage
@@ -198,12 +197,19 @@ class Forecast:
         )
 
 
-def forecast(config: Config) -> Forecast:
-    """Return what the judge of a run will take; UserError where it cannot be forecast."""
+def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecast:
+    """Return what the judge of a run will take; UserError where it cannot be forecast.
+
+    `read` gives the first prompts of the split train or val.
+    """
     template = load_template(config.reward.api)
     sums, votes = arithmetic(config), config.reward.api.votes
-    train = _prompts(config, "train")
-    val = _prompts(config, "val") if config.data.val_files else []
+    files = (*config.data.train_files, *config.data.val_files)
+    if far := [name for name in files if is_hub_name(name)]:
+        # What is not on this disk is not fetched for a forecast.
+        raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
+    train = read("train")
+    val = read("val") if config.data.val_files else []
     chosen = _sample(train, config.trainer.seed)
     chosen_val = _sample(val, config.trainer.seed)
     a_call = _a_call(template, chosen, config)
@@ -219,25 +225,9 @@ def forecast(config: Config) -> Forecast:
         a_step=a_call.times((sums["reward_calls_per_step"] or 0) * votes),
         run=run,
         steps=sums["total_steps"],
-        rows=len(train) + len(val),
+        rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
         sampled=len(chosen) + len(chosen_val),
     )
-
-
-def _prompts(config: Config, split: str) -> list[Prompt]:
-    """Read the rows of a split; what is not on this disk is not fetched for a forecast."""
-    data = config.data
-    if split == "train":
-        files, most = prompt_files(data.train_files, "train"), data.train_max_samples
-    else:
-        files, most = prompt_files(data.val_files, "val"), data.val_max_samples
-    far = [name for name in files if is_hub_name(name)]
-    if far:
-        raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
-    sets = load_sets(
-        files, prompt_key=data.prompt_key, source_key=data.reward_fn_key, max_samples=most
-    )
-    return [prompt_of(rows.label, row) for rows in sets for row in rows.rows]
 
 
 def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:

@@ -1,4 +1,7 @@
-"""The sources of a reward (judges, models, rules) and their checks, for use outside training."""
+"""The sources of a reward (judges, models, rules) and their checks, for use outside training.
+
+What reads a file or knows the rules is imported for rewards that have some: every plan comes here.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,6 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
-from ppo_cli.rewards.function import check_syntax, find_file
-from ppo_cli.rewards.judge.prompt import (
-    Material,
-    check_criteria,
-    criteria_of,
-    load_template,
-    material_of,
-)
-from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
@@ -40,8 +34,12 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
         if rule.function is not None:
             yield partial(_check_function, rule.function)
         elif rule.rule is not None:
+            from ppo_cli.rewards.rules import rule_named
+
             yield partial(rule_named, rule.rule)
     for judge in judges_of(settings):
+        from ppo_cli.rewards.judge.prompt import criteria_of, load_template
+
         yield partial(load_template, judge.settings)
         yield partial(criteria_of, judge.settings)
 
@@ -54,23 +52,29 @@ def row_checks(
     Without `all_known` there are other rows, in which a rule may find what these lack.
     """
     for rules in rules_of(settings):
+        from ppo_cli.rewards.rules import RULES, check_prompts, check_sources, rule_named
+
         if rules.function is None and rules.rule is None:
             yield partial(check_sources, {prompt.data_source for prompt in prompts})
         if rules.function is None and all_known and (rules.rule is None or rules.rule in RULES):
             rule = None if rules.rule is None else rule_named(rules.rule)
             yield partial(check_prompts, rule, rules.function_kwargs, prompts)
-    materials = [material_of(prompt, "") for prompt in prompts]
     for judge in judges_of(settings):
-        yield partial(_check_template, judge.settings, materials)
+        yield partial(_check_template, judge.settings, prompts)
 
 
-def _check_template(settings: ApiReward, materials: Sequence[Material]) -> None:
+def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
+    from ppo_cli.rewards.judge.prompt import check_criteria, criteria_of, load_template, material_of
+
+    materials = [material_of(prompt, "") for prompt in prompts]
     load_template(settings).check(materials)
     check_criteria(criteria_of(settings), materials)
 
 
 def without_a_rule(sources: Collection[str]) -> str | None:
     """Say which data_source has no rule, as a run by rules would; None where all have one."""
+    from ppo_cli.rewards.rules import check_sources
+
     try:
         check_sources(sources)
     except RewardError as error:
@@ -79,6 +83,8 @@ def without_a_rule(sources: Collection[str]) -> str | None:
 
 
 def _check_function(spec: str) -> None:
+    from ppo_cli.rewards.function import check_syntax, find_file
+
     check_syntax(find_file(spec)[0])
 
 
@@ -166,6 +172,8 @@ def describe(settings: RewardSettings) -> str:
 
 def _source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings) -> str:
     if kind == "judge":
+        from ppo_cli.rewards.judge.prompt import load_template
+
         template = load_template(api)
         return f"judge {api.model} with prompt {template.name} {template.version}".rstrip()
     if kind == "model":

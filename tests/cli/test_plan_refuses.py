@@ -128,17 +128,17 @@ def test_a_plan_reads_the_first_rows_of_large_files_and_says_so(
     import pyarrow
     from pyarrow import parquet
 
-    rows = [json.dumps(ROW)] * 10_000 + ["{"]
+    rows = [json.dumps(ROW)] * 4_000 + ["{"]
     (desk / "many.jsonl").write_text("\n".join(rows))
-    (desk / "many.json").write_text(json.dumps([ROW] * 10_000 + [{"prompt": 7}]))
-    table = pyarrow.Table.from_pylist([ROW] * 10_000 + [ROW | {"prompt": ""}])
+    (desk / "many.json").write_text(json.dumps([ROW] * 4_000 + [{"prompt": 7}]))
+    table = pyarrow.Table.from_pylist([ROW] * 4_000 + [ROW | {"prompt": ""}])
     parquet.write_table(table, desk / "many.parquet", row_group_size=999)
     for name in ("many.jsonl", "many.json", "many.parquet"):
         line = f"{TRAIN.replace('train', 'plan', 1)} --train_files {name}"
         capfd.readouterr()
         assert main(line.split()) == 0
         told = capfd.readouterr().out
-        assert "Only the first 10,000 of 10,001 rows were read for this plan" in told
+        assert "Only the first 4,000 of 4,001 rows were read for this plan" in told
         assert f"data check {name}` checks them all" in told
         assert problems(line.replace("plan", "train", 1), capfd)
     (desk / "few.jsonl").write_text("{\n")

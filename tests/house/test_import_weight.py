@@ -36,7 +36,7 @@ def modules_of(root: Path, cwd: Path, *words: str, exit_code: int) -> list[str]:
     [
         ("--help", 250, 0),
         ("train --help", 650, 0),
-        ("plan --preset embedded", 500, 0),
+        ("plan --preset embedded", 380, 0),
         ("train --dry_run", 500, 0),
         ("train --engine verl", 500, 2),
         ("presets list", 500, 0),
@@ -51,3 +51,11 @@ def test_no_heavy_import(root: Path, tmp_path: Path, words: str, most: int, exit
     settings = {"pydantic", "yaml", "rich"} if words == "--help" else set()
     assert {name.split(".")[0] for name in modules} & (HEAVY | settings) == set()
     assert len(modules) < most
+
+
+def test_a_plan_loads_the_rewards_that_it_names(root: Path, tmp_path: Path) -> None:
+    ours = modules_of(root, tmp_path, "plan", "--preset", "embedded", exit_code=0)
+    for absent in ("rewards.judge", "rewards.code.check", "rewards.pool", "cli.bridge"):
+        assert not [name for name in ours if name.startswith(f"ppo_cli.{absent}")]
+    judged = ["plan", "--preset", "judge", "--model", "embedded", "--train_files", "embedded"]
+    assert "ppo_cli.rewards.judge.prompt" in modules_of(root, tmp_path, *judged, exit_code=0)

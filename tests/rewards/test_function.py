@@ -18,7 +18,8 @@ from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.function import load_function
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.worker import Call, Task
+from ppo_cli.rewards.returned import Call
+from ppo_cli.rewards.worker import Task
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -314,7 +315,8 @@ import os, pathlib, signal, time
 from functools import partial
 from ppo_cli.rewards.function import load_function
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.worker import Call, Task
+from ppo_cli.rewards.returned import Call
+from ppo_cli.rewards.worker import Task
 load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
 pool = WorkerPool(Task("endless", load), size=1, timeout=1000)
 pool.submit(Call("", "", None, {{}}), print)

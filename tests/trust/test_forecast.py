@@ -12,6 +12,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
+from ppo_cli.cli.plan import reader
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
@@ -46,7 +47,8 @@ def config(*overrides: str) -> Config:
 
 
 def foretell(*overrides: str) -> Forecast:
-    return forecast(config(*overrides))
+    settings = config(*overrides)
+    return forecast(settings, reader(settings))
 
 
 def test_calls_are_the_plans_times_the_votes() -> None:

@@ -39,8 +39,7 @@ from ppo_cli.rewards.code.ending import (
 )
 from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
 from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
-from ppo_cli.rewards.returned import LONGEST_TEXT, CannotScore, describe_error
-from ppo_cli.rewards.worker import Call
+from ppo_cli.rewards.returned import LONGEST_TEXT, Call, CannotScore, describe_error
 
 SECONDS_TO_START = 60.0
 SECONDS_BETWEEN_LOOKS = 0.1
