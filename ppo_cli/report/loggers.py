@@ -20,7 +20,7 @@ from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import MissingPart, UserError
+from ppo_cli.errors import MissingPart, UserError, first_line
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.run_folder import plain
 
@@ -134,10 +134,9 @@ class RunSink(Sink):
         try:
             self._run, name = self._start(known)
         except Exception as error:  # each package has errors of its own
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"{self.package} did not start ({redact(why)}). {self.mend}, or leave "
-                f"{self.package} out of --logger."
+                f"{self.package} did not start ({redact(first_line(error))}). {self.mend}, "
+                f"or leave {self.package} out of --logger."
             ) from error
         self._note("last_step", str(self._last))
         self._note("run_id", name)

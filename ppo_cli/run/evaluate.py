@@ -37,7 +37,7 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import set_threads
 from ppo_cli.engine.export import write_model
 from ppo_cli.engine.sampler import Sampler, build_sampler
-from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError
+from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, rollout_line
@@ -298,8 +298,8 @@ def evaluate_tasks(
                     random_seed=config.trainer.seed,
                 )
             except Exception as error:  # a task is code of its own: data, templates, metrics
-                why = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise UserError(f"lm-eval failed with {', '.join(tasks)}: {redact(why)}") from error
+                why = redact(first_line(error))
+                raise UserError(f"lm-eval failed with {', '.join(tasks)}: {why}.") from error
         by_task = {
             task: {
                 name.removesuffix(",none"): {"value": value, "stderr": _stderr(measured, name)}

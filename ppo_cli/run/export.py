@@ -14,7 +14,7 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.export import write_model
-from ppo_cli.errors import ConfigError, UserError, on_path
+from ppo_cli.errors import ConfigError, UserError, first_line, on_path
 from ppo_cli.redact import redact
 from ppo_cli.report.card import write_card
 from ppo_cli.run_folder import STEP_NAME, find_model, holds_model
@@ -115,7 +115,7 @@ def _push(folder: Path, name: str, *, public: bool) -> str:
         error: BaseException = failure
         while error.__cause__ and not isinstance(error, HfHubHTTPError):
             error = error.__cause__
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         if isinstance(error, HfHubHTTPError):
             said = error.server_message or error.response.reason_phrase
             why = f"the hub answered {error.response.status_code}, {said}"

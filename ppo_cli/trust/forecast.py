@@ -23,6 +23,7 @@ from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Price, find_price
 from ppo_cli.rewards.judge.prompt import (
     Template,
+    ask,
     check_criteria,
     criteria_of,
     load_template,
@@ -262,14 +263,8 @@ def _input_bytes(
     template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None
 ) -> int:
     """Measure a request about a response of so many characters."""
-    question = template.question(
-        material_of(prompt, ("and so on " * (length // 10 + 1))[:length]),
-        nonce="0" * 16,
-        max_tokens=api.max_tokens,
-        reasoning=api.reasoning,
-        max_response_chars=api.max_response_chars,
-        rubric=rubric,
-    )
+    material = material_of(prompt, ("and so on " * (length // 10 + 1))[:length])
+    question = ask(api, template, material, nonce="0" * 16, rubric=rubric)
     return len((question.system + question.user).encode("utf-8", "replace"))
 
 

@@ -17,6 +17,7 @@ from ppo_cli.rewards.judge.calls import Question
 from ppo_cli.rewards.judge.prompt import (
     Material,
     Template,
+    ask,
     criteria_of,
     load_preset,
     load_template,
@@ -118,13 +119,7 @@ def show_row(
             f"{row.place} has no column '{RESPONSE}': give a placeholder with --response TEXT."
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
-    question = template.question(
-        material,
-        max_tokens=api.max_tokens,
-        reasoning=api.reasoning,
-        max_response_chars=api.max_response_chars,
-        rubric=criteria_of(api)(material),
-    )
+    question = ask(api, template, material, rubric=criteria_of(api)(material))
     seen = readable(chosen, api.reasoning)
     gated = content_free(material.prompt, seen, row.ground_truth) if api.gate else None
     return Shown(template, question, gated)

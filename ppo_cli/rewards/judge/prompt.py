@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 
 from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Output, Question, Scale
 from ppo_cli.rewards.judge.files import FromFile, read_file
@@ -372,6 +372,27 @@ def load_template(api: ApiReward) -> Template:
     return found if api.output is None else replace(found, output=api.output)
 
 
+def ask(
+    api: ApiReward,
+    template: Template,
+    material: Material,
+    *,
+    vote: int = 0,
+    nonce: str | None = None,
+    rubric: Rubric | None = None,
+) -> Question:
+    """Render one request as the settings have it; see `Template.question`."""
+    return template.question(
+        material,
+        vote=vote,
+        nonce=nonce,
+        max_tokens=api.max_tokens,
+        reasoning=api.reasoning,
+        max_response_chars=api.max_response_chars,
+        rubric=rubric,
+    )
+
+
 def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
     """Which criteria a response is judged by; what is wrong with a file is raised at once.
 
@@ -405,7 +426,7 @@ def check_criteria(of: Callable[[Material], Rubric | None], materials: Sequence[
         try:
             of(material)
         except RewardError as error:
-            wrong.append(f"row {number}: {str(error).splitlines()[0]}")
+            wrong.append(f"row {number}: {first_line(error)}.")
     if wrong:
         head = f"The criteria of {len(wrong)} of {len(materials)} rows cannot be used:"
         raise RewardError("\n".join([head, *wrong[:MOST_TOLD]]))

@@ -38,6 +38,7 @@ from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, find_price
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
 from ppo_cli.rewards.judge.prompt import (
+    ask,
     check_criteria,
     criteria_of,
     load_template,
@@ -531,15 +532,9 @@ class JudgeReward(Reward):
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None
     ) -> Question:
-        api, material = self._api, material_of(prompt, response)
-        return self.template.question(
-            material,
-            vote=vote,
-            max_tokens=api.max_tokens,
-            reasoning=api.reasoning,
-            max_response_chars=api.max_response_chars,
-            rubric=rubric or self._criteria(material),
-        )
+        material = material_of(prompt, response)
+        rubric = rubric or self._criteria(material)
+        return ask(self._api, self.template, material, vote=vote, rubric=rubric)
 
     async def _measure(self) -> dict[str, float]:
         report, self._report = self._report, StepReport()

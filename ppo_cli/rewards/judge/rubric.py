@@ -19,7 +19,7 @@ import yaml
 
 from ppo_cli.config.layers import read_settings_text
 from ppo_cli.config.values import load_yaml
-from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
 
 LISTS = ("criteria", "rubric", "rubrics")
@@ -170,7 +170,7 @@ def load_rubric(path: Path) -> Rubric:
             "or extra_info.NAME for criteria that each row brings."
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise RewardError(f"{label}: cannot be read: {str(error).splitlines()[0]}.") from None
+        raise RewardError(f"{label}: cannot be read: {first_line(error)}.") from None
     return read_rubric(given, label, fixed=True)
 
 
