@@ -30,6 +30,7 @@ from typing import Any
 
 STEPS = 3  # of a process; the first one warms up
 RESPONSE = 128
+VOCABULARY = 8192
 ENDS = 3 / RESPONSE
 
 
@@ -40,20 +41,26 @@ def make_model(folder: Path, *, ends: float) -> None:
     one; it is led into one width of the state that only the row of the end token reads.
     """
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    words = ["<end>", "<pad>", *(f"w{n}" for n in range(8190))]
-    raw = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<end>", pad_token="<pad>", model_max_length=1024
-    )
+    # Transformers takes its own byte-level class for any Qwen2: the words are tokens added to it.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: number for number, text in enumerate(["<end>", "<pad>", *letters])}
+    raw = Tokenizer(models.BPE(vocabulary, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    words = [f"w{number}" for number in range(VOCABULARY - len(vocabulary))]
+    raw.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in words])
+    tokenizer = Qwen2Tokenizer(
+        tokenizer_object=raw, eos_token="<end>", pad_token="<pad>", unk_token=None,
+        model_max_length=1024,
+    )  # fmt: skip
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(words), hidden_size=320, intermediate_size=960, num_hidden_layers=6,
+            vocab_size=VOCABULARY, hidden_size=320, intermediate_size=960, num_hidden_layers=6,
             num_attention_heads=5, num_key_value_heads=5, max_position_embeddings=1024,
             tie_word_embeddings=True, eos_token_id=0, pad_token_id=1, bos_token_id=None,
         )
@@ -65,7 +72,7 @@ def make_model(folder: Path, *, ends: float) -> None:
             attention.o_proj.weight[0, 0] = 1.0
             head = model.model.embed_tokens.weight
             head[:, 0] = 0.0
-            rows = torch.randint(2, len(words), (8, 64))
+            rows = torch.randint(2, VOCABULARY, (8, 64))
             low, high = 0.0, 50.0
             for _ in range(40):
                 head[0, 0] = (low + high) / 2
@@ -85,7 +92,7 @@ def make_prompts(file: Path, count: int, *, fixed: bool) -> None:
         32 if fixed else min(180, int(dice.lognormvariate(3.95, 0.5)) + 10) for _ in range(count)
     ]
     rows = [
-        {"prompt": " ".join(f"w{dice.randrange(8190)}" for _ in range(length))}
+        {"prompt": " ".join(f"w{dice.randrange(7000)}" for _ in range(length))}
         for length in lengths
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
