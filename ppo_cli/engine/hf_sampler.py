@@ -33,7 +33,7 @@ from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import adapt, load_adapter
-from ppo_cli.engine.micro_batches import is_out_of_memory
+from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING, is_out_of_memory
 from ppo_cli.engine.models import (
     adapted,
     decode_text,
@@ -47,17 +47,53 @@ from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
 
 BUSY_SHARE = 0.75
+SPARE_COLUMNS = 64  # a cache is copied once in so many tokens
 
 
 class KVLayer(DynamicLayer):
-    """One layer's keys and values (rows, heads, columns, size)."""
+    """One layer's keys and values (rows, heads, columns, size).
+
+    Both are views of tensors with spare columns, so that a token is written in place.
+    """
 
     keys: Tensor
     values: Tensor
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._wide: tuple[Tensor, ...] = ()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add columns; return all."""
+        new = key_states, value_states
+        held = self.get_seq_length()
+        columns = held + key_states.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if not self._wide or self._wide[0].shape[2] < columns:
+            self._wide = tuple(
+                part.new_empty((*part.shape[:2], columns + SPARE_COLUMNS, part.shape[3]))
+                for part in new
+            )
+            if held:
+                for wide, before in zip(self._wide, (self.keys, self.values), strict=True):
+                    wide[:, :, :held] = before
+        for wide, part in zip(self._wide, new, strict=True):
+            wide[:, :, held:columns] = part
+        self.keys, self.values = (wide[:, :, :columns] for wide in self._wide)
+        return self.keys, self.values
+
     def trim(self, columns: int) -> None:
         """Forget the first columns."""
         self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
+        self._wide = tuple(wide[:, :, columns:] for wide in self._wide)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows only."""
+        super().batch_select_indices(indices)
+        self._wide = ()
 
     def append_rows(self, other: KVLayer, rows: Tensor) -> None:
         """Add rows of a cache that is not longer, so that both end at the same column."""
@@ -65,6 +101,7 @@ class KVLayer(DynamicLayer):
         before = (0, 0, self.get_seq_length() - other.get_seq_length(), 0)
         self.keys = torch.cat([self.keys, pad(other.keys[rows], before)])
         self.values = torch.cat([self.values, pad(other.values[rows], before)])
+        self._wide = ()
 
 
 class KVCache(Cache):
@@ -380,15 +417,21 @@ def _list_jobs(prompts: Sequence[Prompt], sampling: Sampling) -> list[Job]:
 
 
 def _next_jobs(waiting: list[Job], room: int) -> list[Job]:
-    """Take jobs from the end of the list, as many as fit the room and one forward pass."""
+    """Take jobs from the end of the list: what fits the room and one pass with little padding."""
     width = len(waiting[-1].prompt.token_ids)
     taken: list[Job] = []
     prompts: set[str] = set()
+    tokens = 0
     while waiting and len(taken) < room:
-        uid = waiting[-1].prompt.uid
-        if prompts and uid not in prompts and (len(prompts) + 1) * width > PREFILL_TOKENS:
-            break
-        prompts.add(uid)
+        prompt = waiting[-1].prompt
+        if prompts and prompt.uid not in prompts:
+            padded = (len(prompts) + 1) * width
+            padding = padded - tokens - len(prompt.token_ids)
+            if padded > (PREFILL_TOKENS if padding <= MOST_PADDING * padded else LEAST_TOKENS):
+                break
+        if prompt.uid not in prompts:
+            prompts.add(prompt.uid)
+            tokens += len(prompt.token_ids)
         taken.append(waiting.pop())
     return taken
 
