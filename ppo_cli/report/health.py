@@ -145,17 +145,17 @@ def _collapsed(steps: History, limits: Limits) -> str:
     """A reward that was there and is gone, together with a KL far off or an entropy near 0."""
     now, earlier = steps[-1], steps[:-1]
     reward, kl, entropy = (now.get(k) for k in ("reward_mean", "kl_divergence", "entropy"))
+    had = max((float(s.get("entropy") or 0.0) for s in earlier), default=0.0)
+    silent = entropy is not None and entropy < limits.entropy_share * had
+    far = kl is not None and kl > FAR * limits.kl[1]
+    if not (silent or far):
+        return ""
     before = [float(s["reward_mean"]) for s in earlier if s.get("reward_mean") is not None]
     lowest = [float(s["score/min"]) for s in steps if s.get("score/min") is not None]
     if reward is None or not before or not lowest:
         return ""
     best, floor = max(before), min(lowest)
     if best <= floor or reward - floor > LOST_REWARD * (best - floor):
-        return ""
-    had = max((float(s.get("entropy") or 0.0) for s in earlier), default=0.0)
-    silent = entropy is not None and entropy < limits.entropy_share * had
-    far = kl is not None and kl > FAR * limits.kl[1]
-    if not (silent or far):
         return ""
     signs = [f"kl is {kl:.2g}"] * far + [f"entropy fell from {had:.2g} to {entropy:.2g}"] * silent
     good = max(s["step"] for s in earlier if s.get("reward_mean") == best)
@@ -180,15 +180,18 @@ def _kl_high(steps: History, limits: Limits) -> str:
     if not newest:
         return ""
     if newest[0] <= FAR * limits.kl[1]:
-        rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
-        rises = len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
         lasts = len(steps) >= SETTLE_STEPS and bool(two) and min(two) > limits.kl[1]
-        if not lasts or (rises and not limits.judged):
+        if not lasts or (not limits.judged and _rises(steps)):
             return ""
     return (
         f"kl {newest[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
         f"Raise {limits.kl_setting} or lower --lr."
     )
+
+
+def _rises(steps: History) -> bool:
+    rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
+    return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
 
 
 def _kl_low(steps: History, limits: Limits) -> str:

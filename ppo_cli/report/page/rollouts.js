@@ -166,8 +166,10 @@ async function load({ keep = false } = {}) {
     if (!$("filter").children.length) drawFilter();
     drawSources(found.sources);
     $("found").className = "dim";
-    $("found").textContent = `${found.total.toLocaleString("en-US")} of ${found.all.toLocaleString("en-US")} responses`;
+    $("found").textContent = `${found.total.toLocaleString("en-US")} of ${found.all.toLocaleString("en-US")} responses`
+      + (found.unread ? `; ${found.unread.toLocaleString("en-US")} earlier steps are being read …` : "");
     drawTable();
+    if (found.unread) setTimeout(() => { if (ticket === now.asked) load({ keep: true }); });
   } catch (error) {
     $("found").className = "error";
     $("found").textContent = error.message;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,9 @@ SAMPLE_TEXT = 20_000  # characters of a text in a report
 MOST_THROUGH_TIME = 60  # responses of one prompt
 SEARCH_S = 30.0  # of a pattern over all texts
 TEXTS = ("prompt", "response", "reason")
+
+
+Place = tuple[str, int]  # split and step
 
 
 class Row(NamedTuple):
@@ -56,39 +61,72 @@ class Rollouts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.unread = 0  # steps that are not read yet
         self._lock = threading.Lock()
-        self._files: dict[tuple[str, int], tuple[tuple[int, int], list[Row]]] = {}
-        self._rows: list[Row] = []
-        self._changed: dict[tuple[str, str], float] = {}
+        self._files: dict[Place, tuple[tuple[int, int], list[Row]]] = {}
+        self.known: list[Row] = []  # what `rows` gave last
+        self._ends: dict[tuple[str, str], tuple[int, float, int, float]] = {}
 
-    def rows(self) -> list[Row]:
-        """All responses, oldest first."""
+    def rows(self, seconds: float = math.inf) -> list[Row]:
+        """The responses, oldest first; after so many seconds those of the newest steps only.
+
+        The next call reads on.
+        """
         with self._lock:
             found = {
                 (split, step): _state(rollout_file(self.folder, step, split))
                 for split in PREFIXES
                 for step in rollout_steps(self.folder, split)
             }
-            if found != {key: state for key, (state, _) in self._files.items()}:
-                known = self._files
-                self._files = {
-                    key: known[key]
-                    if key in known and known[key][0] == state
-                    else (state, list(_index(self.folder, *key)))
-                    for key, state in found.items()
-                }
+            known = {key: file for key, file in self._files.items() if found.get(key) == file[0]}
+            same = found.keys() == known.keys() == self._files.keys()
+            if len(known) < len(self._files):  # a step was written anew
+                self._files, self._ends = known, {}
+                for key, (_, rows) in known.items():
+                    self._note_ends(key, rows)
+            unread = sorted(found.keys() - known.keys(), key=lambda key: (key[1], key[0]))
+            ends = time.monotonic() + seconds
+            while unread:
+                key = unread.pop()
+                self._files[key] = (found[key], list(_index(self.folder, *key)))
+                self._note_ends(key, self._files[key][1])
+                if time.monotonic() > ends:
+                    break
+            self.unread = len(unread)
+            if not same:
                 in_order = sorted(self._files, key=lambda key: (key[1], key[0]))
-                self._rows = [row for key in in_order for row in self._files[key][1]]
-                self._changed = _changes(self._rows)
-            return self._rows
+                self.known = [row for key in in_order for row in self._files[key][1]]
+            return self.known
+
+    def _note_ends(self, key: Place, rows: Iterable[Row]) -> None:
+        """Keep of each prompt its first and its last step, with the mean scores there."""
+        split, step = key
+        scores: dict[str, list[float]] = defaultdict(list)
+        for row in rows:
+            if row.score is not None:
+                scores[row.uid].append(row.score)
+        for uid, values in scores.items():
+            mean = sum(values) / len(values)
+            first, before, last, after = self._ends.get((split, uid), (step, mean, step, mean))
+            if step < first:
+                first, before = step, mean
+            elif step > last:
+                last, after = step, mean
+            self._ends[split, uid] = (first, before, last, after)
 
     def changed(self, row: Row) -> float:
         """How far the mean score of a row's prompt went from its first step to its last."""
-        return self._changed.get((row.split, row.uid), 0.0)
+        _, before, _, after = self._ends.get((row.split, row.uid), (0, 0.0, 0, 0.0))
+        return round(abs(after - before), 6)
 
-    def select(self, query: Mapping[str, str]) -> list[Row]:
-        """The rows that a query of the page asks for, sorted; raises UserError for a bad one."""
-        chosen = [row for row in self.rows() if _fits(row, query)]
+    def select(self, query: Mapping[str, str], seconds: float = math.inf) -> list[Row]:
+        """The rows that a query of the page asks for, sorted; raises UserError for a bad one.
+
+        As `rows`, after so many seconds those of the newest steps only, unless texts are searched.
+        """
+        rows = self.rows(math.inf if query.get("pattern") else seconds)
+        fits = _filter(query)
+        chosen = [row for row in rows if fits(row)]
         if pattern := query.get("pattern"):
             chosen = list(self._search(chosen, pattern, query.get("where", "")))
         sort, down = query.get("sort", "step"), query.get("order") == "down"
@@ -130,8 +168,11 @@ class Rollouts:
         """The row with this id; raises UserError when there is none."""
         split, _, rest = name.partition(":")
         step, _, line = rest.partition(":")
-        self.rows()
-        known = self._files.get((split, int(step))) if step.isdecimal() else None
+        place = split, int(step) if step.isdecimal() else -1
+        self.rows(0.0)
+        if place not in self._files:
+            self.rows()
+        known = self._files.get(place)
         if known is None or not line.isdecimal() or int(line) >= len(known[1]):
             raise UserError(f"There is no response '{name}'.")
         return known[1][int(line)]
@@ -186,7 +227,8 @@ def _index(folder: Path, split: str, step: int) -> Iterator[Row]:
             str(line.get("data_source") or ""),
             float(score) if isinstance(score, int | float) else None,
             str(line.get("failure") or ""), int(line.get("tokens") or 0),
-            _disputed(line), 60 + sum(len(name) + len(str(v)) + 4 for name, v in line.items()),
+            _disputed(line),
+            60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values()),
         )  # fmt: skip
 
 
@@ -204,35 +246,23 @@ def _disputed(line: Mapping[str, Any]) -> float:
     return round(max(gaps), 6)
 
 
-def _changes(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
-    """Of each prompt: its mean score in its last step less that in its first."""
-    scores: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row.score is not None:
-            scores[row.split, row.uid][row.step].append(row.score)
-    means = {
-        prompt: [sum(v) / len(v) for _, v in sorted(steps.items())]
-        for prompt, steps in scores.items()
-    }
-    return {prompt: round(abs(found[-1] - found[0]), 6) for prompt, found in means.items()}
-
-
-def _fits(row: Row, query: Mapping[str, str]) -> bool:
+def _filter(query: Mapping[str, str]) -> Callable[[Row], bool]:
     """Whether a row passes the filters that need no text."""
     low, high = _number(query, "from_step"), _number(query, "to_step")
     least, most = _number(query, "min"), _number(query, "max")
-    failed = query.get("failed", "")
-    return (
-        (low is None or row.step >= low)
-        and (high is None or row.step <= high)
-        and query.get("split", "") in ("", row.split)
-        and query.get("source", "") in ("", row.source)
-        and (least is None or (row.score is not None and row.score >= least))
-        and (most is None or (row.score is not None and row.score <= most))
-        and (failed != "yes" or row.score is None)
-        and (failed != "no" or row.score is not None)
-        and (not query.get("why") or query["why"].lower() in row.failure.lower())
-    )
+    split, source, why = (query.get(name, "") for name in ("split", "source", "why"))
+    wanted: dict[str, Callable[[Row], bool]] = {
+        "from_step": lambda row: low is None or row.step >= low,
+        "to_step": lambda row: high is None or row.step <= high,
+        "split": lambda row: row.split == split,
+        "source": lambda row: row.source == source,
+        "min": lambda row: least is None or (row.score is not None and row.score >= least),
+        "max": lambda row: most is None or (row.score is not None and row.score <= most),
+        "failed": lambda row: (row.score is None) == (query["failed"] == "yes"),
+        "why": lambda row: why.lower() in row.failure.lower(),
+    }
+    checks = [check for name, check in wanted.items() if query.get(name)]
+    return lambda row: all(check(row) for check in checks)
 
 
 def _number(query: Mapping[str, str], name: str) -> float | None:

@@ -24,6 +24,7 @@ from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE
 
 ROWS = 50  # of a page of the table
+ANSWER_S = 0.5  # then the table shows what is read so far, and the page asks again
 MOST_BODY = 100_000  # bytes of a label with its comment
 HEADERS = {
     "Cache-Control": "no-store",
@@ -165,14 +166,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _rows(self, query: dict[str, str]) -> None:
         rollouts = self._rollouts(query)
-        chosen = rollouts.select(query)
+        chosen = rollouts.select(query, ANSWER_S)
         offset = int(query["offset"]) if query.get("offset", "").isdecimal() else 0
-        everything = rollouts.rows()
         shown = [brief(x) for x in rollouts.read(chosen[offset : offset + ROWS], None) if x]
-        sources = sorted({row.source for row in everything})
-        self._json(
-            {"total": len(chosen), "all": len(everything), "rows": shown, "sources": sources}
-        )
+        sources = sorted({row.source for row in rollouts.known})
+        self._json({
+            "total": len(chosen), "all": len(rollouts.known), "rows": shown, "sources": sources,
+            "unread": rollouts.unread,
+        })  # fmt: skip
 
     def _row(self, query: dict[str, str]) -> None:
         rollouts = self._rollouts(query)

@@ -90,6 +90,24 @@ def test_what_has_changed_is_read_again(tmp_path: Path) -> None:
     assert data.read()["marks"]["restarts"] == [4]
 
 
+def test_the_newest_steps_are_read_first_and_the_rest_by_and_by(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    rollouts, whole = Rollouts(folder), Rollouts(folder)
+    assert {row.step for row in rollouts.rows(0.0)} == {4}
+    assert rollouts.unread == 3
+    assert rollouts.one("train:1:0").step == 1  # an older one that is asked for is read
+    assert rollouts.rows() == whole.rows()
+    assert [rollouts.changed(row) for row in rollouts.rows()] == [
+        whole.changed(row) for row in whole.rows()
+    ]
+    row = whole.rows()[0]
+    assert whole.changed(row) == pytest.approx(3 / 12, abs=1e-6)
+    file = folder / "rollouts" / "step_000004.jsonl"
+    file.write_text(file.read_text().replace(f'"score": {4 / 12}', '"score": 0.0'))
+    assert whole.rows(0.0)[-8].score == 0.0  # a step written anew is read anew
+    assert whole.changed(row) == pytest.approx(1 / 12, abs=1e-6)
+
+
 def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:
     rollouts = Rollouts(run)
     rows = rollouts.rows()
