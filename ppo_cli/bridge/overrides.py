@@ -44,7 +44,7 @@ def verl_names() -> frozenset[str]:
     """Return the settings of verl 0.9.1 that have a value, by their full names."""
     path = Path(__file__).parents[1] / "config" / "verl_defaults.json"
     names: set[str] = set()
-    for version, row in json.loads(path.read_text(encoding="utf-8")).items():
+    for version, row in json.loads(path.read_text(encoding="utf-8"))["versions"].items():
         if version != "main":
             names = (names | row["set"].keys()) - set(row["gone"])
     return frozenset(names)

@@ -71,6 +71,7 @@ class Reading:
         self.sized: dict[str, Entry] = {}  # by model, what sets the size of a micro-batch
         self._refused: dict[tuple[str, str], list[str]] = {}
         self._told: dict[tuple[str, str], list[str]] = {}
+        self._on: set[str] = {""}  # switches of verl's that a layer turned on
         self.given = ""
         self._by: dict[str, tuple[str, Entry]] = {}
 

@@ -37,6 +37,7 @@ class ForeignNames:
     tied: dict[str, str]
     same: dict[str, tuple[tuple[str, ...], str]]
     told: dict[str, str]
+    behind: dict[str, str]
     refused: dict[str, str]
     new: dict[str, frozenset[str]]
     gone: dict[str, frozenset[str]]
@@ -64,6 +65,10 @@ def foreign_names() -> ForeignNames:
             for name, text in spelt(said)
         },
         dict(spelt(read["told"])),
+        {
+            name: switch.replace("PART", name.partition(".")[0])
+            for name, switch in spelt(read["behind"])
+        },
         dict(spelt(read["refused"])),
         {first: frozenset(row.get("new", ())) for first, row in read["generations"].items()},
         {first: frozenset(row.get("gone", ())) for first, row in read["generations"].items()},
@@ -75,10 +80,16 @@ def foreign_names() -> ForeignNames:
 def verl_values() -> dict[str, set[str]]:
     """Return what verl's own files set, in any version, by names without the wrapper."""
     path = Path(__file__).with_name("verl_defaults.json")
+    read = json.loads(path.read_text(encoding="utf-8"))
     found: dict[str, set[str]] = defaultdict(set)
-    for row in json.loads(path.read_text(encoding="utf-8")).values():
+    for name, values in read["engines"].items():
+        found[name.removeprefix(WRAPPER)] |= {_plain(value) for value in values}
+    for row in read["versions"].values():
         for name, value in row["set"].items():
             found[name.removeprefix(WRAPPER)].add(_plain(value))
+    for name in list(found):
+        for own in _renamed(name):
+            found[own] |= found[name]
     return dict(found)
 
 
@@ -151,6 +162,13 @@ def taken_as(generation: Generation) -> str:
     )
 
 
+def _switches(entry: Entry) -> tuple[str, ...]:
+    """Return what an entry switches on: `rollout.mtp.enable`, `model_engine=veomni`."""
+    word, given = _plain(entry.raw), entry.name.removeprefix(WRAPPER)
+    names = () if word in (*OFF, "disabled", "sync") else _renamed(given) or (given,)
+    return tuple(on for name in names for on in (name, f"{name}={word}"))
+
+
 class Translator(Reading):
     """Turns one layer after the other into our names."""
 
@@ -158,6 +176,7 @@ class Translator(Reading):
         """Return the layer in our own names; what has to be said about it is added to the lists."""
         self._by = {}
         self.function_file = self.function_name = None
+        self._on |= {part for entry in layer for part in _switches(entry)}
         for entry in layer:
             self.given = entry.name
             name = entry.name.removeprefix(WRAPPER)
@@ -193,7 +212,7 @@ class Translator(Reading):
             self._foreign(entry, name, foreign_names())
 
     def _foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
-        own_value = self.verl and _plain(entry.raw) in verl_values().get(name, ())
+        own_value = _plain(entry.raw) in verl_values().get(name, ())
         if renamed := _renamed(name):
             for own in renamed:
                 key = find(own)
@@ -206,21 +225,25 @@ class Translator(Reading):
         elif name in names.tied:
             self._tie(entry, names.tied[name])
         elif own_value:
-            pass  # what verl takes anyway, written out, asks for nothing
+            if not self.verl:  # in a line of verl, what it takes anyway asks for nothing
+                self.tell(entry, "only verl has it, and takes that value anyway")
         elif name in names.same:
             self._same(entry, *names.same[name])
         elif ".megatron" in name:
             self.refuse(entry, name, f"cannot be set here: {names.refused['megatron.*']}")
         elif said := _below(names.told, name):
             self.tell(entry, said)
+        elif (switch := _below(names.behind, name)) not in self._on and name not in names.refused:
+            self.tell(entry, f"without {switch} it changes nothing, as in verl")
         elif said := _below(names.refused, name):
             self.refuse(entry, name, f"cannot be set here: {said}")
-        elif self.verl and name in verl_values():
+        elif name in verl_values():
             self.refuse(entry, name, "cannot be set here: only verl has it; leave it out")
         elif "@" in name:
             self.refuse(entry, name, "cannot be set here: groups of Hydra's files are not read")
         elif self.verl and name not in sections() and not suggest(name, strict=True):
-            self.refuse(entry, name, "cannot be set here: there is no such setting; leave it out")
+            said = "it is no setting of this program, nor in verl's own files; leave it out"
+            self.refuse(entry, name, f"cannot be set here: {said}")
         else:
             self.put(entry, name, entry.raw)
 
@@ -231,6 +254,11 @@ class Translator(Reading):
 
     def _tie(self, entry: Entry, own: str) -> None:
         if is_unset(entry.raw) or str(entry.raw) == "-1":
+            return
+        if own == "trainer.seed":  # one seed draws everything, and not verl's numbers
+            if entry.name == "data.seed":
+                self.put(entry, own, Late(lambda value: entry.raw, yields=True))
+            self.tell(entry, "trainer.seed draws everything, and data.seed sets it")
             return
         wanted = PRECISIONS.get(str(entry.raw), str(entry.raw)).strip().lower()
         self.demand(

@@ -232,7 +232,7 @@ def _resume_mode(translator: Reading, entry: Entry) -> None:
 
 
 def _resume_from(translator: Reading, entry: Entry) -> None:
-    if is_unset(entry.raw):
+    if is_unset(entry.raw) or str(entry.raw).strip().lower() == "false":
         return
     translator.resume_path = str(entry.raw)
     if translator.verl:
@@ -382,11 +382,12 @@ def _lora_alpha(translator: Reading, entry: Entry) -> None:
 
 
 def _exclude_modules(translator: Reading, entry: Entry) -> None:
+    model = entry.name.removesuffix("exclude_modules")
     if not is_unset(entry.raw):
         translator.demand(
             entry,
-            lambda value: value("model.lora_rank") == 0,
-            f"{entry.name} is not offered; name what LoRA adapts in model.target_modules.",
+            lambda value: value(f"{model}lora_rank") == 0,
+            f"{entry.name} is not offered; name what LoRA adapts in {model}target_modules.",
         )
 
 
@@ -411,8 +412,8 @@ def _text_only(translator: Reading, entry: Entry) -> None:
     translator.tell(entry, "models here read text only, so it changes nothing")
 
 
-def _sampler_dtype(translator: Reading, entry: Entry) -> None:
-    """The sampler computes as the trainer does: in bfloat16, without a GPU in float32."""
+def _same_dtype(translator: Reading, entry: Entry) -> None:
+    """Trainer, reference and sampler compute alike: in bfloat16, without a GPU in float32."""
     word = PRECISIONS.get(str(entry.raw), str(entry.raw))
     if word not in ("bfloat16", "float32", "auto"):
         said = "--dtype takes bfloat16 or float32 for both trainer and sampler"
@@ -422,7 +423,7 @@ def _sampler_dtype(translator: Reading, entry: Entry) -> None:
     translator.demand(
         entry,
         lambda value: word in ("auto", value("model.dtype") or usual),
-        f"{entry.name}={word}: the sampler computes as the trainer does; set --dtype {word}.",
+        f"{entry.name}={word}: trainer, reference and sampler compute alike; set --dtype {word}.",
     )
 
 
@@ -485,6 +486,12 @@ def _precision(translator: Reading, entry: Entry) -> None:
     translator.put(entry, "model.dtype", PRECISIONS.get(str(entry.raw), entry.raw))
 
 
+def _group_metric(translator: Reading, entry: Entry) -> None:
+    """verl's `reward`, which it takes where none is named, has the penalties in it."""
+    theirs = translator.verl and (is_unset(entry.raw) or entry.raw == "reward")
+    translator.put(entry, entry.name, "seq_reward" if theirs else entry.raw)
+
+
 def _window(translator: Reading, entry: Entry) -> None:
     if is_unset(entry.raw):
         return
@@ -535,11 +542,15 @@ TURNED: Final[dict[str, Turn]] = {
     "model.lora_alpha": _lora_alpha,
     "critic.model.lora_alpha": _lora_alpha,
     "model.exclude_modules": _exclude_modules,
+    "critic.model.exclude_modules": _exclude_modules,
+    "model.torch_dtype": _precision,
+    "algorithm.filter_groups.metric": _group_metric,
     "rollout.max_model_len": _sampler_length,
     "rollout.engine_kwargs.vllm.max_model_len": _sampler_length,
     "rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache": _text_only,
     "rollout.engine_kwargs.vllm.mm_processor_cache_gb": _text_only,
-    "rollout.dtype": _sampler_dtype,
+    "rollout.dtype": _same_dtype,
+    "ref.fsdp_config.dtype": _same_dtype,
     "actor.ppo_micro_batch_size": partial(_global_micro, "actor"),
     "critic.ppo_micro_batch_size": partial(_global_micro, "critic"),
     "rollout.log_prob_micro_batch_size_per_gpu": partial(_log_prob_rows, False),

@@ -111,7 +111,7 @@ UNREAD = {
 # What stands for a word of ours.
 INSTEAD: dict[str, dict[Any, Any]] = {
     "trainer.save_freq": {-1: NEVER}, "actor.grad_clip": {0.0: NO_LIMIT},
-    "critic.grad_clip": {0.0: NO_LIMIT}, "algorithm.filter_groups.metric": {"seq_reward": "reward"},
+    "critic.grad_clip": {0.0: NO_LIMIT},
 }  # fmt: skip
 
 

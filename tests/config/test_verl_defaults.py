@@ -16,7 +16,8 @@ from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
 FILE = Path(verl.__file__).with_name("verl_defaults.json")
-FACTS = json.loads(FILE.read_text(encoding="utf-8"))
+READ = json.loads(FILE.read_text(encoding="utf-8"))
+FACTS, ENGINES = READ["versions"], READ["engines"]
 WRAPPER = "actor_rollout_ref."
 LINE = f"{WRAPPER}rollout.n=1"
 FILES = "data.train_files=a.parquet"
@@ -87,7 +88,54 @@ def test_all_that_verls_files_set_may_be_written_out() -> None:
         except ConfigError as error:
             refused[version] = error.problems
     assert refused == {}
-    assert "only verl has it" in "".join(problems(LINE, "actor.tau_pos=3"))
+    assert "only verl has it" in "".join(problems(LINE, "rollout.use_fire_sampling=True"))
+
+
+def all_names() -> dict[str, Any]:
+    """What verl's files set for any engine in any version, with the last value."""
+    found = {name: values[-1] for name, values in ENGINES.items()}
+    for values in versions().values():
+        found |= values
+    return found
+
+
+def another(value: Any) -> Any:
+    """A value of the same kind that is not this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value / 2 if isinstance(value, float) and value else value + 2
+    return 3 if value is None else ["a"] if isinstance(value, list) else "other"
+
+
+def test_no_setting_of_verls_is_unknown_nor_taken_for_another() -> None:
+    names = all_names()
+    assert len(names) > 1400
+    others = written({name: another(value) for name, value in names.items()})
+    for words in (written(names), others, [word.removeprefix(WRAPPER) for word in others]):
+        said = problems(*words)
+        assert [line for line in said if "Did you mean" in line or "no setting" in line] == []
+
+
+def test_what_a_line_sets_arrives_or_is_noted() -> None:
+    arrived, wrong = 0, {}
+    for name, value in all_names().items():
+        own = name.removeprefix(WRAPPER)
+        (word,) = written({name: another(value)})
+        if own not in table():
+            continue
+        try:
+            found = settle(FILES, f"{WRAPPER}rollout.n=4", word)
+        except ConfigError:
+            continue
+        arrived += 1
+        got = value_of(found.config, own)
+        got = got[0] if isinstance(got, tuple) and len(got) == 1 else got
+        same = got == another(value) or [got] == another(value) or str(got) == str(another(value))
+        if not same and own not in said(found):
+            wrong[word] = got
+    assert wrong == {}
+    assert arrived > 80
 
 
 def generation(*line: str, **layers: Any) -> str:

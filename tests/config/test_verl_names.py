@@ -235,7 +235,6 @@ def test_two_names_in_one_layer_must_agree() -> None:
         ("actor.rollout_n", "1", "4", "rollout.n"),
         ("rollout.prompt_length", "512", "1024", "data.max_prompt_length"),
         ("rollout.response_length", "512", "256", "data.max_response_length"),
-        ("data.seed", "42", "7", "trainer.seed"),
         ("critic.model.tokenizer_path", "some/model", "other/model", "model.path"),
         ("data.trust_remote_code", "False", "True", "model.trust_remote_code"),
     ],
@@ -245,6 +244,28 @@ def test_a_tied_setting_must_be_what_it_is_tied_to(
 ) -> None:
     assert settle(f"{key}={same}").config == settle(f"{key}=null").config == settle().config
     assert f"{key} is {own} here" in refusal(f"{key}={other}")
+
+
+def test_one_seed_draws_everything() -> None:
+    found = settle("data.seed=7", "actor.data_loader_seed=3", "critic.fsdp.seed=null")
+    assert found.config.trainer.seed == 7
+    assert any("actor.data_loader_seed: trainer.seed draws everything" in n for n in found.notes)
+    assert settle("data.seed=7", "trainer.seed=8").config.trainer.seed == 8
+
+
+def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() -> None:
+    given = {
+        "rollout.multi_turn.max_user_turns=3": "rollout.multi_turn.enable=True",
+        "critic.fsdp.qat.mode=w8": "critic.fsdp.qat.enable=True",
+        "reward_model.rollout.temperature=0.5": "reward_model.enable=True",
+        "actor.veomni.fsdp_size=4": "model_engine=veomni",
+        "trainer.v1.separate_async.parameter_sync_step=5": "trainer.v1.trainer_mode=separate_async",
+    }
+    for key, switch in given.items():
+        name = key.partition("=")[0].replace("critic.fsdp.", "critic.fsdp_config.")
+        (note,) = [n for n in settle(key).notes if name in n]
+        assert "it changes nothing, as in verl" in note
+        assert f"{name} cannot be set here" in refusal(key, switch), key
 
 
 @pytest.mark.parametrize(
@@ -294,7 +315,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("actor.strategy=megatron", "sharded with FSDP2"),
         ("rollout.name=sglang", "none of it, verl has. Use vllm, or hf"),
         ("actor.strategy=veomni", "is not one of fsdp2, fsdp."),
-        ("actor.policy_loss.tau_pos=1.0", "a policy loss that is not offered"),
+        ("actor.policy_loss.tau_pos=1.0 actor.policy_loss.loss_mode=sapo", "loss that is not off"),
         ("actor.policy_loss.clip_cov_lb=6", "must be below clip_cov_ub 5"),
         ("actor.clip_ratio_low=1.5", "must be below 1"),
         ("algorithm.adv_estimator=grpo_passk", "the estimator 'grpo_passk' is not offered"),
@@ -302,7 +323,10 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("algorithm.gdpo_reward_keys=[a,b]", "--adv_estimator gdpo"),
         ("reward_model.reward_manager=prime", "reward manager 'prime' is not offered"),
         ("reward.sandbox_fusion.url=http://h", "built-in sandbox: --rule code"),
-        ("reward_model.sandbox_fusion.max_concurrent=3", "built-in sandbox: --rule code"),
+        (
+            "reward_model.sandbox_fusion.max_concurrent=3 reward_model.sandbox_fusion.url=http://h",
+            "max_concurrent cannot be set here: code runs in the built-in sandbox: --rule code",
+        ),
         ("reward_model.trust_remote_code=True", "reward models run no code of their own"),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", "cfg.len=64"),
         ("reward_model.enable=True", "--reward_model PATH"),
@@ -507,6 +531,7 @@ def test_the_tables_do_not_overlap_and_point_at_settings() -> None:
     assert len(names) == len(set(names))
     plain = [n for n in names if n not in TURNED and not n.endswith(".*")]
     assert [n for n in plain if find(n) is not None] == []
+    assert {switch.partition("=")[0] for switch in NAMES.behind.values()} <= set(names)
     targets = [own for new in NAMES.renamed.values() for own in new]
     assert [
         t for t in [*targets, *NAMES.tied.values()] if not t.endswith(".*") and t not in table()
