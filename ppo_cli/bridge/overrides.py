@@ -26,7 +26,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.keys import find, offered, table, value_of
 from ppo_cli.config.known_models import is_url
-from ppo_cli.config.mixture import mixture_of, models_of
+from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.schema import Config
 from ppo_cli.config.verl import WRAPPER, foreign_names
 from ppo_cli.config.verl_turns import TURNED
@@ -462,6 +462,11 @@ def _unsaid(config: Config, theirs: Sequence[str]) -> Iterator[str]:
         yield "actor.strategy megatron needs verl's own model_engine=megatron beside it."
     if config.rollout.name == "hf":
         yield "rollout.name hf cannot be had on verl, which has vllm, sglang and trtllm."
+    if any(judge.settings.within_group for judge in judges_of(config.reward)):
+        yield (
+            "reward.api.mode compare cannot be had on verl, which asks for the score of each "
+            "response by itself; use --rm_compare ground_truth, or --rm_mode text."
+        )
     for model in models_of(config.reward):
         if not is_url(model.settings.path or "") and model.settings.device != "cpu":
             yield (

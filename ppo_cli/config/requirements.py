@@ -322,11 +322,16 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_monitor": _every_judge(lambda api: api.monitor.model is None),
     "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
     "no_rubric": _every_judge(lambda api: api.rubric is None),
-    "rubric": _every_judge(lambda api: api.rubric is not None),
-    "fixed_output": _every_judge(lambda api: api.mode == "decision" or api.rubric is not None),
+    "fixed_scale": _every_judge(lambda api: api.mode == "compare" or api.rubric is not None),
+    "fixed_output": _every_judge(lambda api: api.mode != "text" or api.rubric is not None),
     "own_judge_prompt": _every_judge(
-        lambda api: (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
+        lambda api: (
+            (api.prompt_file, api.scoring_prompt, api.rubric) != (None, None, None)
+            or api.mode == "compare"
+        )
     ),
+    "no_comparison": _every_judge(lambda api: api.mode != "compare"),
+    "not_in_pairs": _every_judge(lambda api: (api.mode, api.compare) != ("compare", "pairs")),
     "own_prices": _every_judge(lambda api: None not in (api.price_input, api.price_output)),
     "hedge_after_timeout": _every_judge(lambda api: (api.hedge_after or 0) >= api.timeout),
     "every_rule_its_own": _all_rules_own,

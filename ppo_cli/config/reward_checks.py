@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
+from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.keys import Clash
 from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.mixture import (
@@ -43,6 +44,8 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
         yield from _prices(judge)
         yield from _scale(judge)
         yield from _decision(judge)
+        if judge.settings.mode == "compare":
+            yield from _compare(judge, config)
         yield from _ends(judge.key, "", judge.settings)
         if judge.settings.monitor.model is not None:
             yield from _ends(judge.key, "monitor.", judge.settings.monitor)
@@ -152,6 +155,52 @@ def _decision(judge: Judge) -> Iterator[Clash]:
             judge.keys("mode", "rubric"),
             "a decision endpoint gives one score and decides no criteria; use --rm_mode text, or "
             "leave --rm_rubric out.",
+        )
+
+
+COMPARED = ("pairs", "list", "ground_truth")
+_OF_ROW = re.compile(r"extra_info(\.[\w-]{1,80})+")
+
+
+def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
+    """Check what is compared; scores within a group teach only what looks at the group."""
+    api, n, key = judge.settings, config.rollout.n, f"{judge.key}.compare"
+    kind = config.algorithm.adv_estimator
+    if api.compare not in COMPARED and not _OF_ROW.fullmatch(api.compare):
+        near = did_you_mean(api.compare, COMPARED)
+        yield Clash(
+            judge.keys("compare"),
+            f"{key} (--rm_compare): '{api.compare}' is not one of {', '.join(COMPARED)} and "
+            f"extra_info.NAME.{near}",
+        )
+    if api.rubric is not None:
+        yield Clash(
+            judge.keys("mode", "rubric"),
+            "criteria are decided for each response by itself, and --rm_mode compare decides which "
+            "one is better; leave --rm_rubric out, or use --rm_mode text.",
+        )
+    if not api.within_group:
+        return
+    if n < 2:
+        yield Clash(
+            (*judge.keys("mode", "compare"), "rollout.n"),
+            f"--rm_compare {api.compare} compares the responses to a prompt with each other, but "
+            f"rollout.n is {n}. Use --rollout_n 4, or --rm_compare ground_truth.",
+        )
+    if not ESTIMATORS[kind].grouped:
+        usable = ", ".join(name for name, one in ESTIMATORS.items() if one.grouped)
+        yield Clash(
+            (*judge.keys("mode", "compare"), "algorithm.adv_estimator"),
+            f"--rm_compare {api.compare} gives scores within the responses to one prompt, which "
+            f"{kind} would compare between prompts. Use --adv_estimator with one of {usable}, or "
+            "--rm_compare ground_truth.",
+        )
+    least = 2 * api.votes * (n - 1)
+    if api.compare == "pairs" and (api.compare_calls or least) < least:
+        yield Clash(
+            (*judge.keys("compare_calls", "votes"), "rollout.n"),
+            f"{judge.key}.compare_calls is {api.compare_calls}: to link {n} responses in both "
+            f"orders takes {least} calls (2 x votes x {n - 1}).",
         )
 
 

@@ -84,9 +84,17 @@ class ApiReward(Section):
         None, "Answer to ask for: a JSON object, or a last line `Score: N`; unset: what the "
         "prompt file says, else json.", flag="--rm_output",
     )  # fmt: skip
-    mode: Literal["text", "decision"] = setting(
-        "text", "Read a written verdict, or ask a decision endpoint for probabilities.",
-        flag="--rm_mode",
+    mode: Literal["text", "decision", "compare"] = setting(
+        "text", "Read a written verdict, ask a decision endpoint for probabilities, or compare "
+        "responses with each other.", flag="--rm_mode",
+    )  # fmt: skip
+    compare: str = setting(
+        "pairs", "What is compared: pairs of responses to a prompt, a list of all of them, or each "
+        "with the row's ground_truth or extra_info.NAME.", flag="--rm_compare",
+    )  # fmt: skip
+    compare_calls: int | None = setting(
+        None, "Most calls to compare the responses to one prompt in pairs; unset: each pair in "
+        "both orders.", flag="--rm_compare_calls", ge=2,
     )  # fmt: skip
     reasoning: Literal["strip", "keep"] = setting(
         "strip", "Reasoning blocks of a response: strip or keep them.", flag="--rm_reasoning"
@@ -152,6 +160,11 @@ class ApiReward(Section):
         flag="--rm_canary_every", ge=0,
     )  # fmt: skip
     monitor: Monitor = section(Monitor)
+
+    @property
+    def within_group(self) -> bool:
+        """Whether scores come from comparing the responses to a prompt with each other."""
+        return self.mode == "compare" and self.compare in ("pairs", "list")
 
 
 class ModelReward(Section):

@@ -12,11 +12,13 @@ from ppo_cli.config.mixture import (
     model_settings,
     rule_settings,
 )
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.reward_schema import ModelReward as ModelSettings
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
 from ppo_cli.rewards.function import FunctionReward
+from ppo_cli.rewards.judge.compare_reward import CompareReward
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.rules import RuleReward, check_sources, rule_named
@@ -35,7 +37,7 @@ def build_reward(
     if parts:
         return _mixture(settings, parts, sources, host)
     if settings.api.enable:
-        return JudgeReward(settings.api)
+        return _judge(settings.api, "judge")
     if settings.model.path is not None:
         return _model(settings.model, "model", host)
     return _rules(settings, sources)
@@ -65,10 +67,14 @@ def _part(
     settings: RewardSettings, part: MixPart, sources: Collection[str], host: HostMaker
 ) -> Reward:
     if part.kind == "judge":
-        return JudgeReward(judge_settings(settings, part), name=part.name)
+        return _judge(judge_settings(settings, part), part.name)
     if part.kind == "model":
         return _model(model_settings(settings, part), part.name, host)
     return _rules(rule_settings(settings, part), sources)
+
+
+def _judge(api: ApiReward, name: str) -> Reward:
+    return (CompareReward if api.mode == "compare" else JudgeReward)(api, name=name)
 
 
 def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:

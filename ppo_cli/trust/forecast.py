@@ -20,11 +20,13 @@ from ppo_cli.data_sets.files import is_hub_name
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Usage
+from ppo_cli.rewards.judge.compare import calls_for
 from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Price, find_price
 from ppo_cli.rewards.judge.prompt import (
     Template,
     ask,
     check_criteria,
+    check_references,
     criteria_of,
     load_template,
     material_of,
@@ -68,10 +70,10 @@ class Bill:
     low: Amount
     high: Amount
 
-    def times(self, calls: int) -> Bill:
+    def times(self, calls: float) -> Bill:
         """Return the bill of so many times as many calls."""
         low, high = (Amount(a.input * calls, a.output * calls) for a in (self.low, self.high))
-        return Bill(self.calls * calls, low, high)
+        return Bill(round(self.calls * calls), low, high)
 
     def __add__(self, other: Bill) -> Bill:
         """Return both on one bill."""
@@ -203,8 +205,14 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
 
     `read` gives the first prompts of the split train or val.
     """
-    template = load_template(config.reward.api)
-    sums, votes = arithmetic(config), config.reward.api.votes
+    template, api = load_template(config.reward.api), config.reward.api
+    sums, votes, listed = arithmetic(config), api.votes, api.compare == "list"
+    alone, of_list, requests = 1, 1, 1.0  # responses of a request, and requests a response
+    if api.mode == "compare":
+        n, most = config.rollout.n, api.compare_calls
+        alone, of_list, requests = 2, n if listed else 2, 2.0
+        if api.within_group:
+            requests = calls_for(n, most and most // (2 * votes), listed=listed) / n
     files = (*config.data.train_files, *config.data.val_files)
     if far := [name for name in files if is_hub_name(name)]:
         # What is not on this disk is not fetched for a forecast.
@@ -213,17 +221,18 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
     val = read("val") if config.data.val_files else []
     chosen = _sample(train, config.trainer.seed)
     chosen_val = _sample(val, config.trainer.seed)
-    a_call = _a_call(template, chosen, config)
+    a_call = _a_call(template, chosen, config, of_list)
     calls, validation = sums["reward_calls"], sums["reward_calls_validation"]
     run = None
     if calls is not None and validation is not None:
-        run = a_call.times((calls - validation) * votes)
+        run = a_call.times((calls - validation) * votes * requests)
         if validation:
-            run += _a_call(template, chosen_val, config).times(validation * votes)
+            bill = _a_call(template, chosen_val, config, alone)
+            run += bill.times(validation * votes * alone)
     return Forecast(
         config=config,
-        price=find_price(config.reward.api),
-        a_step=a_call.times((sums["reward_calls_per_step"] or 0) * votes),
+        price=find_price(api),
+        a_step=a_call.times((sums["reward_calls_per_step"] or 0) * votes * requests),
         run=run,
         steps=sums["total_steps"],
         rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
@@ -235,11 +244,12 @@ def _sample(prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
     return prompts if len(prompts) <= SAMPLE else random.Random(seed).sample(prompts, SAMPLE)
 
 
-def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> Bill:
-    """Return the mean tokens of a call, with responses of half and of full length."""
+def _a_call(template: Template, prompts: Sequence[Prompt], config: Config, responses: int) -> Bill:
+    """Return the mean tokens of a call about `responses`, of half and of full length."""
     api = config.reward.api
     materials = [material_of(prompt, "") for prompt in prompts]
     template.check(materials)
+    check_references(api, materials)
     of = criteria_of(api)
     check_criteria(of, materials)
     rubrics = [of(material) for material in materials]
@@ -251,7 +261,7 @@ def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> Bi
 
     def input_bytes(length: int) -> float:
         return fmean(
-            sum(_input_bytes(template, prompt, length, api, one) for one in each)
+            sum(_input_bytes(template, prompt, length, api, one, responses) for one in each)
             for prompt, each in zip(prompts, asked, strict=True)
         )
 
@@ -260,10 +270,12 @@ def _a_call(template: Template, prompts: Sequence[Prompt], config: Config) -> Bi
 
 
 def _input_bytes(
-    template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None
-) -> int:
-    """Measure a request about a response of so many characters."""
-    material = material_of(prompt, ("and so on " * (length // 10 + 1))[:length])
+    template: Template, prompt: Prompt, length: int, api: ApiReward, rubric: Rubric | None,
+    responses: int,
+) -> int:  # fmt: skip
+    """Measure a request about responses of so many characters."""
+    text = ("and so on " * (length // 10 + 1))[:length]
+    material = material_of(prompt, *[text] * responses)
     question = ask(api, template, material, nonce="0" * 16, rubric=rubric)
     return len((question.system + question.user).encode("utf-8", "replace"))
 

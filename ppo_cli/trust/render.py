@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppo_cli.config.reward_schema import ApiReward
@@ -24,6 +24,7 @@ from ppo_cli.rewards.judge.prompt import (
     preset_names,
     preset_path,
     readable,
+    reference_of,
 )
 from ppo_cli.rewards.judge.providers import NO_KEY, locate, provider_class
 from ppo_cli.rewards.judge.providers.base import Key
@@ -31,6 +32,7 @@ from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.trust.rows import RESPONSE, read_response
 
 UNNAMED = "no-model"
+ANOTHER = "(another response to the same prompt)"
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ def show_row(
             f"{row.place} has no column '{RESPONSE}': give a placeholder with --response TEXT."
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
+    if api.mode == "compare":
+        other = ANOTHER if api.within_group else reference_of(api, material)
+        material = replace(material, rivals=(chosen, other))
     question = ask(api, template, material, rubric=criteria_of(api)(material))
     seen = readable(chosen, api.reasoning)
     gated = content_free(material.prompt, seen, row.ground_truth) if api.gate else None

@@ -23,7 +23,7 @@ from typing import Any
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
-from ppo_cli.errors import Interrupted
+from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
@@ -75,6 +75,12 @@ def started(
     parts of a mixture too; and a reward model that fails its self-test only gives a warning, since
     the scores themselves are shown.
     """
+    if any(judge.settings.within_group for judge in judges_of(settings)):
+        raise RewardError(
+            "--rm_mode compare with pairs or list gives scores within the responses to a prompt in "
+            "training, which nothing else compares with. Use --rm_compare ground_truth, or "
+            "--rm_mode text."
+        )
     sources = {prompt.data_source for prompt in prompts}
     quiet = with_all(settings, "judge", QUIET)
     if settings.model.self_test == "strict":

@@ -64,11 +64,12 @@ def row_checks(
 
 
 def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
-    from ppo_cli.rewards.judge.prompt import check_criteria, criteria_of, load_template, material_of
+    from ppo_cli.rewards.judge import prompt as judge
 
-    materials = [material_of(prompt, "") for prompt in prompts]
-    load_template(settings).check(materials)
-    check_criteria(criteria_of(settings), materials)
+    materials = [judge.material_of(prompt, "") for prompt in prompts]
+    judge.load_template(settings).check(materials)
+    judge.check_criteria(judge.criteria_of(settings), materials)
+    judge.check_references(settings, materials)
 
 
 def without_a_rule(sources: Collection[str]) -> str | None:

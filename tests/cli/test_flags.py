@@ -66,7 +66,8 @@ rm_scoring_prompt reward.api.scoring_prompt
 rm_rubric reward.api.rubric               rm_rubric_calls reward.api.rubric_calls
 rm_scale reward.api.scale                 rm_mode reward.api.mode
 rm_reasoning reward.api.reasoning         rm_gate reward.api.gate
-rm_output reward.api.output
+rm_output reward.api.output               rm_compare reward.api.compare
+rm_compare_calls reward.api.compare_calls
 rm_max_response_chars reward.api.max_response_chars
 rm_temperature reward.api.temperature     rm_max_tokens reward.api.max_tokens
 rm_votes reward.api.votes                 rm_timeout reward.api.timeout

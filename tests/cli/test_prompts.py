@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "list")
     assert code == 0
     assert [line.split()[:3] for line in out.splitlines()] == [
-        [name, "v1", "1-10"] for name in ("code", "dialogue", "math", "safety")
+        [name, "v1", "0-1" if name == "compare" else "1-10"]
+        for name in ("code", "compare", "dialogue", "math", "safety")
     ]
 
 
@@ -76,7 +78,8 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = {row["name"]: row for row in json.loads(out)}
     assert found["math"]["variables"] == ["prompt", "ground_truth", "response"]
     assert found["math"]["scale"] == "1-10"
-    assert all(row["cases"] >= 6 and row["description"] for row in found.values())
+    assert all(row["description"] for row in found.values())
+    assert all(row["cases"] >= 6 for name, row in found.items() if name != "compare")
 
 
 def test_show_prints_the_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +164,14 @@ def test_render_of_a_decision(rows: str, capsys: pytest.CaptureFixture[str]) -> 
     flags = ["--rm_api_type", "openai", "--rm_model", "m", "--rm_mode", "decision"]
     sent = rendered(capsys, rows, *flags)["request"]
     assert (sent["mode"], sent["method"]) == ("decision", "decisions.create")
+
+
+def test_render_of_a_comparison(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    user = rendered(capsys, rows, "--rm_mode", "compare", "--rm_compare", "ground_truth")["user"]
+    assert re.search(r"<response-R1-(\w+)>\nIt is 4.\n</response-R1-\1>", user)
+    assert re.search(r"<response-R2-(\w+)>\n4\n</response-R2-\1>", user)
+    pair = rendered(capsys, rows, "--rm_mode", "compare")["user"]
+    assert "another response to the same prompt" in pair
 
 
 def test_render_takes_a_placeholder(rows: str, capsys: pytest.CaptureFixture[str]) -> None:

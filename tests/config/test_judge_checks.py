@@ -49,6 +49,9 @@ def config(*given: str) -> Config:
         ("scale=10-1", "does not rise"),
         ("scale=5-5", "does not rise"),
         ("mode=decision type=claude", "--rm_mode text"),
+        ("mode=compare compare=pears", "Did you mean 'pairs'"),
+        ("mode=compare compare=extra_info", "is not one of pairs, list, ground_truth and extra"),
+        ("mode=compare compare=ground_truth rubric=extra_info.r", "leave --rm_rubric out"),
         ("base_url=localhost:8000/v1", "http://localhost:8000/v1"),
         ("base_url=http://", "is no address"),
         ("base_url=ftp://h/v1", "is no address"),
@@ -63,6 +66,19 @@ def test_a_clash_is_told_with_its_mend(given: str, said: str) -> None:
     assert problem.startswith("override: ")
     assert said in problem
     assert "hush" not in problem.lower()
+
+
+def test_comparisons_in_groups_need_groups_and_an_estimator_that_looks_at_them() -> None:
+    compare = judged("mode=compare")
+    few, unfit = settling.problems(*compare)
+    assert "rollout.n is 1. Use --rollout_n 4" in few
+    assert "which gae would compare between prompts" in unfit and "grpo, " in unfit
+    group = [*compare, "rollout.n=4", "algorithm.adv_estimator=grpo"]
+    group += ["algorithm.use_kl_in_reward=false"]
+    (calls,) = settling.problems(*group, "reward.api.votes=2", "reward.api.compare_calls=8")
+    assert "compare_calls is 8" in calls and "takes 12 calls (2 x votes x 3)" in calls
+    assert settling.settle(*group, "reward.api.compare_calls=6").config.reward.api.within_group
+    assert not settle("mode=compare", "compare=ground_truth").config.reward.api.within_group
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,21 @@ def test_an_address_with_secrets_is_shown_without(capsys: pytest.CaptureFixture[
         assert main([*TYPED, "--rm_base_url", url, *form]) == 0
         out = capsys.readouterr().out
         assert "hush" not in out and "https://***@host/v1?key=***" in out
+
+
+def test_comparisons_are_counted_by_pairs_lists_and_references() -> None:
+    write("t.jsonl", 12)
+    write("v.jsonl", 5)
+    compare = ["reward.api.mode=compare", "rollout.n=4", "algorithm.adv_estimator=grpo"]
+    compare += ["algorithm.use_kl_in_reward=false"]
+    pairs, lists = foretell(*compare), foretell(*compare, "reward.api.compare=list")
+    assert (pairs.a_step.calls, lists.a_step.calls) == (4 * 12, 4 * 2)
+    assert lists.a_step.high.input / 8 > 1.3 * pairs.a_step.high.input / 48
+    few = ["reward.api.compare_calls=18", "reward.api.votes=3"]
+    assert foretell(*compare, *few).a_step.calls == 4 * 18
+    truth = foretell(*compare, "reward.api.compare=ground_truth", "reward.api.votes=2")
+    assert truth.a_step.calls == 4 * 4 * 2 * 2
+    with_val = foretell(*compare, "data.val_files=v.jsonl", "trainer.test_freq=1")
+    assert with_val.run is not None and with_val.run.calls == 3 * 48 + 4 * 5 * 2
+    with pytest.raises(RewardError, match="extra_info\\.best is missing"):
+        foretell(*compare, "reward.api.compare=extra_info.best")

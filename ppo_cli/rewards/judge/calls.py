@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppo_cli.records import Part, Score
 
 if TYPE_CHECKING:
+    from ppo_cli.rewards.judge.compare import Rivals
     from ppo_cli.rewards.judge.rubric import Rubric
 
 # What a judge is asked to answer with, and so what counts as an answer.
@@ -55,6 +56,7 @@ class Question:
     is the same text with the nonce left out: what the cache and the de-duplication go by.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
     `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
+    With `rivals` it says which of several responses is better.
     """
 
     system: str
@@ -65,6 +67,7 @@ class Question:
     vote: int = 0
     output: Output = "json"
     rubric: Rubric | None = None
+    rivals: Rivals | None = None
 
     def again(self, *, reminder: str, max_tokens: int | None = None) -> Question:
         """Ask once more after an unreadable answer; the identity stays."""

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Output, Question, Scale
+from ppo_cli.rewards.judge.compare import Rivals
 from ppo_cli.rewards.judge.files import FromFile, read_file
 from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Rubric, load_rubric, read_rubric
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
@@ -37,6 +38,7 @@ SPACED = re.compile(
     r"\{(?:\s+(prompt|response|ground_truth)\s*|(prompt|response|ground_truth)\s+)\}"
 )
 NO_NONCE = "0" * 16
+Piece = tuple[str, int, str]  # head, characters left out, tail
 TOKENS_A_CRITERION = 60  # verdict and reason
 PART_END = "\x1e"  # guard and template files drop control characters, so no text holds it
 CLOSING = (
@@ -50,21 +52,26 @@ LEVELS = "Give a whole number from {low} (worst) to {high} (best). {asked}"
 
 @dataclass(frozen=True)
 class Material:
-    """The data of one judgement."""
+    """The data of one judgement; of a comparison `rivals` are the responses, in their order."""
 
     prompt: str
     response: str
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    rivals: tuple[str, ...] = ()
 
 
-def material_of(prompt: Prompt, response: str) -> Material:
-    """What a judge reads of a response: the question, or all turns of a conversation."""
+def material_of(prompt: Prompt, response: str, *others: str) -> Material:
+    """What a judge reads of a response: the question, or all turns of a conversation.
+
+    With `others` the response is compared with them.
+    """
     return Material(
         prompt=_whole(question_text(prompt)),
         response=_whole(response),
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
+        rivals=tuple(map(_whole, (response, *others))) if others else (),
     )
 
 
@@ -160,8 +167,9 @@ class Template:
             if _lacks(material, name):
                 raise RewardError(self._lack(name, [1], 1, set(map(str, material.extra_info))))
         pieces = self._pieces(material, reasoning, max_response_chars)
-        user = self._render(pieces, nonce or secrets.token_hex(8), rubric)
-        identity = self._render(pieces, NO_NONCE, rubric)
+        rivals = Rivals(len(material.rivals)) if material.rivals else None
+        user = self._render(pieces, nonce or secrets.token_hex(8), rivals or rubric)
+        identity = self._render(pieces, NO_NONCE, rivals or rubric)
         return Question(
             system=self.system,
             user=user,
@@ -171,46 +179,45 @@ class Template:
             vote=vote,
             output=self.output,
             rubric=rubric,
+            rivals=rivals,
         )
 
-    def _pieces(
-        self, material: Material, reasoning: str, most: int
-    ) -> dict[str, tuple[str, int, str]]:
-        """Return the guarded value of each variable as head, characters left out, tail."""
+    def _pieces(self, material: Material, reasoning: str, most: int) -> dict[str, list[Piece]]:
+        """Return the guarded value of each variable; {response} has one for each rival."""
         found = {}
         for name in self.variables:
-            text = as_text(value_of(material, name))
             if name == "response":
-                head, left_out, tail = cut_middle(readable(text, reasoning), most)
+                texts = material.rivals or (material.response,)
+                cut = [cut_middle(readable(one, reasoning), most) for one in texts]
             else:
-                head, left_out, tail = clean(text), 0, ""
-            found[name] = (neutralise(head), left_out, neutralise(tail))
+                cut = [(clean(as_text(value_of(material, name))), 0, "")]
+            found[name] = [(neutralise(head), out, neutralise(tail)) for head, out, tail in cut]
         return found
 
     def _render(
-        self, pieces: Mapping[str, tuple[str, int, str]], nonce: str, rubric: Rubric | None
+        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | None
     ) -> str:
         """Put the fenced data into the scoring part, and the closing instruction behind it."""
         out = [
-            text if not name else fenced(name, pieces[name], nonce)
+            text if not name else _blocks(name, pieces[name], nonce)
             for text, name in split(self.scoring)
         ]
-        return f"{''.join(out).rstrip()}\n\n{self._closing(pieces, nonce, rubric)}"
+        return f"{''.join(out).rstrip()}\n\n{self._closing(pieces, nonce, asks)}"
 
     def _closing(
-        self, pieces: Mapping[str, tuple[str, int, str]], nonce: str, rubric: Rubric | None
+        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | None
     ) -> str:
         """Return the instruction behind the data; it has the last word."""
         notes = ""
-        left_out = sum(piece[1] for piece in pieces.values())
+        left_out = sum(piece[1] for several in pieces.values() for piece in several)
         if left_out:
             notes += (
                 f"The response was too long to show: the mark [cut-{nonce}] stands for "
                 f"{left_out} characters left out of its middle. Judge what is shown, and hold "
                 "the gap neither for nor against it.\n"
             )
-        if rubric is not None:
-            return CLOSING.format(nonce=nonce, notes=notes, asked=rubric.asked())
+        if asks is not None:
+            return CLOSING.format(nonce=nonce, notes=notes, asked=asks.asked())
         told = self.written_for
         if told is not None and told != self.scale:
             notes += (
@@ -307,7 +314,15 @@ def readable(response: str, reasoning: str = "strip") -> str:
     return strip_reasoning(shown) if reasoning == "strip" else shown
 
 
-def fenced(name: str, piece: tuple[str, int, str], nonce: str) -> str:
+def _blocks(name: str, pieces: Sequence[Piece], nonce: str) -> str:
+    """The fence of one value, or of each rival under its label."""
+    if len(pieces) == 1:
+        return fenced(name, pieces[0], nonce)
+    labelled = zip(Rivals(len(pieces)).labels, pieces, strict=True)
+    return "\n\n".join(fenced(f"{name}-{label}", piece, nonce) for label, piece in labelled)
+
+
+def fenced(name: str, piece: Piece, nonce: str) -> str:
     """Return guarded text between tags that hold the nonce."""
     head, left_out, tail = piece
     body = f"{head}\n[cut-{nonce}]\n{tail}" if left_out else head
@@ -321,7 +336,8 @@ NEUTRAL = (
 )
 MOST_TOLD = 5  # rows with wrong criteria
 OWN = "own"
-RUBRIC_SCALE = Scale(0, 1)  # of what criteria come to
+RUBRIC_SCALE = Scale(0, 1)  # of what criteria and comparisons come to
+COMPARE = "compare"  # the bundled prompt that shows several responses
 SYSTEM_FLAG, SCORING_FLAG, SCALE_FLAG = "--rm_system_prompt", "--rm_scoring_prompt", "--rm_scale"
 # `\n` as a shell passes it on; `\\n` and LaTeX's \neq, \nabla … stay as they are.
 TYPED_NEWLINE = re.compile(
@@ -354,6 +370,8 @@ def load_template(api: ApiReward) -> Template:
     """Build the judge prompt that the settings ask for; whatever is wrong is a RewardError."""
     if api.prompt_file is not None:
         found = read_template(Path(api.prompt_file).expanduser())
+    elif api.mode == "compare":
+        found = load_preset(COMPARE)
     elif api.rubric is not None:
         found = Template("rubric", "1", SYSTEM, SCORING, RUBRIC_SCALE)
     else:
@@ -365,7 +383,7 @@ def load_template(api: ApiReward) -> Template:
         check_no_variables(system, SYSTEM_FLAG)
         name = found.name if found.name == OWN else f"{found.name} ({OWN} system prompt)"
         found = replace(found, name=name, system=without_doubles(system))
-    if api.rubric is not None:
+    if api.rubric is not None or api.mode == "compare":
         return replace(found, scale=RUBRIC_SCALE, output="json", cases=())
     if api.scale is not None:
         found = replace(found, scale=parse_scale(api.scale, SCALE_FLAG))
@@ -421,6 +439,10 @@ def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
 
 def check_criteria(of: Callable[[Material], Rubric | None], materials: Sequence[Material]) -> None:
     """Raise RewardError when rows lack criteria or have wrong ones; the first ones are named."""
+    _check_rows("criteria", of, materials)
+
+
+def _check_rows(what: str, of: Callable[[Material], object], materials: Sequence[Material]) -> None:
     wrong = []
     for number, material in enumerate(materials, start=1):
         try:
@@ -428,8 +450,23 @@ def check_criteria(of: Callable[[Material], Rubric | None], materials: Sequence[
         except RewardError as error:
             wrong.append(f"row {number}: {first_line(error)}.")
     if wrong:
-        head = f"The criteria of {len(wrong)} of {len(materials)} rows cannot be used:"
+        head = f"The {what} of {len(wrong)} of {len(materials)} rows cannot be used:"
         raise RewardError("\n".join([head, *wrong[:MOST_TOLD]]))
+
+
+def reference_of(api: ApiReward, material: Material) -> str:
+    """The answer of a row that responses are compared with; RewardError where it has none."""
+    value = value_of(material, api.compare)
+    if value is None or not as_text(value).strip():
+        known = ", ".join(sorted(map(str, material.extra_info))[:12]) or "nothing"
+        raise RewardError(f"{api.compare} is missing (extra_info has {known})")
+    return as_text(value)
+
+
+def check_references(api: ApiReward, materials: Sequence[Material]) -> None:
+    """Raise RewardError when rows lack the answer that responses are compared with."""
+    refers = api.mode == "compare" and not api.within_group
+    _check_rows("reference answers", partial(reference_of, api), materials if refers else ())
 
 
 def _own_scoring(api: ApiReward, base: Template) -> Template:

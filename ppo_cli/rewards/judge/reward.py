@@ -40,6 +40,7 @@ from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
 from ppo_cli.rewards.judge.prompt import (
     ask,
     check_criteria,
+    check_references,
     criteria_of,
     load_template,
     material_of,
@@ -58,17 +59,21 @@ FEW = 2  # texts without a verdict that are never taken for a trouble of the jud
 
 @dataclass(eq=False)
 class Entry:
-    """One response on its way to a score; `error` is why it has none yet."""
+    """One response on its way to a score; `error` is why it has none yet.
+
+    A `score` that others of its group may still change is held back until the round ends.
+    """
 
     rollout: Rollout
     future: Future[Score] = field(default_factory=Future)
     error: JudgeError | None = None
+    score: Score | None = None
     failed_alone: int = 0
 
     @property
     def open(self) -> bool:
         """Whether the response still waits for its score."""
-        return not self.future.done()
+        return self.score is None and not self.future.done()
 
     @property
     def may_pass_later(self) -> bool:
@@ -127,8 +132,9 @@ class Round:
         except BaseException as error:
             # Nobody may wait for ever, whatever went wrong in here.
             told = error if isinstance(error, Exception) else RuntimeError("the judge was closed")
-            for entry in self._open():
-                entry.future.set_exception(told)
+            for entry in self.entries:
+                if not entry.future.done():
+                    entry.future.set_exception(told)
             if not isinstance(error, PpoError):
                 raise
         finally:
@@ -137,7 +143,7 @@ class Round:
     def _pass_on_a_stop(self) -> None:
         """What stops the run stops it for all responses: none is worth waiting for then."""
         for entry in self.entries:
-            if not entry.open and (stop := entry.future.exception()) is not None:
+            if entry.future.done() and (stop := entry.future.exception()) is not None:
                 raise stop
 
     def _open(self) -> list[Entry]:
@@ -182,6 +188,9 @@ class Round:
 
     def _conclude(self) -> None:
         failed, rules = self._open(), self._rules
+        for entry in self.entries:
+            if entry.score is not None and not entry.future.done():
+                entry.future.set_result(entry.score)
         if failed and rules.on_failure == "stop":
             raise Interrupted(
                 f"{len(failed)} of {len(self.entries)} responses got no verdict "
@@ -346,6 +355,7 @@ class JudgeReward(Reward):
         materials = [material_of(prompt, "") for prompt in prompts]
         self.template.check(materials)
         check_criteria(self._criteria, materials)
+        check_references(self._api, materials)
         if not prompts:
             return
         self._try_out(prompts, patient=patient, tell=tell)

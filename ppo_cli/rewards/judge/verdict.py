@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
+from ppo_cli.rewards.judge.compare import Rivals, share_of_first
 from ppo_cli.rewards.judge.rubric import Rubric
 
 
@@ -223,17 +224,23 @@ def read_verdict(reply: Reply, scale: Scale, output: Output = "json") -> tuple[f
 
 
 def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str, Any]]:
-    """Return score, reason and the grades of criteria; JudgeError as `read_verdict` does.
+    """Return score, reason and what else was decided; JudgeError as `read_verdict` does.
 
     With a rubric only one JSON object counts that has a verdict for each criterion, no other key,
-    and beside a verdict nothing but a reason.
+    and beside a verdict nothing but a reason; its `grades` are returned. A comparison is read in
+    the same way: its `places` are returned, 1 the best, and as the score what the first one won.
     """
-    if question.rubric is None:
+    if question.rubric is None and question.rivals is None:
         return *read_verdict(reply, question.scale, question.output), {}
     try:
         if reply.truncated:
             raise Unreadable("truncated", "the judge's reply was cut at its token limit")
-        grades, reasons = _read_grades(_answer(reply.text, "json"), question.rubric)
+        answer = _answer(reply.text, "json")
+        if question.rivals is not None:
+            places, reason = _read_places(answer, question.rivals)
+            return share_of_first(places), reason[:LONGEST_REASON], {"places": places}
+        assert question.rubric is not None
+        grades, reasons = _read_grades(answer, question.rubric)
     except UnfinishedThought as problem:
         raise _failure("thought", str(problem), reply) from None
     except Unreadable as problem:
@@ -248,8 +255,9 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
 
 def reminder(question: Question) -> str:
     """What a judge is told when its answer did not count."""
-    if question.rubric is not None:
-        return f"Your last answer to this was not in the form asked for. {question.rubric.form()}"
+    asks = question.rivals or question.rubric
+    if asks is not None:
+        return f"Your last answer to this was not in the form asked for. {asks.form()}"
     scale = question.scale
     return REMINDER.format(asked=ASKED[question.output], low=scale.low, high=scale.high)
 
@@ -345,6 +353,38 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], list[str]]:
         grades.append(verdict / one.levels)
         reasons.append(reason)
     return grades, reasons
+
+
+def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:
+    """The place of each response, 1 the best, equal ones tied; and the reason."""
+    entries = _decode(text)
+    told = [entries.pop(key) for key in list(entries) if key in REASON_KEYS]
+    reason = told[0] if told else ""
+    if len(told) > 1 or not isinstance(reason, str) or reason == "...":
+        raise Unreadable("form", "its reason is not a text of its own")
+    keys = [key.casefold() for key in rivals.keys]
+    if set(entries) != set(keys):
+        raise Unreadable("form", f"its keys are not reason, {', '.join(rivals.keys)}")
+    verdicts = [entries[key] for key in keys]
+    if rivals.count == 2:
+        better = verdicts[0].strip().upper() if isinstance(verdicts[0], str) else ""
+        if better not in PLACES_OF_TWO:
+            raise Unreadable("out_of_range", f"better is not one of {', '.join(PLACES_OF_TWO)}")
+        said = _QUOTED.sub(" ", reason)
+        if {found.upper() for found in _OTHER_WINNER.findall(said)} - {better}:
+            raise Unreadable("ambiguous", "its reason names another one as the better")
+        return list(PLACES_OF_TWO[better]), reason
+    if any(type(place) is not int for place in verdicts):
+        raise Unreadable("form", "a place is not a whole number")
+    if not all(1 <= place <= rivals.count for place in verdicts):
+        raise Unreadable("out_of_range", f"a place is outside 1-{rivals.count}")
+    return verdicts, reason
+
+
+PLACES_OF_TWO = {"R1": (1, 2), "R2": (2, 1), "TIE": (1, 1)}
+_OTHER_WINNER = re.compile(
+    r"\b(?:better|best|winner|verdict)\b[*_`]{0,3}\s?(?::|=|is\b:?)\s?[*_`]{0,3}(R[12]|tie)\b", re.I
+)
 
 
 def _decode(text: str) -> dict[str, Any]:

@@ -19,7 +19,10 @@ CASES = [(load_preset(name), case) for name in NAMES for case in load_preset(nam
 
 def test_the_bundled_prompts_are_those_of_the_setting() -> None:
     choices = ApiReward.model_fields["prompt_preset"].annotation
-    assert preset_names() == NAMES == tuple(sorted(choices.__args__))  # type: ignore[union-attr]
+    assert tuple(sorted(choices.__args__)) == NAMES  # type: ignore[union-attr]
+    assert preset_names() == tuple(sorted((*NAMES, "compare")))  # for --rm_mode compare alone
+    compare = load_template(ApiReward(mode="compare"))
+    assert compare.variables == ("prompt", "response") and compare.scale == Scale(0, 1)
 
 
 def test_an_unknown_prompt_is_told() -> None:
@@ -27,7 +30,7 @@ def test_an_unknown_prompt_is_told() -> None:
         load_preset("mathe")
     with pytest.raises(RewardError, match=r"--rm_prompt_file my\.yaml"):
         load_preset("my.yaml")
-    with pytest.raises(RewardError, match="Known: code, dialogue"):
+    with pytest.raises(RewardError, match="Known: code, compare"):
         load_preset("zzz")
 
 

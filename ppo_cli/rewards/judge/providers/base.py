@@ -142,7 +142,7 @@ class SdkProvider(ABC):
             "endpoint": f"{where.netloc}{where.path}",
             "mode": self.api.mode,
         }
-        if self.api.mode == "text":
+        if self.api.mode != "decision":
             known["temperature"] = self.sampling()
         return json.dumps(known, sort_keys=True)
 
@@ -395,7 +395,9 @@ FORMAT_WORDS = (
 
 
 def verdict_schema(question: Question) -> dict[str, Any]:
-    """JSON schema of the answer: `{"reason": str, "score": int}`, or one verdict a criterion."""
+    """JSON schema of the answer: `{"reason": str, "score": int}`, or verdicts of another kind."""
+    if question.rivals is not None:
+        return question.rivals.schema()
     if question.rubric is not None:
         return question.rubric.schema()
     return {
