@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
+
+from ppo_cli.thoughts import Span, find_thoughts, without
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +26,8 @@ class Prompt:
 
     `uid` is stable over runs and resumes (file position, not text). `text` is what the user
     asked (a string prompt, or the last user message): what a judge or a rule reads as the
-    question. `rendered` is the text behind `token_ids`, chat template applied.
+    question. `rendered` is the text behind `token_ids`, chat template applied; `opened` is the
+    mark of a thought that it ends with, as templates open it for the model.
     """
 
     uid: str
@@ -34,6 +38,7 @@ class Prompt:
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    opened: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +48,8 @@ class Rollout:
     When `finish_reason` is "stop", `token_ids` ends with the end-of-sequence token, or with the
     token that completed a stop string.
     `sampler_logprobs` has one float32 per response token, under the sampling temperature
-    and before top-p/top-k truncation. `text` has special tokens removed.
+    and before top-p/top-k truncation. `text` has special tokens removed, but for those that mark
+    thoughts. `thought_tokens` are the tokens up to its answer, 0 without a thought.
     """
 
     prompt: Prompt
@@ -53,6 +59,27 @@ class Rollout:
     text: str
     finish_reason: FinishReason
     weight_version: int = 0
+    thought_tokens: int = 0
+
+    @property
+    def whole(self) -> str:
+        """The text, with the mark of a thought that the prompt opened in front."""
+        return self.prompt.opened + self.text
+
+    @cached_property
+    def thoughts(self) -> list[Span]:
+        """Where the thoughts of `whole` are."""
+        return find_thoughts(self.whole, cut=self.finish_reason == "length")
+
+    @property
+    def answer(self) -> str:
+        """The text without thoughts; empty where it ends within its only thought."""
+        return without(self.whole, self.thoughts)
+
+    @property
+    def unclosed(self) -> bool:
+        """Whether the response ends within a thought."""
+        return bool(self.thoughts) and not self.thoughts[-1].closed
 
     @property
     def key(self) -> tuple[str, int]:

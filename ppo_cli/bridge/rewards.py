@@ -264,7 +264,7 @@ def row_of(prompt: Prompt, split: str) -> str:
         {
             "split": split, "uid": prompt.uid, "text": prompt.text, "messages": messages,
             "data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
-            "extra_info": prompt.extra_info,
+            "extra_info": prompt.extra_info, "opened": prompt.opened,
         },
         ensure_ascii=False,
     )  # fmt: skip

@@ -340,6 +340,9 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "model_is_local": _every_model(served=False),
     "mixture_off": lambda c: c.reward.composite.enable is False,
     "no_overlong_buffer": lambda c: c.reward.shaping.overlong_buffer is None,
+    "no_budget": lambda c: (
+        c.reward.shaping.thought_budget is None and c.reward.shaping.answer_budget is None
+    ),
     "no_repetition_penalty": lambda c: c.reward.shaping.repetition_penalty is None,
     "hf_sampler": lambda c: sampler_name(c) == "hf",
     "on_gpus": lambda c: gpus_per_node(c) > 0,

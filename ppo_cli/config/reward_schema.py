@@ -275,6 +275,18 @@ class Shaping(Section):
         flag="--repetition_penalty", ge=0.0,
     )  # fmt: skip
     repetition_ngram: int = setting(4, "Tokens of an n-gram for repetition.", ge=1)
+    thought_budget: int | None = setting(
+        None, "Tokens of a thought above which a penalty grows, full at twice as many; unset: off.",
+        flag="--thought_budget", ge=1,
+    )  # fmt: skip
+    answer_budget: int | None = setting(
+        None, "Tokens of an answer above which a penalty grows, full at twice as many; unset: off.",
+        flag="--answer_budget", ge=1,
+    )  # fmt: skip
+    budget_penalty: float = setting(
+        1.0, "Penalty at twice the budget of a thought or an answer.", flag="--budget_penalty",
+        ge=0.0,
+    )  # fmt: skip
     reward_clip: float | None = setting(
         None, "Rewards are cut at minus and plus this; unset: off.", flag="--reward_clip", gt=0.0
     )

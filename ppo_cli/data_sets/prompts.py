@@ -17,6 +17,7 @@ from ppo_cli.data_sets.render import Rendered, Renderer, Tokenizer
 from ppo_cli.data_sets.rows import RowSet, load_sets, prompt_of
 from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
+from ppo_cli.thoughts import opening_of
 
 NO_TEMPLATE = "The model's tokenizer has no chat template: prompts are used as plain text."
 Truncation = Literal["error", "left", "right"]
@@ -135,7 +136,12 @@ def fit(
             ids = ids[-limit:] if truncation == "left" else ids[:limit]
             text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
         row = prompt_of("", item.row)
-        prompts.append(replace(row, uid=uid, messages=item.messages, rendered=text, token_ids=ids))
+        prompts.append(
+            replace(
+                row, uid=uid, messages=item.messages, rendered=text, token_ids=ids,
+                opened=opening_of(text),
+            )
+        )  # fmt: skip
     if not prompts:
         longest = max(len(item.token_ids) for item in long)
         raise DataError(

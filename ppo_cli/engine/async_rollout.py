@@ -33,7 +33,8 @@ WORDS = "ahead.json"
 NUMBERS = "ahead.npz"
 # Of a rollout, beside its prompt and its numbers.
 TOLD: dict[str, Callable[..., Any]] = {
-    "sample": int, "text": str, "finish_reason": str, "weight_version": int
+    "sample": int, "text": str, "finish_reason": str, "weight_version": int,
+    "thought_tokens": int,
 }  # fmt: skip
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile)
 

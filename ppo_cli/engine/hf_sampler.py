@@ -45,6 +45,7 @@ from ppo_cli.engine.packed_rows import BY_ROWS
 from ppo_cli.engine.sampler import Room, Weights, stop_end, stream_key
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.thoughts import count_tokens
 
 BUSY_SHARE = 0.75
 SPARE_COLUMNS = 64  # a cache is copied once in so many tokens
@@ -383,14 +384,18 @@ class HFSampler:
     def _rollout(self, rows: Rows, i: int, weight_version: int) -> Rollout:
         job, count = rows.jobs[i], int(rows.counts_R[i])
         ids = tuple(rows.tokens_RT[i, :count].tolist())
+        stopped, text = rows.stopped_R[i], self._detokenize(ids)
         return Rollout(
             prompt=job.prompt,
             sample=job.sample,
             token_ids=ids,
             sampler_logprobs=rows.logprobs_RT[i, :count].copy(),
-            text=self._detokenize(ids),
-            finish_reason="stop" if rows.stopped_R[i] else "length",
+            text=text,
+            finish_reason="stop" if stopped else "length",
             weight_version=weight_version,
+            thought_tokens=count_tokens(
+                job.prompt.opened, text, ids, self._detokenize, cut=not stopped
+            ),
         )
 
     @contextmanager

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,7 @@ from ppo_cli.config.known_models import absent_folder
 from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
 from ppo_cli.engine.packed_rows import PackedRows, Packing
 from ppo_cli.errors import ModelError, first_line
+from ppo_cli.thoughts import FAMILIES
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
@@ -143,8 +145,21 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def decode_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of a response, special tokens left out."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    """The text of a response, special tokens left out but for those that mark thoughts."""
+    dropped = _tokens_to_drop(tokenizer)
+    if dropped is None:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    kept = [token for token in token_ids if token not in dropped]
+    return str(tokenizer.decode(kept, skip_special_tokens=False))
+
+
+@lru_cache(maxsize=8)
+def _tokens_to_drop(tokenizer: Any) -> frozenset[int] | None:
+    """Special tokens that no text shows; None where none of them marks a thought."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {str(token): number for number, token in added.items() if token.special}
+    kept = {word for family in FAMILIES for word in family.shown_by(special)}
+    return frozenset(n for word, n in special.items() if word not in kept) if kept else None
 
 
 def load_policy(

@@ -41,6 +41,7 @@ from ppo_cli.engine.sampler import Room, Weights, stop_end, stream_key
 from ppo_cli.engine.weight_transfer.gloo_group import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.thoughts import count_tokens
 
 EXTENSION = "ppo_cli.engine.weight_transfer.worker.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
@@ -357,14 +358,18 @@ class VLLMSampler:
                 "The model's logits are not finite, so that no token can be drawn. Look at the "
                 "weights (a diverged run: lower --lr and resume from an earlier checkpoint)."
             )
+        stopped, text = end is not None or ids[-1] in self._eos_ids, self._detokenize(ids)
         return Rollout(
             prompt=prompt,
             sample=sample,
             token_ids=ids,
             sampler_logprobs=logprobs,
-            text=self._detokenize(ids),
-            finish_reason="stop" if end is not None or ids[-1] in self._eos_ids else "length",
+            text=text,
+            finish_reason="stop" if stopped else "length",
             weight_version=weight_version,
+            thought_tokens=count_tokens(
+                prompt.opened, text, ids, self._detokenize, cut=not stopped
+            ),
         )
 
     def _set_temperature(self, temperature: float) -> None:

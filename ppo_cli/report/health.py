@@ -331,6 +331,17 @@ def _too_long(steps: History, limits: Limits) -> str:
     )
 
 
+def _never_answers(steps: History, limits: Limits) -> str:
+    open_ = _last(steps, "thought/unclosed_share", 3)
+    if not open_ or min(open_) <= limits.truncated_share:
+        return ""
+    return (
+        f"{open_[-1]:.0%} of the responses end within a thought, so they have no answer. Raise "
+        "--max_response_length, set --thought_budget, or switch thinking off: "
+        "data.apply_chat_template_kwargs.enable_thinking=false, where the template knows it."
+    )
+
+
 def _scores_failed(steps: History, limits: Limits) -> str:
     failed = int(steps[-1].get("score/failed") or 0)
     if not failed:
@@ -514,6 +525,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "grad_norm": _grad_spike("grad_norm", "--lr"),
     "critic_grad_norm": _grad_spike("critic_grad_norm", "--critic_lr"),
     "too_long": _too_long,
+    "never_answers": _never_answers,
     "failed": _scores_failed,
     "judge_fooled": _judge_fooled,
     "judge_length": _judge_likes_length,

@@ -74,6 +74,7 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
         f"{prefix}response_length_mean": float(lengths.mean()),
         f"{prefix}response_length/max": float(lengths.max()),
         f"{prefix}response_length/clip_ratio": float(np.mean(cut)),
+        **_thought_metrics(scored, prefix),
         f"{prefix}score/failed": float(len(scored) - len(values)),
         f"{prefix}score/failed_share": 1 - len(values) / len(scored),
     }
@@ -98,6 +99,24 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
                 source = s.rollout.prompt.data_source or "unnamed"
                 groups[f"reward_mean/{source}"].append(s.score.value)
     return metrics | {f"{prefix}{name}": float(np.mean(found)) for name, found in groups.items()}
+
+
+def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
+    """Tokens of thoughts and answers; nothing where no model thinks."""
+    rollouts = [s.rollout for s in scored]
+    thinking = [r for r in rollouts if r.thoughts]
+    if not thinking:
+        return {}
+    answers = [len(r.token_ids) - r.thought_tokens for r in rollouts if not r.unclosed]
+    found = {
+        "thought/length_mean": float(np.mean([r.thought_tokens for r in thinking])),
+        "thought/length_max": float(max(r.thought_tokens for r in thinking)),
+        "thought/share": len(thinking) / len(rollouts),
+        "thought/unclosed_share": float(np.mean([r.unclosed for r in rollouts])),
+    }
+    if answers:
+        found["answer_length/mean"] = float(np.mean(answers))
+    return {f"{prefix}{name}": value for name, value in found.items()}
 
 
 def _metric_of(part: str) -> str:

@@ -267,6 +267,10 @@ def rollout_line(step: int, scored: Scored) -> dict[str, Any]:
         "tokens": len(rollout.token_ids),
         "finish_reason": rollout.finish_reason,
     }
+    if prompt.opened:
+        line["opened"] = prompt.opened
+    if rollout.thoughts:
+        line |= {"thought_tokens": rollout.thought_tokens, "unclosed": rollout.unclosed}
     # A scorer may name its own things like ours (a judge has tokens too): both are kept.
     for name, value in score.facts.items():
         line[f"reward_{name}" if name in line else name] = value

@@ -43,12 +43,6 @@ def clean(text: str) -> str:
     return unicodedata.normalize("NFKC", spaced).translate(_SIGNS)
 
 
-def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`; the whole text when nothing does."""
-    rest = text.rpartition("</think>")[2]
-    return rest if rest.strip() else text
-
-
 def accepted(ground_truth: Any) -> list[str]:
     """Return the accepted answers as text: a list stands for several, None for none."""
     several = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]

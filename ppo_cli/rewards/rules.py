@@ -21,7 +21,6 @@ from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.checkers import (
     accepted,
-    after_thinking,
     clean,
     contains_answer,
     find_after_hashes,
@@ -38,6 +37,7 @@ from ppo_cli.rewards.checkers import (
 )
 from ppo_cli.rewards.code.extract import find_code, read_tests
 from ppo_cli.rewards.returned import Call, CannotScore, describe_error, read_returned
+from ppo_cli.thoughts import NO_ANSWER, split_strictly, strip_reasoning
 
 if TYPE_CHECKING:
     from ppo_cli.rewards.code.check import CodePool
@@ -79,7 +79,7 @@ _INTEGER = re.compile(r"[-+]?\d+|[-+]?\d{1,3}(?:,\d{3})+")
 
 def find_answer(reply: str, ground_truth: Any = None) -> str | None:
     """Return the answer of a reply: boxed, announced, after `####`, or the last fitting thing."""
-    text = clean(after_thinking(reply))
+    text = clean(strip_reasoning(reply))
     found = find_boxed(text) or _marked(text)
     if found:
         return found
@@ -190,7 +190,7 @@ Answer = dict[str, Any]
 # Reply, ground truth and extra_info of a row, then settings by name; None: not decided.
 ScoreReply = Callable[..., Answer | None]
 
-THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)+</think>\s*<answer>(?:(?!</?answer>).)+</answer>\s*"
+_FRAMED = re.compile(r"\s*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,8 @@ class Rule:
 
     `score` answers at once or gives None, which means: ask `slow` in a worker process, where it
     can be killed. `looks_for` completes the sentence "this rule looks for …"; `sources` are the
-    patterns of the data_sources that it serves; `has_answer` says that a ground truth is one.
+    patterns of the data_sources that it serves; `has_answer` says that a ground truth is one, and
+    `whole` that it reads thoughts too.
     """
 
     name: str
@@ -208,6 +209,7 @@ class Rule:
     sources: tuple[str, ...] = ()
     has_answer: bool = True
     slow: ScoreReply | None = None
+    whole: bool = False
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -225,11 +227,12 @@ def _rule(
     *sources: str,
     has_answer: bool = True,
     slow: ScoreReply | None = None,
+    whole: bool = False,
 ) -> Callable[[ScoreReply], ScoreReply]:
     """Declare a rule by the function that scores."""
 
     def declare(score: ScoreReply) -> ScoreReply:
-        RULES[name] = Rule(name, score, looks_for, sources, has_answer, slow)
+        RULES[name] = Rule(name, score, looks_for, sources, has_answer, slow, whole)
         return score
 
     return declare
@@ -242,19 +245,19 @@ def _answer(right: bool, extracted: str | None) -> Answer:
 @_rule("gsm8k", "`#### NUMBER` in the last 300 characters", "openai/gsm8k", "gsm8k*")
 def score_gsm8k(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last `#### number` near the end of the reply is the right number."""
-    return _score_number(find_after_hashes(reply), truth)
+    return _score_number(find_after_hashes(strip_reasoning(reply)), truth)
 
 
 @_rule("number", "the last number")
 def score_number(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last number of the reply is the right one, wherever it stands."""
-    return _score_number(find_last_number(after_thinking(reply)), truth)
+    return _score_number(find_last_number(strip_reasoning(reply)), truth)
 
 
 @_rule("arithmetic", "an integer as the last number", "ppo-cli/arithmetic", "arithmetic*")
 def score_arithmetic(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the last number of the reply is the right integer."""
-    found = find_last_number(after_thinking(reply))
+    found = find_last_number(strip_reasoning(reply))
     number = None if found is None else read_number(found)
     is_integer = number is not None and number.denominator == 1
     return _score_number(found if is_integer else None, truth)
@@ -314,21 +317,21 @@ def score_choice(reply: str, truth: Any, extra: Facts) -> Answer:
 @_rule("exact", "nothing but the answer")
 def score_exact(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the whole reply is the right text, but for case and spaces."""
-    said = normalise_words(after_thinking(reply))
+    said = normalise_words(strip_reasoning(reply))
     return _answer(any(said == normalise_words(gold) for gold in _golds(truth)), said or None)
 
 
 @_rule("contains", "the ground truth as words of its own")
 def score_contains(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when the right text stands somewhere in the reply as words of its own."""
-    text = after_thinking(reply)
+    text = strip_reasoning(reply)
     found = next((gold for gold in _golds(truth) if contains_answer(text, gold)), None)
     return _answer(found is not None, found)
 
 
 def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer:
     """1 when the whole reply matches a pattern, from `extra_info.format` or the setting."""
-    wanted = str(extra.get("format") or pattern or THINK_ANSWER)
+    wanted = str(extra.get("format") or pattern)
     try:
         match = re.compile(wanted, re.DOTALL).fullmatch(reply)
     except re.error as error:
@@ -338,13 +341,20 @@ def match_pattern(reply: str, truth: Any, extra: Facts, *, pattern: str = "") ->
     return _answer(match is not None, None if match is None else "matched")
 
 
-@_rule("format", "a whole reply that matches", has_answer=False, slow=match_pattern)
+@_rule("format", "a whole reply that matches", has_answer=False, slow=match_pattern, whole=True)
 def score_format(reply: str, truth: Any, extra: Facts, *, pattern: str = "") -> Answer | None:
-    """Score by the built-in pattern; None for one of the user's, which may backtrack for ever."""
-    return None if extra.get("format") or pattern else match_pattern(reply, truth, extra)
+    """1 for a closed thought, then `<answer>…</answer>`; None for a pattern of the user's.
+
+    Those may backtrack for ever.
+    """
+    if extra.get("format") or pattern:
+        return None
+    split = split_strictly(reply)
+    matches = split is not None and split[0] != "" and _FRAMED.fullmatch(split[1]) is not None
+    return _answer(matches, "matched" if matches else None)
 
 
-@_rule("length", "a length within the limits", has_answer=False)
+@_rule("length", "a length within the limits", has_answer=False, whole=True)
 def score_length(
     reply: str, truth: Any, extra: Facts, *, max_chars: float = 2000, min_chars: float = 1
 ) -> Answer:
@@ -357,7 +367,7 @@ def score_length(
     return {"score": min(1.0, short, long), "extracted": str(size)}
 
 
-@_rule("repetition", "words that do not repeat", has_answer=False)
+@_rule("repetition", "words that do not repeat", has_answer=False, whole=True)
 def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
     """1 when no run of four words is said twice, less the share of those that are."""
     share = repetition(reply)
@@ -529,8 +539,11 @@ class RuleReward(Reward):
         rule = self._rule or rule_for(prompt.data_source)
         if rule is None:
             return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
-        call = Call(prompt.data_source, rollout.text, prompt.ground_truth, dict(prompt.extra_info))
+        text = rollout.whole if rule.whole else rollout.answer
+        call = Call(prompt.data_source, text, prompt.ground_truth, dict(prompt.extra_info))
         score = answer_now(rule, call, self._settings)
+        if not rule.whole and not text and rollout.unclosed and not (score and score.failure):
+            score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
         if score is None:
             return self._pool(rule).submit(call, partial(_named, rule))
         return _done(_named(rule, score))

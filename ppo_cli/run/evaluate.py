@@ -162,7 +162,8 @@ def _answer(rollout: Rollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.token_ids),
     }
-    more = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth}
+    more = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth,
+            "opened": prompt.opened}  # fmt: skip
     found: dict[str, Any] = plain(row | {name: value for name, value in more.items() if value})
     return found
 

@@ -109,6 +109,15 @@ def penalties_of(settings: Shaping, rollout: Rollout, longest: int) -> dict[str,
     if settings.repetition_penalty is not None:
         share = repeated_share(rollout.token_ids, settings.repetition_ngram)
         found["repetition"] = -settings.repetition_penalty * share
+    thought = rollout.thought_tokens
+    budgets = {
+        "thought": (thought, settings.thought_budget),
+        "answer": (length - thought, settings.answer_budget),
+    }
+    for name, (tokens, budget) in budgets.items():
+        if budget is not None:
+            share = overlong_share(tokens, 2 * budget, budget)
+            found[f"{name}_budget"] = -settings.budget_penalty * share
     return found
 
 
@@ -128,7 +137,8 @@ def repeated_share(token_ids: Sequence[int], n: int) -> float:
 
 def _is_on(settings: Shaping) -> bool:
     penalties = (
-        settings.overlong_buffer, settings.missing_eos_penalty, settings.repetition_penalty
+        settings.overlong_buffer, settings.missing_eos_penalty, settings.repetition_penalty,
+        settings.thought_budget, settings.answer_budget,
     )  # fmt: skip
     return settings.normalize != "off" or any(
         value is not None for value in (*penalties, settings.reward_clip)

@@ -95,7 +95,9 @@ def read_answered(
         if response is None and response_key is not None:
             raise RowError(response_key, "is missing or null")
         prompt = prompt_of(raw.label, read_row(place, record, columns))
-        return Answered(place, record, rollout_of(prompt, response or ""))
+        prompt = replace(prompt, opened=str(record.get("opened") or ""))
+        cut = record.get("finish_reason") == "length"
+        return Answered(place, record, rollout_of(prompt, response or "", cut=cut))
 
     rows, problems = read_records(raw, read)
     raise_problems(problems)
@@ -124,11 +126,11 @@ def _in_groups(rows: Sequence[Answered]) -> Iterator[Answered]:
         asked = json.dumps(as_plain(prompt.messages), default=str)
         uid = uids.setdefault(asked, prompt.uid)
         same = replace(prompt, uid=uid)
-        yield replace(row, rollout=rollout_of(same, row.rollout.text, count[uid]))
+        yield replace(row, rollout=replace(row.rollout, prompt=same, sample=count[uid]))
         count[uid] += 1
 
 
-def rollout_of(prompt: Prompt, response: str, sample: int = 0) -> Rollout:
+def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = False) -> Rollout:
     """Build the rollout of a response that was written elsewhere."""
     return Rollout(
         prompt=prompt,
@@ -136,7 +138,7 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0) -> Rollout:
         token_ids=(),
         sampler_logprobs=np.empty(0, dtype=np.float32),
         text=response,
-        finish_reason="stop",
+        finish_reason="length" if cut else "stop",
     )
 
 

@@ -57,6 +57,9 @@ overlong_buffer reward.shaping.overlong_buffer
 overlong_penalty reward.shaping.overlong_penalty
 missing_eos_penalty reward.shaping.missing_eos_penalty
 repetition_penalty reward.shaping.repetition_penalty
+thought_budget reward.shaping.thought_budget
+answer_budget reward.shaping.answer_budget
+budget_penalty reward.shaping.budget_penalty
 reward_clip reward.shaping.reward_clip    reward_normalize reward.shaping.normalize
 use_api_reward reward.api.enable          rm_api_type reward.api.type
 rm_model reward.api.model                 rm_base_url reward.api.base_url

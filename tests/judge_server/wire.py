@@ -57,6 +57,10 @@ class Answer:
     tokens_out: int = 1
 
 
+# What a judge that thinks sends beside its answer; servers differ in the name of the field.
+THOUGHT = dict.fromkeys(("reasoning", "reasoning_content"), 'I would say {"score": 3}. Score: 3')
+
+
 @dataclass(frozen=True)
 class Wire:
     """One provider's chat protocol."""
@@ -75,7 +79,7 @@ def openai_error(status: int, message: str, param: str | None, code: str | None)
 
 def openai_write(body: Body, answer: Answer) -> tuple[int, Body]:
     refused = answer.end == "refusal"
-    message = {"role": "assistant", "content": None if refused else answer.text}
+    message = {"role": "assistant", "content": None if refused else answer.text, **THOUGHT}
     if refused:
         message["refusal"] = REFUSAL
     choice = {
@@ -119,7 +123,10 @@ def claude_write(body: Body, answer: Answer) -> tuple[int, Body]:
     stop = {"length": "max_tokens", "refusal": "refusal"}.get(answer.end, "end_turn")
     reply = {
         "id": "msg_1", "type": "message", "role": "assistant", "model": body.get("model"),
-        "content": [] if refused or not answer.text else [{"type": "text", "text": answer.text}],
+        "content": [
+            {"type": "thinking", "thinking": THOUGHT["reasoning"], "signature": "s"},
+            *([] if refused or not answer.text else [{"type": "text", "text": answer.text}]),
+        ],
         "stop_reason": stop, "stop_sequence": None,
         "usage": {
             "input_tokens": answer.tokens_in - answer.tokens_in // 2,
@@ -162,7 +169,7 @@ def gemini_write(body: Body, answer: Answer) -> tuple[int, Body]:
     finish = {"length": "MAX_TOKENS", "refusal": "SAFETY"}.get(answer.end, "STOP")
     candidate: Body = {"index": 0, "finishReason": finish}
     if answer.end != "refusal":
-        thought = {"text": "The score could be 3.", "thought": True}
+        thought = {"text": THOUGHT["reasoning"], "thought": True}
         candidate["content"] = {"role": "model", "parts": [thought, {"text": answer.text}]}
     return 200, {"candidates": [candidate], "usageMetadata": usage, "modelVersion": "m"}
 
@@ -187,7 +194,7 @@ def dashscope_write(body: Body, answer: Answer) -> tuple[int, Body]:
         blocked = "Input data may contain inappropriate content."
         return 400, dashscope_error(400, blocked, None, "DataInspectionFailed")
     text = REFUSAL if answer.end == "refusal" else answer.text
-    message = {"role": "assistant", "content": text}
+    message = {"role": "assistant", "content": text, **THOUGHT}
     return 200, {
         "request_id": "r-1",
         "output": {"choices": [{"finish_reason": answer.end, "message": message}]},

@@ -14,10 +14,13 @@ from ppo_cli.records import FinishReason, PlacedReward, Prompt, Rollout, Score, 
 from ppo_cli.train.shaping import overlong_share, repeated_share, shape_scores
 
 
-def scored(value: float | None, ids: Any = (1, 2, 3), finish: FinishReason = "stop") -> Scored:
+def scored(
+    value: float | None, ids: Any = (1, 2, 3), finish: FinishReason = "stop", thought: int = 0
+) -> Scored:
     ids = tuple(ids)
     prompt = Prompt("0", "", (), "", (1,))
-    rollout = Rollout(prompt, 0, ids, np.zeros(len(ids), np.float32), "", finish)
+    zeros = np.zeros(len(ids), np.float32)
+    rollout = Rollout(prompt, 0, ids, zeros, "", finish, thought_tokens=thought)
     return Scored(rollout, Score.failed("timeout") if value is None else Score(value))
 
 
@@ -128,13 +131,22 @@ def test_a_value_put_in_for_want_of_a_verdict_is_scaled_and_teaches_nothing() ->
 
 def test_each_setting_alone_is_on_and_is_told_of_the_rows_with_a_score() -> None:
     """What failed is in no mean and no share; the clip looks at both signs, after scaling."""
-    rows = [scored(4.0, (5, 5, 5, 5), "length"), scored(-4.0), scored(1.0), scored(None, (1, 1))]
+    rows = [scored(4.0, (5, 5, 5, 5), "length", 3), scored(-4.0), scored(1.0), scored(None, (1, 1))]
     wanted = [
         ({"overlong_buffer": 97}, {"overlong_mean": -1 / 97 / 3, "overlong_share": 1 / 3}),
         ({"missing_eos_penalty": 3.0}, {"missing_eos_mean": -1.0, "missing_eos_share": 1 / 3}),
         (
             {"repetition_penalty": 2.0, "repetition_ngram": 1},
             {"repetition_mean": -0.5, "repetition_share": 1 / 3},
+        ),
+        (  # one response thinks for 3 tokens of its 4; the other two answer with 3 each
+            {"thought_budget": 2, "answer_budget": 2, "budget_penalty": 3.0},
+            {
+                "thought_budget_mean": -0.5,
+                "thought_budget_share": 1 / 3,
+                "answer_budget_mean": -1.0,
+                "answer_budget_share": 2 / 3,
+            },
         ),
         ({"reward_clip": 2.0}, {"clipped_share": 2 / 3, "reward_mean": 1 / 3}),
         ({"reward_clip": 4.0}, {"clipped_share": 0.0}),

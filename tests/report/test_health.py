@@ -71,6 +71,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
     "critic": (20, always(explained_variance=-0.1), "--critic_lr"),
     "grad_norm": (12, lambda s: {"grad_norm": 50.0 if s == 12 else 0.5}, "--lr"),
     "critic_grad_norm": (12, lambda s: {"critic_grad_norm": 50 if s == 12 else 2}, "--critic_lr"),
+    "never_answers": (3, always(thought__unclosed_share=0.6), "--thought_budget"),
     "too_long": (3, always(response_length__clip_ratio=0.9), "--max_response_length"),
     "failed": (1, always(score__failed=3.0), "step_000001.jsonl"),
     "memory": (1, always(critic__micro_batch_rows=6.0), "critic.ppo_micro_batch_size_per_gpu=6"),

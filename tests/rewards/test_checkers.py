@@ -119,7 +119,7 @@ def test_thousands_and_trailing_zeros_do_not_matter(number: int) -> None:
 
 @given(st.text())
 def test_nothing_raises_on_any_text(text: str) -> None:
-    others = (checkers.normalise_maths, checkers.normalise_words, checkers.after_thinking)
+    others = (checkers.normalise_maths, checkers.normalise_words)
     for look in (*FOUND, *others, checkers.repetition):
         look(text)
 
@@ -138,12 +138,6 @@ def test_contains_answer() -> None:
         ("x", "", False),
     ):
         assert checkers.contains_answer(text, answer) is found, text
-
-
-def test_after_thinking_keeps_what_follows_the_last_tag() -> None:
-    assert checkers.after_thinking("<think>1</think>2") == "2"
-    assert checkers.after_thinking("<think>1</think> ") == "<think>1</think> "
-    assert checkers.after_thinking("<think>1") == "<think>1"
 
 
 def test_repetition_is_the_share_of_repeated_ngrams() -> None:

@@ -86,15 +86,15 @@ const box = (value) => el("div", { class: "text", dir: "auto", tabindex: 0 }, te
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
 const snippet = (value) => el("span", { class: "clip", dir: "auto" }, textOf(String(value ?? "").slice(0, 160).replace(/\s+/g, " ")));
 
-/** A response with what the model thought folded away. */
-function response(text) {
+/** A response with what the model thought folded away; Python says where that is. */
+function response(text, thoughts) {
   const made = el("div", {});
-  const thought = /<(think|thinking|reasoning)>([\s\S]*?)(<\/\1>|$)/g;
   let done = 0;
-  for (const match of text.matchAll(thought)) {
-    if (match.index > done) made.append(box(text.slice(done, match.index)));
-    made.append(el("details", {}, el("summary", {}, `thinking, ${match[2].length.toLocaleString("en-US")} characters`), box(match[2])));
-    done = match.index + match[0].length;
+  for (const [start, end] of thoughts || []) {
+    const thought = text.slice(start, end);
+    if (start > done) made.append(box(text.slice(done, start)));
+    made.append(el("details", {}, el("summary", {}, `thinking, ${thought.length.toLocaleString("en-US")} characters`), box(thought)));
+    done = end;
   }
   if (done < text.length || !text) made.append(box(text.slice(done)));
   return made;
@@ -247,7 +247,7 @@ function drawPane(line, same) {
       ` · step ${line.step} ${line.split} · ${line.tokens ?? "?"} tokens${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source || "no source"} · ${line.uid} #${line.sample}`),
     line.failure ? el("p", { class: "failed" }, `failed: ${line.failure}`) : null,
     DATA.live || DATA.labels[now.run][line.id] ? labelBox(line) : null,
-    ...part("prompt", line.prompt), head("response"), response(line.response || ""), cutNote(line, "response"),
+    ...part("prompt", line.prompt), head("response"), response(line.response || "", line.thoughts), cutNote(line, "response"),
     ...part("ground truth", line.ground_truth), ...part("reason", line.reason),
     parts.length ? table("", ["part", "raw", "scaled"], parts.map(([name, value]) => [name, digits(value?.raw), digits(value?.scaled)])) : null,
     ...facts(line), ...others, ...throughTime(line, same));

@@ -20,6 +20,7 @@ from ppo_cli.run_folder import (
     rollout_file,
     rollout_steps,
 )
+from ppo_cli.thoughts import find_thoughts
 
 SNIPPET = 200  # characters of a text in the table
 MOST_TEXT = 100_000  # characters of a text in the reading pane, unless all of it is asked for
@@ -161,6 +162,7 @@ class Rollouts:
                     found[place] = line | {
                         "id": row.id, "split": split, "step": step,
                         "disputed": row.disputed, "changed": self.changed(row),
+                        "thoughts": _thoughts(line),
                     }  # fmt: skip
         return found
 
@@ -203,6 +205,13 @@ class Rollouts:
                         yield row
         except TimeoutError as error:
             raise UserError("The pattern takes too long on one of the texts.") from error
+
+
+def _thoughts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Where the thoughts of a response are in its text, as the page folds them away."""
+    opened, text = str(line.get("opened") or ""), str(line.get("response") or "")
+    found = find_thoughts(opened + text, cut=line.get("finish_reason") == "length")
+    return [(max(0, one.start - len(opened)), one.end - len(opened)) for one in found]
 
 
 def _state(file: Path) -> tuple[int, int]:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ppo_cli.rewards.checkers import after_thinking
 from ppo_cli.rewards.returned import CannotScore
+from ppo_cli.thoughts import strip_reasoning
 
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
@@ -29,7 +29,7 @@ def find_code(text: str, entry_point: str = "") -> str:
     Of several fenced blocks it is the last in Python (else the last of any kind) that defines
     the entry point; where none does, the last. Without any it is the whole text.
     """
-    answer = after_thinking(text)
+    answer = strip_reasoning(text)
     blocks = _list_blocks(answer)
     filled = [(language, code) for language, code in blocks if code.strip()]
     if not filled:

@@ -27,7 +27,8 @@ from ppo_cli.rewards.judge.files import FromFile, read_file
 from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Rubric, load_rubric, read_rubric
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
 from ppo_cli.rewards.judge.scale_words import named_scale, parse_scale
-from ppo_cli.rewards.judge.verdict import ASKED, strip_reasoning
+from ppo_cli.rewards.judge.verdict import ASKED
+from ppo_cli.thoughts import strip_reasoning
 
 VARIABLES = ("prompt", "response", "ground_truth")
 EXTRA = "extra_info"

@@ -51,6 +51,7 @@ from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.remote.limiter import Limits
 from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.thoughts import NO_ANSWER
 
 LONGEST_PAUSE = 30.0
 STUBBORN = 3  # failures while others pass, after which it is the text and not the judge
@@ -469,8 +470,11 @@ class JudgeReward(Reward):
 
     async def _first(self, entry: Entry) -> None:
         """Judge a fresh response: by the gate when it has no content, else by the judge."""
-        prompt, text = entry.rollout.prompt, readable(entry.rollout.text, self._api.reasoning)
+        prompt = entry.rollout.prompt
+        text = readable(self._seen(entry.rollout), self._api.reasoning)
         empty = self._api.gate and content_free(prompt.text, text, prompt.ground_truth)
+        if entry.rollout.unclosed and not text:
+            empty = empty and NO_ANSWER
         if empty:
             self._report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
@@ -480,7 +484,7 @@ class JudgeReward(Reward):
     async def _judge(self, entry: Entry) -> None:
         """Bring an entry's future to its score, or leave it open with what went wrong."""
         questions = [
-            self._question(entry.rollout.prompt, entry.rollout.text, vote)
+            self._question(entry.rollout.prompt, self._seen(entry.rollout), vote)
             for vote in range(self._api.votes)
         ]
         answers = await asyncio.gather(
@@ -508,7 +512,8 @@ class JudgeReward(Reward):
         rubric, vote = question.rubric, question.vote
         if rubric is None or self._api.rubric_calls == "one":
             return await self._client.ask(question, fresh=fresh)
-        parts = [self._question(rollout.prompt, rollout.text, vote, one) for one in rubric.alone()]
+        seen = self._seen(rollout)
+        parts = [self._question(rollout.prompt, seen, vote, one) for one in rubric.alone()]
         answers = await asyncio.gather(
             *(self._client.ask(part, fresh=fresh) for part in parts), return_exceptions=True
         )
@@ -531,13 +536,17 @@ class JudgeReward(Reward):
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         scores = []
         for vote in range(votes):
-            question = self._question(rollout.prompt, rollout.text, vote)
+            question = self._question(rollout.prompt, self._seen(rollout), vote)
             answer = await asyncio.gather(
                 self._verdict(rollout, question, fresh=True), return_exceptions=True
             )
             score, error = score_of(answer, question)
             scores.append(score or Score.failed(str(error)))
         return scores
+
+    def _seen(self, rollout: Rollout) -> str:
+        """What a judge may read of a response."""
+        return rollout.answer if self._api.reasoning == "strip" else rollout.whole
 
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None

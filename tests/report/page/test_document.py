@@ -16,7 +16,7 @@ from ppo_cli.report.page.document import report
 from ppo_cli.report.page.rollouts import Rollouts, sample
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import read_metrics
+from ppo_cli.run_folder import read_lines, read_metrics, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, RAN, make_run
 
 
@@ -106,6 +106,19 @@ def test_the_newest_steps_are_read_first_and_the_rest_by_and_by(tmp_path: Path) 
     file.write_text(file.read_text().replace(f'"score": {4 / 12}', '"score": 0.0'))
     assert whole.rows(0.0)[-8].score == 0.0  # a step written anew is read anew
     assert whole.changed(row) == pytest.approx(1 / 12, abs=1e-6)
+
+
+def test_thoughts_are_told_where_they_are(tmp_path: Path) -> None:
+    """One that the template opened ends at its mark; one that is open goes on to the end."""
+    folder = make_run(tmp_path / "run", steps=1)
+    file = rollout_file(folder, 1, "train")
+    lines = read_lines(file)
+    lines[0] |= {"opened": "<think>\n", "response": "6*7</think>42"}
+    lines[1] |= {"response": "<think>6*7"}
+    replace_lines(file, lines)
+    rollouts = Rollouts(folder)
+    told = [line["thoughts"] for line in rollouts.read(rollouts.rows(), None)]
+    assert told[:3] == [[(0, 11)], [(0, 10)], []]
 
 
 def test_a_report_of_a_long_run_is_a_sample_that_says_so(run: Path) -> None:

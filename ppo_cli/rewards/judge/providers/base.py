@@ -318,11 +318,13 @@ class TokenFields(NamedTuple):
     """Where a provider tells the tokens of a call, as dotted names; those of one kind are added.
 
     The first of `input` and of `output` are the ones whose absence means that nothing is told.
+    What `total` has more than both is thought that was billed and not counted as output.
     """
 
     input: tuple[str, ...]
     output: tuple[str, ...]
     cached: str
+    total: str = ""
 
 
 def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
@@ -330,7 +332,9 @@ def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
     if _count(usage, fields.input[0]) is None and _count(usage, fields.output[0]) is None:
         return None
     kinds = (fields.input, fields.output, (fields.cached,))
-    return Usage(*(sum(_count(usage, name) or 0 for name in names) for names in kinds))
+    read, written, cached = (sum(_count(usage, name) or 0 for name in names) for names in kinds)
+    total = _count(usage, fields.total) or 0 if fields.total else 0
+    return Usage(read, max(written, total - read), cached)
 
 
 def _count(usage: Any, name: str) -> int | None:

@@ -22,7 +22,9 @@ from ppo_cli.rewards.judge.providers.base import (
 )
 from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
 
-TOKENS = TokenFields(("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens")
+TOKENS = TokenFields(
+    ("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens", "total_tokens"
+)
 
 
 class Judge(SdkProvider):

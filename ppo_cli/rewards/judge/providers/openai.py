@@ -27,8 +27,9 @@ from ppo_cli.rewards.judge.providers.base import (
 _OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
 # Cached tokens are part of the prompt's.
 TOKENS = TokenFields(
-    ("prompt_tokens",), ("completion_tokens",), "prompt_tokens_details.cached_tokens"
-)
+    ("prompt_tokens",), ("completion_tokens",), "prompt_tokens_details.cached_tokens",
+    "total_tokens",
+)  # fmt: skip
 DECISION_TOKENS = TokenFields(
     ("input_tokens",), ("output_tokens",), "input_tokens_details.cached_tokens"
 )
@@ -147,4 +148,7 @@ def read_completion(reply: Any, tokens: TokenFields = TOKENS) -> Reply:
         raise refused("refusal", str(declined or content), usage)
     if ended == "content_filter":
         raise refused("content_filter", "The provider's filter withheld the answer.", usage)
+    if isinstance(content, list):  # Mistral's thinking models answer in chunks
+        texts = [attribute(part, "text") for part in content if attribute(part, "type") == "text"]
+        content = "".join(t for t in texts if isinstance(t, str))
     return finish(content if isinstance(content, str) else None, usage, truncated=ended == "length")

@@ -358,3 +358,28 @@ def test_importing_the_providers_imports_no_sdk() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_thoughts_are_billed_and_never_read() -> None:
+    """Gateways count the tokens of a thought apart: by a total, or in a field of their own."""
+    told = {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]},
+                        {"type": "text", "text": "Score: 8"}]}  # fmt: skip
+    usage = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 150}
+    chunks = openai.read_completion({"choices": [{"message": told}], "usage": usage})
+    assert (chunks.text, chunks.usage) == ("Score: 8", Usage(100, 50))
+    only = {"choices": [{"message": {"content": None, "reasoning_content": "Score: 3"}}]}
+    with pytest.raises(JudgeError) as caught:
+        openai.read_completion(only | {"usage": usage})
+    assert (caught.value.cause, caught.value.usage) == ("empty", Usage(100, 50))
+    native = {"input_tokens": 100, "output_tokens": 20, "total_tokens": 150}
+    assert read_usage(native, dashscope.TOKENS) == Usage(100, 50)
+    parts = {"prompt_token_count": 100, "candidates_token_count": 20, "thoughts_token_count": 30}
+    assert read_usage(parts, gemini.TOKENS) == Usage(100, 50)
+    blocks = [
+        {"type": "thinking", "thinking": "Score: 3"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "Score: 8"},
+    ]
+    spent = {"input_tokens": 100, "output_tokens": 50}
+    message = claude.read_message({"content": blocks, "usage": spent, "stop_reason": "end_turn"})
+    assert (message.text, message.usage) == ("Score: 8", Usage(100, 50))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards.judge.verdict import UnfinishedThought, after_thought, strip_reasoning
+from ppo_cli.thoughts import UnfinishedThought, after_thought, strip_reasoning
 
 # Opening and closing mark as models write them.
 MARKED = [

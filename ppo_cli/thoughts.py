@@ -1,0 +1,225 @@
+"""Thoughts of models that reason before they answer: their marks, and what is left without them.
+
+One table for all who meet them: rules and judges, which read answers alone, the reading of a
+judge's reply, the sampler's text, lengths in tokens, and the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Family(NamedTuple):
+    """Regular expressions of the marks that open and close a thought.
+
+    `prompted`: chat templates open it themselves, so that a reply has the closing mark alone.
+    `tokens`: the special tokens of which its marks are made where they are such; a text keeps them.
+    `nests`: each closing mark ends one opening, rather than all of them.
+    """
+
+    opening: str
+    closing: str
+    prompted: bool = False
+    tokens: tuple[str, ...] = ()
+    nests: bool = True
+
+    def shown_by(self, special: Collection[str]) -> tuple[str, ...]:
+        """Its tokens among a tokenizer's special ones; none where the first two are not there."""
+        known = tuple(word for word in self.tokens if word in special)
+        return known if known[:2] == self.tokens[:2] else ()
+
+
+def _tag(name: str, *, prompted: bool = False) -> Family:
+    return Family(f"<{name}>", f"</{name}>", prompted, (f"<{name}>", f"</{name}>"))
+
+
+FAMILIES = (
+    # Qwen3 to 3.6, DeepSeek-R1 to V3.2, GLM-4.5 to 5, Kimi K2 Thinking, MiniMax-M2, Nemotron,
+    # SmolLM3, Granite 3.3, Hunyuan, EXAONE 4
+    _tag("think", prompted=True),
+    _tag("thought", prompted=True),  # EXAONE Deep
+    *map(_tag, ("thinking", "thoughts", "reasoning")),
+    _tag("seed:think", prompted=True),  # Seed-OSS
+    _tag("longcat_think", prompted=True),  # LongCat
+    Family(r"\[THINK\]", r"\[/THINK\]", tokens=("[THINK]", "[/THINK]")),  # Magistral
+    Family("◁think▷", "◁/think▷"),  # Kimi-VL
+    Family(  # Kimi K3
+        r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>", prompted=True,
+        tokens=("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    Family(r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # Sky-T1, OpenThinker
+    Family(  # Cohere
+        r"<\|START_THINKING\|>", r"<\|END_THINKING\|>",
+        prompted=True, tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    Family(r"<\|channel>thought\b", r"<channel\|>", tokens=("<|channel>", "<channel|>")),  # Gemma 4
+    Family(  # MedGemma
+        r"<unused94>thought\b", "<unused95>", tokens=("<unused94>", "<unused95>")
+    ),
+    Family(  # gpt-oss
+        r"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary)[^<\n]{0,80}"
+        r"(?:<\|constrain\|>\w{1,20})?<\|message\|>",
+        r"(?:<\|start\|>assistant)?<\|channel\|>final\s?(?:<\|constrain\|>\w{1,20})?<\|message\|>",
+        tokens=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"), nests=False,
+    ),
+    # gpt-oss and Gemma 4 decoded without their special tokens; of Gemma's nothing marks the end.
+    Family(r"(?-i:\Aanalysis(?=[A-Z]))", "(?-i:assistantfinal)"),
+    Family(r"(?-i:\Athought\n)", r"(?!)"),
+)  # fmt: skip
+_EACH = "|".join(f"(?P<o{n}>{f.opening})|(?P<c{n}>{f.closing})" for n, f in enumerate(FAMILIES))
+# How every mark begins: without it, some fifty branches would be tried at each character.
+MARKS = re.compile(rf"(?=[<\[◁]|\A|(?-i:assistantfinal))(?:{_EACH})", re.I)
+_TAG = re.compile(r"<\w")  # other marks are special tokens, which nobody writes in a sentence
+_QUOTED = re.compile(r"(?:\s|\A)[\"“‘`«「]\Z")
+NO_ANSWER = "the thought was not closed: there is no answer"
+LONGEST_OPENING = 200  # characters at the end of a prompt, with the blanks behind it
+
+
+class UnfinishedThought(ValueError):
+    """A text that opens a thought first thing and does not close it."""
+
+
+class Span(NamedTuple):
+    """A thought's place in a text, marks included, in characters; `closed`: by its mark."""
+
+    start: int
+    end: int
+    closed: bool
+
+
+def opening_of(rendered: str) -> str:
+    """The mark, with the blanks behind it, that a prompt ends with; empty where none is open."""
+    marks = list(MARKS.finditer(rendered, max(0, len(rendered) - LONGEST_OPENING)))
+    if not marks or _mark(marks[-1])[1] or rendered[marks[-1].end() :].strip():
+        return ""
+    return rendered[marks[-1].start() :]
+
+
+def find_thoughts(text: str, *, cut: bool = False) -> list[Span]:
+    """The thoughts of a response; only the last may be open, then it goes on to the end.
+
+    Before a lone closing mark all is thought: its opening stood in the prompt. A mark right after
+    an opening quotation mark is none. An opening within a sentence, never closed, is a mention.
+    Within a thought the first closing mark ends it, for a model that writes of `<think>` seldom
+    writes its end; where the response was `cut` there may be more to come, and each closing mark
+    ends only the newest of the openings.
+    """
+    found: list[Span] = []
+    start, family, depth, before = -1, -1, 0, 0
+    for mark in _marks(text):
+        this, closing = _mark(mark)
+        if start < 0 and closing:
+            found = [Span(0, mark.end(), True)]
+        elif start < 0:
+            start, family, depth = mark.start(), this, 1
+        elif this == family and not closing:
+            depth += cut and FAMILIES[this].nests and bool(text[before : mark.start()].strip())
+        elif this == family:
+            depth -= 1
+            if not depth:
+                found.append(Span(start, mark.end(), True))
+                start = -1
+        before = mark.end()
+    if start >= 0:
+        line = text[text.rfind("\n", 0, start) + 1 : start]
+        if found or not line.strip() or not _TAG.match(text, start):
+            found.append(Span(start, len(text), False))
+    return found
+
+
+def strip_reasoning(text: str, *, cut: bool = False) -> str:
+    """Return the answer alone, without thoughts; empty where a thought is all there is."""
+    return without(text, find_thoughts(text, cut=cut))
+
+
+def without(text: str, found: Sequence[Span]) -> str:
+    """A text without its thoughts, and without blanks at its ends where there was one."""
+    if not found:
+        return text
+    ends = [0, *(span.end for span in found)]
+    starts = [*(span.start for span in found), len(text)]
+    return "".join(text[a:b] for a, b in zip(ends, starts, strict=True)).strip()
+
+
+def split_strictly(text: str) -> tuple[str, str] | None:
+    """Thought and answer of a response that is one closed thought at its front and an answer.
+
+    None for any other, also for one that has a mark more.
+    """
+    marks = list(MARKS.finditer(text))
+    if len(marks) != 2 or text[: marks[0].start()].strip():
+        return None
+    opening, closing = marks
+    if (_mark(opening)[1], _mark(closing)) != (False, (_mark(opening)[0], True)):
+        return None
+    return text[opening.end() : closing.start()], text[closing.end() :]
+
+
+def count_tokens(
+    opened: str, text: str, token_ids: Sequence[int], decode: Decode, *, cut: bool
+) -> int:
+    """Tokens of a response up to its answer; 0 where it has no thought.
+
+    The rest, from the first sign behind the last thought on, is the answer's. It is looked for
+    from the end, as answers are short. `opened` is what the prompt ends with, see `opening_of`.
+    """
+    found = find_thoughts(opened + text, cut=cut)
+    if not found:
+        return 0
+    if not found[-1].closed:
+        return len(token_ids)
+    wanted = len((opened + text)[found[-1].end :].strip())
+    size = 1
+    while size < len(token_ids) and len(decode(token_ids[-size:]).strip()) < wanted:
+        size *= 2
+    low, high = (size // 2 if wanted else 0), min(size, len(token_ids))
+    while low < high:
+        middle = (low + high) // 2
+        enough = len(decode(token_ids[len(token_ids) - middle :]).strip()) >= wanted
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return len(token_ids) - low
+
+
+def after_thought(text: str) -> str:
+    """Return a judge's reply without the one complete thought at its front.
+
+    A lone closing mark on a line of its own, of a family that templates open, or any at the very
+    front, ends a thought that was opened in the prompt; a mark right after an opening quotation
+    mark ends none. Further marks are left for the caller to refuse. Raises UnfinishedThought.
+    """
+    text = text.strip()
+    marks = MARKS.finditer(text)
+    first = next(marks, None)
+    if first is None:
+        return text
+    family, closes = _mark(first)
+    if closes:
+        alone = re.search(r"(?:^|\n)[ \t]*$", text[: first.start()]) and re.match(
+            r"[ \t]*(?:\n|$)", text[first.end() :]
+        )
+        ends = not text[: first.start()].strip() or (FAMILIES[family].prompted and alone)
+        return text[first.end() :].strip() if ends else text
+    if first.start():
+        return text
+    for mark in marks:
+        if _mark(mark) == (family, True) and not _quoted(text, mark):
+            return text[mark.end() :].strip()
+    raise UnfinishedThought("the judge was still thinking when its reply ended")
+
+
+def _marks(text: str) -> Iterator[re.Match[str]]:
+    return (mark for mark in MARKS.finditer(text) if not _quoted(text, mark))
+
+
+def _quoted(text: str, mark: re.Match[str]) -> bool:
+    start = mark.start()
+    return _QUOTED.search(text[max(0, start - 2) : start]) is not None
+
+
+def _mark(found: re.Match[str]) -> tuple[int, bool]:
+    """The number of a mark's family, and whether it closes."""
+    name = str(found.lastgroup)
+    return int(name[1:]), name[0] == "c"
