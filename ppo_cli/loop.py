@@ -67,9 +67,9 @@ def take_step(job: Job, state: RunState) -> None:
         if job.store.newest_step() != state.step:
             save(job, state)
         raise _resumable(job, state, stop) from stop
+    job.tracker.rollouts(state.step, scored)
     seconds = time.perf_counter() - started
     metrics |= {"time/step_s": seconds, "perf/tokens_per_s": tokens / seconds}
-    job.tracker.rollouts(state.step, scored)
     refuse_raising(job, scored)
     job.tracker.show_profile(state.step)
     state.count_unscored_steps(scored)

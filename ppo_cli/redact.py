@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HIDDEN = "***"
 _SECRET_NAMES = re.compile(r"(_API_KEY|_TOKEN|_SECRET|_PASSWORD)$")
-_USERINFO = re.compile(r"(?<=://)[^/\s'\"?#]+(?=@)")
-_QUERY = re.compile(
-    r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)[^&#\s'\"]+"
+# What a text must hold, in small letters, for a pattern to be tried; the pattern; what is put in.
+_SHAPES = (
+    (("://",), re.compile(r"(?<=://)[^/\s'\"?#]+(?=@)"), HIDDEN),
+    (
+        ("=",),
+        re.compile(
+            r"(?i)([?&](?:[\w.-]*(?:key|token|signature|credential)|sig|secret|password)=)"
+            r"[^&#\s'\"]+"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (("bearer",), re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
+    (
+        ("sk-", "sk_", "hf-", "hf_", "aiza"),
+        re.compile(r"\b(?:sk|hf)[-_][A-Za-z0-9_-]{12,}|\bAIza[\w-]{20,}"),
+        HIDDEN,
+    ),
 )
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
-_KEY_SHAPES = re.compile(r"\b(?:sk|hf)[-_][A-Za-z0-9_-]{12,}|\bAIza[\w-]{20,}")
 _SECRET_KEYS = re.compile(r"(?i)(?:api[_-]?key|token|secret|password)$")
 # A shorter value, as of a server of one's own that takes any key, stands in ordinary words too.
 _SHORTEST = 6
@@ -35,14 +47,25 @@ def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     return tuple(sorted(found, key=len, reverse=True))
 
 
+def redactor(environ: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """Return `redact` for many texts: the variables are read once."""
+    values = sorted({*secret_values(environ), *_read_keys}, key=len, reverse=True)
+
+    def clean(text: str) -> str:
+        for value in values:
+            text = text.replace(value, HIDDEN)
+        small = text.lower()
+        for marks, pattern, instead in _SHAPES:
+            if any(mark in small for mark in marks):
+                text = pattern.sub(instead, text)
+        return text
+
+    return clean
+
+
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Return `text` with key values, passwords in URLs and bearer tokens replaced by ***."""
-    for value in sorted({*secret_values(environ), *_read_keys}, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    text = _USERINFO.sub(HIDDEN, text)
-    text = _QUERY.sub(rf"\1{HIDDEN}", text)
-    text = _BEARER.sub(rf"\1{HIDDEN}", text)
-    return _KEY_SHAPES.sub(HIDDEN, text)
+    return redactor(environ)(text)
 
 
 def mask_secrets(value: Any) -> Any:

@@ -27,7 +27,7 @@ from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfi
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact, redactor
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS = "rollouts"
@@ -89,28 +89,31 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as fresh, fresh.open("wb") as file:
-        file.writelines(_encode(line) for line in lines)
+        clean = redactor()
+        file.writelines(_encode(line, clean) for line in lines)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, clean: Callable[[str], str] = redact) -> Any:
     """Turn anything into what JSON can say: no numpy, no NaN, no secrets."""
-    import numpy as np
-
     if isinstance(value, str):
-        return redact(value) if len(value) > 5 else value
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v) for v in value]
+        return clean(value) if len(value) > 5 else value
+    if value is None or isinstance(value, bool | int):
+        return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int) else redact(str(value))
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, clean) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v, clean) for v in value]
+    import numpy as np
+
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist(), clean)
+    return clean(str(value))
 
 
-def _encode(line: Mapping[str, Any]) -> bytes:
-    text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
+def _encode(line: Mapping[str, Any], clean: Callable[[str], str] = redact) -> bytes:
+    text = json.dumps(plain(line, clean), ensure_ascii=False, allow_nan=False)
     # A sampler may cut a character in half: backslashreplace writes the half as JSON's \udXXX.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

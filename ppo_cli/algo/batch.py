@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,21 +99,21 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
         raise ValueError("a rollout has no response token")
     B, T = len(rollouts), max(response_lens)
     L = max(p + t for p, t in zip(prompt_lens, response_lens, strict=True))
-    ids_BL = torch.full((B, L), pad_token_id, dtype=torch.int64)
-    logprobs_BT = torch.zeros(B, T)
+    ids_BL = np.full((B, L), pad_token_id, dtype=np.int64)  # torch.tensor(tuple) takes six times
+    logprobs_BT = np.zeros((B, T), dtype=np.float32)
     for b, r in enumerate(rollouts):
         ids = (*r.prompt.token_ids, *r.token_ids)
-        ids_BL[b, : len(ids)] = torch.tensor(ids)
-        logprobs_BT[b, : len(r.token_ids)] = torch.as_tensor(r.sampler_logprobs)
+        ids_BL[b, : len(ids)] = ids
+        logprobs_BT[b, : len(r.token_ids)] = r.sampler_logprobs
     response_len_B = torch.tensor(response_lens)
     groups: dict[str, int] = {}
     group = [groups.setdefault(r.prompt.uid, len(groups)) for r in rollouts]
     return Batch(
-        input_ids_BL=ids_BL,
+        input_ids_BL=torch.from_numpy(ids_BL),
         prompt_len_B=torch.tensor(prompt_lens),
         response_len_B=response_len_B,
         response_mask_BT=torch.arange(T)[None, :] < response_len_B[:, None],
-        sampler_logprobs_BT=logprobs_BT,
+        sampler_logprobs_BT=torch.from_numpy(logprobs_BT),
         group_B=torch.tensor(group),
         weight_version_B=torch.tensor([r.weight_version for r in rollouts]),
     )

@@ -7,6 +7,7 @@ current engine.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -316,6 +317,7 @@ class Cluster(Protocol):
 
 def train(resolved: Resolved, screen: Screen, cluster: Cluster | None = None) -> None:
     """Run what the config asks for, from the first check to the summary."""
+    gc.freeze()  # the modules loaded by now are not searched for garbage at every step
     check_loggers(resolved.config.trainer.logger)
     folder = RunFolder(Path(resolved.config.trainer.output_dir).expanduser())
     try:
