@@ -37,11 +37,9 @@ from ppo_cli.rewards.judge.prompt import (
     as_text,
     ask,
     material_of,
-    readable,
     reference_of,
 )
 from ppo_cli.rewards.judge.reward import WORTHLESS, Entry, JudgeReward, gated_score
-from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.judge.verdict import LONGEST_REASON
 
 Request = tuple[tuple[int, ...], int]  # who is shown, in which order; and the vote
@@ -102,7 +100,7 @@ class CompareReward(JudgeReward):
         self._arrived.append(entry)
         if self._canaries.due:
             self._canaries.due = False
-            good = rollout.prompt.ground_truth or rollout.text
+            good = rollout.prompt.ground_truth or rollout.answer
             for text in WORTHLESS:
                 question = self._request(rollout.prompt, (text, as_text(good)))
                 self._loop.submit(self._canaries.ask(question))
@@ -117,7 +115,7 @@ class CompareReward(JudgeReward):
         for uid, entries in by_prompt.items():
             reference = self._reference(entries[0].rollout.prompt)
             if kind == "validation" and reference is None:
-                reference = self._first_val.setdefault(uid, self._seen(entries[0].rollout.text))
+                reference = self._first_val.setdefault(uid, self._seen(entries[0].rollout))
             asked = self._loop.submit(self._begin(entries, reference))
             for entry in entries:
                 self._round.add(entry, asked)
@@ -133,9 +131,6 @@ class CompareReward(JudgeReward):
 
     def _reference(self, prompt: Prompt) -> str | None:
         return reference_of(self._api, material_of(prompt, "")) if self._refers else None
-
-    def _seen(self, text: str) -> str:
-        return readable(text, self._api.reasoning)
 
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Any = None
@@ -153,8 +148,8 @@ class CompareReward(JudgeReward):
         prompt = entries[0].rollout.prompt
         nodes: dict[str, int] = {}
         for entry in entries:
-            text = self._seen(entry.rollout.text)
-            empty = self._api.gate and content_free(prompt.text, text, prompt.ground_truth)
+            text = self._seen(entry.rollout)
+            empty = self._worthless(entry.rollout, text)
             if empty:
                 self._report.gated += 1
                 entry.future.set_result(gated_score(empty, self.template.scale))

@@ -470,11 +470,7 @@ class JudgeReward(Reward):
 
     async def _first(self, entry: Entry) -> None:
         """Judge a fresh response: by the gate when it has no content, else by the judge."""
-        prompt = entry.rollout.prompt
-        text = readable(self._seen(entry.rollout), self._api.reasoning)
-        empty = self._api.gate and content_free(prompt.text, text, prompt.ground_truth)
-        if entry.rollout.unclosed and not text:
-            empty = empty and NO_ANSWER
+        empty = self._worthless(entry.rollout, self._seen(entry.rollout))
         if empty:
             self._report.gated += 1
             entry.future.set_result(gated_score(empty, self.template.scale))
@@ -545,8 +541,17 @@ class JudgeReward(Reward):
         return scores
 
     def _seen(self, rollout: Rollout) -> str:
-        """What a judge may read of a response."""
-        return rollout.answer if self._api.reasoning == "strip" else rollout.whole
+        """What a judge reads of a response, whole."""
+        how = self._api.reasoning
+        return readable(rollout.answer if how == "strip" else rollout.whole, how)
+
+    def _worthless(self, rollout: Rollout, text: str) -> str | None:
+        """Why a response gets the lowest score without a call; `text` is what a judge reads."""
+        if not self._api.gate:
+            return None
+        if rollout.unclosed and not text:
+            return NO_ANSWER
+        return content_free(rollout.prompt.text, text, rollout.prompt.ground_truth)
 
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Rubric | None = None
