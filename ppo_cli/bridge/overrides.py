@@ -364,6 +364,8 @@ OWN: Final = frozenset(
 REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "data.apply_chat_template": (True, "verl always renders with the chat template"),
     "rollout.stop": ((), "verl's rollout knows no stop strings"),
+    "model.quantization": (None, "verl's FSDP engine holds no weights in 4 bits"),
+    "critic.model.quantization": (None, "verl's FSDP engine holds no weights in 4 bits"),
     "actor.clip_grad_value": (None, "verl clips by norm only"),
     "critic.clip_grad_value": (None, "verl clips by norm only"),
     "actor.target_kl": (None, "verl makes all its epochs"),

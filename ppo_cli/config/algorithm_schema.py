@@ -216,6 +216,9 @@ class CriticModel(Section):
     target_modules: str | tuple[str, ...] = setting(
         "all-linear", "Modules of the critic that LoRA adapts: all-linear, names, or a pattern."
     )
+    quantization: Literal["nf4"] | None = setting(
+        None, "Hold the critic's linear layers under its adapter in 4 bits."
+    )
 
 
 class Critic(Trained):

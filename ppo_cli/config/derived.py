@@ -251,6 +251,15 @@ def sampler_name(config: Config, gpus: int | None = None) -> Literal["hf", "vllm
     return "vllm" if may and has_package("vllm") else "hf"
 
 
+def quantised(config: Config) -> list[str]:
+    """Return the settings that hold a model's frozen weights in 4 bits."""
+    held = {
+        "model.quantization": config.model.quantization,
+        "critic.model.quantization": uses_critic(config) and config.critic.model.quantization,
+    }
+    return [key for key, bits in held.items() if bits]
+
+
 def publishes_adapter(config: Config) -> bool:
     """Tell whether samplers get the LoRA adapter alone, and so need one of their own."""
     return config.model.lora_rank > 0 and not config.model.lora_merge

@@ -16,6 +16,7 @@ from ppo_cli.config.derived import (
     learner_ranks,
     numbered,
     publishes_adapter,
+    quantised,
     read_placement,
     sampler_name,
     shared_samplers,
@@ -83,6 +84,7 @@ def cluster_clashes(
         return  # it has its own ways, which ppo_cli/bridge knows
     yield from _not_offered(config)
     yield from _nodes(config, environ.get("RAY_ADDRESS", "").strip() != "")
+    yield from _in_4_bits(config, gpus)
     broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]
     yield from broken
     if not broken:
@@ -171,6 +173,27 @@ def _one_process(config: Config) -> Iterator[Clash]:
             f"the engine local is one process on one device and cannot have {wanted}; use "
             "--engine ray, or leave this out.",
         )
+
+
+def _in_4_bits(config: Config, gpus: int) -> Iterator[Clash]:
+    """Weights in 4 bits are frozen, and two share a byte, so that FSDP2 cannot cut them."""
+    for key in quantised(config):
+        part = key.removesuffix("model.quantization") or "actor."
+        rank, away = key.replace("quantization", "lora_rank"), f"{part}fsdp_config.param_offload"
+        if value_of(config, rank) == 0:
+            yield Clash(
+                (key, rank), f"{key} holds frozen weights, and none are without {rank}: set it."
+            )
+        if engine_name(config, gpus) != "local":
+            yield Clash(
+                (key,),
+                f"{key} works in one process on one device (--engine local): weights in 4 bits "
+                "cannot be cut for several ranks, nor sent to samplers. Leave it out.",
+            )
+        if value_of(config, away):
+            yield Clash(
+                (key, away), f"{away} cannot move weights in 4 bits: leave one of them out."
+            )
 
 
 def _placement(config: Config, gpus: int) -> Iterator[Clash]:

@@ -40,6 +40,7 @@ PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 AMPLE = 0.5
 RESERVE = 0.1  # share of a device that the count must leave free to fit
 FLOAT = 4
+FOUR_BITS = 1 / 2 + 1 / 64 + FLOAT / 64 / 256  # bytes of a weight in NF4, and of sizes of blocks
 EIGHT_BITS = (1 + FLOAT / 256) / FLOAT  # a code, and a block's size, as a share of a float32
 GIB = 1 << 30
 # Float32 copies of a chunk's logits at once: in a backward pass, in a forward pass alone, and when
@@ -260,6 +261,9 @@ def _work(
     adapted = config.critic.model if critic else config.model
     rank = 0 if part is None else adapted.lora_rank
     whole = device.held(shape, shape.parameters(head=not critic)) + FLOAT * shape.adapter(rank)
+    in_4_bits = part is not None and adapted.quantization is not None
+    if in_4_bits:
+        whole -= int((FLOAT - FOUR_BITS) * shape.layers * shape.layer)
     state_bytes = FLOAT if device.half and device.shards == 1 else device.width
     budget = config.ref.log_prob_max_token_len_per_gpu
     all_rows = -(-config.data.train_batch_size * config.rollout.n // data_ranks(config))
@@ -271,7 +275,11 @@ def _work(
     logits = 0 if critic else FORWARD_LOGITS * chunk * min(LOGIT_CHUNK, int(asked * answers))
     gathered = device.gathered(shape, not offload.reshard_after_forward)
     # Outside of sharding, autocast keeps the trained weights in bfloat16 until a pass is over.
-    cast = 2 * shape.parameters() if device.half and device.shards == 1 and part else 0
+    cast = (
+        2 * shape.parameters()
+        if device.half and device.shards == 1 and part and not in_4_bits
+        else 0
+    )
     annotate = gathered + cast + max(forward, logits * (2 if full else 1))
     rest = 0 if offload.param_offload and device.gpu else whole
     # One process brings offloaded weights to the device for as long as it works with them.
@@ -289,6 +297,8 @@ def _work(
     own_rows = -(-mini * config.rollout.n // data_ranks(config))
     layer = shape.layer_bytes(device)
     inside = tokens * (layer + 3 * device.width * shape.inner // device.tensor)
+    if in_4_bits:  # a linear layer is whole while it is used
+        inside += device.width * shape.hidden * max(shape.inner, shape.queries)
     kept = 2 * shape.hidden * state_bytes
     kept = tokens * (
         kept + shape.layers * (shape.hidden * state_bytes if _recomputes(config, critic) else layer)

@@ -18,6 +18,7 @@ from ppo_cli.config.derived import (
     gpu_count,
     gpus_per_node,
     has_package,
+    quantised,
     rejections,
     rollout_is,
     sampler_name,
@@ -213,12 +214,15 @@ def _missing_packages(config: Config, gpus: int) -> Iterator[str]:
     if any(ranks) and not has_package("peft"):
         yield "LoRA needs the package peft, which is not installed: pip install peft."
     trained = {"actor": config.actor.optim, "critic": config.critic.optim}
-    names = [name for name, optim in trained.items() if optim.optimizer == "AdamW8bit"]
-    if names and not has_package("bitsandbytes"):
-        keys = " and ".join(f"{name}.optim.optimizer" for name in names)
+    asking = [
+        f"{name}.optim.optimizer AdamW8bit"
+        for name, optim in trained.items()
+        if optim.optimizer == "AdamW8bit"
+    ] + [f"{key} nf4" for key in quantised(config)]
+    if asking and not has_package("bitsandbytes"):
         yield (
-            f"{keys} AdamW8bit needs the package bitsandbytes, which is not installed: pip install "
-            "bitsandbytes, or leave it at AdamW."
+            f"{' and '.join(asking)} needs the package bitsandbytes, which is not installed: pip "
+            "install bitsandbytes, or leave that out."
         )
     span = config.rollout.tensor_model_parallel_size
     if has_package("vllm"):

@@ -36,6 +36,10 @@ class Model(Section):
     target_modules: str | tuple[str, ...] = setting(
         "all-linear", "Modules that LoRA adapts: all-linear, names, or a pattern."
     )
+    quantization: Literal["nf4"] | None = setting(
+        None, "Hold the linear layers under the adapter in 4 bits (QLoRA); needs bitsandbytes.",
+        flag="--quantization",
+    )  # fmt: skip
     lora_merge: bool = setting(
         False, "Publish merged weights to the sampler; off, only the adapter travels."
     )

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_cli.config.algorithm_schema import CriticModel
 from ppo_cli.config.schema import Model
 from ppo_cli.engine.models import VALUE_HEADS, Policy, value_head
+from ppo_cli.engine.optimizer import import_bitsandbytes
 from ppo_cli.engine.packed_rows import PackedRows
 from ppo_cli.errors import MissingPart, ModelError, did_you_mean
 
@@ -99,6 +100,8 @@ def adapt(settings: Model | CriticModel, seed: int) -> Callable[[Any], Any] | No
 
     def inject(model: Any) -> Any:
         peft = _import_peft()
+        if settings.quantization is not None:
+            _hold_in_4_bits(model)
         head = value_head(model)
         key = f"{'model' if head is None else 'critic.model'}.target_modules"
         targets, chosen = _choose_targets(model, settings.target_modules, key)
@@ -235,6 +238,27 @@ def _import_peft() -> Any:
             "out to train all weights."
         ) from error
     return peft
+
+
+def _hold_in_4_bits(model: Any) -> None:
+    """Put the weights of linear layers into 4 bits, in place (QLoRA, Dettmers et al. 2023).
+
+    Blocks of 64 weights share a size, which is in 8 bits itself; codes are those of NF4, best for
+    normal weights. Embeddings, output layer and value head stay in float32.
+    """
+    bnb = import_bitsandbytes("model.quantization nf4")
+    for name, layer in _linear_modules(model)[0].items():
+        if isinstance(layer, Conv1D):
+            raise ModelError(
+                f"model.quantization: {name} is no linear layer of torch, and only those can be "
+                "held in 4 bits; leave it out."
+            )
+        # Computes in the dtype of its input: float32, or what autocast takes.
+        held = bnb.nn.Linear4bit(layer.in_features, layer.out_features, device="meta")
+        weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        held.weight, held.bias = weight.to(layer.weight.device), layer.bias
+        model.set_submodule(name, held)
+    model.is_loaded_in_4bit = True  # what PEFT asks for
 
 
 def _layers(model: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ppo_cli.engine.sharding import fill_from_rank0
 from ppo_cli.errors import MissingPart, ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+EIGHT_BITS = "optim.optimizer AdamW8bit"
 BLOCK = 256  # numbers of an 8-bit moment that share a size
 LEAST_IN_8_BITS = 4096  # elements; the moments of smaller pieces stay float32
 
@@ -77,7 +78,9 @@ class Optimizer:
         adamw: Any = partial(torch.optim.AdamW, fused=True)
         self._in_8_bits = optim.optimizer == "AdamW8bit"
         if self._in_8_bits:
-            adamw = partial(_import_bitsandbytes().optim.AdamW8bit, min_8bit_size=LEAST_IN_8_BITS)
+            adamw = partial(
+                import_bitsandbytes(EIGHT_BITS).optim.AdamW8bit, min_8bit_size=LEAST_IN_8_BITS
+            )
         self._adamw: torch.optim.Optimizer = adamw(
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             weight_decay=optim.weight_decay,
@@ -209,13 +212,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _import_bitsandbytes() -> Any:
+def import_bitsandbytes(setting: str) -> Any:
+    """Import it, or raise MissingPart with the `setting` that asks for it."""
     try:
         import bitsandbytes
     except ImportError as error:
         raise MissingPart(
-            "optim.optimizer AdamW8bit needs the package bitsandbytes, which is not installed: pip "
-            "install bitsandbytes, or leave it at AdamW."
+            f"{setting} needs the package bitsandbytes, which is not installed: pip install "
+            "bitsandbytes, or leave that out."
         ) from error
     return bitsandbytes
 
@@ -240,7 +244,7 @@ def _packed(moments: Mapping[str, Tensor]) -> dict[str, Any]:
 
     That holds for blocks cut as they were; others are rounded anew.
     """
-    functional = _import_bitsandbytes().functional
+    functional = import_bitsandbytes(EIGHT_BITS).functional
     state: dict[str, Any] = {"step": int(moments["step"])}
     for number, what in enumerate(MOMENTS[1:], 1):
         held = moments[what]

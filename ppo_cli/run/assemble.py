@@ -533,6 +533,8 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "model.lora_rank": config.model.lora_rank,
         "critic.model.lora_rank": config.critic.model.lora_rank,
+        "model.quantization": config.model.quantization,
+        "critic.model.quantization": config.critic.model.quantization,
         "data.train_batch_size": config.data.train_batch_size,
         "trainer.seed": config.trainer.seed,
         "data.train_files": fingerprint(prompts),

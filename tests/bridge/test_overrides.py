@@ -153,7 +153,8 @@ def test_every_setting_is_told_to_verl_or_said_to_be_ours_or_refused() -> None:
 
 OTHER: dict[str, Any] = {
     "data.apply_chat_template": False, "algorithm.whiten_advantages": False, "ref.path": "other",
-    "reward.shaping.normalize": "batch", "trainer.placement": "train:0-5,rollout:6-7",
+    "reward.shaping.normalize": "batch", "model.quantization": "nf4",
+    "critic.model.quantization": "nf4", "trainer.placement": "train:0-5,rollout:6-7",
 }  # fmt: skip
 
 

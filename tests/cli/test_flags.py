@@ -17,6 +17,7 @@ from ppo_cli.config.verl import VERSION
 FLAGS = """
 model model.path                          dtype model.dtype
 lora_rank model.lora_rank                 lora_alpha model.lora_alpha
+quantization model.quantization
 train_files data.train_files              val_files data.val_files
 batch_size data.train_batch_size          system_prompt data.system_prompt
 max_prompt_length data.max_prompt_length

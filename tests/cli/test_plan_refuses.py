@@ -50,6 +50,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--use_api_reward --rm_scoring_prompt {respnse}": "respnse",
         "--logger wandb": "--logger wandb needs the package wandb",
         "critic.optim.optimizer=AdamW8bit": "pip install bitsandbytes",
+        "--quantization nf4 --lora_rank 8": "model.quantization nf4 needs the package bitsandbytes",
         "model.attn_implementation=flash_attention_2": "flash_attention_2",
     }.items():
         told = problems(f"{TRAIN.replace('train', 'plan', 1)} {more}", capfd)

@@ -37,6 +37,17 @@ SIZE = "fsdp_config.fsdp_size"
             "trainer.engine=local trainer.nnodes=2 trainer.node_rank=0 trainer.num_workers=2",
             "cannot have trainer.nnodes 2 and trainer.num_workers 2",
         ),
+        # Weights in 4 bits
+        ("model.quantization=nf4", "none are without model.lora_rank: set it."),
+        (
+            "model.lora_rank=8 model.quantization=nf4 trainer.num_workers=2",
+            "model.quantization works in one process on one device (--engine local)",
+        ),
+        (
+            "critic.model.lora_rank=8 critic.model.quantization=nf4 "
+            "critic.fsdp_config.param_offload=true",
+            "critic.fsdp_config.param_offload cannot move weights in 4 bits",
+        ),
         # Placement
         ("trainer.placement=trian:0,rollout:1", "trainer.placement: there is no role 'trian'"),
         ("trainer.placement=train:0-x", "trainer.placement: '0-x' is no device; write a number"),

@@ -166,6 +166,16 @@ def test_a_critic_is_counted_by_its_adapter_and_moments_by_their_bits() -> None:
     assert actor.moments == int(2 * (WEIGHTS / 4 + WEIGHTS / 256))
 
 
+def test_weights_in_4_bits_are_counted_as_bitsandbytes_holds_them() -> None:
+    adapted = {"lora_rank": 4}
+    plain, held = counted(model=adapted), counted(model=adapted | {"quantization": "nf4"})
+    layers = 2 * (2 * 10 * (10 + 5) + 3 * 10 * 20)
+    saved = plain.roles["actor"].parameters - held.roles["actor"].parameters
+    # Half a byte a weight, a byte for each 64, and four bytes for each 256 of those.
+    assert saved == pytest.approx(layers * (4 - (1 / 2 + 1 / 64 + 4 / 64 / 256)), abs=1)
+    assert held.roles["critic"] == plain.roles["critic"]
+
+
 def test_recomputed_activations_are_the_inputs_of_layers() -> None:
     place = counted(model={"enable_gradient_checkpointing": True})
     assert place.roles["actor"].activations == 300 * (2 * 40 + TOP)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
@@ -147,6 +148,45 @@ def test_a_checkpoint_goes_on_and_is_exported(tokenizer: Any, tmp_path: Path) ->
     merged = annotated(exported, rollouts)
     torch.testing.assert_close(merged.old_logprobs_BT, first.old_logprobs_BT, atol=1e-4, rtol=0)
     torch.testing.assert_close(merged.values_BT, first.values_BT, atol=1e-4, rtol=0)
+
+
+def test_weights_in_4_bits_are_trained_over_and_come_back(tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra quantised installs it")
+    engine = engine_of(tokenizer, quantization="nf4")
+    model = engine._learner.policy.model
+    bytes_held = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
+    layers = AutoModelForCausalLM.from_pretrained(MODEL).model.layers
+    assert bytes_held == sum(p.numel() for p in layers.parameters() if p.ndim == 2) / 2
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    rollouts = sampled(engine, tokenizer)
+    before = annotated(engine, rollouts)
+    assert before.ref_logprobs_BT is not None
+    assert torch.equal(before.old_logprobs_BT, before.ref_logprobs_BT)
+    train(engine, before)
+    after = annotated(engine, rollouts)
+    assert after.ref_logprobs_BT is not None
+    assert torch.equal(after.ref_logprobs_BT, before.ref_logprobs_BT)
+    assert (after.old_logprobs_BT - before.old_logprobs_BT).abs().max() > 0.05
+    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
+    engine.save(tmp_path).result(timeout=60)
+    assert not any(path.name.startswith("model") for path in (tmp_path / "actor").iterdir())
+    other = engine_of(tokenizer, quantization="nf4")
+    other.load(tmp_path)
+    again = annotated(other, rollouts)
+    assert torch.equal(after.old_logprobs_BT, again.old_logprobs_BT)
+    assert train(engine, after) == train(other, again)
+
+    (tmp_path / "whole").mkdir()
+    write_model(tmp_path / "actor", tmp_path / "whole")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
+    change = stored.lm_head.weight - base.lm_head.weight
+    assert change.abs().max() == 0 and stored.dtype == torch.float32
+    saved = load_file(tmp_path / "actor" / "adapter_model.safetensors")
+    name = f"{PREFIX}model.layers.0.mlp.up_proj.lora_"
+    product = 16 / 4 * saved[f"{name}B.weight"] @ saved[f"{name}A.weight"]
+    change = stored.model.layers[0].mlp.up_proj.weight - base.model.layers[0].mlp.up_proj.weight
+    torch.testing.assert_close(change, product, atol=1e-6, rtol=0)
 
 
 def test_a_critic_step_trains_its_adapter_and_its_head_alone(tokenizer: Any) -> None:
