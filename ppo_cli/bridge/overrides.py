@@ -467,6 +467,11 @@ def _unsaid(config: Config, theirs: Sequence[str]) -> Iterator[str]:
         yield "actor.strategy megatron needs verl's own model_engine=megatron beside it."
     if config.rollout.name == "hf":
         yield "rollout.name hf cannot be had on verl, which has vllm, sglang and trtllm."
+    if any(judge.settings.type == "local" for judge in judges_of(config.reward)):
+        yield (
+            "reward.api.type local: on verl no GPU is left for a judge. Serve it yourself "
+            "(docs/local_judge.md) and name it with type openai and --rm_base_url."
+        )
     if any(judge.settings.within_group for judge in judges_of(config.reward)):
         yield (
             "reward.api.mode compare cannot be had on verl, which asks for the score of each "

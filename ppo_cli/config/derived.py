@@ -3,6 +3,7 @@
 `--placement` is written so:
 
     train:0-5,rollout:6-7,reward:5        ranges and single numbers
+    train:0-5,rollout:6,judge:7           a judge of one's own, which the run starts (type local)
     train:0-3,6,rollout:4,5,7             a number without a role belongs to the role before it
 
 Numbers count GPUs over all nodes (with 8 a node, node 1 starts at 8), or, on the CPU, slots.
@@ -57,7 +58,7 @@ def _devices_listed(visible: str) -> int:
     return count
 
 
-Role = Literal["train", "rollout", "reward"]
+Role = Literal["train", "rollout", "reward", "judge"]
 Roles = dict[Role, tuple[int, ...]]
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
@@ -104,7 +105,7 @@ def _role(name: str) -> Role:
     for role in ROLES:
         if name == role:
             return role
-    near = did_you_mean(name, ROLES) or " Roles are train, rollout and reward."
+    near = did_you_mean(name, ROLES) or " Roles are train, rollout, reward and judge."
     raise ValueError(f"there is no role '{name}'.{near}")
 
 
@@ -412,6 +413,7 @@ class Placement:
     rollout: tuple[tuple[int, ...], ...]
     reward: tuple[int, ...]
     alone: bool = False
+    judge: tuple[int, ...] = ()
 
     @property
     def sleepers(self) -> tuple[int, ...]:
@@ -437,7 +439,7 @@ def placement_of(config: Config, gpus: int | None = None) -> Placement:
     train, rollout = roles.get("train", ()), roles.get("rollout", ())
     reward = roles.get("reward") or _reward_devices(config, train, rollout, per_node)
     samplers = tuple(rollout[at : at + span] for at in range(0, len(rollout), span))
-    return Placement(nodes, per_node, train, samplers, reward)
+    return Placement(nodes, per_node, train, samplers, reward, judge=roles.get("judge", ()))
 
 
 def _usual(config: Config, train: tuple[int, ...], gpus: int) -> Roles:
@@ -497,7 +499,9 @@ def describe(placement: Placement) -> list[str]:
         ]
         beside = f" (shares {' and '.join(shared)})" if shared else ""
         said.append(f"reward models on {on(placement.reward)}{beside}")
-    busy = {*placement.train, *placement.reward, *rollout}
+    if placement.judge and size:
+        said.append(f"the judge's server on {on(placement.judge)}")
+    busy = {*placement.train, *placement.reward, *placement.judge, *rollout}
     if idle := [device for device in range(placement.nodes * size) if device not in busy]:
         said.append(f"{on(idle)} {'does' if len(idle) == 1 else 'do'} nothing")
     if placement.nodes > 1 and size:

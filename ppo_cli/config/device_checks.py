@@ -24,6 +24,7 @@ from ppo_cli.config.derived import (
     uses_critic,
 )
 from ppo_cli.config.keys import Clash, value_of
+from ppo_cli.config.local_judge import local_clashes, local_judge
 from ppo_cli.config.schema import Config
 
 KEY = "rollout.weight_transfer"
@@ -88,6 +89,7 @@ def cluster_clashes(
     broken = [*_counts(config, gpus), *_one_process(config), *_placement(config, gpus)]
     yield from broken
     if not broken:
+        yield from local_clashes(config, gpus)
         yield from _ranks(config, gpus)
         yield from _samplers(config, gpus)
         yield from _ahead(config, gpus)
@@ -406,6 +408,8 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
             "faster: new weights wait for the sampling under way."
         )
     roles = read_placement(trainer.placement or "")
+    if "judge" in roles and local_judge(config) is None:
+        yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
     if "reward" in roles and not hosts_reward(config):
         yield "--placement names devices for reward, but no reward model runs on any of them."
 

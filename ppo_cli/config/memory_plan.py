@@ -14,6 +14,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.local_judge import judge_place
 from ppo_cli.config.memory import (
     AMPLE,
     GIB,
@@ -81,7 +82,9 @@ def memory_plan(config: Config) -> PlanPart:
             said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
         return PlanPart((*said, packing), {"unknown": list(shapes)})
     found = estimate(config, shapes, there)
-    said = [line for place in found.places for line in _lines(place)]
+    judge = judge_place(config)
+    places = [*found.places, *([judge] if judge else [])]
+    said = [line for place in places for line in _lines(place)]
     changes = None
     if found.fits is False:
         changes = smallest_change(config, shapes, there)
@@ -95,7 +98,7 @@ def memory_plan(config: Config) -> PlanPart:
         said.append(_settled(found, there))
     facts = {
         "fits": found.fits,
-        "devices": [place.facts() for place in found.places],
+        "devices": [place.facts() for place in places],
         "gradient_checkpointing": found.config.model.enable_gradient_checkpointing,
         "changes": changes,
     }

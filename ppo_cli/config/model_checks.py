@@ -224,14 +224,19 @@ def folder_problem(folder: Path, flag: str, *, tokenizer: bool) -> str:
     return f"{wrong}. Name a folder with {flag} {SAVED}." if wrong else ""
 
 
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a model's folder has a chat template."""
+    files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
+    written = any(file.is_file() and file.stat().st_size for file in files)
+    return written or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
 def template_remark(config: Config) -> list[str]:
     """Tell of a local model that its prompts will go without a chat template."""
     folder = Path(model_folder(config.model.path)).expanduser()
     if not config.data.apply_chat_template or not (folder / "config.json").is_file():
         return []
-    files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
-    written = any(file.is_file() and file.stat().st_size for file in files)
-    if written or read_json(folder / "tokenizer_config.json").get("chat_template"):
+    if has_template(folder):
         return []
     return [
         f"The tokenizer in {config.model.path} has no chat template: prompts are used as plain "

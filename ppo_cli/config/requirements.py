@@ -28,6 +28,7 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.device_checks import cluster_remarks
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
+from ppo_cli.config.local_judge import local_remarks, missing_for_judge
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.model_checks import broken_models, missing_models
 from ppo_cli.config.resolve import DEFAULT, Resolved
@@ -68,6 +69,7 @@ def remarks(
         *_gspo(config),
         *(_not_as_verl(resolved) if resolved.verl else ()),
         *judge_remarks(config),
+        *local_remarks(config),
         *mixture_remarks(config.reward),
         *cluster_remarks(config, there, environ),
     ]
@@ -79,6 +81,7 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
         *broken_models(config),
         *missing_keys(config, environ),
         *missing_models(config, environ),
+        *missing_for_judge(config, environ),
     ]
     if not config.data.train_files:
         said.append(
@@ -323,6 +326,7 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_reward_model": lambda c: not models_of(c.reward),
     "no_rule": lambda c: not rules_of(c.reward),
     "no_code": _no_code,
+    "judge_elsewhere": _every_judge(lambda api: api.type != "local"),
     "no_monitor": _every_judge(lambda api: api.monitor.model is None),
     "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
     "no_rubric": _every_judge(lambda api: api.rubric is None),

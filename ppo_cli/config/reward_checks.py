@@ -241,7 +241,7 @@ def _missing_key(
         return f"There is no key for {who}: set {judge.key_env}, as key_env says."
     known = JUDGES[judge.type]
     moved = any(environ.get(name, "").strip() for name in known.url_variables)
-    keyless = known.keyless and (judge.base_url or moved)
+    keyless = known.keyless and (judge.base_url or moved or not known.url)
     if keyless or any(environ.get(name, "").strip() for name in known.keys):
         return ""
     return (

@@ -36,6 +36,26 @@ class Monitor(Section):
     )  # fmt: skip
 
 
+class LocalJudge(Section):
+    """vLLM's server of a judge that the run starts itself (type local)."""
+
+    devices: tuple[int, ...] = setting(
+        (), "GPUs of the judge; unset: those that --placement names for judge."
+    )
+    gpu_memory_utilization: float = setting(
+        0.85, "Share of each GPU's memory that the judge's server takes.", gt=0.0, lt=1.0
+    )
+    max_model_len: int | None = setting(
+        None, "Most tokens of a request and its answer; unset: 8192, or what the model was made "
+        "for.", ge=64,
+    )  # fmt: skip
+    start_timeout: float = setting(900.0, "Seconds until its server must answer.", gt=0.0)
+    engine_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's server, such as {reasoning_parser: qwen3}.",
+    )
+
+
 class ApiReward(Section):
     """An LLM judge behind a provider's API."""
 
@@ -44,7 +64,10 @@ class ApiReward(Section):
         "dashscope", "Provider of the judge.", flag="--rm_api_type", env="RM_API_TYPE"
     )
     model: str | None = setting(
-        None, "Model name at the provider, such as qwen-plus.", flag="--rm_model", env="RM_MODEL"
+        None,
+        "Model name at the provider, such as qwen-plus; for local a folder or hub name.",
+        flag="--rm_model",
+        env="RM_MODEL",
     )
     base_url: str | None = setting(
         None, "Endpoint to use instead of the provider's own.", flag="--rm_base_url",
@@ -159,6 +182,7 @@ class ApiReward(Section):
         50, "Steps between two tests of the judge with worthless replies; 0: never.",
         flag="--rm_canary_every", ge=0,
     )  # fmt: skip
+    local: LocalJudge = section(LocalJudge)
     monitor: Monitor = section(Monitor)
 
     @property

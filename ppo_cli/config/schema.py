@@ -239,7 +239,7 @@ class Trainer(Section):
         1, "Pipelines are not offered; 1.", flag="--pipeline_parallel_size", ge=1
     )
     placement: str | None = setting(
-        None, "Which devices do what: train:0-5,rollout:6-7,reward:5.", flag="--placement"
+        None, "Which devices do what: train:0-5,rollout:6,reward:5,judge:7.", flag="--placement"
     )
     profile_steps: tuple[str, ...] = setting(
         (), "Training steps to profile: 3, 2,5 or 2-4; traces and tables go to profile/.",

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ppo_cli
+from ppo_cli import keeper
 from ppo_cli.errors import WorkerLost
-from ppo_cli.launch import keeper
 from ppo_cli.launch.rendezvous import VARIABLE
 from ppo_cli.redact import redact
 

@@ -28,6 +28,7 @@ from ppo_cli import __version__
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import engine_name, gen_batch, placement_of, rows_missing
 from ppo_cli.config.keys import value_of
+from ppo_cli.config.local_judge import with_devices
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.resolve import Resolved, config_yaml
 from ppo_cli.config.schema import Config, Data
@@ -353,7 +354,7 @@ def _train_in(
         closing.callback(engines.close)
         asked = [*prompts, *val_prompts]
         reward = build_reward(
-            config.reward,
+            with_devices(config),
             sources={prompt.data_source for prompt in asked},
             host=engines.host if engines.hosts_rewards() else None,
         )

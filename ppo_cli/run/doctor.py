@@ -341,12 +341,14 @@ async def _ask(provider: SdkProvider) -> float:
     question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")
     began = time.monotonic()
     try:
+        provider.begin(lambda told: None)
         await provider.ask(question, timeout=PATIENCE_S)
     except JudgeError as error:  # an answer that was cut, or refused, is one
         if error.kind in (Failure.FATAL, Failure.RETRYABLE):
             raise
     finally:
         await provider.close()
+        provider.end()
     return time.monotonic() - began
 
 

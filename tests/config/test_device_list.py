@@ -29,7 +29,7 @@ def test_roles_and_their_devices_are_read(text: str, roles: dict[str, object]) -
     ("text", "said"),
     [
         ("trian:0", "there is no role 'trian'. Did you mean 'train'?"),
-        ("critic:0", "Roles are train, rollout and reward."),
+        ("critic:0", "Roles are train, rollout, reward and judge."),
         ("train:0,rollouts:1", "Did you mean 'rollout'?"),
         ("0-3,rollout:4", "'0-3' stands before any role; write train:0-3"),
         ("split", "'split' stands before any role; write ROLE:DEVICES for each role, such as"),

@@ -19,7 +19,6 @@ STANDS = {
     "engine.cluster.cluster": "the processes, whatever they hold; with it, engine is over the cap",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "engine.cluster.head": "a program of its own",
-    "launch.keeper": "a program of its own",
     "launch.member": "the other nodes' side; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "rewards.code.probe": "a program of its own, inside the sandbox",
@@ -28,7 +27,6 @@ STANDS = {
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.judge.scale_words": "which scale a text names: a reader of its own",
     "rewards.judge.providers.failures": "what goes wrong; with it, base is over the cap",
-    "rewards.judge.providers.openai": "one provider of several",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.launch import keeper
+from ppo_cli import keeper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 

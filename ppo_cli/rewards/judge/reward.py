@@ -359,6 +359,7 @@ class JudgeReward(Reward):
         check_references(self._api, materials)
         if not prompts:
             return
+        self._provider.begin(tell)
         self._try_out(prompts, patient=patient, tell=tell)
         if self._monitor is not None:
             self._loop.call(
@@ -464,6 +465,7 @@ class JudgeReward(Reward):
             self._loop.call(self._close(), timeout=DRAIN_S + 10.0)
         finally:
             self._loop.close()
+            self._provider.end()
 
     def _new_round(self) -> Round:
         return Round(self._rules, self._judge, self._answers_at_all)

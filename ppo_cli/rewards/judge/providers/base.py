@@ -16,7 +16,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
@@ -127,6 +127,12 @@ class SdkProvider(ABC):
     async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
         """Ask a decision endpoint for the probability of each level."""
         raise NotImplementedError(f"{self.name} has no decision endpoint")
+
+    def begin(self, tell: Callable[[str], None]) -> None:  # noqa: B027
+        """Bring up what stands behind the address, where that is the run's own."""
+
+    def end(self) -> None:  # noqa: B027
+        """Take it down again."""
 
     async def disconnect(self, client: Any) -> None:
         """Close the SDK's client."""

@@ -1,0 +1,238 @@
+"""A judge of one's own: vLLM's server, started by the run, asked through OpenAI's protocol.
+
+The server stands below a keeper: it ends with the run, however that ends. When it dies it is
+started again on the same port, and calls that broke off are asked again like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ppo_cli import keeper
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.known_models import JUDGES, weight_files
+from ppo_cli.config.local_judge import (
+    has_bfloat16,
+    longest_request,
+    server_environment,
+    vllm_python,
+)
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.errors import MissingPart, ModelError, RewardError
+from ppo_cli.redact import redact
+from ppo_cli.rewards.judge.providers import openai
+from ppo_cli.rewards.judge.providers.base import Key, Option
+
+Tell = Callable[[str], None]
+HERE = "127.0.0.1"
+TICK_S = 0.5
+TOLD_EVERY_S = 30.0
+MOST_STARTS = 3  # in a row of which none came to answer
+TAIL = 8  # lines of its log that an error shows
+# Blanks between the parts of the JSON are where a small model gets lost until it is cut off.
+COMPACT = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+
+
+class Judge(openai.Judge):
+    """The protocol of OpenAI, and the server behind it."""
+
+    name = "local"
+
+    def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
+        # Whoever else is on this machine shall not ask it.
+        own = key if key.variable else Key(secrets.token_hex(16), "")
+        super().__init__(api, base_url, own, flags)
+        self._server: Server | None = None
+
+    @classmethod
+    def home(cls, environ: Mapping[str, str]) -> str:
+        """A free port of this machine."""
+        with socket.socket() as probe:
+            probe.bind((HERE, 0))
+            return f"http://{HERE}:{probe.getsockname()[1]}/v1"
+
+    @property
+    def identity(self) -> str:
+        """As of any judge, but with the model's files for the address, whose port is chance."""
+        known = json.loads(super().identity)
+        folder = Path(model_folder(self.model)).expanduser()
+        files: list[tuple[str, int, int]] = []
+        with contextlib.suppress(ModelError, OSError):
+            states = [(file.name, file.stat()) for file in weight_files(folder)]
+            files = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+        own = {"endpoint": "", "model": str(folder.resolve()) if files else self.model}
+        return json.dumps(known | own | {"files": files}, sort_keys=True)
+
+    def options(self) -> Sequence[Option]:
+        """Thinking is switched off by the templates' usual argument; others do not read it."""
+        found = [option for option in super().options() if option.name != "thinking"]
+        return [Option("thinking", ("chat_template_kwargs",), ("enable_thinking",)), *found]
+
+    def begin(self, tell: Tell) -> None:
+        """Start the server and wait until it answers; RewardError says why it does not."""
+        if self._server is None:
+            self._server = Server(
+                self.command(os.environ), self.environment(os.environ), self.base_url
+            )
+            self._server.start(tell, self.api.local.start_timeout)
+
+    def end(self) -> None:
+        """Stop the server."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+    def command(self, environ: Mapping[str, str]) -> list[str]:
+        """The command that serves the model."""
+        python = vllm_python(environ)
+        if python is None:
+            raise MissingPart("A judge that the run starts needs vLLM: run `scripts/setup vllm`.")
+        local, model = self.api.local, str(Path(model_folder(self.model)).expanduser())
+        given: dict[str, object] = {
+            "model": model,
+            "served_model_name": self.model,
+            "host": HERE,
+            "port": urlsplit(self.base_url).port,
+            "structured_outputs_config": COMPACT,
+            "max_model_len": local.max_model_len or longest_request(self.model),
+        }
+        if local.devices or _has_gpu():
+            given["gpu_memory_utilization"] = local.gpu_memory_utilization
+            given["tensor_parallel_size"] = max(1, len(local.devices))
+        else:
+            given |= {"enforce_eager": True, "dtype": "auto" if has_bfloat16() else "float32"}
+        words = [python, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in (given | local.engine_kwargs).items():
+            if value is None or value is False:
+                continue
+            words.append("--" + name.replace("_", "-"))
+            if value is not True:
+                words.append(json.dumps(value) if isinstance(value, dict | list) else str(value))
+        return [*words, "--disable-uvicorn-access-log"]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The server's variables: no key of a provider, its own GPUs, and what vLLM needs."""
+        keys = {name for judge in JUDGES.values() for name in judge.keys}
+        found = {name: text for name, text in environ.items() if name not in keys}
+        found |= {"VLLM_API_KEY": self._key.value, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        found.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # a server has its engine apart
+        if Path(model_folder(self.model)).expanduser().is_dir():
+            found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if devices := self.api.local.devices:
+            visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            names = [visible[d] if d < len(visible) and visible[d] else str(d) for d in devices]
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        elif not _has_gpu():
+            found |= server_environment(environ)
+        return found
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+class Server:
+    """A command that serves an address; it is started again when it ends, until it is stopped."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], base_url: str) -> None:
+        self._command, self._environ = list(command), dict(environ)
+        parts = urlsplit(base_url)
+        self._health = f"{parts.scheme}://{parts.netloc}/health"
+        self._folder = Path(tempfile.mkdtemp(prefix="ppo-judge-"))
+        self._log = self._folder / "server.log"
+        self._stopped = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: threading.Thread | None = None
+
+    def start(self, tell: Tell, limit_s: float) -> None:
+        """Start it, wait until it answers, and watch it; RewardError where it does not come."""
+        tell("The judge's server is starting; this takes a minute or more.")
+        try:
+            self._launch()
+            self._wait(tell, limit_s)
+        except BaseException:
+            self.stop()
+            raise
+        self._watch = threading.Thread(target=self._keep_up, args=(tell,), daemon=True)
+        self._watch.start()
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        self._stopped.set()
+        if self._watch is not None:
+            self._watch.join(TICK_S * 4)
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(2 * keeper.GRACE_S + 2)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _launch(self) -> None:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self._folder),
+                 *self._command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True, env=self._environ,
+            )  # fmt: skip
+
+    def _wait(self, tell: Tell, limit_s: float) -> None:
+        began = told = time.monotonic()
+        while not self._answers():
+            now = time.monotonic()
+            if self._ended() or now - began > limit_s:
+                why = "ended" if self._ended() else f"does not answer after {limit_s:g} s"
+                raise RewardError(f"The judge's server {why}. Its last words:\n{self._tail()}")
+            if now - told > TOLD_EVERY_S:
+                told = now
+                tell(f"The judge's server is loading its model ({now - began:.0f} s).")
+            time.sleep(TICK_S)
+        tell(f"The judge's server answers after {time.monotonic() - began:.0f} s.")
+
+    def _keep_up(self, tell: Tell) -> None:
+        """Start it again whenever it ends; give up after some starts of which none came up."""
+        starts = 0
+        while not self._stopped.wait(TICK_S):
+            if not self._ended():
+                starts = 0 if starts and self._answers() else starts
+                continue
+            if starts == MOST_STARTS:
+                tell(f"The judge's server ended {starts} times as it started:\n{self._tail()}")
+                return
+            starts += 1
+            tell("The judge's server ended; it is started again.")
+            self._launch()
+
+    def _ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def _answers(self) -> bool:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            return bool(direct.open(self._health, timeout=5).status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _tail(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = [x for x in self._log.read_text(errors="replace").splitlines() if x.strip()]
+            return redact("\n".join(line[:300] for line in lines[-TAIL:]), self._environ)
+        return "(none)"

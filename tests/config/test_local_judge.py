@@ -1,0 +1,83 @@
+"""A judge that the run starts: where it may stand, what it lacks, what it takes of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config import local_judge as own
+from ppo_cli.config.derived import describe, placement_of, read_placement
+from ppo_cli.config.local_judge import (
+    judge_place,
+    local_remarks,
+    missing_for_judge,
+    vllm_python,
+    with_devices,
+)
+from ppo_cli.config.schema import Config
+from ppo_cli.errors import ConfigError
+from tests.config.settling import settle
+
+ON = "reward.api.enable=true reward.api.type=local reward.api.model="
+GPUS = "trainer.n_gpus_per_node=8 trainer.placement="
+
+
+def config(words: str) -> Config:
+    return settle(*words.split()).config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trainer.n_gpus_per_node=8", "has no GPU: name its own in --placement"),
+        (f"trainer.nnodes=2 {GPUS}train:0-5,rollout:6,judge:8", "on another node"),
+        ("reward.api.base_url=http://h/v1", "--rm_base_url is for a server"),
+        ("reward.api.monitor.model=a reward.api.monitor.type=local", "judge is not started"),
+    ],
+)
+def test_where_a_judge_cannot_stand(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(f"{ON}embedded {words}")
+    assert said in str(caught.value)
+
+
+def test_a_placement_gives_the_judge_its_gpus() -> None:
+    assert read_placement("train:0-5,rollout:6,judge:7")["judge"] == (7,)
+    placed = config(f"{ON}embedded {GPUS}train:0-4,rollout:5,judge:6-7")
+    assert with_devices(placed).api.local.devices == (6, 7)
+    assert "the judge's server on GPUs 6-7" in describe(placement_of(placed, 8))
+
+
+def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"PPO_VLLM_PYTHON": "/py"}
+    assert missing_for_judge(config(f"{ON}embedded"), there) == []
+    assert missing_for_judge(config(f"{ON}Qwen/Qwen3-8B"), there) == []
+    (lost,) = missing_for_judge(config(f"{ON}{tmp_path}"), there)
+    assert "no model folder" in lost
+    monkeypatch.setattr(own, "has_package", lambda name: False)
+    judge = tmp_path / "bin" / "python"
+    assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) is None
+    (lost,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_JUDGE_VENV": str(tmp_path)})
+    assert "scripts/setup judge" in lost
+    judge.parent.mkdir()
+    judge.touch()
+    assert vllm_python({"PPO_JUDGE_VENV": str(tmp_path)}) == str(judge)
+
+
+def test_its_memory_is_counted_and_one_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = judge_place(config(f"{ON}embedded"))
+    assert place is not None and place.fits
+    assert place.needed > place.roles["judge"].parameters > 1_000_000
+    assert judge_place(config(f"{ON}Qwen/Qwen3-8B")) is None, "its weights are not here"
+    monkeypatch.setattr(own, "device_memory", lambda config: 1 << 30)
+    (said,) = missing_for_judge(config(f"{ON}embedded"), {"PPO_VLLM_PYTHON": "/py"})
+    assert "needs about 3 GiB on each of its devices, which have 1 GiB" in said
+
+
+def test_a_judge_that_is_the_trained_model_is_warned_of() -> None:
+    same = config(f"{ON}embedded model.path=embedded")
+    assert "likes its own mistakes" in next(local_remarks(same))
+    assert not list(local_remarks(config(f"{ON}Qwen/Qwen3-8B model.path=embedded")))
