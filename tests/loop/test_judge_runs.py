@@ -241,6 +241,39 @@ def test_killed_in_an_outage_and_resumed_ends_the_same(
     assert_same_weights(whole.out, out)
 
 
+def test_dynamic_sampling_stopped_within_a_refill_asks_nothing_twice(tmp_path: Path) -> None:
+    """A step samples 16 prompts, 64 responses, and others for those that scored alike."""
+    filtered = (
+        "--filter_groups", "--adv_estimator", "grpo", "--max_steps", "1", "--rm_outage_wait", "2",
+        "trainer.val_before_train=false",
+    )  # fmt: skip
+    outs, answered = [], []
+    for stop in (False, True):
+        folder = tmp_path / f"stop {stop}"
+        folder.mkdir()
+        with JudgeServer() as server:
+            server.keys = {KEY}
+            words = command(server, folder / "run", *filtered)
+            if stop:
+                process = start(environment(folder), words)
+                while server.state.answered < 66:  # beyond the first batch
+                    assert process.poll() is None, process.output()
+                    time.sleep(0.002)
+                server.fail(503)  # what is under way is still answered
+                assert process.wait(300) == 3, process.output()
+                server.heal()
+            train(environment(folder), words)
+            asked = {json.dumps(call.body, sort_keys=True) for call in server.calls}
+            assert stop or len(asked) == server.count == server.state.answered
+            outs.append(folder / "run")
+            answered.append(server.state.answered)
+    (line,) = [line for line in metrics(outs[0]) if line["step"] == 1]
+    assert line["filter/gen_batches"] > 1 and line["judge/calls"] > 66
+    assert answered[0] == answered[1]
+    actors = [load_file(out / "checkpoints/latest/actor/model.safetensors") for out in outs]
+    assert all(torch.equal(actors[0][name], actors[1][name]) for name in actors[0])
+
+
 def test_an_outage_without_end_saves_and_tells_how_to_go_on(
     whole: Whole, server: JudgeServer, tmp_path: Path
 ) -> None:
