@@ -30,6 +30,7 @@ OF_MEMORY_AND_SPEED = {
 # What else must be set for a row to be idle, beside OFF.
 BESIDE = {
     "reward.api.monitor.*": JUDGE,
+    "reward.api.local.*": JUDGE,
     "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
     "reward.api.scale": f"{JUDGE} reward.api.rubric=extra_info.r",
     "reward.api.rubric_calls": JUDGE,
@@ -69,7 +70,7 @@ OTHER = {
     "algorithm.kl_penalty": "k3", "actor.kl_loss_type": "k1", "reward.api.monitor.type": "gemini",
     "reward.api.prompt_preset": "math", "reward.api.temperature": "1",
     "reward.api.output": "text", "reward.api.scale": "0-5", "reward.api.rubric_calls": "each",
-    "reward.api.compare": "list",
+    "reward.api.compare": "list", "reward.api.local.devices": "[1]",
     "rollout.engine_kwargs.vllm": "{a: 1}",
     "reward.function_kwargs": "{a: 1}", "reward.function": "f.py", "reward.rule": "exact",
     "reward.model.path": "rm", "reward.model.dtype": "bfloat16", "reward.model.device": "cpu",
