@@ -55,12 +55,17 @@ def drop_rollouts_past(run_dir: Path, step: int) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; a line that a killed run left torn is passed over."""
+    """The whole lines of a file; a line that a killed run left torn is passed over.
+
+    Raises DataError where the file is there and cannot be read.
+    """
     lines: list[dict[str, Any]] = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     for row in text.split("\n"):
         try:
             line = json.loads(row)
@@ -72,8 +77,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without torn ones."""
-    return [x for x in read_lines(run_dir / METRICS_FILE) if isinstance(x.get("step"), int)]
+    """The lines of metrics.jsonl, without torn ones and without what is no number."""
+    return [
+        {
+            key: value
+            for key, value in line.items()
+            if value is None or isinstance(value, int | float)
+        }
+        for line in read_lines(run_dir / METRICS_FILE)
+        if isinstance(line.get("step"), int)
+    ]
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:

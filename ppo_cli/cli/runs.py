@@ -36,9 +36,15 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs in a folder and below it, the newest first."""
+    found: list[dict[str, Any]] = []
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder. Name one that holds run folders.")
-    found = sorted(map(run_facts, find_runs(folder)), key=lambda run: -run["changed"])
+    for run in find_runs(folder):
+        try:
+            found.append(run_facts(run))
+        except DataError as error:  # of one run; the others are listed
+            typer.echo(f"note: {error}", err=True)
+    found.sort(key=lambda run: -run["changed"])
     if not found and not as_json:
         raise DataError(f"{folder} holds no run: none has a config.yaml and a {METRICS_FILE}.")
     text = json.dumps(found, indent=2) if as_json else runs_table(found)

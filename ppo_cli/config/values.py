@@ -50,8 +50,9 @@ def read_value(key: Key, raw: Any) -> Any:
 
     Quotes make no list, number, switch or null into text, except where text is wanted.
     """
-    if key.optional and is_unset(raw) and not (key.kind is str and isinstance(raw, Quoted)):
-        return None
+    texts = key.kind is str or key.is_list
+    if (key.optional or key.is_list) and is_unset(raw) and not (texts and isinstance(raw, Quoted)):
+        return None if key.optional else ()
     if raw is None:
         raise ValueError("cannot be null")
     return _read(key.kind, raw)

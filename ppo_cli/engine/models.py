@@ -134,9 +134,9 @@ class ValueModel(_Asked):
 Adapted = TypeVar("Adapted", Policy, ValueModel)
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer and give it a pad token if it has none."""
-    tokenizer = _load(AutoTokenizer, path, "tokenizer", trust_remote_code=trust_remote_code)
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
+    """Load a tokenizer and give it a pad token if it has none; errors name the flag."""
+    tokenizer = _load(AutoTokenizer, path, "tokenizer", flag, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

@@ -297,9 +297,9 @@ LEARNED_FROM = (
 )  # fmt: skip
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
     """Load the tokenizer of a model folder or hub name; `embedded` is the bundled model."""
-    return _load_tokenizer(model_folder(path), trust_remote_code=trust_remote_code)
+    return _load_tokenizer(model_folder(path), trust_remote_code=trust_remote_code, flag=flag)
 
 
 class Cluster(Protocol):

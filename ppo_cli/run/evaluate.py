@@ -28,6 +28,7 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.mixture import mixture_of
+from ppo_cli.config.reward_schema import Composite, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import render_prompts
@@ -99,7 +100,7 @@ class Sampled:
             path = whole
         model = config.model.model_copy(update={"path": path, "lora_rank": 0})
         self.config = config.model_copy(update={"model": model})
-        self.tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trust, flag="MODEL")
 
     @property
     def uses_template(self) -> bool:
@@ -216,11 +217,13 @@ def evaluate(
     `threshold` on.
     """
     files = prompt_files(config.data.val_files, "val")
-    mixed = mixture_of(config.reward)
-    if mixed and (relative := [p.name for p in mixed if p.scaling in RELATIVE]):
+    reward, relative = with_fixed_scales(config.reward)
+    config = config.model_copy(update={"reward": reward})
+    if relative:
         screen.note(
-            f"Scaled by the mean of what each model answers: {', '.join(relative)}. Scores of two "
-            "models do not compare so; give these parts scaling: none or affine."
+            f"Training scales {', '.join(relative)} by what the model answers, which no two models "
+            "share: here they count as they are. For a scale of your own set "
+            f"reward.composite.parts.{relative[0]}.scaling=affine, with mean and std."
         )
     models: list[tuple[str, ByPrompt]] = []
     told: list[dict[str, Any]] = []
@@ -257,6 +260,22 @@ def evaluate(
     found = compare(models, threshold)
     found["models"] = [facts | more for facts, more in zip(found["models"], told, strict=True)]
     return {"out": str(folder), "sampling": asdict(sampling), **found, "stopped": stopped}
+
+
+def with_fixed_scales(settings: Reward) -> tuple[Reward, list[str]]:
+    """The same reward, with the parts of a mixture that answers would scale as they are.
+
+    Also returns the names of these parts.
+    """
+    parts = mixture_of(settings)
+    relative = [part.name for part in parts if part.scaling in RELATIVE]
+    if not relative:
+        return settings, []
+    own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
+    for name in relative:
+        own[name] = {k: v for k, v in own[name].items() if k != "clip"} | {"scaling": "none"}
+    update = {"parts": (), "composite": Composite(enable=True, parts=own)}
+    return settings.model_copy(update=update), relative
 
 
 def evaluate_tasks(

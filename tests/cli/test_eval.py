@@ -148,19 +148,31 @@ def test_rows_without_a_score_are_asked_again(
     assert len(rows) == 12 and all(row["score"] == 1.0 for row in rows)
 
 
-def test_scores_of_a_mixture_that_do_not_compare_are_told(
+def test_parts_of_a_mixture_that_answers_would_scale_count_as_they_are(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["eval", "embedded", "--data", "v.jsonl", "--reward_config", "mix.yaml"]
-    parts = "{kind: rule, rule: exact, weight: 0.5, scaling: none}"
-    for scaling in ("none", "zscore"):
-        second = parts.replace("none", scaling).replace("exact", "gsm8k")
+    words = ["eval", "embedded", "--data", "v.jsonl", "--reward_config", "mix.yaml", "--json"]
+    found = {}
+    for scaling in ("none", "zscore, clip: 2"):
         (here / "mix.yaml").write_text(
-            f"composite_reward:\n  parts:\n    a: {parts}\n    b: {second}\n"
+            "composite_reward:\n  parts:\n    a: {kind: rule, rule: length, scaling: none}\n"
+            f"    b: {{kind: rule, rule: gsm8k, scaling: {scaling}}}\n"
         )
         assert main(words) == 0
-        told = "Scaled by the mean of what each model answers: b." in capsys.readouterr().err
-        assert told is (scaling == "zscore")
+        out, err = capsys.readouterr()
+        (model,) = json.loads(out)["models"]
+        found[scaling] = model["sources"]
+        assert ("Training scales b by what the model answers" in err) is (scaling != "none")
+        assert {row["parts"]["b"]["scaled"] for row in read_lines(Path(model["rows"]))} <= {0, 1}
+    assert found["none"] == found["zscore, clip: 2"]
+
+
+def test_a_model_that_is_not_there_is_named_as_it_was_typed(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["eval", "nothere", "--data", "v.jsonl"]) == 2
+    assert "error: MODEL: there is no model folder nothere." in capsys.readouterr().err
 
 
 def test_an_adapter_is_evaluated_with_its_base(

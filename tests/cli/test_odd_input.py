@@ -256,3 +256,24 @@ def test_training_without_a_template_says_so(desk: Path) -> None:
         tokenizer.chat_template = template
         notes.append(" ".join(load_prompts(["good.jsonl"], tokenizer, max_prompt_length=64).notes))
     assert ["no chat template" in said for said in notes] == [False, True, True]
+
+
+def test_run_folders(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("good", "odd", "shut"):
+        (desk / "all" / name).mkdir(parents=True)
+    (desk / "all" / "good" / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n')
+    (desk / "all" / "shut" / "metrics.jsonl").mkdir()
+    odd = '{"step": 3, "reward_mean": {"a": 1}, "kl_divergence": "high"}\n[1]\n{"step": "x"}\n{"st'
+    (desk / "all" / "odd" / "metrics.jsonl").write_text(odd)
+    (desk / "all" / "odd" / "rollouts").mkdir()
+    line = '{"score": "x", "uid": 3, "prompt": 4, "parts": [1], "sample": "q", "tokens": "many"}\n7'
+    (desk / "all" / "odd" / "rollouts" / "step_000003.jsonl").write_text(line)
+    for command in ("show", "report"):
+        assert main([command, "all/shut"]) == 2
+        assert "metrics.jsonl cannot be read: Is a directory." in capfd.readouterr().err
+        assert main([command, "all/odd"]) == 0  # what is no number is no metric
+    capfd.readouterr()
+    assert main(["runs", "all"]) == 0
+    told = capfd.readouterr()
+    assert "all/good" in told.out and "all/odd" in told.out
+    assert "all/shut/metrics.jsonl cannot be read" in told.err

@@ -213,6 +213,8 @@ async function choose(place, { focus = true } = {}) {
   await read(now.rows[place].id);
   const row = document.querySelectorAll("#table tbody tr")[place];
   if (focus && row) { row.tabIndex = 0; row.focus({ preventScroll: false }); }
+  // On a narrow screen the pane lies below the table.
+  if (matchMedia("(max-width: 860px)").matches) $("pane").scrollIntoView();
 }
 
 async function read(id, whole = false) {
@@ -242,7 +244,9 @@ function drawPane(line, same) {
   const part = (name, text) => (text == null || text === "" ? [] : [head(name), box(asText(text)), cutNote(line, name)]);
   const parts = Object.entries(line.parts || {});
   const others = Object.entries(line.mixture || {}).flatMap(([name, told]) => [el("p", {}, el("b", {}, name), told.failure ? `: ${told.failure}` : ""), ...facts({ ...told, failure: null })]);
+  const go = (text, by) => el("button", { type: "button", onclick: () => step(by) }, text);
   fill($("pane"),
+    el("div", { class: "bar narrow" }, go("← previous", -1), go("next →", 1), el("button", { type: "button", onclick: () => $("rollouts").scrollIntoView() }, "to the table")),
     el("p", {}, el("b", {}, line.score == null ? "no score" : `score ${digits(line.score)}`),
       ` · step ${line.step} ${line.split} · ${line.tokens ?? "?"} tokens${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source || "no source"} · ${line.uid} #${line.sample}`),
     line.failure ? el("p", { class: "failed" }, `failed: ${line.failure}`) : null,

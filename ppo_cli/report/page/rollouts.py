@@ -232,13 +232,17 @@ def _index(folder: Path, split: str, step: int) -> Iterator[Row]:
         score = line.get("score")
         yield Row(
             split, step, number,
-            str(line.get("uid", "")), int(line.get("sample") or 0),
+            str(line.get("uid", "")), _whole(line.get("sample")),
             str(line.get("data_source") or ""),
             float(score) if isinstance(score, int | float) else None,
-            str(line.get("failure") or ""), int(line.get("tokens") or 0),
+            str(line.get("failure") or ""), _whole(line.get("tokens")),
             _disputed(line),
             60 + sum(30 + (len(v) if isinstance(v, str) else 20) for v in line.values()),
         )  # fmt: skip
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _disputed(line: Mapping[str, Any]) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import json
 import math
+import re
 import secrets
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,6 +56,11 @@ class PageServer(ThreadingHTTPServer):
         """Bind without asking for this machine's name, which may take seconds without a network."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, self.port
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing where a browser has gone away before its answer."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     @property
     def port(self) -> int:
@@ -186,11 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(rollouts.read(rows, SAMPLE_TEXT))
 
     def _label(self, query: dict[str, str]) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
-        if size > MOST_BODY:
+        size = self.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,9}", size) or int(size) > MOST_BODY:
             raise UserError(f"A label may have {MOST_BODY:,} bytes with its comment.")
         try:
-            given = json.loads(self.rfile.read(size))
+            given = json.loads(self.rfile.read(int(size)))
             value, comment = given["label"], str(given["comment"])
             label = None if value is None else float(value)
             if label is not None and not math.isfinite(label):

@@ -137,6 +137,30 @@ def test_a_report_is_read_without_a_server(browser: Any, run: Path, tmp_path: Pa
     assert errors_of(browser) == []
 
 
+def test_on_a_phone_a_chosen_response_comes_into_view(
+    browser: Any, run: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(report([RunData(run, "run")]), encoding="utf-8")
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},
+    )
+    try:
+        browser.get(file.as_uri())
+        until(lambda: texts(browser, "#table tbody tr"))
+        browser.execute_script("document.querySelectorAll('#table tbody tr')[45].click()")
+        top = "return document.getElementById('pane').getBoundingClientRect().top"
+        until(lambda: 0 <= browser.execute_script(top) < 400)
+        first = texts(browser, "#pane p")[0]
+        browser.execute_script("document.querySelectorAll('#pane .narrow button')[1].click()")
+        until(lambda: texts(browser, "#pane p")[0] != first)
+        wide = "return document.documentElement.scrollWidth"
+        assert browser.execute_script(wide) <= 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
     with PageServer([RunData(run, "run")]) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

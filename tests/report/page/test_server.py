@@ -162,6 +162,8 @@ def test_a_label_lands_in_the_run_folder_as_calibrate_reads_it(server: PageServe
         assert call(server, token, body=body)[0] == 400, body
     assert call(server, token, body=good, Origin="http://127.0.0.1:1")[0] == 403
     assert call(server, token, body={"x": "y" * 200_000})[0] == 400
+    for size in ("-1", "many", "9" * 5000, ""):
+        assert call(server, token, body=good, **{"Content-Length": size})[0] == 400, size
     assert {line["id"] for line in read_lines(folder / "labels.jsonl")} == set(lines)
 
 
