@@ -27,6 +27,7 @@ from ppo_cli.train.steps import (
     gather,
     refuse_raising,
     roll_out,
+    sample_first,
     sample_step,
     submit_baselines,
     update,
@@ -38,6 +39,7 @@ def run(job: Job, state: RunState) -> None:
     if state.unfinished is None and _out_of_patience(job, state):
         return
     with job.store.open():
+        sample_first(job)
         if state.step == 0 and job.config.trainer.val_before_train:
             with _saved_when_stopped(job, state):
                 validate(job, state)

@@ -472,7 +472,7 @@ def _unsaid(config: Config, theirs: Sequence[str]) -> Iterator[str]:
             "reward.api.type local: on verl no GPU is left for a judge. Serve it yourself "
             "(docs/local_judge.md) and name it with type openai and --rm_base_url."
         )
-    if any(judge.settings.within_group for judge in judges_of(config.reward)):
+    if any(judge.settings.of_the_run for judge in judges_of(config.reward)):
         yield (
             "reward.api.mode compare cannot be had on verl, which asks for the score of each "
             "response by itself; use --rm_compare ground_truth, or --rm_mode text."

@@ -158,7 +158,7 @@ def _decision(judge: Judge) -> Iterator[Clash]:
         )
 
 
-COMPARED = ("pairs", "list", "ground_truth")
+COMPARED = ("pairs", "list", "base", "ground_truth")
 _OF_ROW = re.compile(r"extra_info(\.[\w-]{1,80})+")
 
 

@@ -113,7 +113,8 @@ class ApiReward(Section):
     )  # fmt: skip
     compare: str = setting(
         "pairs", "What is compared: pairs of responses to a prompt, a list of all of them, or each "
-        "with the row's ground_truth or extra_info.NAME.", flag="--rm_compare",
+        "with the starting model's greedy one (base), the row's ground_truth or extra_info.NAME.",
+        flag="--rm_compare",
     )  # fmt: skip
     compare_calls: int | None = setting(
         None, "Most calls to compare the responses to one prompt in pairs; unset: each pair in "
@@ -189,6 +190,11 @@ class ApiReward(Section):
     def within_group(self) -> bool:
         """Whether scores come from comparing the responses to a prompt with each other."""
         return self.mode == "compare" and self.compare in ("pairs", "list")
+
+    @property
+    def of_the_run(self) -> bool:
+        """Whether responses are compared with others of the same run, which rows do not have."""
+        return self.within_group or (self.mode == "compare" and self.compare == "base")
 
 
 class ModelReward(Section):

@@ -38,6 +38,14 @@ class Reward(Protocol):
         """
         return
 
+    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Of which prompts it needs the starting model's greedy response, before any score."""
+        return ()
+
+    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+        """Take these responses."""
+        return
+
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout; never blocks on the answer."""
         ...

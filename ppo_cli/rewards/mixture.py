@@ -287,6 +287,16 @@ class CompositeReward(Reward):
         for reward in self._rewards.values():
             reward.start(prompts, patient=patient, tell=tell)
 
+    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """What any part wants."""
+        wanted = {p.uid for r in self._rewards.values() for p in r.wants_first(prompts)}
+        return [prompt for prompt in prompts if prompt.uid in wanted]
+
+    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+        """Pass them on."""
+        for reward in self._rewards.values():
+            reward.take_first(rollouts)
+
     def begin_step(self, step: int) -> None:
         """Pass it on."""
         for reward in self._rewards.values():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.config.derived import critic_mini_batch, most_gen_batches, sampler_seed
+from ppo_cli.config.derived import critic_mini_batch, gen_batch, most_gen_batches, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.errors import Interrupted, RewardError
@@ -163,19 +163,36 @@ def _wait(job: Job, future: Future[Score]) -> Score:
     return future.result()
 
 
+def sample_first(job: Job) -> None:
+    """Sample what the reward wants of the starting model: a greedy response to each prompt."""
+    wanted = job.reward.wants_first(job.prompts)
+    if not wanted:
+        return
+    size, found = gen_batch(job.config) * job.config.rollout.n, list[Rollout]()
+    with job.tracker.phase("first responses", len(wanted)) as advance:
+        for start in range(0, len(wanted), size):
+            for rollout in job.engine.generate(wanted[start : start + size], _greedy(job, 0)):
+                found.append(rollout)
+                advance(1)
+    job.reward.take_first(found)
+
+
+def _greedy(job: Job, step: int) -> Sampling:
+    return Sampling(
+        temperature=0.0,
+        max_tokens=job.config.data.max_response_length,
+        seed=stream_seed(job.config.trainer.seed, BASELINE, step),
+        stop=job.config.rollout.stop,
+    )
+
+
 def submit_baselines(
     job: Job, state: RunState, prompts: Sequence[Prompt]
 ) -> tuple[list[Rollout], list[Future[Score]]] | None:
     """ReMax (Li et al. 2023) subtracts the reward of the greedy response to each prompt."""
     if not ESTIMATORS[job.config.algorithm.adv_estimator].baseline:
         return None
-    greedy = Sampling(
-        temperature=0.0,
-        max_tokens=job.config.data.max_response_length,
-        seed=stream_seed(job.config.trainer.seed, BASELINE, state.step),
-        stop=job.config.rollout.stop,
-    )
-    return roll_out(job, prompts, greedy, "baseline rollout", "baseline")
+    return roll_out(job, prompts, _greedy(job, state.step), "baseline rollout", "baseline")
 
 
 def baselines_of_rows(

@@ -122,7 +122,7 @@ def show_row(
         )
     material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
     if api.mode == "compare":
-        other = ANOTHER if api.within_group else reference_of(api, material)
+        other = ANOTHER if api.of_the_run else reference_of(api, material)
         material = replace(material, rivals=(chosen, other))
     question = ask(api, template, material, rubric=criteria_of(api)(material))
     seen = readable(chosen, api.reasoning)

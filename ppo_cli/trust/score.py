@@ -75,11 +75,10 @@ def started(
     parts of a mixture too; and a reward model that fails its self-test only gives a warning, since
     the scores themselves are shown.
     """
-    if any(judge.settings.within_group for judge in judges_of(settings)):
+    if any(judge.settings.of_the_run for judge in judges_of(settings)):
         raise RewardError(
-            "--rm_mode compare with pairs or list gives scores within the responses to a prompt in "
-            "training, which nothing else compares with. Use --rm_compare ground_truth, or "
-            "--rm_mode text."
+            "--rm_mode compare with pairs, list or base compares with other responses of a run, "
+            "and there is none here. Use --rm_compare ground_truth, or --rm_mode text."
         )
     sources = {prompt.data_source for prompt in prompts}
     quiet = with_all(settings, "judge", QUIET)

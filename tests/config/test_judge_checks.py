@@ -50,7 +50,7 @@ def config(*given: str) -> Config:
         ("scale=5-5", "does not rise"),
         ("mode=decision type=claude", "--rm_mode text"),
         ("mode=compare compare=pears", "Did you mean 'pairs'"),
-        ("mode=compare compare=extra_info", "is not one of pairs, list, ground_truth and extra"),
+        ("mode=compare compare=extra_info", "is not one of pairs, list, base, ground_truth and"),
         ("mode=compare compare=ground_truth rubric=extra_info.r", "leave --rm_rubric out"),
         ("base_url=localhost:8000/v1", "http://localhost:8000/v1"),
         ("base_url=http://", "is no address"),

@@ -2,7 +2,8 @@
 
 All comparisons of a prompt are one contest, which begins when the round is settled. Equal texts
 are one contestant, and a text without content loses without a call. In a validation each response
-meets the one that the first validation had for its prompt, so that the win rate shows the drift.
+meets the one that the first validation had for its prompt, so that the win rate shows the drift;
+in training it may meet the greedy one of the model that the run started with.
 """
 
 from __future__ import annotations
@@ -87,9 +88,8 @@ class CompareReward(JudgeReward):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._listed = self._api.compare == "list"
-        self._refers = self._api.compare not in ("pairs", "list")
         self._arrived: list[Contestant] = []
-        self._first_val: dict[str, str] = {}
+        self._earlier: dict[str, dict[str, str]] = {"train": {}, "val": {}}
         self._tallies: dict[Contest, Tally] = {}
 
     def submit(self, rollout: Rollout) -> Future[Score]:
@@ -112,25 +112,37 @@ class CompareReward(JudgeReward):
         by_prompt: dict[str, list[Contestant]] = defaultdict(list)
         for entry in sorted(arrived, key=lambda entry: entry.rollout.sample):
             by_prompt[entry.rollout.prompt.uid].append(entry)
-        for uid, entries in by_prompt.items():
-            reference = self._reference(entries[0].rollout.prompt)
-            if kind == "validation" and reference is None:
-                reference = self._first_val.setdefault(uid, self._seen(entries[0].rollout))
-            asked = self._loop.submit(self._begin(entries, reference))
+        for entries in by_prompt.values():
+            asked = self._loop.submit(self._begin(entries, self._reference(entries[0], kind)))
             for entry in entries:
                 self._round.add(entry, asked)
         super().settle(kind)
 
+    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """All that it does not have, when it compares with the starting model."""
+        known = self._earlier["train"]
+        return [p for p in prompts if p.uid not in known] if self._api.compare == "base" else ()
+
+    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+        """Keep what responses are compared with."""
+        self._earlier["train"] |= {r.prompt.uid: self._seen(r) for r in rollouts}
+
     def state_dict(self) -> dict[str, Any]:
-        """The first validation's responses, which later ones are compared with."""
-        return {"first_validation": dict(self._first_val)}
+        """The first responses of the run, which later ones are compared with."""
+        return {split: dict(texts) for split, texts in self._earlier.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._first_val = dict(state.get("first_validation", {}))
+        self._earlier = {split: dict(state.get(split, {})) for split in self._earlier}
 
-    def _reference(self, prompt: Prompt) -> str | None:
-        return reference_of(self._api, material_of(prompt, "")) if self._refers else None
+    def _reference(self, entry: Entry, kind: RoundKind = "train") -> str | None:
+        """What the responses to a prompt are compared with; None: with each other."""
+        prompt, text = entry.rollout.prompt, self._seen(entry.rollout)
+        if not self._api.of_the_run:
+            return reference_of(self._api, material_of(prompt, ""))
+        if kind == "validation":
+            return self._earlier["val"].setdefault(prompt.uid, text)
+        return None if self._api.within_group else self._earlier["train"][prompt.uid]
 
     def _question(
         self, prompt: Prompt, response: str, vote: int = 0, rubric: Any = None
@@ -279,7 +291,7 @@ class CompareReward(JudgeReward):
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         entries = [Contestant(rollout) for _ in range(votes)]
         for entry in entries:
-            await self._begin([entry], self._reference(rollout.prompt), fresh=True)
+            await self._begin([entry], self._reference(entry), fresh=True)
         return [e.future.result() if e.future.done() else Score.failed(str(e.error))
                 for e in entries]  # fmt: skip
 

@@ -466,7 +466,7 @@ def reference_of(api: ApiReward, material: Material) -> str:
 
 def check_references(api: ApiReward, materials: Sequence[Material]) -> None:
     """Raise RewardError when rows lack the answer that responses are compared with."""
-    refers = api.mode == "compare" and not api.within_group
+    refers = api.mode == "compare" and not api.of_the_run
     _check_rows("reference answers", partial(reference_of, api), materials if refers else ())
 
 

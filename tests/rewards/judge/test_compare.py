@@ -412,6 +412,19 @@ def test_validations_are_compared_with_the_first_also_after_a_resume(make: Make)
     assert again.measure()["judge/win_rate"] == 0.0
 
 
+def test_the_starting_models_responses_are_asked_for_once_and_kept(make: Make) -> None:
+    reward, rollouts = make(compare="base"), group(1, said(1), said(3))
+    (first,) = group(1, said(2))
+    assert list(reward.wants_first([first.prompt])) == [first.prompt]
+    assert list(make().wants_first([first.prompt])) == []
+    reward.take_first([first])
+    assert [score.value for score in score_all(reward, rollouts)] == [0.0, 1.0]
+    again = make(compare="base")
+    again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
+    assert list(again.wants_first([first.prompt])) == []
+    assert [score.value for score in score_all(again, rollouts)] == [0.0, 1.0]
+
+
 def test_nothing_is_paid_twice(make: Make, server: JudgeServer) -> None:
     rollouts = group(1, *(said(k) for k in range(4)))
     first = score_all(make(), rollouts)
