@@ -1,0 +1,244 @@
+"""Our speed against bare loops and peers, each pair measured in turns in one run: one table.
+
+    python benchmarks/run.py                       # about ten minutes on two cores
+    python benchmarks/run.py --trl trl/bin/python  # with TRL's trainer, see step_against_trl.py
+    python benchmarks/run.py --write               # puts the table into README.md
+    python benchmarks/run.py --quick               # two minutes; exit 1 where a ratio is 25 % worse
+
+A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many lengths, settings as
+`ppo train` has them without a flag. A ratio is how many times as fast we are; medians of pairs.
+The bare loops take as many tokens as our rows hold, all rows of one length, so that they pad
+nothing: forward and backward passes with logits at response tokens and AdamW for actor and critic;
+for `annotate` three forward passes. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from engine_speed import make_batch, with_scores
+from step_against_trl import ENDS, VOCABULARY, make_model, make_prompts
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.hf_sampler import HFSampler
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.responses import merge_annotations
+from ppo_cli.records import Prompt
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "ratios.json"  # what `--quick` compares with; `--record` writes it
+WORSE = 0.75
+README = HERE.parent / "README.md"
+MARKS = ("<!-- speed -->\n", "<!-- end of speed -->")
+
+Pair = tuple[Callable[[], object], Callable[[], object]]
+
+
+def main() -> int:
+    """Measure, print the table, compare or write as asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--record", action="store_true", help="keep the ratios for --quick")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--trl", help="the Python of an environment with TRL")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder, ends=ENDS)
+        make_prompts(folder / "prompts.jsonl", 64, fixed=False)
+        ratios = {
+            what: measure(what, pair, asked.pairs) for what, pair in pairs_of(folder, asked.quick)
+        }
+    if asked.trl:
+        ratios |= against_trl(asked.trl, asked.pairs)
+    table = "\n".join(
+        ["| what | times as fast |", "|---|---|"]
+        + [f"| {what} | {ratio:.2f} |" for what, ratio in ratios.items()]
+    )
+    print(table)
+    if asked.record:
+        RECORDED.write_text(json.dumps(ratios, indent=2) + "\n", encoding="utf-8")
+    if asked.write:
+        before, _, rest = README.read_text(encoding="utf-8").partition(MARKS[0])
+        after = rest.partition(MARKS[1])[2]
+        README.write_text(before + MARKS[0] + table + "\n" + MARKS[1] + after, encoding="utf-8")
+    if not asked.quick:
+        return 0
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    worse = [what for what, ratio in ratios.items() if ratio < WORSE * recorded[what]]
+    for what in worse:
+        print(f"{what}: {ratios[what]:.2f}, recorded {recorded[what]:.2f}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+def measure(what: str, pair: Pair, count: int) -> float:
+    """Their seconds over ours: the median of so many pairs, after one that is left out."""
+    ratios = []
+    for turn in range(count + 1):
+        theirs, ours = (seconds(work) for work in pair)
+        if turn:
+            ratios.append(theirs / ours)
+            print(f"{what}: {theirs:.2f} s against {ours:.2f} s", file=sys.stderr, flush=True)
+    return statistics.median(ratios)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Time one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
+    """What is compared: theirs and ours, by the name that the table shows."""
+    size = argparse.Namespace(small=False, rows=8 if quick else 16)
+    config = keep_activations(
+        Config.model_validate({
+            "model": {"path": str(folder), "dtype": "float32"},
+            "actor": {"use_kl_loss": True},
+            "data": {"max_prompt_length": 256, "max_response_length": 1024},
+        }),
+        lambda text: print(text, file=sys.stderr),
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = make_batch(size, VOCABULARY)
+    learner = Learner(config, tokenizer, total_steps=100)
+    scored = with_scores(merge_annotations(batch, [learner.annotate(batch)]))
+    bare = BareLoops(
+        folder,
+        rows=len(batch),
+        prompt=int(batch.prompt_len_B.float().mean()),
+        response=int(batch.response_len_B.float().mean()),
+    )
+    lines = (
+        (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[: 32 if quick else 64]
+    )
+    texts = [json.loads(line)["prompt"] for line in lines]
+    minibatch = MiniBatch(scored, actor=True, critic=True)
+    return [
+        (
+            "`step` against forward, backward and AdamW",
+            (bare.step, lambda: learner.step(minibatch)),
+        ),
+        ("`annotate` against forward passes", (bare.annotate, lambda: learner.annotate(batch))),
+        (
+            "sampling against `model.generate`",
+            sampling_pair(learner.policy.model, tokenizer, texts),
+        ),
+    ]
+
+
+class BareLoops:
+    """Actor, reference and critic with nothing around them, on rows of one length."""
+
+    def __init__(self, folder: Path, *, rows: int, prompt: int, response: int) -> None:
+        torch.manual_seed(0)
+        self._models = [AutoModelForCausalLM.from_pretrained(folder) for _ in range(3)]
+        actor, _, critic = self._models
+        self._head = torch.nn.Linear(actor.config.hidden_size, 1)
+        self._optimizers = [
+            torch.optim.AdamW(actor.parameters(), lr=1e-6),
+            torch.optim.AdamW([*critic.model.parameters(), *self._head.parameters()], lr=1e-6),
+        ]
+        self._ids_BL = torch.randint(2, VOCABULARY, (rows, prompt + response))
+        self._response = response
+
+    def step(self) -> None:
+        """One update of the actor and one of the critic."""
+        actor, _, critic = self._models
+        for optimizer, loss in zip(
+            self._optimizers,
+            (lambda: -self._logprobs(actor).mean(), lambda: self._values(critic).square().mean()),
+            strict=True,
+        ):
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @torch.no_grad()
+    def annotate(self) -> None:
+        """Log-probs of actor and reference, and values."""
+        actor, reference, critic = self._models
+        self._logprobs(actor)
+        self._logprobs(reference)
+        self._values(critic)
+
+    def _hidden(self, model: PreTrainedModel) -> Tensor:
+        hidden_BLH: Tensor = model.model(self._ids_BL, use_cache=False).last_hidden_state
+        return hidden_BLH[:, -self._response - 1 : -1]
+
+    def _logprobs(self, model: PreTrainedModel) -> Tensor:
+        logprobs_BTV = model.lm_head(self._hidden(model)).log_softmax(-1)
+        return logprobs_BTV.gather(-1, self._ids_BL[:, -self._response :, None])
+
+    def _values(self, model: PreTrainedModel) -> Tensor:
+        values_BT1: Tensor = self._head(self._hidden(model))
+        return values_BT1
+
+
+def sampling_pair(model: PreTrainedModel, tokenizer: object, texts: list[str]) -> Pair:
+    """Responses of at most 128 tokens; theirs in one batch, padded on the left."""
+    assert callable(tokenizer)
+    rows: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
+    prompts = [Prompt(f"{i}", "", (), "", token_ids=tuple(ids)) for i, ids in enumerate(rows)]
+    width = max(map(len, rows))
+    ids_BL = torch.tensor([[1] * (width - len(ids)) + ids for ids in rows])
+    turns = itertools.count()
+
+    @torch.no_grad()
+    def theirs() -> None:
+        model.eval()
+        model.generate(
+            ids_BL, attention_mask=(ids_BL != 1).long(), do_sample=True, top_k=0,
+            max_new_tokens=128, eos_token_id=0, pad_token_id=1,
+        )  # fmt: skip
+
+    def ours() -> None:
+        sampler = HFSampler(
+            model, eos_token_ids=frozenset({0}), pad_token_id=1, max_num_seqs=256,
+            detokenize=lambda ids: "",
+        )  # fmt: skip
+        list(sampler.generate(prompts, Sampling(max_tokens=128, seed=next(turns)), 0))
+
+    return theirs, ours
+
+
+def against_trl(python: str, count: int) -> dict[str, float]:
+    """Whole steps: `step_against_trl.py`, one and four epochs, and one length."""
+    found = {}
+    for what, more in (
+        ("a whole step against TRL", []),
+        ("the same, four epochs", ["--epochs", "4"]),
+        ("the same, rows of one length", ["--fixed", "--batch", "64"]),
+    ):
+        line = [sys.executable, str(HERE / "step_against_trl.py"), "--trl", python]
+        said = subprocess.run(
+            [*line, "--pairs", str(count), *more], check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+        print(said, file=sys.stderr)
+        ratio = re.search(r"time ([\d.]+)", said)
+        assert ratio is not None
+        found[what] = 1 / float(ratio[1])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
