@@ -246,7 +246,7 @@ def _whole(value: Any) -> int:
 
 
 def _disputed(line: Mapping[str, Any]) -> float:
-    """The gap between scaled parts, or twice the spread of several votes, whichever is wider."""
+    """The widest gap: between scaled parts, to the monitoring judge, twice the spread of votes."""
     parts = line.get("parts")
     found = parts.values() if isinstance(parts, dict) else ()
     scaled = [part.get("scaled") for part in found if isinstance(part, dict)]
@@ -254,8 +254,9 @@ def _disputed(line: Mapping[str, Any]) -> float:
     gaps = [max(known) - min(known)] if len(known) > 1 else [0.0]
     mixture = line.get("mixture")
     for facts in [line, *(mixture.values() if isinstance(mixture, dict) else ())]:
-        if isinstance(facts, dict) and isinstance(facts.get("vote_spread"), int | float):
-            gaps.append(2 * float(facts["vote_spread"]))
+        if isinstance(facts, dict):
+            told = {2: facts.get("vote_spread"), 1: facts.get("monitor_gap")}
+            gaps += [n * float(gap) for n, gap in told.items() if isinstance(gap, int | float)]
     return round(max(gaps), 6)
 
 

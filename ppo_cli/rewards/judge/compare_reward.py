@@ -245,7 +245,7 @@ class CompareReward(JudgeReward):
             answer = contest.answers[shown, vote]
             rollout = of_node.get(shown[0])
             if isinstance(answer, Verdict) and rollout and self._monitor.wants(rollout):
-                self._monitor.begin(question, Score(answer.value))
+                self._monitor.begin(question, answer.value, {})
 
     def _score(self, contest: Contest) -> None:
         """Give each response its score, or the error that it has none for."""

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -128,6 +129,9 @@ class Canaries:
         return metrics
 
 
+NOT_YET = {"monitor": None, "monitor_gap": None}  # what a rollout has of a second judge
+
+
 class Monitor:
     """A second judge that reads a share of the responses and rewards none."""
 
@@ -181,13 +185,17 @@ class Monitor:
                 raise RewardError(f"The monitoring judge cannot be used: {error}") from error
             tell(f"The monitoring judge gave no verdict yet ({error}); training goes on without.")
 
-    def begin(self, question: Question, score: Score) -> None:
-        """Have the second judge read what the first has scored; nobody waits for it."""
-        task = asyncio.get_running_loop().create_task(self._watch(question, score))
+    def begin(self, question: Question, value: float, info: dict[str, Any]) -> None:
+        """Have the second judge read what the first has scored; nobody waits for it.
+
+        Its verdict goes into `info`, which holds the keys of NOT_YET by then: the file of the
+        rollouts may be written at any time.
+        """
+        task = asyncio.get_running_loop().create_task(self._watch(question, value, info))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
-    async def _watch(self, question: Question, score: Score) -> None:
+    async def _watch(self, question: Question, first: float, info: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(self._patience):
                 verdict = await self._client.ask(question)
@@ -195,7 +203,8 @@ class Monitor:
             self._failed += 1
         else:
             value = question.scale.scaled(verdict.value)
-            self._pairs.append((float(score.value or 0.0), value))
+            self._pairs.append((first, value))
+            info |= {"monitor": value, "monitor_gap": abs(first - value)}
 
     def take(self) -> dict[str, float]:
         """Metrics of the responses that both have scored since the last call."""

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -36,7 +36,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, find_price
-from ppo_cli.rewards.judge.monitor import Canaries, Monitor, StepReport
+from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, Monitor, StepReport
 from ppo_cli.rewards.judge.prompt import (
     ask,
     check_criteria,
@@ -499,9 +499,11 @@ class JudgeReward(Reward):
             return
         self._report.note(entry.rollout, score)
         self._judged_before = questions[0]
-        entry.future.set_result(score)
         if self._monitor is not None and self._monitor.wants(entry.rollout):
-            self._monitor.begin(questions[0], score)
+            info = {**score.info, **NOT_YET}
+            self._monitor.begin(questions[0], float(score.value or 0.0), info)
+            score = replace(score, info=info)
+        entry.future.set_result(score)
 
     async def _verdict(
         self, rollout: Rollout, question: Question, *, fresh: bool = False

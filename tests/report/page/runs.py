@@ -39,7 +39,9 @@ def scored(row: int, step: int, text: str, value: float | None) -> Scored:
     if value is None:
         return Scored(rollout, Score.failed("timeout after 10 s"))
     parts = {"judge": Part(10 * value, value), "rule": Part(1.0, 0.5)}
-    info = {"cost_usd": 0.001, "cached": False}
+    info: dict[str, Any] = {"cost_usd": 0.001, "cached": False}
+    if (row, step) == (5, 3):  # what another judge says of it
+        info |= {"monitor": 0.0, "monitor_gap": 0.9}
     told: Any = {"reason": f"because of {text[:90]}", "parts": parts, "info": info}
     told["reply"] = '{"score": 7}'
     return Scored(rollout, Score(value, **told))

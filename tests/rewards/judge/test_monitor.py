@@ -15,7 +15,7 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.records import Prompt, Rollout
+from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, Price, Spent
@@ -38,10 +38,10 @@ def rollout(number: int, sample: int = 0, text: str = "") -> Rollout:
     return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), said, "stop")
 
 
-def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[float | None]:
+def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[Score]:
     futures = [reward.submit(one) for one in rollouts]
     reward.settle()
-    return [future.result(60).value for future in futures]
+    return [future.result(60) for future in futures]
 
 
 def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
@@ -93,7 +93,7 @@ def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer) -> Non
     reward = JudgeReward(api, environ=KEYS)
     try:
         reward.begin_step(1)
-        assert score_all(reward, [rollout(1)]) == [1.0]
+        assert score_all(reward, [rollout(1)])[0].value == 1.0
         told = measured(reward, lambda told: told.get("judge/canary_failed", 0) >= 4)
         assert told["judge/canary_failed"] == 4 and "judge/canary_max" not in told
         assert "judge/canary_failed" not in reward.measure()
@@ -132,10 +132,14 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
     reward = JudgeReward(watched(server, tmp_path), environ=KEYS)
     try:
         reward.attach(tmp_path)
-        assert score_all(reward, rollouts) == pytest.approx([0.0, 1 / 9, 2 / 9])
-        while server.state.answered < 6:
+        scores = score_all(reward, rollouts)
+        assert [one.value for one in scores] == pytest.approx([0.0, 1 / 9, 2 / 9])
+        until = time.monotonic() + 30.0
+        while any(one.facts["monitor"] is None for one in scores):
+            assert time.monotonic() < until
             time.sleep(0.02)
-        time.sleep(0.1)
+        assert [one.facts["monitor"] for one in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
+        assert [one.facts["monitor_gap"] for one in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
         told = reward.measure()
         assert told["judge/monitor_mean"] == pytest.approx(5 / 9)
         assert told["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
@@ -198,7 +202,7 @@ def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
     server.fail("hang", paths=("/v1/messages",))
     reward = JudgeReward(watched(server, tmp_path, timeout=0.2), environ=KEYS)
     try:
-        assert score_all(reward, [rollout(1), rollout(2)]) == [1.0, 1.0]
+        assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
         told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
         assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
         assert "judge/monitor_failed" not in reward.measure()
