@@ -110,7 +110,8 @@ def test_every_line_of_a_run_can_be_planned(
         elif head != "./train.sh":
             continue
         count += 1
-        gpus = 0 if "--num_workers" in rest else 8
+        own_judge = "local" in rest and "--placement" not in rest
+        gpus = 0 if "--num_workers" in rest or own_judge else 8
         with monkeypatch.context() as patch:
             for module in (resolve, derived, layers, requirements):
                 if hasattr(module, "gpu_count"):
