@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.derived import train_rows, val_rows
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.reward_schema import ApiReward
@@ -213,7 +214,8 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         alone, of_list, requests = 2, n if listed else 2, 2.0
         if api.within_group:
             requests = calls_for(n, most and most // (2 * votes), listed=listed) / n
-    files = (*config.data.train_files, *config.data.val_files)
+    data = config.data
+    files = (*prompt_files(data.train_files, "train"), *prompt_files(data.val_files, "val"))
     if far := [name for name in files if is_hub_name(name)]:
         # What is not on this disk is not fetched for a forecast.
         raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")

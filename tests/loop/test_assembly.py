@@ -90,7 +90,7 @@ def test_settings_of_a_run_reach_what_it_is_built_from(
         "trainer.engine=ray",
     )  # fmt: skip
     job, engine = seen.job, seen.engines
-    assert seen.tokenizer == {"trust_remote_code": True}
+    assert seen.tokenizer == {"trust_remote_code": True, "flag": "--model"}
     assert (len(job.prompts), len(job.val_prompts), job.total_steps) == (10, 3, 3 * 2)
     order = PromptOrder(10, 4, 7, False, fingerprint(job.prompts))
     assert job.order.state_dict() == order.state_dict()
