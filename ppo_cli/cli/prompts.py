@@ -1,22 +1,26 @@
-"""`ppo prompts list|show|render`: judge prompts, and the exact request to a judge."""
+"""`ppo prompts`: judge prompts, the exact request to a judge, and criteria that one drafts."""
 
 from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
-from ppo_cli.cli.screen import aligned, fit
+from ppo_cli.cli.screen import aligned, clean, fit, make_screen
 from ppo_cli.config.bundled import prompt_files
+from ppo_cli.errors import ConfigError, Interrupted, RewardError
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="List the judge prompts, show one, or render the request for a data row.",
+    help="Show judge prompts, render the request for a data row, or have criteria drafted.",
     epilog="Example: ppo prompts show math",
 )
 SHOWN_FLAGS = ("reward.api.", "data.prompt_key", "data.reward_fn_key")
@@ -92,6 +96,46 @@ def render(given: Given) -> None:
     print(fit(text, sys.stdout.encoding))
 
 
+def rubric(given: Given) -> None:
+    """Have a judge draft criteria from questions and reference answers, for you to edit."""
+    if not given.extras["out"]:
+        raise ConfigError("Name the file for the drafts with --out FILE.")
+    judged = {"reward.api.enable": ("true", "ppo prompts rubric"), **given.flags}
+    config = replace(given, flags=judged).resolve().config
+    from ppo_cli.trust.draft import draft_one, draft_rows
+    from ppo_cli.trust.rows import check_out, read_answered
+
+    file = prompt_files([str(given.extras["file"])], "train")[0]
+    keys = {"prompt_key": config.data.prompt_key, "source_key": config.data.reward_fn_key}
+    found = read_answered(file, response_key=None, **keys)
+    out = Path(str(given.extras["out"])).expanduser()
+    check_out(out, file)
+    plain = {"mode": "text", "rubric": None, "votes": 1}  # a draft is neither score nor vote
+    api, most = config.reward.api.model_copy(update=plain), int(given.extras["criteria"])
+    one = bool(given.extras["one"])
+    draft = draft_one if one else draft_rows
+    with closing(make_screen(sys.stderr)) as screen:
+        result = {**draft(api, found.rows, out, most, screen), "out": str(out), "one": one}
+    text = json.dumps(result, ensure_ascii=False, indent=2) if given.extras["json"] else ""
+    print(fit(text or clean(drafted_text(result)), sys.stdout.encoding))
+    if result["stopped"]:
+        raise Interrupted(f"{result['stopped']} Run the same command again: what is there stays.")
+    if result["failed"] and not result["written"]:
+        raise RewardError("No draft could be read; try a stronger --rm_model.")
+
+
+def drafted_text(result: dict[str, Any]) -> str:
+    """Return what drafting came to."""
+    cost = "" if result["cost_usd"] is None else f", ${result['cost_usd']:.4f}"
+    asked = f"{result['calls']:,} calls, {result['tokens']:,} tokens{cost}"
+    lines = [f"{one['row']}: left out, {one['why']}" for one in result["failed"]]
+    lines.append(
+        f"{asked}; {result['written']:,} written to {result['out']}. Edit them before use:"
+    )
+    use = result["out"] if result["one"] else "extra_info.rubric"
+    return "\n".join([*lines, f"  --rm_rubric {use}"])
+
+
 def request_text(facts: dict[str, Any]) -> str:
     """Return a rendered request for people."""
     model, sent = facts["model"] or "no model chosen", facts["request"]
@@ -129,6 +173,19 @@ add_command(
         own_file("Data rows, or `embedded`.", required=True),
         own_flag("row", int, 1, "Line or row of the file.", "INTEGER", min=1),
         own_flag("response", str, None, "Response, if the row has no column.", "TEXT"),
+        switch("json", "Machine-readable, to stdout."),
+    ],
+    SHOWN_FLAGS,
+)
+add_command(
+    app,
+    rubric,
+    "Example: ppo prompts rubric rows.jsonl --out rubrics.jsonl --rm_model qwen-plus",
+    [
+        own_file("Data rows, or `embedded`.", required=True),
+        own_flag("out", str, None, "Rows with extra_info.rubric; of --one a YAML file.", "FILE"),
+        switch("one", "One rubric for the whole run, from some of the rows."),
+        own_flag("criteria", int, 8, "Most criteria.", "N", min=1, max=20),
         switch("json", "Machine-readable, to stdout."),
     ],
     SHOWN_FLAGS,

@@ -17,7 +17,7 @@ from ppo_cli.records import Part, Score
 
 if TYPE_CHECKING:
     from ppo_cli.rewards.judge.compare import Rivals
-    from ppo_cli.rewards.judge.rubric import Rubric
+    from ppo_cli.rewards.judge.rubric import Draft, Rubric
 
 # What a judge is asked to answer with, and so what counts as an answer.
 Output = Literal["json", "text"]
@@ -56,7 +56,7 @@ class Question:
     is the same text with the nonce left out: what the cache and the de-duplication go by.
     `vote` numbers independent verdicts on one response, `output` is the form of the answer that
     `user` asks for. With a `rubric` the answer decides its criteria, and the score is in [0, 1].
-    With `rivals` it says which of several responses is better.
+    With `rivals` it says which of several responses is better, with a `draft` it writes criteria.
     """
 
     system: str
@@ -68,6 +68,12 @@ class Question:
     output: Output = "json"
     rubric: Rubric | None = None
     rivals: Rivals | None = None
+    draft: Draft | None = None
+
+    @property
+    def asks(self) -> Rubric | Rivals | Draft | None:
+        """What is asked for in place of a score; it knows the form of the answer."""
+        return self.rivals or self.rubric or self.draft
 
     def again(self, *, reminder: str, max_tokens: int | None = None) -> Question:
         """Ask once more after an unreadable answer; the identity stays."""

@@ -24,7 +24,7 @@ from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Output, Question, Scale
 from ppo_cli.rewards.judge.compare import Rivals
 from ppo_cli.rewards.judge.files import FromFile, read_file
-from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Rubric, load_rubric, read_rubric
+from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Draft, Rubric, load_rubric, read_rubric
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
 from ppo_cli.rewards.judge.scale_words import named_scale, parse_scale
 from ppo_cli.rewards.judge.verdict import ASKED
@@ -162,6 +162,7 @@ class Template:
         reasoning: Literal["strip", "keep"] = "strip",
         max_response_chars: int = 24_000,
         rubric: Rubric | None = None,
+        draft: Draft | None = None,
     ) -> Question:
         """Render one request; `nonce` is drawn by chance when none is given."""
         for name in self.variables:
@@ -169,18 +170,21 @@ class Template:
                 raise RewardError(self._lack(name, [1], 1, set(map(str, material.extra_info))))
         pieces = self._pieces(material, reasoning, max_response_chars)
         rivals = Rivals(len(material.rivals)) if material.rivals else None
-        user = self._render(pieces, nonce or secrets.token_hex(8), rivals or rubric)
-        identity = self._render(pieces, NO_NONCE, rivals or rubric)
+        asks = rivals or rubric or draft
+        user = self._render(pieces, nonce or secrets.token_hex(8), asks)
+        identity = self._render(pieces, NO_NONCE, asks)
+        criteria = len(rubric.criteria) if rubric else draft.most if draft else 0
         return Question(
             system=self.system,
             user=user,
             identity=f"{self.system}{PART_END}{identity}",
             scale=self.scale,
-            max_tokens=max_tokens + TOKENS_A_CRITERION * (len(rubric.criteria) if rubric else 0),
+            max_tokens=max_tokens + TOKENS_A_CRITERION * criteria,
             vote=vote,
             output=self.output,
             rubric=rubric,
             rivals=rivals,
+            draft=draft,
         )
 
     def _pieces(self, material: Material, reasoning: str, most: int) -> dict[str, list[Piece]]:
@@ -196,7 +200,7 @@ class Template:
         return found
 
     def _render(
-        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | None
+        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | Draft | None
     ) -> str:
         """Put the fenced data into the scoring part, and the closing instruction behind it."""
         out = [
@@ -206,7 +210,7 @@ class Template:
         return f"{''.join(out).rstrip()}\n\n{self._closing(pieces, nonce, asks)}"
 
     def _closing(
-        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | None
+        self, pieces: Mapping[str, list[Piece]], nonce: str, asks: Rubric | Rivals | Draft | None
     ) -> str:
         """Return the instruction behind the data; it has the last word."""
         notes = ""

@@ -45,6 +45,21 @@ SCORING = (
     "A response to the request below is to be checked against criteria, which follow after it.\n\n"
     "Request:\n{prompt}\n\nResponse to check:\n{response}"
 )
+DRAFT_SYSTEM = (
+    "You write criteria by which others check responses to a request, without a reference answer "
+    "and one criterion at a time. A person edits what you write before it is used."
+)
+DRAFTING = (
+    "Write 3 to {most} criteria for responses to this, the weightiest first. Each names ONE thing "
+    "that can be decided as met or not met from request and response alone; say the facts, "
+    "numbers and names that it needs. Do not ask for one thing twice, nor for what a good response "
+    "may lack.\n"
+    "text: what the response says or does, as a sentence. name: one to three words. weight: 1 "
+    "(minor) to {heaviest} (essential). fault: true when the text is something to avoid, such as "
+    '"The response invents a source."; false otherwise. must: true only when a response that '
+    "fails here is worth nothing."
+)
+HEAVIEST = 5
 IN_WORDS = {"critical": 4.0, "major": 3.0, "minor": 2.0, "additional": 1.0}  # ProfBench
 MOST_CRITERIA = 60
 LONGEST_TEXT = 4000
@@ -114,6 +129,17 @@ class Rubric:
         """A rubric for each criterion, to be asked in calls of their own."""
         return [Rubric((replace(one, weight=1.0),), self.fixed) for one in self.criteria]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The criteria as a file or a data row has them."""
+        found = []
+        for one in self.criteria:
+            weight = -one.weight if one.fault else one.weight
+            weight = int(weight) if weight == int(weight) else weight
+            row: dict[str, Any] = {"name": one.name, "text": one.text, "weight": weight}
+            row |= {"must": True} if one.must else {}
+            found.append(row | ({"levels": one.levels} if one.levels > 1 else {}))
+        return found
+
     def schema(self) -> dict[str, Any]:
         """JSON schema of the answer: of each criterion the verdict, then why.
 
@@ -148,6 +174,50 @@ class Rubric:
         return (
             "Reply with ONE JSON object and nothing else, with exactly the keys "
             f"{', '.join(self.keys)}, each reason one sentence:\n{{{shown}}}"
+        )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Criteria that a judge is asked to write, at most `most`, each met or not."""
+
+    most: int
+
+    def read(self, given: Sequence[Any]) -> Rubric:
+        """The criteria of an answer; RewardError unless each has exactly the form asked for."""
+        wanted = self.schema()["properties"]["criteria"]["items"]["properties"]
+        if not 1 <= len(given) <= self.most:
+            raise RewardError(f"it has {len(given)} criteria, not 1 to {self.most}")
+        for number, row in enumerate(given, start=1):
+            if not isinstance(row, Mapping) or set(row) != set(wanted):
+                raise RewardError(f"criterion {number} has not the keys {', '.join(wanted)}")
+            if type(row["weight"]) is not int or not 1 <= row["weight"] <= HEAVIEST:
+                raise RewardError(f"the weight of criterion {number} is not 1 to {HEAVIEST}")
+            if not all(type(row[word]) is bool for word in ("fault", "must")):
+                raise RewardError(f"fault or must of criterion {number} is not true or false")
+            if row["text"] == "...":
+                raise RewardError(f"the text of criterion {number} is the form's placeholder")
+        return read_rubric(given, "the draft")
+
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the answer."""
+        row = _object({
+            "text": {"type": "string"}, "name": {"type": "string"},
+            "weight": {"type": "integer", "enum": list(range(1, HEAVIEST + 1))},
+            "fault": {"type": "boolean"}, "must": {"type": "boolean"},
+        })  # fmt: skip
+        return _object({"criteria": {"type": "array", "items": row}})
+
+    def asked(self) -> str:
+        """What to write, and in which form."""
+        return f"{DRAFTING.format(most=self.most, heaviest=HEAVIEST)}\n{self.form()}"
+
+    def form(self) -> str:
+        """What the answer has to look like."""
+        return (
+            "Reply with ONE JSON object and nothing else:\n"
+            '{"criteria": [{"text": "...", "name": "...", "weight": N, "fault": true or false, '
+            '"must": true or false}, ...]}'
         )
 
 

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ppo_cli.errors import RewardError, first_line
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
 from ppo_cli.rewards.judge.compare import Rivals, share_of_first
-from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.rewards.judge.rubric import Draft, Rubric
 from ppo_cli.thoughts import MARKS, UnfinishedThought, after_thought
 
 # What a judge is asked for, in the words that it reads.
@@ -133,8 +134,9 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
     With a rubric only one JSON object counts that has a verdict for each criterion, no other key,
     and beside a verdict nothing but a reason; its `grades` are returned. A comparison is read in
     the same way: its `places` are returned, 1 the best, and as the score what the first one won.
+    A draft is returned as the `rubric` it makes, and as the score how many criteria it has.
     """
-    if question.rubric is None and question.rivals is None:
+    if question.asks is None:
         return *read_verdict(reply, question.scale, question.output), {}
     try:
         if reply.truncated:
@@ -143,6 +145,9 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
         if question.rivals is not None:
             places, reason = _read_places(answer, question.rivals)
             return share_of_first(places), reason[:LONGEST_REASON], {"places": places}
+        if question.draft is not None:
+            rows = _read_draft(answer, question.draft)
+            return float(len(rows)), "", {"rubric": rows}
         assert question.rubric is not None
         grades, reasons = _read_grades(answer, question.rubric)
     except UnfinishedThought as problem:
@@ -159,9 +164,8 @@ def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str,
 
 def reminder(question: Question) -> str:
     """What a judge is told when its answer did not count."""
-    asks = question.rivals or question.rubric
-    if asks is not None:
-        return f"Your last answer to this was not in the form asked for. {asks.form()}"
+    if question.asks is not None:
+        return f"Your last answer to this was not in the form asked for. {question.asks.form()}"
     scale = question.scale
     return REMINDER.format(asked=ASKED[question.output], low=scale.low, high=scale.high)
 
@@ -257,6 +261,18 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], list[str]]:
         grades.append(verdict / one.levels)
         reasons.append(reason)
     return grades, reasons
+
+
+def _read_draft(text: str, draft: Draft) -> list[dict[str, Any]]:
+    """The criteria of a draft, as a rubric file has them."""
+    entries = _decode(text)
+    given = entries.get("criteria")
+    if set(entries) != {"criteria"} or not isinstance(given, list):
+        raise Unreadable("form", 'it is not a list under "criteria" and nothing else')
+    try:
+        return draft.read(given).rows()
+    except RewardError as error:
+        raise Unreadable("form", first_line(error)) from None
 
 
 def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:

@@ -406,10 +406,8 @@ FORMAT_WORDS = (
 
 def verdict_schema(question: Question) -> dict[str, Any]:
     """JSON schema of the answer: `{"reason": str, "score": int}`, or verdicts of another kind."""
-    if question.rivals is not None:
-        return question.rivals.schema()
-    if question.rubric is not None:
-        return question.rubric.schema()
+    if question.asks is not None:
+        return question.asks.schema()
     return {
         "type": "object",
         "properties": {
