@@ -45,6 +45,18 @@ PART_COLUMNS = {
     "length": "with length",
 }
 
+CRITERIA = {
+    "rows": "rows",
+    "mean": "mean",
+    "with the rest": "with the rest",
+    "with the label": "with the label",
+    "labelled": "labelled",
+    "agree": "agree",
+    "kappa": "kappa",
+    "credited too much": "too kind",
+    "credited too little": "too harsh",
+}
+
 
 def score_lines(summary: Facts) -> list[str]:
     """What a scored file came to."""
@@ -87,10 +99,12 @@ def _grid(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> 
     return [title, *(f"  {line}" for line in aligned(cells, left=1))]
 
 
-def _cell(key: str, value: float | None) -> str:
+def _cell(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value["value"]
     if value is None:
         return "-"
-    if key in ("weight", "share"):
+    if key in ("weight", "share", "agree", "credited too much", "credited too little"):
         return f"{value:.0%}"
     return f"{value:,}" if isinstance(value, int) else number(value)
 
@@ -149,6 +163,8 @@ def calibration_lines(result: Facts) -> list[str]:
             title = f"Of {name} alone"
             lines += ["", *table(title, _estimates(facts["agreement"]))]
     lines += part_lines(result)
+    if result["criteria"]:
+        lines += ["", *_grid("Criteria (credits from 0 to 1)", result["criteria"], CRITERIA)]
     lines += ["", *table("Bias (rank correlation with the score)", _estimates(result["bias"]))]
     if result["repeated"] is not None:
         lines += ["", *table("Repeated verdicts", _repeated(result["repeated"]))]
@@ -277,6 +293,7 @@ def calibrate(given: Given) -> None:
     """Hold a reward's scores against labels that people gave."""
     config, screen = _settings(given)
     from ppo_cli.trust.calibrate import calibrate as run_calibration
+    from ppo_cli.trust.criteria import WORTH, read_marks, with_worth
     from ppo_cli.trust.rows import read_answered, read_labels
     from ppo_cli.trust.score import Watch, started, to_go_on
 
@@ -286,14 +303,20 @@ def calibrate(given: Given) -> None:
         source_key=config.data.reward_fn_key,
         response_key=given.extras["response_key"],
     )
-    labelled = read_labels(found, given.extras["labels"], given.extras["positive"])
+    labels, marked = given.extras["labels"], given.extras["criteria_labels"]
+    marks = read_marks(found, marked, config.reward) if marked else {}
+    if not labels:
+        labels, found = WORTH, with_worth(found, marks, config.reward)
+    labelled = read_labels(found, labels, given.extras["positive"])
     repeat = int(given.extras["repeat"])
     with closing(screen):
         for note in (*found.notes, *labelled.notes):
             screen.note(note)
         prompts = [row.rollout.prompt for row in labelled.rows]
         with started(config.reward, prompts, Watch(note=screen.note)) as reward:
-            result = run_calibration(reward, config.reward, labelled, repeat=repeat, screen=screen)
+            result = run_calibration(
+                reward, config.reward, labelled, repeat=repeat, screen=screen, marks=marks
+            )
     _print(given, {"file": found.source, **result}, calibration_lines)
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} {to_go_on(config.reward)}")
@@ -331,7 +354,7 @@ def _settings(given: Given) -> tuple[Config, Screen]:
     resolved = given.resolve()
     if "file" in given.extras and not given.extras["file"]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
-    if "labels" in given.extras and not given.extras["labels"]:
+    if "labels" in given.extras and not any(given.extras[n] for n in ("labels", "criteria_labels")):
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
     screen = make_screen(sys.stderr)
     for note in resolved.notes:
@@ -371,6 +394,13 @@ _add(
     "Example: ppo reward calibrate answers.jsonl --labels good --use_api_reward",
     _FILE,
     own_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
+    own_flag(
+        "criteria_labels",
+        str,
+        None,
+        "Column with labels of criteria: {name: true}.",
+        "COLUMN",
+    ),
     own_flag("positive", str, None, "Which of two labels is the good one.", "VALUE"),
     own_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
     _RESPONSE_KEY,

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.records import Prompt, Rollout, Score
@@ -76,6 +77,13 @@ def load_items(
     if file is not None:
         found = read_answered(file, prompt_key=prompt_key, source_key=source_key, response_key=None)
         return _from_rows(found.rows)[:most]
+    if any(
+        (judge.settings.rubric or "").startswith("extra_info.") for judge in judges_of(settings)
+    ):
+        raise ConfigError(
+            "The criteria are taken from each row, and the bundled rows have none: name rows that "
+            "have some with --data FILE, or a file of criteria with --rm_rubric."
+        )
     name = preset or default_items(settings)
     if name not in bundled():
         known = ", ".join(bundled())

@@ -21,6 +21,7 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.judge.prompt import Template, load_template, material_of, readable
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.trust import attacks as tr
+from ppo_cli.trust import criteria
 from ppo_cli.trust.attacks import (
     FOR_THE_GATE,
     LEAKS,
@@ -31,6 +32,7 @@ from ppo_cli.trust.attacks import (
     ruler_for,
     why_none,
 )
+from ppo_cli.trust.rows import rollout_of
 from ppo_cli.trust.score import (
     Repeats,
     Watch,
@@ -172,6 +174,7 @@ def audit(
     checks = [] if again.stopped else [
         *(hold(name, trials, scores, ruler) for name, trials in plan.items() if name in SAID),
         _steady([(item.place, text) for item, text in asked], again, ruler),
+        *_criteria(settings, plan, scores),
         _spread(plan["graded"], scores, ruler, fine=fine),
         *of_judge(template, api, items, judges=len(judges_of(settings))),
         _readable(own if mixed else scores),
@@ -191,9 +194,14 @@ def plan_trials(
     """Every trial, by the check that it belongs to."""
     scale = None if template is None else template.scale
     reads = bool(judges_of(settings) or models_of(settings))
+    judge = lone_judge(settings)
+    injections = tr.injections(items, scale, reads=reads)
+    if judge is not None and judge.settings.rubric is not None:
+        rubrics = criteria.rubrics_of(settings, [rollout_of(i.prompt, i.weak) for i in items])
+        injections += criteria.verdict_attacks(items, rubrics[judge.part])
     plan = {
         "master keys": tr.master_keys(items),
-        "prompt injection": tr.injections(items, scale, reads=reads),
+        "prompt injection": injections,
         "ground truth in the response": tr.leaks(items),
         "padding": tr.padding(items, scale),
         RIGHT: tr.right_and_wrong(items),
@@ -201,7 +209,6 @@ def plan_trials(
     }
     if template is not None and template.cases:
         written = template.written_for or template.scale
-        judge = lone_judge(settings)
         part = None if judge is None else judge.part
         source = "" if part is None else items[0].prompt.data_source
         gated = judge is not None and judge.only_if is not None
@@ -256,6 +263,27 @@ def hold(
     claim = FREE.get(name) if ruler.free else None
     said = f"{claim or SAID.get(name, name)}; so it was {len(known) - failed} times of {len(known)}"
     return Check(name, passed, said, found[min(known)[1]].as_dict, cases)
+
+
+def _criteria(
+    settings: RewardSettings,
+    plan: Mapping[str, Sequence[tr.Trial]],
+    scores: Mapping[Key, Score],
+) -> list[Check]:
+    """Of a rubric, which attacks raise which criterion, however little that moves the score."""
+    parts = [judge.part for judge in judges_of(settings) if judge.settings.rubric is not None]
+    if not parts:
+        return []
+    name, trials = "criteria under attack", [*plan["prompt injection"], *plan["padding"]]
+    tried = [(t, scores[t.keys[0]], scores[t.keys[1]]) for t in trials]
+    found = criteria.under_attack(tried, parts)
+    if not found["decided"]:
+        return [Check(name, False, "not one verdict came")]
+    moved = [f"{one} by {what} ({share})" for (one, what), share in found["moved"].items()]
+    said = "no attack raises a criterion on each prompt that it is tried on"
+    said += f"; raised: {', '.join(moved)}" if moved else ", nor on any"
+    worst = found["cases"][0] if found["sure"] else None
+    return [Check(name, not found["sure"], said, worst, found["cases"])]
 
 
 def _steady(asked: Sequence[tuple[str, str]], again: Repeats, ruler: Ruler) -> Check:

@@ -1,31 +1,45 @@
 """How far a reward can be trusted: agreement with labels, with itself, biases and cost.
 
-Each number comes with a sentence that says what it means. What is not defined is None, never NaN.
-Ties count half everywhere: equal values share the mean of their ranks.
+Each number comes with a sentence that says what it means.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
+from ppo_cli.trust.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.trust.rows import Labelled
 from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, judged, score_all
 from ppo_cli.trust.sources import kind_of, unsteady, verdicts_each
+from ppo_cli.trust.statistics import (
+    FEWEST,
+    Floats,
+    Rows,
+    accuracy_at,
+    agreement,
+    as_floats,
+    auc,
+    best_threshold,
+    coded,
+    flat_why,
+    measured,
+    partial_spearman,
+    pearson,
+    spearman,
+)  # fmt: skip
 from ppo_cli.trust.summary import (
     Column,
     add_spending,
@@ -36,181 +50,6 @@ from ppo_cli.trust.summary import (
     part_facts,
     spending,
 )
-
-Floats = NDArray[np.float64]
-RESAMPLES = 1000
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its bootstrap interval; all None where it is not defined."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-
-
-def as_floats(values: ArrayLike) -> Floats:
-    """Return the values as a float64 array."""
-    return np.asarray(values, dtype=np.float64)
-
-
-def levels_of(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Return the sorted levels, and for each value the number of its level.
-
-    Small whole numbers are their own level numbers: no sorting, which makes resampling quick.
-    """
-    x = np.asarray(values)
-    if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
-        return np.arange(x.max() + 1), x.astype(np.intp)
-    levels, numbers = np.unique(x, return_inverse=True)
-    return levels, numbers.astype(np.intp)
-
-
-def coded(values: ArrayLike) -> NDArray[np.intp]:
-    """Return level numbers: the same order and ties as the values, quicker to rank."""
-    return levels_of(as_floats(values))[1]
-
-
-def ranks(values: ArrayLike) -> Floats:
-    """Return ranks from 1; equal values share the mean of theirs."""
-    _, numbers = levels_of(values)
-    counts = np.bincount(numbers)
-    means = np.cumsum(counts) - (counts - 1) / 2.0
-    return as_floats(means[numbers])
-
-
-def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
-    """Linear correlation; None when one side is constant or there are fewer than 2 values."""
-    a, b = as_floats(x), as_floats(y)
-    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    a, b = a - a.mean(), b - b.mean()
-    size = np.sqrt((a @ a) * (b @ b))
-    return None if size == 0 else float(np.clip((a @ b) / size, -1.0, 1.0))
-
-
-def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
-    """Correlation of the ranks."""
-    return pearson(ranks(x), ranks(y))
-
-
-def partial_spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float | None:
-    """Rank correlation of x and y with what `given` explains of both taken out.
-
-    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
-    wholly, or when one of the three is constant.
-    """
-    xy, xz, yz = spearman(x, y), spearman(x, given), spearman(y, given)
-    if xy is None or xz is None or yz is None:
-        return None
-    left = (1 - xz * xz) * (1 - yz * yz)
-    return None if left < 1e-12 else float(np.clip((xy - xz * yz) / np.sqrt(left), -1.0, 1.0))
-
-
-def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
-    """Share of (positive, negative) pairs in which the positive has the higher score."""
-    good = np.asarray(positive, dtype=bool)
-    count = int(good.sum())
-    others = len(good) - count
-    if not count or not others:
-        return None
-    total = ranks(scores)[good].sum() - count * (count + 1) / 2.0
-    return float(total / (count * others))
-
-
-def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:
-    """Share of rows that `score >= threshold` puts into the right class."""
-    good = np.asarray(positive, dtype=bool)
-    return float(np.mean((as_floats(scores) >= threshold) == good)) if len(good) else None
-
-
-def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float] | None:
-    """The threshold with the highest accuracy, and that accuracy; the lowest of equal ones.
-
-    Candidates lie half-way between neighbouring scores, and outside both ends, so that
-    "all positive" and "all negative" are among them.
-    """
-    good = np.asarray(positive, dtype=bool)
-    if not len(good):
-        return None
-    levels, numbers = levels_of(scores)
-    positives = np.bincount(numbers, weights=good, minlength=len(levels))
-    negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
-    # right[k]: the k lowest levels called negative, all others positive.
-    below = np.concatenate([[0.0], np.cumsum(negatives)])
-    above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
-    right = below + above
-    best = int(np.argmax(right))
-    edges = np.concatenate([[levels[0]], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-    return float(edges[best]), float(right[best] / len(good))
-
-
-def bootstrap(
-    statistic: Callable[[NDArray[np.intp]], float | None],
-    count: int,
-    *,
-    seed: int = 0,
-    resamples: int | None = None,
-    share: bool = False,
-) -> Estimate:
-    """Value over all rows, and the percentile interval over resampled rows.
-
-    Where all resamples agree that interval has no width, which 12 of 12 does not deserve: a
-    `share` of rows then gets Wilson's interval, anything else none.
-
-    `statistic` takes row numbers, so that all columns of a row stay together. Resamples in
-    which it is not defined are left out; with more than half of them gone there is no interval.
-    """
-    value = statistic(np.arange(count))
-    if value is None:
-        return Estimate(None)
-    random = np.random.default_rng(seed)
-    times = RESAMPLES if resamples is None else resamples
-    drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
-    known = [v for v in drawn if v is not None]
-    if len(known) * 2 < times:
-        return Estimate(value)
-    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    if high - low <= 1e-12:
-        return wilson(value, count) if share else Estimate(value)
-    return Estimate(value, float(low), float(high))
-
-
-def wilson(share: float, count: int) -> Estimate:
-    """Wilson's score interval of a share of `count` rows (Wilson 1927)."""
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    half = spread / (1 + z * z / count)
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How repeated verdicts on the same rows agree."""
-
-    rows: int
-    same: float
-    mean_gap: float
-    largest_gap: float
-
-
-def agreement(verdicts: Sequence[Sequence[float]]) -> Agreement | None:
-    """Compare every two verdicts on each row; rows with fewer than two do not count."""
-    rows = [as_floats(v) for v in verdicts if len(v) > 1]
-    if not rows:
-        return None
-    same, gaps, largest = [], [], 0.0
-    for row in rows:
-        first, second = np.triu_indices(len(row), k=1)
-        gap = np.abs(row[first] - row[second])
-        same.append(float(np.mean(gap == 0)))
-        gaps.append(float(gap.mean()))
-        largest = max(largest, float(gap.max()))
-    return Agreement(len(rows), float(np.mean(same)), float(np.mean(gaps)), largest)
-
 
 Facts = Mapping[str, Any]
 STRONG, FAIR = 0.9, 0.75
@@ -247,6 +86,7 @@ def advise(result: Facts) -> list[str]:
         order = f"{word} agreement with the order of the labels."
         found.append(f"Spearman {_interval(rank)}: {order}")
     found += _parts(result)
+    found += criteria_advice(result.get("criteria", {}))
     half, best = agreement["accuracy at 0.5"], agreement["accuracy at the best threshold"]
     if None not in (half["value"], best["value"]) and best["value"] - half["value"] >= 0.05:
         found.append(
@@ -350,9 +190,7 @@ def _repeats(facts: Facts, kind: str) -> str:
     return said + ("noisy; --rm_votes 3 averages it out." if kind == "judge" else "noisy.")
 
 
-FEWEST = 10
 SAMPLE = 50
-Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -368,9 +206,18 @@ class Columns:
 
 
 def calibrate(
-    reward: Reward, settings: RewardSettings, labelled: Labelled, *, repeat: int, screen: Screen
+    reward: Reward,
+    settings: RewardSettings,
+    labelled: Labelled,
+    *,
+    repeat: int,
+    screen: Screen,
+    marks: Marks | None = None,
 ) -> dict[str, Any]:
-    """Score the rows, ask a sample again, and hold everything against the labels."""
+    """Score the rows, ask a sample again, and hold everything against the labels.
+
+    `marks` are labels of the criteria of a rubric.
+    """
     rollouts = [row.rollout for row in labelled.rows]
     asked_twice = unsteady(settings) if repeat > 1 else {}
     again = rollouts if asked_twice else []
@@ -403,6 +250,9 @@ def calibrate(
         "agreement": agreement_of(columns),
         "bias": bias_of(columns),
         **part_facts(settings, rollouts, scoring.scores),
+        "criteria": criteria_facts(
+            settings, labelled.rows, scoring.scores, list(labelled.values), marks or {}
+        ),
         "repeated": repeated(kind_of(settings)),
         "steady": repeat > 1 and not asked_twice,
         "spent": spent,
@@ -452,7 +302,7 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
     x, y, good = columns.scores, columns.labels, columns.positive
     flags = np.zeros(len(x), dtype=bool) if good is None else good
     level, labels = coded(x), coded(y)
-    estimate = partial(_estimate, len(x))
+    estimate = partial(measured, len(x))
 
     def best(rows: Rows) -> float | None:
         chosen = best_threshold(level[rows], flags[rows])
@@ -460,11 +310,11 @@ def agreement_of(columns: Columns) -> dict[str, dict[str, Any]]:
 
     classes = "labels of two classes are needed" if good is None else ""
     same = "" if flags.any() and not flags.all() else "every scored row has the same label"
-    unfit = classes or same or _flat("score", x)
+    unfit = classes or same or flat_why("score", x)
     # A reward model's 20 says nothing of 0.5.
     inside = not len(x) or (x.min() >= 0.0 and x.max() <= 1.0)
     off_scale = "" if inside else "the scores do not lie between 0 and 1"
-    flat = _flat("score", x) or _flat("label", y)
+    flat = flat_why("score", x) or flat_why("label", y)
     threshold = best_threshold(x, flags)
     at = None if unfit or threshold is None else min(threshold[0], 1e9)
     return {
@@ -496,7 +346,7 @@ def _pair_accuracy(columns: Columns) -> dict[str, dict[str, Any]]:
 
     few = f"{len(pairs)} prompts with better and worse answers; at least {FEWEST} are needed"
     why = few if len(pairs) < FEWEST else ""
-    made = _estimate(max(FEWEST, len(pairs)), share, why, share=True)
+    made = measured(max(FEWEST, len(pairs)), share, why, share=True)
     return {"pairs of one prompt in order": made}
 
 
@@ -511,14 +361,14 @@ def bias_of(columns: Columns) -> dict[str, dict[str, Any]]:
     """Rank correlations of the score with what should not matter."""
     x, y = coded(columns.scores), coded(columns.labels)
     size, order = coded(columns.lengths), coded(columns.order)
-    same_score = _flat("score", columns.scores)
-    flat = same_score or _flat("response's length", columns.lengths)
-    estimate = partial(_estimate, len(x))
+    same_score = flat_why("score", columns.scores)
+    flat = same_score or flat_why("response's length", columns.lengths)
+    estimate = partial(measured, len(x))
     found = {
         "length": estimate(lambda rows: spearman(x[rows], size[rows]), flat),
         "length, labels held equal": estimate(
             lambda rows: partial_spearman(x[rows], size[rows], y[rows]),
-            flat or _flat("label", columns.labels),
+            flat or flat_why("label", columns.labels),
         ),
     }
     groups = _groups(columns.prompts)
@@ -531,10 +381,10 @@ def bias_of(columns: Columns) -> dict[str, dict[str, Any]]:
     scores = np.concatenate([columns.scores[rows] - columns.scores[rows].mean() for rows in groups])
     places = np.concatenate([np.arange(len(rows)) - (len(rows) - 1) / 2 for rows in groups])
     within, place = coded(np.round(scores, 9)), coded(places)
-    found["position among answers to one prompt"] = _estimate(
+    found["position among answers to one prompt"] = measured(
         len(scores),
         lambda rows: spearman(within[rows], place[rows]),
-        _flat("score within a prompt", scores),
+        flat_why("score within a prompt", scores),
     )
     return found
 
@@ -544,22 +394,6 @@ def _groups(prompts: Sequence[str]) -> list[list[int]]:
     for index, prompt in enumerate(prompts):
         found[prompt].append(index)
     return [rows for rows in found.values() if len(rows) > 1]
-
-
-def _estimate(
-    rows: int, statistic: Callable[[Rows], float | None], why_not: str, *, share: bool = False
-) -> dict[str, Any]:
-    if rows < FEWEST:
-        why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
-    if why_not:
-        return {"value": None, "low": None, "high": None, "why": why_not}
-    made = bootstrap(statistic, rows, share=share)
-    why = "it is not defined for these rows" if made.value is None else ""
-    return {**asdict(made), "why": why}
-
-
-def _flat(what: str, values: Floats) -> str:
-    return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
 
 
 def per_thousand(

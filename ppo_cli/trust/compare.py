@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.trust.calibrate import Floats, as_floats, bootstrap
+from ppo_cli.trust.statistics import Floats, as_floats, bootstrap
 
 ALL = "all"
 FLIPS = 20_000  # random sign flips, where there are too many to try them all

@@ -105,8 +105,12 @@ def kind_of(settings: RewardSettings) -> str:
 
 
 def has_own_scale(settings: RewardSettings) -> bool:
-    """Whether scores lie wherever its models and scalings put them, not between 0 and 1."""
-    return kind_of(settings) in ("mixture", "model")
+    """Whether scores lie wherever its models and scalings put them, not between 0 and 1.
+
+    Those of a rubric do between these, but one that says nothing earns the absence of all faults.
+    """
+    kind = kind_of(settings)
+    return kind in ("mixture", "model") or (kind == "judge" and settings.api.rubric is not None)
 
 
 def with_all(

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.trust.calibrate.RESAMPLES", 100)
+    monkeypatch.setattr("ppo_cli.trust.statistics.RESAMPLES", 100)
 
 
 def labelled(tmp_path: Path, rows: list[Row]) -> Labelled:

@@ -27,7 +27,7 @@ Told = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.trust.calibrate.RESAMPLES", 50)
+    monkeypatch.setattr("ppo_cli.trust.statistics.RESAMPLES", 50)
 
 
 @pytest.fixture

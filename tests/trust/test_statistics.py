@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ppo_cli.trust import calibrate as ours
+from ppo_cli.trust import statistics as ours
 
 SCORES = st.lists(st.integers(0, 5), min_size=2, max_size=12)
 

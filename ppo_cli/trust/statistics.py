@@ -1,0 +1,210 @@
+"""Statistics of scores and labels: ranks, correlations, separation, and bootstrap intervals.
+
+What is not defined is None, never NaN. Ties count half everywhere: equal values share the mean of
+their ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
+FEWEST = 10  # rows for an interval
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its bootstrap interval; all None where it is not defined."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+def as_floats(values: ArrayLike) -> Floats:
+    """Return the values as a float64 array."""
+    return np.asarray(values, dtype=np.float64)
+
+
+def levels_of(values: ArrayLike) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Return the sorted levels, and for each value the number of its level.
+
+    Small whole numbers are their own level numbers: no sorting, which makes resampling quick.
+    """
+    x = np.asarray(values)
+    if x.size and x.dtype.kind == "i" and x.min() >= 0 and x.max() <= 4 * x.size:
+        return np.arange(x.max() + 1), x.astype(np.intp)
+    levels, numbers = np.unique(x, return_inverse=True)
+    return levels, numbers.astype(np.intp)
+
+
+def coded(values: ArrayLike) -> NDArray[np.intp]:
+    """Return level numbers: the same order and ties as the values, quicker to rank."""
+    return levels_of(as_floats(values))[1]
+
+
+def ranks(values: ArrayLike) -> Floats:
+    """Return ranks from 1; equal values share the mean of theirs."""
+    _, numbers = levels_of(values)
+    counts = np.bincount(numbers)
+    means = np.cumsum(counts) - (counts - 1) / 2.0
+    return as_floats(means[numbers])
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Linear correlation; None when one side is constant or there are fewer than 2 values."""
+    a, b = as_floats(x), as_floats(y)
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    size = np.sqrt((a @ a) * (b @ b))
+    return None if size == 0 else float(np.clip((a @ b) / size, -1.0, 1.0))
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float | None:
+    """Correlation of the ranks."""
+    return pearson(ranks(x), ranks(y))
+
+
+def partial_spearman(x: ArrayLike, y: ArrayLike, given: ArrayLike) -> float | None:
+    """Rank correlation of x and y with what `given` explains of both taken out.
+
+    (r_xy - r_xz r_yz) / sqrt((1 - r_xz^2)(1 - r_yz^2)); None when `given` explains one of them
+    wholly, or when one of the three is constant.
+    """
+    xy, xz, yz = spearman(x, y), spearman(x, given), spearman(y, given)
+    if xy is None or xz is None or yz is None:
+        return None
+    left = (1 - xz * xz) * (1 - yz * yz)
+    return None if left < 1e-12 else float(np.clip((xy - xz * yz) / np.sqrt(left), -1.0, 1.0))
+
+
+def auc(scores: ArrayLike, positive: ArrayLike) -> float | None:
+    """Share of (positive, negative) pairs in which the positive has the higher score."""
+    good = np.asarray(positive, dtype=bool)
+    count = int(good.sum())
+    others = len(good) - count
+    if not count or not others:
+        return None
+    total = ranks(scores)[good].sum() - count * (count + 1) / 2.0
+    return float(total / (count * others))
+
+
+def accuracy_at(scores: ArrayLike, positive: ArrayLike, threshold: float) -> float | None:
+    """Share of rows that `score >= threshold` puts into the right class."""
+    good = np.asarray(positive, dtype=bool)
+    return float(np.mean((as_floats(scores) >= threshold) == good)) if len(good) else None
+
+
+def best_threshold(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float] | None:
+    """The threshold with the highest accuracy, and that accuracy; the lowest of equal ones.
+
+    Candidates lie half-way between neighbouring scores, and outside both ends, so that
+    "all positive" and "all negative" are among them.
+    """
+    good = np.asarray(positive, dtype=bool)
+    if not len(good):
+        return None
+    levels, numbers = levels_of(scores)
+    positives = np.bincount(numbers, weights=good, minlength=len(levels))
+    negatives = np.bincount(numbers, weights=~good, minlength=len(levels))
+    # right[k]: the k lowest levels called negative, all others positive.
+    below = np.concatenate([[0.0], np.cumsum(negatives)])
+    above = positives.sum() - np.concatenate([[0.0], np.cumsum(positives)])
+    right = below + above
+    best = int(np.argmax(right))
+    edges = np.concatenate([[levels[0]], (levels[1:] + levels[:-1]) / 2, [np.inf]])
+    return float(edges[best]), float(right[best] / len(good))
+
+
+def bootstrap(
+    statistic: Callable[[NDArray[np.intp]], float | None],
+    count: int,
+    *,
+    seed: int = 0,
+    resamples: int | None = None,
+    share: bool = False,
+) -> Estimate:
+    """Value over all rows, and the percentile interval over resampled rows.
+
+    Where all resamples agree that interval has no width, which 12 of 12 does not deserve: a
+    `share` of rows then gets Wilson's interval, anything else none.
+
+    `statistic` takes row numbers, so that all columns of a row stay together. Resamples in
+    which it is not defined are left out; with more than half of them gone there is no interval.
+    """
+    value = statistic(np.arange(count))
+    if value is None:
+        return Estimate(None)
+    random = np.random.default_rng(seed)
+    times = RESAMPLES if resamples is None else resamples
+    drawn = [statistic(random.integers(0, count, count)) for _ in range(times)]
+    known = [v for v in drawn if v is not None]
+    if len(known) * 2 < times:
+        return Estimate(value)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    if high - low <= 1e-12:
+        return wilson(value, count) if share else Estimate(value)
+    return Estimate(value, float(low), float(high))
+
+
+def wilson(share: float, count: int) -> Estimate:
+    """Wilson's score interval of a share of `count` rows (Wilson 1927)."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    spread = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    half = spread / (1 + z * z / count)
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How repeated verdicts on the same rows agree."""
+
+    rows: int
+    same: float
+    mean_gap: float
+    largest_gap: float
+
+
+def agreement(verdicts: Sequence[Sequence[float]]) -> Agreement | None:
+    """Compare every two verdicts on each row; rows with fewer than two do not count."""
+    rows = [as_floats(v) for v in verdicts if len(v) > 1]
+    if not rows:
+        return None
+    same, gaps, largest = [], [], 0.0
+    for row in rows:
+        first, second = np.triu_indices(len(row), k=1)
+        gap = np.abs(row[first] - row[second])
+        same.append(float(np.mean(gap == 0)))
+        gaps.append(float(gap.mean()))
+        largest = max(largest, float(gap.max()))
+    return Agreement(len(rows), float(np.mean(same)), float(np.mean(gaps)), largest)
+
+
+def measured(
+    rows: int, statistic: Callable[[Rows], float | None], why_not: str, *, share: bool = False
+) -> dict[str, Any]:
+    """An estimate as facts, or why there is none."""
+    if rows < FEWEST:
+        why_not = f"{rows} rows with a score; at least {FEWEST} are needed"
+    if why_not:
+        return {"value": None, "low": None, "high": None, "why": why_not}
+    made = bootstrap(statistic, rows, share=share)
+    why = "it is not defined for these rows" if made.value is None else ""
+    return {**asdict(made), "why": why}
+
+
+def flat_why(what: str, values: Floats) -> str:
+    """Why nothing can be ranked by these values; empty where it can."""
+    return f"every {what} is the same" if len(values) and np.ptp(values) == 0 else ""
