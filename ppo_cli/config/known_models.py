@@ -185,6 +185,7 @@ class JudgeApi:
     decides: str | None = None
     default: str | None = None
     keyless: bool = False
+    listed: str | None = None
     shutdowns: Mapping[str, str] = field(default_factory=dict)
 
 

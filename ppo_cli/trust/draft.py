@@ -25,7 +25,8 @@ from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, Spent, find_price, worst_case
+from ppo_cli.rewards.judge.ledger import Spent, ledger_of, worst_case
+from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import RUBRIC_SCALE, Material, Template, as_text, material_of
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, Draft
@@ -176,10 +177,7 @@ def ask_all(
     if not questions:
         return Asked((), Spent())
     provider = build_provider(api, environ=environ)
-    ledger = Ledger(
-        find_price(api), budget_usd=api.budget_usd, budget_tokens=api.budget_tokens,
-        provider=api.type, model=provider.model,
-    )  # fmt: skip
+    ledger = ledger_of(api)
     path = cache_path(api, environ)
     cache = None if path is None else VerdictCache(path)
     client = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)

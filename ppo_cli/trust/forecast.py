@@ -22,7 +22,14 @@ from ppo_cli.errors import DataError
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Usage
 from ppo_cli.rewards.judge.compare import calls_for
-from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD, Price, find_price
+from ppo_cli.rewards.judge.ledger import REQUEST_OVERHEAD
+from ppo_cli.rewards.judge.prices import (
+    Price,
+    disagreement,
+    find_price,
+    near_models,
+    second_list,
+)
 from ppo_cli.rewards.judge.prompt import (
     Template,
     ask,
@@ -135,6 +142,7 @@ class Forecast:
             "a_step": self.a_step.as_dict(self.price),
             "run": None if self.run is None else self.run.as_dict(self.price),
             "price_per_million": self.price and [self.price.input, self.price.output],
+            "price_source": self.price and self.price.source,
             "budget_usd": api.budget_usd,
             "budget_tokens": api.budget_tokens,
             "stops_at_step": self.stops_at(),
@@ -146,7 +154,9 @@ class Forecast:
         api, price = self.config.reward.api, self.price
         each = ""
         if price is not None:
-            each = f" ({api.model}: ${price.input:g} in, ${price.output:g} out per M)"
+            each = (
+                f" ({api.model}: ${price.input:g} in, ${price.output:g} out per M; {price.source})"
+            )
         whole, where = (self.a_step, " a step") if self.run is None else (self.run, "")
         said = [f"judge: {_bill_line(whole, price)}{where}{each}"]
         if self.run is not None:
@@ -157,12 +167,29 @@ class Forecast:
                 "dynamic sampling may take more, as groups that all score alike are sampled "
                 f"again: at most {_bill_line(self.a_step.times(most), price)} a step"
             )
+        said += self._on_model()
         said += self._on_budget()
         if api.monitor.model is not None:
             calls = round(whole.calls / api.votes * api.monitor.share)
             model = api.monitor.model
             said.append(f"about {calls:,} calls{where} to the monitor {model} come on top")
         return [*said, f"assumed: {self.assumed()}"]
+
+    def _on_model(self) -> Iterator[str]:
+        """Say what the lists of models have against this one."""
+        api, longest = self.config.reward.api, self.a_step.high
+        assert api.model is not None
+        if differ := disagreement(api):
+            yield differ
+        if api.base_url is None and (near := near_models(api.type, api.model)):
+            yield f"{api.model} is in no list of {api.type}'s models.{near}"
+        listed = second_list(api)
+        tokens = round(longest.total / max(1, self.a_step.calls))
+        if listed is not None and listed.context is not None and tokens > listed.context:
+            yield (
+                f"a call may take {tokens:,} tokens, and {api.model} reads {listed.context:,} at "
+                "most, by genai-prices: shorten --max_response_length"
+            )
 
     def _on_budget(self) -> Iterator[str]:
         """Say whether the money is enough."""

@@ -29,7 +29,7 @@ from ppo_cli.redact import redact
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
-    """Yield what raises RewardError for a file or a rule of the reward that is not there."""
+    """Yield what raises RewardError for a file, a rule or a price that is not there."""
     for rule in rules_of(settings):
         if rule.function is not None:
             yield partial(_check_function, rule.function)
@@ -42,6 +42,7 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
 
         yield partial(load_template, judge.settings)
         yield partial(criteria_of, judge.settings)
+        yield partial(_check_prices, judge.settings)
 
 
 def row_checks(
@@ -61,6 +62,15 @@ def row_checks(
             yield partial(check_prompts, rule, rules.function_kwargs, prompts)
     for judge in judges_of(settings):
         yield partial(_check_template, judge.settings, prompts)
+
+
+def _check_prices(settings: ApiReward) -> None:
+    from ppo_cli.rewards.judge.ledger import guest_of, ledger_of
+    from ppo_cli.rewards.judge.providers import monitor_of
+
+    ledger = ledger_of(settings)
+    if settings.monitor.model is not None:
+        guest_of(ledger, monitor_of(settings))
 
 
 def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:

@@ -48,6 +48,8 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--reward_model ./rm": "rm",
         "--reward_function x.py": "there is no file x.py",
         "--use_api_reward --rm_scoring_prompt {respnse}": "respnse",
+        "--use_api_reward --rm_model qwen-pluss --rm_budget_usd 1": "Did you mean 'qwen-plus'?",
+        "--use_api_reward --rm_budget_usd 1 --rm_monitor_model gpt-6-lunna": "'gpt-6-luna'?",
         "--logger wandb": "--logger wandb needs the package wandb",
         "critic.optim.optimizer=AdamW8bit": "pip install bitsandbytes",
         "--quantization nf4 --lora_rank 8": "model.quantization nf4 needs the package bitsandbytes",

@@ -50,12 +50,14 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("engine.cluster", "bridge.rewards"),
     "bokeh": ("report.page",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
+    "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.
 HEAVY = {
     "torch", "transformers", "datasets", "pyarrow", "pandas", "math_verify", "sympy", "ray",
-    "vllm", "peft", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "bokeh", *SDKS,
+    "vllm", "peft", "tensorboard", "wandb", "trackio", "mlflow", "swanlab", "bokeh", "genai_prices",
+    *SDKS,
 }  # fmt: skip
 HEAVY_AT_TOP = {"algo", "engine", "fitting", "rewards.local", *LOOP}
 

@@ -115,8 +115,8 @@ def test_cost_is_tokens_times_price() -> None:
     bill = found.a_step
     assert low == pytest.approx((bill.low.input * 2 + bill.low.output * 10) / 1e6, rel=1e-3)
     assert high == pytest.approx((bill.high.input * 2 + bill.high.output * 10) / 1e6, rel=1e-3)
-    assert "(gpt-4o-mini: $2 in, $10 out per M)" in found.lines()[0]
-    assert "(gpt-4o-mini: $0.15 in, $0.6 out per M)" in foretell().lines()[0], "bundled"
+    assert "(gpt-4o-mini: $2 in, $10 out per M; the settings)" in found.lines()[0]
+    assert "$0.15 in, $0.6 out per M; the bundled list of " in foretell().lines()[0]
     own = foretell("reward.api.model=mine", "reward.api.base_url=http://127.0.0.1:1/v1")
     assert "$0" in "\n".join(own.lines()), "a judge on this machine costs nothing"
 

@@ -1,4 +1,4 @@
-"""Prices of a judge's tokens, what it has cost, and what calls under way may cost at most.
+"""What a judge has cost, and what calls under way may cost at most.
 
 The worst case of a call is reserved before it is sent and settled by its true usage after, so
 that settled and reserved together stay within the budget. Reservations live on one event loop;
@@ -8,8 +8,6 @@ totals may be read, and the file attached, from any thread.
 from __future__ import annotations
 
 import asyncio
-import fnmatch
-import ipaddress
 import json
 import logging
 import math
@@ -21,108 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-from pydantic import Field
-
-from ppo_cli.config.reward_schema import ApiReward, JudgeType
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
-from ppo_cli.rewards.judge.files import FromFile, read_file
-
-BUNDLED = Path(__file__).with_name("prices.yaml")
-_VERSION = re.compile(r"-(?:20\d\d-?\d\d-?\d\d|latest)$")
-
-
-@dataclass(frozen=True)
-class Price:
-    """US dollars for a million tokens, and where the figures come from."""
-
-    input: float
-    output: float
-    cached_input: float | None
-    source: str
-
-    def cost(self, usage: Usage) -> float:
-        """Return what these tokens cost, in US dollars."""
-        cached = min(usage.cached_input, usage.input)
-        cheap = self.input if self.cached_input is None else self.cached_input
-        millionths = (usage.input - cached) * self.input + cached * cheap
-        return (millionths + usage.output * self.output) / 1e6
-
-
-def find_price(api: ApiReward) -> Price | None:
-    """Return the price of a judge's model, or None when nobody knows it."""
-    if api.price_input is not None and api.price_output is not None:
-        return Price(api.price_input, api.price_output, None, "the settings")
-    files = [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
-    for file in files:
-        if (price := _from_file(file, api)) is not None:
-            return price
-    if api.type == "local":
-        return Price(0.0, 0.0, None, "the run's own judge")
-    # With a budget in dollars, free is for the user to say: a local proxy may cost.
-    if api.budget_usd is None and api.base_url is not None and is_local(api.base_url):
-        return Price(0.0, 0.0, None, "a judge on this machine")
-    return None
-
-
-def is_local(base_url: str) -> bool:
-    """Say whether an endpoint lies on this machine."""
-    host = urlsplit(base_url if "//" in base_url else f"//{base_url}").hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
-def _from_file(file: Path, api: ApiReward) -> Price | None:
-    table = load_prices(file).get(api.type, {})
-    if api.model is None:
-        return None
-    # A gateway's name (openai/gpt-4o-mini) and a dated one cost what the plain one does.
-    plain = api.model.rsplit("/", 1)[-1]
-    for name in (api.model, plain, _VERSION.sub("", plain)):
-        fitting = [pattern for pattern in table if fnmatch.fnmatchcase(name, pattern)]
-        if fitting:
-            return table[max(fitting, key=lambda pattern: _specificity(pattern, name))]
-    return None
-
-
-def _specificity(pattern: str, name: str) -> tuple[bool, int, int]:
-    literal = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
-    return pattern == name, len(literal), -pattern.count("*")
-
-
-Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _Amounts(FromFile):
-    input: Dollars
-    output: Dollars
-    cached_input: Dollars | None = None
-
-
-class _PriceFile(FromFile):
-    prices: dict[JudgeType, dict[str, _Amounts]]
-    checked: Any = None
-
-
-def load_prices(file: Path) -> dict[str, dict[str, Price]]:
-    """Read a price file into provider -> pattern -> price; RewardError names what is wrong."""
-    content = read_file(file, _PriceFile, f"--rm_prices {file}")
-    source = "the bundled list" if file == BUNDLED else str(file)
-    if content.checked is not None:
-        source += f" of {content.checked}"
-    return {
-        provider: {
-            pattern: Price(found.input, found.output, found.cached_input, source)
-            for pattern, found in models.items()
-        }
-        for provider, models in content.prices.items()
-    }
-
+from ppo_cli.rewards.judge.prices import Price, find_price, near_models
 
 logger = logging.getLogger(__name__)
 
@@ -257,9 +159,10 @@ class Ledger:
         model: str = "",
     ) -> None:
         if budget_usd is not None and price is None:
+            near = near_models(provider, model) if provider and model else ""
             raise RewardError(
                 f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
-                f"{f' {model}' if model else ''}, which is not known. Give it with "
+                f"{f' {model}' if model else ''}, which is not known.{near} Give it with "
                 "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
                 "file with --rm_prices, or limit tokens with --rm_budget_tokens."
             )
@@ -410,6 +313,28 @@ class Ledger:
                 logger.warning("cannot write the judge's ledger: %s", problem.strerror)
             self._complained = True
         self._unwritten.clear()
+
+
+def ledger_of(api: ApiReward) -> Ledger:
+    """A judge's ledger; RewardError where it has a budget in dollars and no known price."""
+    return Ledger(
+        find_price(api),
+        budget_usd=api.budget_usd,
+        budget_tokens=api.budget_tokens,
+        provider=api.type,
+        model=(api.model or "").strip(),
+    )
+
+
+def guest_of(ledger: Ledger, judge: ApiReward) -> Guest:
+    """Another judge's calls on a ledger; RewardError as above."""
+    price, model = find_price(judge), (judge.model or "").strip()
+    if price is None and ledger.budget_usd is not None:
+        raise RewardError(
+            f"A budget in dollars needs the price of the monitoring judge's model {model}, which "
+            f"is not known.{near_models(judge.type, model)} Give it in a file with --rm_prices."
+        )
+    return Guest(ledger, price, judge.type, model)
 
 
 def _booked(text: str) -> Iterator[Spent]:

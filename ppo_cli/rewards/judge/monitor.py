@@ -20,7 +20,7 @@ from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.ledger import Guest, Ledger, find_price
+from ppo_cli.rewards.judge.ledger import Guest, Ledger, guest_of
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 from ppo_cli.rewards.remote.limiter import Limits
 
@@ -159,13 +159,7 @@ class Monitor:
             return None
         judge = monitor_of(api)
         provider = build_provider(judge, environ=environ, flags="--rm_monitor")
-        price = find_price(judge)
-        if price is None and api.budget_usd is not None:
-            raise RewardError(
-                f"A budget in dollars needs the price of the monitoring judge's model "
-                f"{provider.model}, which is not known: give it in a file with --rm_prices."
-            )
-        guest = Guest(ledger, price, judge.type, provider.model)
+        guest = guest_of(ledger, judge)
         # It never gives up for good, and its callers wait no longer than `watch` allows.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
         client = JudgeClient(provider, limits=limits, ledger=guest, cache=cache)

@@ -35,7 +35,7 @@ from ppo_cli.rewards.judge.calls import (
     together,
 )
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, find_price
+from ppo_cli.rewards.judge.ledger import ledger_of
 from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, Monitor, StepReport
 from ppo_cli.rewards.judge.prompt import (
     ask,
@@ -318,13 +318,7 @@ class JudgeReward(Reward):
         self.template = load_template(api)
         self._criteria = criteria_of(api)
         provider = build_provider(api, environ=environ)
-        self._ledger = Ledger(
-            find_price(api),
-            budget_usd=api.budget_usd,
-            budget_tokens=api.budget_tokens,
-            provider=api.type,
-            model=provider.model,
-        )
+        self._ledger = ledger_of(api)
         path = cache_path(api, environ)
         self._cache = None if path is None else VerdictCache(path)
         limits = Limits.of(api)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,19 @@ from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Usage
-from ppo_cli.rewards.judge.ledger import (
+from ppo_cli.rewards.judge.ledger import Ledger
+from ppo_cli.rewards.judge.prices import (
     BUNDLED,
     Price,
+    disagreement,
     find_price,
     is_local,
     load_prices,
+    near_models,
+    second_list,
 )
+
+NOW = datetime.now(UTC)
 
 
 def api(model: str | None = "gpt-4o-mini", kind: str = "openai", **settings: object) -> ApiReward:
@@ -73,8 +80,8 @@ def test_a_model_is_found_under_its_usual_spellings(
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
-        ("openai", "gpt-4o-audio-preview"), ("openai", "gpt-5.9"), ("openai", "llama-3"),
-        ("claude", "gpt-4o-mini"), ("dashscope", "qwen-max"), ("openai", None),
+        ("openai", "gpt-5.9"), ("openai", "llama-3"), ("claude", "gpt-4o-mini"),
+        ("dashscope", "qwen-max"), ("openai", None),
     ],
 )  # fmt: skip
 def test_an_unknown_model_has_no_price(kind: str, model: str | None) -> None:
@@ -162,3 +169,74 @@ def test_local_endpoints(url: str, local: bool) -> None:
     assert is_local(url) is local
     price = find_price(api("my-llama", base_url=url))
     assert (price is not None and price.cost(Usage(10**6, 10**6)) == 0) is local
+
+
+# --- genai-prices -------------------------------------------------------------------------------
+
+# Models of its list that the bundled one lacks, by provider and address.
+ELSEWHERE = [
+    ("openai", "o3-pro", None),
+    ("openai", "o3-pro-2025-06-10", None),
+    ("claude", "claude-3-5-haiku-latest", None),
+    ("gemini", "models/gemini-2.0-flash", None),
+    ("openai", "deepseek-chat", "https://api.deepseek.com/v1"),
+    ("openai", "meta-llama/llama-3.3-70b-instruct", "https://openrouter.ai/api/v1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "model", "base_url"), ELSEWHERE)
+def test_what_the_bundled_list_lacks_comes_from_genai_prices(
+    kind: str, model: str, base_url: str | None
+) -> None:
+    version = pytest.importorskip("genai_prices").__version__
+    from genai_prices import Usage as TheirUsage
+    from genai_prices import calc_price
+
+    price = find_price(api(model, kind, base_url=base_url))
+    assert price is not None and price.source == f"genai-prices {version}"
+    where = {"provider_api_url": base_url} if base_url else {"provider_id": JUDGES[kind].listed}
+    theirs = calc_price(
+        TheirUsage(input_tokens=1000, output_tokens=500), model.removeprefix("models/"), **where
+    )
+    ours = price.cost(Usage(input=1000, output=500))
+    assert ours >= float(theirs.total_price) - 1e-12, "no hour of the day costs more"
+    if "deepseek" not in model:
+        assert ours == pytest.approx(float(theirs.total_price))
+
+
+def test_the_bundled_list_counts_where_the_two_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("genai_prices")
+    from genai_prices.data_snapshot import get_snapshot
+
+    same = api("gpt-4o-mini")
+    ours, theirs = find_price(same), second_list(same)
+    assert ours is not None and "bundled" in ours.source and not disagreement(same)
+    assert theirs is not None and theirs.context == 128_000
+    _, entry = get_snapshot().find_provider_model("gpt-4o-mini", None, "openai", None)
+    dearer = type(entry.get_prices(NOW))(input_mtok=1, output_mtok=2)
+    monkeypatch.setattr(entry, "prices", dearer)
+    assert find_price(same) == ours
+    said = disagreement(same)
+    assert said.startswith("two prices of gpt-4o-mini: $0.15 in, $0.6 out by the bundled list of ")
+    assert "which counts, and $1 in, $2 out by genai-prices " in said
+
+
+def test_no_price_is_guessed() -> None:
+    pytest.importorskip("genai_prices")
+    for asked in (
+        api("o3-pro", base_url="https://gateway.example.org/v1"),  # nobody's address
+        api("gpt-4o-mini", kind="dashscope"),  # it has no list of this provider
+        api("sonar", base_url="https://api.perplexity.ai"),  # it takes money for each call, too
+        api("no-such-model"),
+    ):
+        assert find_price(asked) is None, asked.model
+
+
+def test_a_wrong_name_brings_up_the_nearest() -> None:
+    assert near_models("openai", "gpt-6-lunna") == " Did you mean 'gpt-6-luna'?"
+    assert near_models("claude", "claude-haku-5-5") == " Did you mean 'claude-haiku-5-5'?"
+    for known in ("gpt-4o-mini", "gpt-4o-mini-2024-07-18", "ft:gpt-4o-mini:mine::x"):
+        assert near_models("openai", known) == ""
+    assert near_models("openai", "entirely-different") == ""
+    with pytest.raises(RewardError, match=r"is not known\. Did you mean 'gpt-6-luna'"):
+        Ledger(None, budget_usd=1.0, budget_tokens=None, provider="openai", model="gpt-6-lunna")

@@ -93,7 +93,7 @@ class SdkProvider(ABC):
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,
-                                flags)  # fmt: skip
+                                flags, self.name if api.base_url is None else "")  # fmt: skip
         self._options = [] if api.mode == "decision" else self.options()
         self._dropped: dict[str, str] = {}
         self._worked: Form | None = None  # the last form in which a call went through

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.judge.prices import near_models
 from ppo_cli.rewards.remote.http import (
     LONGEST,
     is_page,
@@ -76,12 +77,16 @@ class Symptoms:
 
 @dataclass(frozen=True)
 class Context:
-    """What a message may name: the provider, its model, the variable of the key, its flags."""
+    """What a message may name: the provider, its model, the variable of the key, its flags.
+
+    `kind` is the provider's type, or empty where an own address has models of its own.
+    """
 
     label: str
     model: str
     key_variable: str
     flags: str
+    kind: str = ""
 
 
 def read_symptoms(error: BaseException) -> Symptoms:
@@ -280,9 +285,10 @@ def _hint(symptoms: Symptoms, context: Context) -> str:
     if status == 402 or _MONEY.search(words) or _QUOTA.search(words):
         return "Check the balance and the limits of the account."
     if status == 404 or _MODEL.search(symptoms.message) or any("model" in c for c in codes):
+        near = near_models(context.kind, context.model) if context.kind else ""
         return (
             f"The model may be retired or misspelt: check {context.flags}_model "
-            f"(now '{context.model}'), and {context.flags}_base_url if you set it."
+            f"(now '{context.model}'), and {context.flags}_base_url if you set it.{near}"
         )
     if status == 403:
         return (
