@@ -258,9 +258,31 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], list[str]]:
             raise Unreadable("form", f"{name!r} of {key} is not what was asked for")
         if not 0 <= verdict <= one.levels:
             raise Unreadable("out_of_range", f"the level of {key} is outside 0-{one.levels}")
+        if any(stated != verdict for stated in _stated(reason, one.levels)):
+            raise Unreadable("ambiguous", f"the reason of {key} states another verdict")
         grades.append(verdict / one.levels)
         reasons.append(reason)
     return grades, reasons
+
+
+def _stated(reason: str, levels: int) -> list[int]:
+    """The verdicts that a reason states outright, as of a criterion that is a fault to avoid."""
+    said = _QUOTED.sub(" ", _NO_WIDTH.sub("", reason))
+    if levels > 1:
+        return [int(found[1]) for found in _LEVEL.finditer(said)]
+    return [not found[1] for found in _MET.finditer(said)]
+
+
+_MET = re.compile(
+    r"(?:^|[.;:!?]|\b(?:so|thus|hence|therefore),?)\s*(?:the\s|this\s)?"
+    r"(?:criterion\s(?:is|was)|verdict\s?:|(?=(?:not\s|un)?met\s?(?:[.;:!]|$)))\s?"
+    r"(not\s|un)?met(?=\s*(?:[.,;:!]|$|because\b|since\b|as\b))",
+    re.I | re.M,
+)
+_LEVEL = re.compile(
+    r"(?:^|[.;:!?,]|\b(?:so|thus|hence|therefore))\s*(?:the\s)?level\s?(?::|=|is)\s?(\d+)\b",
+    re.I | re.M,
+)
 
 
 def _read_draft(text: str, draft: Draft) -> list[dict[str, Any]]:
