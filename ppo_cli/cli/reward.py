@@ -286,6 +286,8 @@ def score(given: Given) -> None:
     if summary["scored"] < summary["rows"]:
         lost = summary["rows"] - summary["scored"]
         said = f"{lost} of {summary['rows']} rows could not be scored; `failure` says why."
+        if given.extras["batch"]:
+            said += " Run the same command without --batch to ask for them directly."
         print(clean(said), file=sys.stderr)
 
 
@@ -356,11 +358,17 @@ def _settings(given: Given) -> tuple[Config, Screen]:
         raise ConfigError("Name the FILE with the responses: JSON, JSONL or parquet.")
     if "labels" in given.extras and not any(given.extras[n] for n in ("labels", "criteria_labels")):
         raise ConfigError("Name the column that holds the labels with --labels COLUMN.")
+    config = resolved.config
+    if given.extras["batch"]:
+        from ppo_cli.trust.sources import in_batches
+
+        reward = in_batches(config.reward, given.extras["batch_hours"])
+        config = config.model_copy(update={"reward": reward})
     screen = make_screen(sys.stderr)
     for note in resolved.notes:
         if note not in (EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS):  # no model is trained here
             screen.note(note)
-    return resolved.config, screen
+    return config, screen
 
 
 def _print(
@@ -375,9 +383,14 @@ def _print(
 
 def _add(run: Callable[[Given], None], example: str, *extras: inspect.Parameter) -> None:
     """Register a command whose help lists the settings of the reward."""
-    add_command(reward_app, run, example, [*extras, switch("json", "Print JSON.")], ("reward.",))
+    add_command(reward_app, run, example, [*extras, *_COMMON], ("reward.",))
 
 
+_COMMON = (
+    switch("batch", "Ask by the provider's batch interface: at half the price, within a day."),
+    own_flag("batch_hours", float, 25.0, "Hours to wait for a batch.", "X", min=0.0001),
+    switch("json", "Print JSON."),
+)
 _FILE = own_file("Rows with a `response`: JSON, JSONL (.gz too), parquet, or a hub set.")
 _RESPONSE_KEY = own_flag(
     "response_key", str, "response", "Column that holds the responses.", "COLUMN"

@@ -44,6 +44,12 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
         yield from _prices(judge)
         yield from _scale(judge)
         yield from _decision(judge)
+        if judge.settings.batch_wait is not None:
+            yield Clash(
+                judge.keys("batch_wait"),
+                f"{judge.key}.batch_wait: a run never waits for a batch; give --batch to "
+                "`ppo reward score`, calibrate or audit.",
+            )
         if judge.settings.mode == "compare":
             yield from _compare(judge, config)
         yield from _ends(judge.key, "", judge.settings)

@@ -183,6 +183,10 @@ class ApiReward(Section):
         50, "Steps between two tests of the judge with worthless replies; 0: never.",
         flag="--rm_canary_every", ge=0,
     )  # fmt: skip
+    batch_wait: float | None = setting(
+        None, "Seconds to wait for batch jobs in place of calls; `ppo reward … --batch` sets it.",
+        gt=0.0,
+    )  # fmt: skip
     local: LocalJudge = section(LocalJudge)
     monitor: Monitor = section(Monitor)
 

@@ -23,7 +23,7 @@ from ppo_cli.config.mixture import (
 )
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
-from ppo_cli.errors import RewardError
+from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 
@@ -137,6 +137,29 @@ def with_all(
                 part[kind] = {k: v for k, v in part[kind].items() if k not in values}
         update |= {"parts": (), "composite": Composite(enable=True, parts=own)}
     return settings.model_copy(update=update)
+
+
+def in_batches(settings: RewardSettings, hours: float) -> RewardSettings:
+    """The same reward, its judges asked by their providers' batch interfaces.
+
+    Raises ConfigError for a reward that has none of these.
+    """
+    from ppo_cli.rewards.judge.providers import provider_class
+
+    judges, problems = judges_of(settings), []
+    if not judges:
+        problems.append("--batch is for a judge behind an API, and this reward has none.")
+    for judge in judges:
+        api = judge.settings
+        if not provider_class(api.type).batch_rows:
+            problems.append(f"--batch: {judge.name}: {api.type} has no batch interface here.")
+        if api.mode == "decision":
+            problems.append(f"--batch: {judge.name}: --rm_mode decision does not go with it.")
+        if (api.cache or "").strip().lower() == "off":
+            problems.append(f"--batch: {judge.name}: its jobs are kept beside --rm_cache; set one.")
+    if problems:
+        raise ConfigError(problems)
+    return with_all(settings, "judge", {"batch_wait": 3600.0 * hours})
 
 
 def unsteady(settings: RewardSettings) -> dict[str, RewardSettings]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.judge_server.batches import Batches
 from tests.judge_server.faults import ENDS, Bucket, Fault, Minute
 from tests.judge_server.wire import WIRES, Answer, decision_texts, default_score, wire_of
 from tests.judge_server.wire import write_decision as decide
@@ -99,6 +100,7 @@ class JudgeServer(Loopback):
         self._minute = Minute(per_minute) if per_minute else None
         self._hint = HINTS[hint]
         self._dice = random.Random(seed)
+        self.batches = Batches(self._judge)
 
     # --- what a test uses -------------------------------------------------------------------
 
@@ -159,6 +161,8 @@ class JudgeServer(Loopback):
             return await self._control(request)
         if request.method == "GET" and request.path.endswith("/models"):
             return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+        if self.batches.takes(request.path):
+            return await self.batches.handle(request)
         state = self.state
         body = json.loads(await request.read() or b"{}")
         key_header, key = find_key(request)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
+from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
 from ppo_cli.rewards.judge.calls import (
@@ -96,7 +97,7 @@ class JudgeClient:
 
     def __init__(
         self,
-        provider: SdkProvider,
+        provider: SdkProvider | BatchJudge,
         *,
         limits: Limits,
         ledger: Ledger | Guest,
@@ -365,6 +366,9 @@ class JudgeClient:
             outcome = reply = await self._provider.ask(job.question, timeout=self._limits.timeout)
             word = "ok"
             value, reason, info = read_answer(reply, job.question)
+        except Interrupted as stop:  # a batch goes on without us: it is booked when it is read
+            outcome, word = JudgeError(Failure.FATAL, "unread", str(stop)), "unread"
+            raise
         except JudgeError as error:
             outcome, word = outcome or error, error.cause
             if error.kind is Failure.UNPARSED:

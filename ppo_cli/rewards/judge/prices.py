@@ -66,6 +66,17 @@ def find_price(api: ApiReward) -> Price | None:
     return None
 
 
+def batch_price(price: Price | None, api: ApiReward) -> Price | None:
+    """Return what the same tokens cost in a batch: the share that the price files name."""
+    files = [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
+    shares = [_read(file).batch.get(api.type) for file in files]
+    share = next((share for share in shares if share is not None), 1.0)
+    if price is None:
+        return None
+    cached = None if price.cached_input is None else share * price.cached_input
+    return Price(share * price.input, share * price.output, cached, price.source)
+
+
 def is_local(base_url: str) -> bool:
     """Say whether an endpoint lies on this machine."""
     host = urlsplit(base_url if "//" in base_url else f"//{base_url}").hostname or ""
@@ -104,12 +115,17 @@ class _Amounts(FromFile):
 
 class _PriceFile(FromFile):
     prices: dict[JudgeType, dict[str, _Amounts]]
+    batch: dict[JudgeType, Dollars] = Field(default_factory=dict)
     checked: Any = None
+
+
+def _read(file: Path) -> _PriceFile:
+    return read_file(file, _PriceFile, f"--rm_prices {file}")
 
 
 def load_prices(file: Path) -> dict[str, dict[str, Price]]:
     """Read a price file into provider -> pattern -> price; RewardError names what is wrong."""
-    content = read_file(file, _PriceFile, f"--rm_prices {file}")
+    content = _read(file)
     source = "the bundled list" if file == BUNDLED else str(file)
     if content.checked is not None:
         source += f" of {content.checked}"

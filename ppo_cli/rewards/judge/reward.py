@@ -8,6 +8,7 @@ those. Before any rollout one call shows that key, model and reply are right.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import (
     Failure,
@@ -35,8 +37,9 @@ from ppo_cli.rewards.judge.calls import (
     together,
 )
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import ledger_of
+from ppo_cli.rewards.judge.ledger import Guest, ledger_of
 from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, Monitor, StepReport
+from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.prompt import (
     ask,
     check_criteria,
@@ -322,7 +325,11 @@ class JudgeReward(Reward):
         path = cache_path(api, environ)
         self._cache = None if path is None else VerdictCache(path)
         limits = Limits.of(api)
-        self._client = JudgeClient(provider, limits=limits, ledger=self._ledger, cache=self._cache)
+        self._direct = JudgeClient(provider, limits=limits, ledger=self._ledger, cache=self._cache)
+        self._batch: BatchJudge | None = None
+        if api.batch_wait is not None and self._cache is not None:
+            self._batch = BatchJudge(provider, self._cache, wait_s=api.batch_wait)
+        self._client = self._direct if self._batch is None else self._batching(self._batch)
         self._provider = provider
         self._report = StepReport()
         self._canaries = Canaries(self._client, every=api.canary_every)
@@ -334,6 +341,13 @@ class JudgeReward(Reward):
         self._judged_before: Question | None = None
         self._closed = False
         self._round = self._new_round()
+
+    def _batching(self, judge: BatchJudge) -> JudgeClient:
+        """A client that sends all it is given, at the price of a batch."""
+        price = batch_price(self._ledger.price, self._api)
+        guest = Guest(self._ledger, price, self._api.type, judge.model)
+        limits = Limits(concurrency=10**6, timeout=math.inf, deadline=math.inf)
+        return JudgeClient(judge, limits=limits, ledger=guest, cache=self._cache)
 
     def start(
         self,
@@ -371,7 +385,9 @@ class JudgeReward(Reward):
             question = self._question(prompt, str(prompt.ground_truth or "I do not know."))
             key = key_of(self._provider.identity, question)
             try:
-                if self._cache is None or self._cache.get(key) is None:
+                known = self._cache is not None and self._cache.get(key) is not None
+                # A batch goes out in a form that a call has found to work.
+                if not known or (self._batch is not None and not self._batch.under_way()):
                     probe = self._probe(question, patient=patient, tell=tell)
                     if self._cache is not None:
                         self._cache.put(key, probe)
@@ -389,7 +405,7 @@ class JudgeReward(Reward):
         api, began, pause, unread, told = self._api, time.monotonic(), 1.0, 0, False
         while True:
             try:
-                return self._loop.call(self._client.probe(question), timeout=None)
+                return self._loop.call(self._direct.probe(question), timeout=None)
             except JudgeError as error:
                 if error.kind is Failure.FATAL:
                     raise RewardError(_refused(error)) from error
@@ -435,7 +451,8 @@ class JudgeReward(Reward):
 
     def waiting_for(self) -> str | None:
         """Say what the judge is waiting for, when it stands still."""
-        return self._rules.standing_still or self._client.waiting_for()
+        jobs = None if self._batch is None else self._batch.waiting_for()
+        return self._rules.standing_still or jobs or self._client.waiting_for()
 
     def repeat(self, rollout: Rollout, votes: int) -> Future[list[Score]]:
         """Ask for several fresh verdicts on one response, past the cache."""
@@ -528,15 +545,15 @@ class JudgeReward(Reward):
         return True
 
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
-        scores = []
-        for vote in range(votes):
-            question = self._question(rollout.prompt, self._seen(rollout), vote)
-            answer = await asyncio.gather(
-                self._verdict(rollout, question, fresh=True), return_exceptions=True
-            )
-            score, error = score_of(answer, question)
-            scores.append(score or Score.failed(str(error)))
-        return scores
+        seen = self._seen(rollout)
+        questions = [self._question(rollout.prompt, seen, vote) for vote in range(votes)]
+        answers = await asyncio.gather(
+            *(self._verdict(rollout, question, fresh=True) for question in questions),
+            return_exceptions=True,
+        )
+        alone = zip(answers, questions, strict=True)
+        found = [score_of([answer], question) for answer, question in alone]
+        return [score or Score.failed(str(error)) for score, error in found]
 
     def _seen(self, rollout: Rollout) -> str:
         """What a judge reads of a response, whole."""
@@ -565,7 +582,10 @@ class JudgeReward(Reward):
         return metrics | (self._monitor.take() if self._monitor else {})
 
     async def _close(self) -> None:
+        if self._batch is not None:
+            await self._batch.stop()
         await self._client.close(DRAIN_S)
+        await self._direct.close()
         if self._monitor is not None:
             await self._monitor.close()
         if self._cache is not None:

@@ -16,9 +16,9 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from ppo_cli.config.known_models import JUDGES
@@ -28,6 +28,7 @@ from ppo_cli.redact import hide, redact
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
+    about_the_filter,
     about_the_form,
     diagnose,
     read_symptoms,
@@ -36,7 +37,20 @@ from ppo_cli.rewards.remote.http import LONGEST, one_line
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Form = Mapping[str, str]  # the options of a call by name, each with its form
+Rows = Mapping[str, Question]  # of a batch job, by the id that the results carry
+Results = Mapping[str, "Reply | JudgeError"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a batch job is: the provider's word, rows done if it says, and why it failed."""
+
+    state: str
+    over: bool
+    done: int | None = None
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,9 @@ class SdkProvider(ABC):
     decisions: ClassVar[str] = ""  # the module with its decision endpoint
     pasted: ClassVar[str]  # the end of a path that people paste along; the SDK adds it itself
     path: ClassVar[str] = ""  # of an address that comes without one
+    # Most requests and bytes of a batch job; no requests where there is no batch interface.
+    batch_rows: ClassVar[int] = 0
+    batch_bytes: ClassVar[int] = 0
 
     def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
         self.api = api
@@ -134,6 +151,18 @@ class SdkProvider(ABC):
     def end(self) -> None:  # noqa: B027
         """Take it down again."""
 
+    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+        """Hand in requests as one batch job; returns the job's id."""
+        raise NotImplementedError(f"{self.name} has no batch interface")
+
+    async def look(self, client: Any, job: str) -> Progress:
+        """How far a batch job is."""
+        raise NotImplementedError(f"{self.name} has no batch interface")
+
+    async def results(self, client: Any, job: str) -> Results:
+        """The outcomes of a job that is over, by the id of the row; some may be missing."""
+        raise NotImplementedError(f"{self.name} has no batch interface")
+
     async def disconnect(self, client: Any) -> None:
         """Close the SDK's client."""
         await client.close()
@@ -156,6 +185,10 @@ class SdkProvider(ABC):
         """Parameters that the model did not take, each with the provider's words."""
         return dict(self._dropped)
 
+    def adopt(self, dropped: Mapping[str, str]) -> None:
+        """Leave out what an earlier command found to be refused."""
+        self._dropped |= dropped
+
     def form(self, guessed: Collection[str] = ()) -> Form:
         """Options to send, each in its first form that is neither dropped nor guessed to be bad."""
         form: dict[str, str] = {}
@@ -167,13 +200,21 @@ class SdkProvider(ABC):
 
     async def ask(self, question: Question, *, timeout: float) -> Reply:
         """Make one call (or a few, while parameters are dropped); raises only JudgeError."""
+
+        async def call(client: Any) -> Reply:
+            reply = await self._call(client, question, timeout)
+            return replace(reply, text=redact(reply.text))
+
+        return await self.within(timeout, call)
+
+    async def within(self, timeout: float, work: Callable[[Any], Awaitable[T]]) -> T:
+        """Do something with the SDK's client, in so many seconds; raises only JudgeError."""
         failure: JudgeError | None = None
         try:
             # Importing an SDK takes seconds, which no call should pay for.
             client = self._connected()
             async with asyncio.timeout(timeout):
-                reply = await self._call(client, question, timeout)
-            return replace(reply, text=redact(reply.text))
+                return await work(client)
         except JudgeError as error:
             failure = self._cleaned(error)
         except TimeoutError:
@@ -298,6 +339,27 @@ def bad_body(what: str) -> JudgeError:
 def refused(cause: str, told: str, usage: Usage | None) -> JudgeError:
     """The judge, or a filter before it, would not judge this text."""
     return JudgeError(Failure.REFUSED, cause, told, usage=usage, reply=told)
+
+
+def row_error(word: str, told: str, status: int | None = None) -> JudgeError:
+    """A row of a batch that brought no answer; `word` is expired, failed or cancelled.
+
+    It is final, as waiting for another job has no point, and is not billed.
+    """
+    filtered = about_the_filter(told)
+    cause = "content_filter" if filtered else f"batch_{word}"
+    return JudgeError(Failure.REFUSED, cause, told, status=status or 0)
+
+
+def read_row(read: Callable[[Any], Reply], body: Any) -> Reply | JudgeError:
+    """An answer in the results of a batch, read as one that came directly is."""
+    try:
+        reply = read(body)
+    except JudgeError as error:
+        if error.kind is Failure.RETRYABLE:
+            return row_error("failed", str(error))
+        return error
+    return replace(reply, text=redact(reply.text))
 
 
 def finish(text: str | None, usage: Usage | None, *, truncated: bool) -> Reply:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ppo_cli.rewards.judge.calls import Question, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
     FORMAT_WORDS,
     Form,
     Option,
+    Progress,
+    Results,
+    Rows,
     SdkProvider,
     TokenFields,
     attribute,
     bad_body,
     finish,
+    read_row,
     read_usage,
     refused,
+    row_error,
     verdict_schema,
 )
 
@@ -35,7 +40,8 @@ class Judge(SdkProvider):
     name = "claude"
     package = "anthropic"
     module = "anthropic"
-    pasted = r"(/v1)?(/messages)?$"
+    pasted = r"(/v1)?(/messages(/batches)?)?$"
+    batch_rows, batch_bytes = 100_000, 256_000_000
 
     def sampling(self) -> float | None:
         """Only what was asked for: current models take none."""
@@ -62,22 +68,58 @@ class Judge(SdkProvider):
 
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One message."""
-        chosen: dict[str, Any] = {"system": question.system} if question.system else {}
+        chosen = self._request(question, form)
+        if "temperature" in form:  # the SDK has no such argument any more; gateways may
+            chosen["extra_body"] = {"temperature": self.sampling()}
+        return read_message(await client.messages.create(timeout=timeout, **chosen))
+
+    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+        """All requests in one call."""
+        warmth = {"temperature": self.sampling()} if "temperature" in form else {}
+        requests = [
+            {"custom_id": name, "params": self._request(question, form) | warmth}
+            for name, question in rows.items()
+        ]
+        return str((await client.messages.batches.create(requests=requests)).id)
+
+    async def look(self, client: Any, job: str) -> Progress:
+        """State and counts; the counts are 0 until all rows have ended."""
+        found = await client.messages.batches.retrieve(job)
+        state = str(attribute(found, "processing_status"))
+        ended = ("succeeded", "errored", "canceled", "expired")
+        counts = [attribute(found, "request_counts", name) or 0 for name in ended]
+        return Progress(state, state == "ended", sum(counts))
+
+    async def results(self, client: Any, job: str) -> Results:
+        """The lines of the results, in whatever order they come."""
+        lines = await client.messages.batches.results(job)
+        return {str(attribute(one, "custom_id")): _outcome(one) async for one in lines}
+
+    def _request(self, question: Question, form: Form) -> dict[str, Any]:
+        chosen: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": question.max_tokens,
+            "messages": [{"role": "user", "content": question.user}],
+        }
+        if question.system:
+            chosen["system"] = question.system
         if "thinking" in form:
             chosen["thinking"] = {"type": "disabled"}
         if "output_config" in form and question.output == "json":
             schema = verdict_schema(question)
             chosen["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
-        if "temperature" in form:  # the SDK has no such argument any more; gateways may
-            chosen["extra_body"] = {"temperature": self.sampling()}
-        reply = await client.messages.create(
-            model=self.model,
-            max_tokens=question.max_tokens,
-            messages=[{"role": "user", "content": question.user}],
-            timeout=timeout,
-            **chosen,
-        )
-        return read_message(reply)
+        return chosen
+
+
+def _outcome(line: Any) -> Reply | JudgeError:
+    """What one line of a batch's results says."""
+    kind = str(attribute(line, "result", "type"))
+    if kind == "succeeded":
+        return read_row(read_message, attribute(line, "result", "message"))
+    error = attribute(line, "result", "error", "error")
+    told = f"{attribute(error, 'type')}: {attribute(error, 'message')}" if error else kind
+    words = {"expired": "expired", "canceled": "cancelled"}
+    return row_error(words.get(kind, "failed"), told)
 
 
 def read_message(reply: Any) -> Reply:

@@ -193,6 +193,11 @@ def about_the_form(symptoms: Symptoms) -> bool:
     return not any(is_so(symptoms) for is_so in known)
 
 
+def about_the_filter(told: str) -> bool:
+    """Whether a message says that a filter withheld the text or the answer."""
+    return bool(_FILTERED.search(told)) or any(code in told.lower() for code in _FILTER_CODES)
+
+
 def _filtered(symptoms: Symptoms) -> bool:
     return bool(symptoms.codes & _FILTER_CODES or _FILTERED.search(symptoms.message))
 

@@ -6,10 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ppo_cli.rewards.judge.calls import Question, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
     Form,
     Option,
+    Progress,
+    Results,
+    Rows,
     SdkProvider,
     TokenFields,
     attribute,
@@ -17,8 +20,10 @@ from ppo_cli.rewards.judge.providers.base import (
     finish,
     hush,
     read_decision,
+    read_row,
     read_usage,
     refused,
+    row_error,
     score_question,
     verdict_schema,
 )
@@ -28,6 +33,8 @@ _BLOCKED = {
     "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "LANGUAGE", "MODEL_ARMOR",
     "ESCALATION",
 }  # fmt: skip
+_OVER = {"succeeded", "partially_succeeded", "failed", "cancelled", "expired"}
+_LATE = 4  # google.rpc.Code of a deadline that has passed
 _VERSION = re.compile(r"^(.*)/(v\d\w*)$")
 # Thinking is billed as output.
 TOKENS = TokenFields(
@@ -48,6 +55,7 @@ class Judge(SdkProvider):
     module = "google.genai"
     decisions = "google.genai.decisions"
     pasted = r"/(models(/[^/]*)?|decisions)$"
+    batch_rows, batch_bytes = 100_000, 15_000_000  # requests in the call itself: 20 MB at most
     _session: Any = None
 
     def options(self) -> Sequence[Option]:
@@ -111,6 +119,34 @@ class Judge(SdkProvider):
         )
         return read_content(reply)
 
+    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+        """All requests in one call, each with its id as metadata."""
+        requests = [
+            {
+                "contents": _contents(question, form),
+                "config": self._config(question, form),
+                "metadata": {"key": name},
+            }
+            for name, question in rows.items()
+        ]
+        job = await client.aio.batches.create(
+            model=self.model, src=requests, config={"display_name": "ppo-cli judge"}
+        )
+        return str(job.name)
+
+    async def look(self, client: Any, job: str) -> Progress:
+        """State of a job; it tells no counts."""
+        found = await client.aio.batches.get(name=job)
+        state = _word(attribute(found, "state")).removeprefix("JOB_STATE_").lower()
+        told = attribute(found, "error", "message") or state
+        return Progress(state, state in _OVER, failed=told if state == "failed" else "")
+
+    async def results(self, client: Any, job: str) -> Results:
+        """The responses of a job; one that ran out of time may have none."""
+        found = await client.aio.batches.get(name=job)
+        lines = attribute(found, "dest", "inlined_responses") or []
+        return {str(attribute(one, "metadata", "key")): _outcome(one) for one in lines}
+
     def _config(self, question: Question, form: Form) -> dict[str, Any]:
         config: dict[str, Any] = {"automatic_function_calling": {"disable": True}}
         if question.system and form.get("system_instruction") == "apart":
@@ -149,6 +185,14 @@ class Judge(SdkProvider):
         if blocked := attribute(reply, "prompt_feedback", "block_reason"):
             raise refused("content_filter", f"The prompt was blocked: {blocked}", usage)
         return read_decision(reply, question.scale, usage)
+
+
+def _outcome(line: Any) -> Reply | JudgeError:
+    """What one of a job's responses says."""
+    if attribute(line, "response") is not None:
+        return read_row(read_content, attribute(line, "response"))
+    code, told = attribute(line, "error", "code"), attribute(line, "error", "message")
+    return row_error("expired" if code == _LATE else "failed", f"{code}: {told}")
 
 
 def _contents(question: Question, form: Form) -> str:

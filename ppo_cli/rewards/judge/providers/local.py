@@ -52,6 +52,7 @@ class Judge(openai.Judge):
     """The protocol of OpenAI, and the server behind it."""
 
     name = "local"
+    batch_rows = 0
 
     def __init__(self, api: ApiReward, base_url: str, key: Key, flags: str = "--rm") -> None:
         # Whoever else is on this machine shall not ask it.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppo_cli.rewards.judge.calls import Question, Reply
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
     FORMAT_WORDS,
     QUESTION,
     Form,
     Option,
+    Progress,
+    Results,
+    Rows,
     SdkProvider,
     TokenFields,
     attribute,
@@ -19,11 +23,15 @@ from ppo_cli.rewards.judge.providers.base import (
     by_level,
     criteria,
     finish,
+    read_row,
     read_usage,
     refused,
     response_format,
+    row_error,
 )
 
+_BATCHED = "/v1/chat/completions"
+_OVER = {"failed", "completed", "expired", "cancelled"}
 _OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
 # Cached tokens are part of the prompt's.
 TOKENS = TokenFields(
@@ -42,8 +50,9 @@ class Judge(SdkProvider):
     package = "openai"
     module = "openai"
     decisions = "openai.resources.decisions"
-    pasted = r"/(chat/completions|completions|responses|decisions|models)$"
+    pasted = r"/(chat/completions|completions|responses|decisions|models|batches)$"
     path = "/v1"
+    batch_rows, batch_bytes = 50_000, 200_000_000
 
     def options(self) -> Sequence[Option]:
         """Thinking is switched off for Qwen models only, which say how."""
@@ -77,16 +86,53 @@ class Judge(SdkProvider):
 
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One chat completion."""
+        asked, extra = self._request(question, form)
         reply = await client.chat.completions.create(
-            model=self.model,
-            messages=chat_messages(question, apart=form.get("system_message") == "apart"),
-            timeout=timeout,
-            **self._parameters(question, form),
+            **asked, timeout=timeout, **({"extra_body": extra} if extra else {})
         )
         return read_completion(reply)
 
-    def _parameters(self, question: Question, form: Form) -> dict[str, Any]:
-        chosen: dict[str, Any] = {}
+    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+        """A file with a request in each line, and a batch of it."""
+        lines = []
+        for name, question in rows.items():
+            asked, extra = self._request(question, form)
+            row = {"custom_id": name, "method": "POST", "url": _BATCHED, "body": asked | extra}
+            lines.append(json.dumps(row) + "\n")
+        content = "".join(lines).encode()
+        file = await client.files.create(file=("requests.jsonl", content), purpose="batch")
+        job = await client.batches.create(
+            input_file_id=file.id, endpoint=_BATCHED, completion_window="24h"
+        )
+        return str(job.id)
+
+    async def look(self, client: Any, job: str) -> Progress:
+        """State and counts of a batch; `failed` is one whose file was not taken."""
+        found = await client.batches.retrieve(job)
+        state = str(attribute(found, "status"))
+        counts = [attribute(found, "request_counts", name) or 0 for name in ("completed", "failed")]
+        told = [attribute(error, "message") for error in attribute(found, "errors", "data") or ()]
+        failed = "; ".join(map(str, told)) or state if state == "failed" else ""
+        return Progress(state, state in _OVER, sum(counts), failed)
+
+    async def results(self, client: Any, job: str) -> Results:
+        """The lines of both files of a batch: answers, and rows that failed or ran out of time."""
+        found = await client.batches.retrieve(job)
+        outcomes: dict[str, Reply | JudgeError] = {}
+        for name in ("output_file_id", "error_file_id"):
+            file = attribute(found, name)
+            text = (await client.files.content(file)).text if file else ""
+            for line in filter(str.strip, text.splitlines()):
+                row = json.loads(line)
+                outcomes[str(row.get("custom_id"))] = _outcome(row)
+        return outcomes
+
+    def _request(self, question: Question, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the SDK knows of a request, and what is sent as it is."""
+        chosen: dict[str, Any] = {
+            "model": self.model,
+            "messages": chat_messages(question, apart=form.get("system_message") == "apart"),
+        }
         if "seed" in form:
             chosen["seed"] = question.vote
         if "temperature" in form:
@@ -101,7 +147,7 @@ class Judge(SdkProvider):
             extra["enable_thinking"] = False
         elif "thinking" in form:
             extra["chat_template_kwargs"] = {"enable_thinking": False}
-        return chosen | ({"extra_body": extra} if extra else {})
+        return chosen, extra
 
     async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
         """One decision."""
@@ -124,6 +170,17 @@ class Judge(SdkProvider):
         rows = attribute(answer, "probabilities") or []
         shares = {attribute(row, "label"): attribute(row, "probability") for row in rows}
         return by_level([shares.get(label) for label in labels], question.scale, usage)
+
+
+def _outcome(row: Mapping[str, Any]) -> Reply | JudgeError:
+    """What one line of a batch's results says."""
+    status, body = attribute(row, "response", "status_code"), attribute(row, "response", "body")
+    if status == 200:
+        return read_row(read_completion, body)
+    error = attribute(row, "error") or attribute(body, "error") or {}
+    code, told = attribute(error, "code"), attribute(error, "message")
+    word = {"batch_expired": "expired", "batch_cancelled": "cancelled"}.get(str(code), "failed")
+    return row_error(word, f"{code or status}: {told}", status)
 
 
 def chat_messages(question: Question, *, apart: bool = True) -> list[Mapping[str, str]]:

@@ -1,0 +1,314 @@
+"""A judge that is asked through its provider's batch interface: cheaper, and done within a day.
+
+It stands where a provider does. Questions gather until no more come, go out as one job (as several
+where one would be too large), and get their outcomes when the job is over. Each job is in a file
+beside the verdict cache, so that a command that was killed goes on with it. Everything here runs
+on one event loop, except `waiting_for()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.atomic import replacing
+from ppo_cli.errors import Interrupted
+from ppo_cli.redact import redact
+from ppo_cli.rewards.judge.cache import VerdictCache, key_of
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply
+from ppo_cli.rewards.judge.providers.base import SdkProvider, row_error
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 0.5  # without a new question until a job goes out
+FIRST_POLL_S, LONGEST_POLL_S = 0.5, 60.0
+CALL_S = 300.0  # one request that hands in, looks at or fetches a whole job
+_KEPT_S = 29 * 86400  # as long as providers keep results
+_KEY = 40  # of a key: ids of rows may have 64 characters
+_ENVELOPE = 8192  # bytes of a request beside its texts, at most
+_ENDED = "The command ended before the batch was over; the same command goes on with it."
+
+
+@dataclass(eq=False)
+class _Row:
+    """One question that waits for its outcome."""
+
+    key: str
+    question: Question
+    outcome: asyncio.Future[Reply]
+
+    def size(self) -> int:
+        """Bytes on the wire, at most."""
+        return len(json.dumps([self.question.system, self.question.user])) + _ENVELOPE
+
+    def settle(self, found: Reply | Exception) -> None:
+        """Hand over the outcome, unless nobody waits for it any more."""
+        if self.outcome.done():
+            return
+        if isinstance(found, Reply):
+            self.outcome.set_result(found)
+        else:
+            self.outcome.set_exception(found)
+
+
+@dataclass
+class _Job:
+    """A job as its file has it; without an id while it is handed in.
+
+    `rows` are ids (key and number) whose outcomes were not read yet, `dropped` the parameters
+    that its requests go without.
+    """
+
+    judge: str
+    rows: list[str]
+    dropped: dict[str, str]
+    id: str | None = None
+    time: float = field(default_factory=time.time)
+
+    def write(self, path: Path) -> None:
+        """Keep it, or forget it when all of it was read."""
+        if not self.rows:
+            path.unlink(missing_ok=True)
+            return
+        with replacing(path) as fresh:
+            fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class BatchJudge:
+    """Asks a provider by batch jobs; `wait_s` is how long a job is waited for."""
+
+    def __init__(self, provider: SdkProvider, cache: VerdictCache, *, wait_s: float) -> None:
+        self.name, self.model, self.identity = provider.name, provider.model, provider.identity
+        self._provider = provider
+        self._cache = cache
+        self._folder = cache.path.with_name(f"{cache.path.stem}.batches")
+        self._wait_s = wait_s
+        self._queue: list[_Row] = []
+        self._open: set[_Row] = set()
+        self._last = 0.0
+        self._sender: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._clearing: set[asyncio.Task[None]] = set()
+        self._taken: set[tuple[Path, str]] = set()
+        self._told: dict[str, str] = {}
+        self._stopped = False
+
+    async def ask(self, question: Question, *, timeout: float) -> Reply:
+        """Return the reply that a job brings, whenever that is; `timeout` is for other ways.
+
+        Raises JudgeError for a row that failed, Interrupted when there is no waiting for the job.
+        """
+        if self._stopped:
+            raise Interrupted(_ENDED)
+        loop = asyncio.get_running_loop()
+        row = _Row(key_of(self.identity, question)[:_KEY], question, loop.create_future())
+        self._queue.append(row)
+        self._open.add(row)
+        self._last = loop.time()
+        if self._sender is None or self._sender.done():
+            self._sender = self._spawn(self._send())
+        try:
+            return await row.outcome
+        finally:
+            self._open.discard(row)
+
+    def under_way(self) -> bool:
+        """Whether an earlier command left a job of this judge."""
+        return any(job.id for _, job in self._kept())
+
+    def waiting_for(self) -> str | None:
+        """Say which jobs are waited for, and how far they are; from any thread."""
+        return " ".join(list(self._told.values())) or None
+
+    async def stop(self) -> None:
+        """Wait for no job any more; they go on at the provider."""
+        self._stopped = True
+        for row in list(self._open):
+            row.settle(Interrupted(_ENDED))
+        for task in self._tasks - self._clearing:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Close the provider's connections."""
+        await self._provider.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- handing in ---------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._queue:
+            while (left := self._last + QUIET_S - loop.time()) > 0:
+                await asyncio.sleep(left)
+            rows, self._queue = [row for row in self._queue if not row.outcome.done()], []
+            try:
+                for part in self._parts(self._resume(rows)):
+                    await self._hand_in(part)
+            except Exception as error:  # whatever it is, nobody may wait for ever
+                for row in rows:
+                    row.settle(error)
+
+    def _resume(self, rows: Sequence[_Row]) -> list[_Row]:
+        """Have rows answered by jobs of earlier commands; returns the others."""
+        waiting: dict[str, list[_Row]] = defaultdict(list)
+        for row in rows:
+            waiting[row.key].append(row)
+        for path, job in self._kept():
+            free = [name for name in job.rows if (path, name) not in self._taken]
+            names = [name for name in free if waiting.get(_key(name))]
+            if names and job.id is None:
+                logger.warning(
+                    "A batch of %d requests was being handed in when an earlier command ended. "
+                    "Whether the provider took it is not known; they are asked again.",
+                    len(job.rows),
+                )
+            elif names and job.id:
+                self._provider.adopt(job.dropped)
+                self._follow(path, job, {n: waiting[_key(n)].pop() for n in names})
+        return [row for left in waiting.values() for row in left]
+
+    def _kept(self) -> Iterator[tuple[Path, _Job]]:
+        """The jobs of this judge that are on disk, without those that are too old."""
+        for path in sorted(self._folder.glob("[!.]*.json")):
+            try:
+                job = _Job(**json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue  # another command has just read it to its end
+            if time.time() - job.time > _KEPT_S:
+                path.unlink(missing_ok=True)
+            elif job.judge == self.identity:
+                yield path, job
+
+    def _parts(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+        """Rows in jobs that the provider takes."""
+        part: list[_Row] = []
+        size = 0
+        for row in rows:
+            size += row.size()
+            if part and (
+                len(part) == self._provider.batch_rows or size > self._provider.batch_bytes
+            ):
+                yield part
+                part, size = [], row.size()
+            part.append(row)
+        if part:
+            yield part
+
+    async def _hand_in(self, part: Sequence[_Row]) -> None:
+        """Submit a job; it is tried again only when the provider has turned it away for sure."""
+        provider, seen, rows = self._provider, Counter[str](), dict[str, _Row]()
+        for row in part:
+            rows[f"{row.key}-{seen[row.key]}"] = row
+            seen[row.key] += 1
+        asked = {name: row.question for name, row in rows.items()}
+        job = _Job(self.identity, list(rows), dict(provider.dropped()))
+        path = self._folder / f"{uuid.uuid4().hex}.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        job.write(path)
+        until, pause = time.monotonic() + self._wait_s, FIRST_POLL_S
+        while job.id is None:
+            try:
+                job.id = await provider.within(
+                    CALL_S, lambda client: provider.submit(client, asked, provider.form())
+                )
+            except JudgeError as error:
+                turned_away = error.status is not None or error.kind is Failure.FATAL
+                again = turned_away and error.kind is Failure.RETRYABLE
+                if again and time.monotonic() < until:
+                    self._told[str(path)] = f"The batch was not taken yet ({error.cause})."
+                    await asyncio.sleep(max(pause, error.retry_after or 0.0))
+                    pause = min(2.0 * pause, LONGEST_POLL_S)
+                    continue
+                if turned_away:
+                    path.unlink(missing_ok=True)
+                raise Interrupted(_not_taken(error, sure=turned_away)) from error
+            finally:
+                self._told.pop(str(path), None)
+        job.write(path)
+        self._follow(path, job, rows)
+
+    # --- waiting and reading ------------------------------------------------------------------
+
+    def _follow(self, path: Path, job: _Job, rows: Mapping[str, _Row]) -> None:
+        self._taken.update((path, name) for name in rows)
+        self._spawn(self._watch(path, job, rows))
+
+    async def _watch(self, path: Path, job: _Job, rows: Mapping[str, _Row]) -> None:
+        """Wait for a job, and give each row its outcome."""
+        self._told[str(path)] = f"Batch {job.id} of {len(job.rows)} requests: handed in."
+        try:
+            outcomes = await self._outcomes(path, job)
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            for row in rows.values():
+                row.settle(error)
+            return
+        finally:
+            self._told.pop(str(path), None)
+        for name, row in rows.items():
+            row.settle(outcomes.get(name) or row_error("failed", "the results do not have it"))
+        self._clearing.add(self._spawn(self._clear(path, job, rows)))
+
+    async def _clear(self, path: Path, job: _Job, rows: Mapping[str, _Row]) -> None:
+        """Forget rows that were read, once their verdicts are in the file of the cache."""
+        await asyncio.sleep(QUIET_S / 2)  # they are on their way there
+        if await asyncio.to_thread(self._cache.flush):
+            job.rows = [name for name in job.rows if name not in rows]
+            job.write(path)
+
+    async def _outcomes(self, path: Path, job: _Job) -> dict[str, Reply | JudgeError]:
+        """Poll a job until it is over; raises Interrupted when there is no point in waiting."""
+        provider, name, began, pause = self._provider, job.id or "", time.monotonic(), FIRST_POLL_S
+        while True:
+            try:
+                found = await provider.within(CALL_S, lambda client: provider.look(client, name))
+                if found.failed:
+                    path.unlink(missing_ok=True)
+                    raise Interrupted(f"The batch {name} failed: {redact(found.failed)}.")
+                if found.over:
+                    read = await provider.within(CALL_S, lambda c: provider.results(c, name))
+                    word = found.state if found.state in ("expired", "cancelled") else "failed"
+                    told = f"the batch {name} is {found.state}, without this row"
+                    return {row: row_error(word, told) for row in job.rows} | dict(read)
+                done = "" if found.done is None else f", {found.done} done"
+                told = f"Batch {name} of {len(job.rows)} requests: {found.state}{done}."
+                self._told[str(path)] = told
+            except JudgeError as error:
+                if error.status == 404:
+                    path.unlink(missing_ok=True)
+                if error.kind is not Failure.RETRYABLE:
+                    raise Interrupted(f"The batch {name} cannot be read: {error}") from error
+            left = began + self._wait_s - time.monotonic()
+            if left <= 0:
+                raise Interrupted(
+                    f"The batch {name} is not over after {self._wait_s / 3600:g} h "
+                    "(--batch_hours). It goes on at the provider."
+                )
+            await asyncio.sleep(min(pause, left))
+            pause = min(1.5 * pause, LONGEST_POLL_S)
+
+
+def _key(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+def _not_taken(error: JudgeError, *, sure: bool) -> str:
+    if sure:
+        return f"The provider did not take the batch ({error.cause}): {error}"
+    return (
+        f"Whether the provider took the batch is not known ({error.cause}: {error}). Look at your "
+        "batches there before you run the command again: it would ask once more."
+    )

@@ -1,0 +1,238 @@
+"""The batch interfaces of OpenAI, Anthropic and Gemini: jobs that take a while and end unevenly.
+
+Written from the providers' public references. Results come in another order than the requests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from tests.judge_server.faults import Fault
+from tests.judge_server.wire import WIRES
+
+Body = dict[str, Any]
+Judge = Callable[[str, bool, Body, Fault | None], tuple[int, Body]]
+# A row of its own accord: no time left, turned away, not in the results at all.
+SPOILT = ("expired", "errored", "missing")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_WHEN = "2026-11-22T10:00:00Z"
+
+
+@dataclass
+class Job:
+    """One job: its rows by custom id, and in how many looks it will be over."""
+
+    wire: str
+    rows: dict[str, Body]
+    looks: int
+    failed: str = ""
+
+
+@dataclass
+class Batches:
+    """Jobs of a judge server; `looks` is how often a new one is found to be at work.
+
+    `spoil` makes rows that hold some words end otherwise (a word of SPOILT), and `late` ends
+    whole jobs as expired, with the rows before the first such word done. `rows` are all requests
+    that were ever handed in.
+    """
+
+    judge: Judge
+    looks: int = 2
+    spoil: dict[str, str] = field(default_factory=dict)
+    late: bool = False
+    jobs: dict[str, Job] = field(default_factory=dict)
+    rows: list[Body] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def takes(self, path: str) -> bool:
+        """Whether a path belongs to a batch interface."""
+        return re.search(r"/(files|batches)(/|$)|:batchGenerateContent$", path) is not None
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer a request of any of the three."""
+        path = request.path
+        wire = "claude" if "/messages/" in path else "openai"
+        if path.endswith(":batchGenerateContent") or not path.startswith(("/v1/files", "/v1/m")):
+            wire = "gemini" if "openai" not in self._owner(path, request) else "openai"
+        dice = random.Random(0)
+        for fault in self.faults:
+            if fault.strikes(path, {}, dice) and isinstance(fault.kind, int):
+                told = WIRES[wire].error(fault.kind, "This is for tests.", None, None)
+                return web.json_response(told, status=fault.kind)
+        reply = await getattr(self, f"_{wire}")(request)
+        return reply if isinstance(reply, web.Response) else web.json_response(reply)
+
+    def _owner(self, path: str, request: web.Request) -> str:
+        job = self.jobs.get(path.rsplit("/", 1)[-1])
+        if job is not None:
+            return job.wire
+        return "gemini" if "x-goog-api-key" in request.headers else "openai"
+
+    def _add(self, wire: str, rows: dict[str, Body], failed: str = "") -> str:
+        name = f"{wire}-job-{len(self.jobs)}"
+        self.jobs[name] = Job(wire, rows, self.looks, failed)
+        self.rows += rows.values()
+        return name
+
+    def _look(self, name: str) -> tuple[Job, bool]:
+        """The job, and whether it is over; each look brings the end nearer."""
+        job = self.jobs.get(name)
+        if job is None:
+            raise web.HTTPNotFound(text='{"error": {"message": "no such batch"}}')
+        job.looks = min(job.looks, self.looks) - 1
+        return job, job.looks < 0
+
+    def _fate(self, row: Body) -> str:
+        text = json.dumps(row, ensure_ascii=False)
+        return next((fate for words, fate in self.spoil.items() if words in text), "")
+
+    def _done(self, job: Job) -> list[tuple[str, str, tuple[int, Body]]]:
+        """Id, fate and answer of every row that the results hold, in another order."""
+        found = []
+        for name, row in job.rows.items():
+            fate = self._fate(row)
+            if fate == "missing":
+                continue
+            answer = (0, {}) if fate else self.judge(job.wire, False, row, None)
+            found.append((name, fate, answer))
+        random.Random(len(found)).shuffle(found)
+        return found
+
+    # --- OpenAI: a file of requests, files of results -----------------------------------------
+
+    async def _openai(self, request: web.Request) -> Body | web.Response:
+        path = request.path.removeprefix("/v1")
+        if path == "/files":
+            form = await request.post()
+            assert form["purpose"] == "batch"
+            sent = form["file"]
+            assert isinstance(sent, web.FileField)
+            name = f"file-{len(self.files)}"
+            self.files[name] = sent.file.read().decode()
+            return {
+                "id": name, "object": "file", "bytes": 1, "created_at": 1, "purpose": "batch",
+                "filename": sent.filename, "status": "processed",
+            }  # fmt: skip
+        if path.startswith("/files/"):
+            return web.Response(text=self.files[path.split("/")[2]])
+        if request.method == "POST":
+            asked = await request.json()
+            assert asked["completion_window"] == "24h"
+            lines = [json.loads(one) for one in self.files[asked["input_file_id"]].splitlines()]
+            rows = {line["custom_id"]: line["body"] for line in lines}
+            good = len(rows) == len(lines) and all(
+                line["method"] == "POST" and line["url"] == asked["endpoint"] for line in lines
+            )
+            job = self._add("openai", rows, "" if good else "a line is not a request")
+            return self._openai_job(job, self.jobs[job], over=False)
+        job = path.rsplit("/", 1)[-1]
+        return self._openai_job(job, *self._look(job))
+
+    def _openai_job(self, name: str, job: Job, over: bool) -> Body:
+        status = "failed" if job.failed else "in_progress"
+        told: Body = {
+            "id": name, "object": "batch", "endpoint": "/v1/chat/completions", "created_at": 1,
+            "completion_window": "24h", "input_file_id": "file-0", "status": status,
+            "request_counts": {"total": len(job.rows), "completed": 0, "failed": 0},
+        }  # fmt: skip
+        if job.failed:
+            told["errors"] = {"object": "list", "data": [{"code": "bad", "message": job.failed}]}
+        if not over or job.failed:
+            return told
+        good, bad = [], []
+        for row, fate, (status_code, body) in self._done(job):
+            line: Body = {"id": f"r-{row}", "custom_id": row, "response": None, "error": None}
+            if fate == "expired":
+                line["error"] = {
+                    "code": "batch_expired",
+                    "message": "Not done in time.",
+                }
+            elif fate == "errored":
+                said = WIRES["openai"].error(500, "The server had an error.", None, None)
+                line["response"] = {"status_code": 500, "request_id": "r", "body": said}
+            else:
+                line["response"] = {"status_code": status_code, "request_id": "r", "body": body}
+            (bad if fate else good).append(json.dumps(line))
+        for field_name, lines in (("output_file_id", good), ("error_file_id", bad)):
+            if lines:
+                told[field_name] = f"{name}-{field_name}"
+                self.files[told[field_name]] = "\n".join(lines) + "\n"
+        told["status"] = "expired" if self.late else "completed"
+        told["request_counts"] |= {"completed": len(good), "failed": len(bad)}
+        return told
+
+    # --- Anthropic: requests in one call, results as lines ------------------------------------
+
+    async def _claude(self, request: web.Request) -> Body | web.Response:
+        name = request.path.removeprefix("/v1/messages/batches").strip("/")
+        if request.method == "POST":
+            sent = (await request.json())["requests"]
+            rows = {one["custom_id"]: one["params"] for one in sent}
+            if len(rows) < len(sent) or not all(_NAME.fullmatch(one) for one in rows):
+                told = WIRES["claude"].error(400, "custom_id: not unique or wrong", None, None)
+                return web.json_response(told, status=400)
+            name = self._add("claude", rows)
+            return self._claude_job(request, name, self.jobs[name], over=False)
+        if not name.endswith("/results"):
+            return self._claude_job(request, name, *self._look(name))
+        job = self.jobs[name.removesuffix("/results")]
+        lines = []
+        for row, fate, (status, body) in self._done(job):
+            result: Body = {"type": "succeeded", "message": body}
+            if fate == "expired":
+                result = {"type": "expired"}
+            elif fate or status != 200:
+                told = WIRES["claude"].error(500, "Internal server error", None, None)
+                result = {"type": "errored", "error": told if fate else body}
+            lines.append(json.dumps({"custom_id": row, "result": result}))
+        return web.Response(text="\n".join(lines) + "\n", content_type="application/x-jsonl")
+
+    def _claude_job(self, request: web.Request, name: str, job: Job, over: bool) -> Body:
+        counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
+        counts["succeeded" if over else "processing"] = len(job.rows)
+        here = f"{request.scheme}://{request.host}/v1/messages/batches/{name}/results"
+        return {
+            "id": name, "type": "message_batch", "request_counts": counts, "created_at": _WHEN,
+            "expires_at": _WHEN, "ended_at": _WHEN if over else None, "archived_at": None,
+            "cancel_initiated_at": None, "results_url": here if over else None,
+            "processing_status": "ended" if over else "in_progress",
+        }  # fmt: skip
+
+    # --- Gemini: requests and responses in the job itself -------------------------------------
+
+    async def _gemini(self, request: web.Request) -> Body:
+        if request.method == "POST":
+            batch = (await request.json())["batch"]
+            assert batch["displayName"]
+            sent = batch["inputConfig"]["requests"]["requests"]
+            name = self._add("gemini", {one["metadata"]["key"]: one["request"] for one in sent})
+            return {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_PENDING"}}
+        name = request.path.rsplit("/", 1)[-1]
+        job, over = self._look(name)
+        told: Body = {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_RUNNING"}}
+        if not over:
+            return told
+        lines = []
+        for row, fate, (_, body) in self._done(job):
+            line: Body = {"metadata": {"key": row}}
+            if fate:
+                code = 4 if fate == "expired" else 13
+                line["error"] = {"code": code, "message": "It was not done."}
+            else:
+                line["response"] = body
+            lines.append(line)
+        told["metadata"] |= {
+            "state": "BATCH_STATE_EXPIRED" if self.late else "BATCH_STATE_SUCCEEDED",
+            "createTime": _WHEN,
+            "output": {"inlinedResponses": {"inlinedResponses": lines}},
+        }
+        return told | {"done": True}

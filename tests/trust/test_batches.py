@@ -1,0 +1,187 @@
+"""`ppo reward … --batch`: the providers' batch interfaces, the same verdicts as by direct calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forked import PPO, Forked
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import KEYS
+from tests.judge_server.faults import Fault
+from tests.trust.commands import read, run
+from tests.trust.scripted import write_rows
+
+PROVIDERS = ("openai", "claude", "gemini")
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+def sums(tmp_path: Path, count: int) -> str:
+    rows = [
+        {"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}", "response": f"It is {n + n % 3}."}
+        for n in range(100, 100 + count)
+    ]
+    return write_rows(tmp_path / "a.jsonl", *rows)
+
+
+def flags(server: JudgeServer, kind: str, cache: Path) -> list[str]:
+    return [
+        *("--use_api_reward", "--rm_api_type", kind, "--rm_model", "a-judge"),
+        *("--rm_base_url", server.url(kind), "--rm_cache", str(cache)),
+        *("--rm_prompt_preset", "math", "--rm_price_input", "1", "--rm_price_output", "2"),
+    ]
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_verdicts_are_those_of_direct_calls_at_half_the_price(
+    server: JudgeServer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, rows = sums(tmp_path, 40), {}
+    for way in ("direct", "batch"):
+        more = ["--batch"] if way == "batch" else []
+        out = str(tmp_path / f"{way}.jsonl")
+        given = [*flags(server, kind, tmp_path / f"{way}.db"), "--out", out, *more]
+        code, _, err = run(capsys, "score", file, *given)
+        assert code == 0, err
+        rows[way] = read(Path(out))
+    told = [[(r["score"], r["reason"], r["failure"]) for r in rows[way]] for way in rows]
+    assert told[0] == told[1]
+    costs = [sum(r["info"]["cost_usd"] for r in rows[way]) for way in rows]
+    assert costs[1] == pytest.approx(costs[0] / 2)
+    assert len(server.batches.jobs) == 1 and len(server.batches.rows) == 40
+    assert not list((tmp_path / "batch.batches").glob("*")), "the job is read to its end"
+    assert not [line for line in err.splitlines() if "Traceback" in line]
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_rows_that_fail_are_told_and_can_be_asked_directly(
+    server: JudgeServer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path, 8)
+    server.batches.spoil = {"101 + 1": "expired", "102 + 1": "errored", "103 + 1": "missing"}
+    server.batches.late = kind != "claude"
+    given = flags(server, kind, tmp_path / "v.db")
+    code, _, err = run(capsys, "score", file, *given, "--batch")
+    assert code == 0, err
+    assert "3 of 8 rows could not be scored" in err and "without --batch" in err
+    causes = [row["failure"].split(":")[0] for row in read(tmp_path / "a.scored.jsonl")[1:4]]
+    lost = "batch_failed" if kind == "claude" else "batch_expired"
+    assert causes == ["batch_expired", "batch_failed", lost]
+    asked = server.count
+    code, _, err = run(capsys, "score", file, *given)
+    assert (code, err) == (0, "")
+    assert server.count - asked == 3
+    assert all(row["score"] is not None for row in read(tmp_path / "a.scored.jsonl"))
+
+
+def test_a_killed_command_goes_on_with_its_job(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path, 12)
+    server.batches.looks = 10**6
+    given = [*flags(server, "openai", tmp_path / "v.db"), "--batch"]
+    process = Forked(PPO, ["reward", "score", file, *given], os.environ, folder=tmp_path)
+    until = time.monotonic() + 120
+    while not any(job.looks < 10**6 for job in server.batches.jobs.values()):
+        assert time.monotonic() < until, process.communicate(timeout=10)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    asked, server.batches.looks = server.count, 1
+    code, out, err = run(capsys, "score", file, *given, "--json")
+    assert code == 0, err
+    assert json.loads(out)["scored"] == 12
+    assert len(server.batches.rows) == 12 and server.count == asked, "nothing is asked twice"
+
+
+def test_an_answer_that_does_not_count_goes_into_the_next_job(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = sums(tmp_path, 6), flags(server, "openai", tmp_path / "v.db")
+    again = "last answer"
+
+    def score(system: str, user: str) -> int | str:
+        return "I like it." if "102 + 1" in user and again not in user else 10
+
+    server.score = score
+    code, _, err = run(capsys, "score", file, *given, "--batch")
+    assert code == 0, err
+    assert [len(job.rows) for job in server.batches.jobs.values()] == [6, 1]
+    assert all(row["score"] == 1.0 for row in read(tmp_path / "a.scored.jsonl"))
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_a_server_in_trouble_is_waited_for_and_a_long_job_is_left_for_later(
+    server: JudgeServer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path, 4)
+    given = [*flags(server, kind, tmp_path / "v.db"), "--batch"]
+    server.batches.looks = 10**6
+    server.batches.faults = [Fault(503, times=2, paths=("atches", "batchG"))]
+    code, _, err = run(capsys, "score", file, *given, "--batch_hours", "0.001")
+    assert code == 3 and "It goes on at the provider" in err
+    assert len(server.batches.rows) == 4
+    server.batches.looks = 0
+    server.batches.faults = [Fault(503, times=1, paths=("atches", "batchG"))]
+    code, _, err = run(capsys, "score", file, *given)
+    assert code == 0, err
+    assert len(server.batches.rows) == 4
+
+
+def test_a_budget_holds_over_jobs(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path, 6)
+    given = [*flags(server, "openai", tmp_path / "v.db"), "--batch", "--rm_budget_tokens", "3500"]
+    code, _, err = run(capsys, "score", file, *given)
+    scored = [row for row in read(tmp_path / "a.scored.jsonl") if row["score"] is not None]
+    assert code == 3 and "budget" in err
+    assert 0 < len(scored) < 6 and len(scored) == len(server.batches.rows)
+
+
+def test_repeats_and_attacks_go_by_batch_too(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}", "response": f"It is {n + n % 2}.",
+         "good": n % 2}
+        for n in range(10, 18)
+    ]  # fmt: skip
+    file = write_rows(tmp_path / "a.jsonl", *rows)
+    given = [*flags(server, "claude", tmp_path / "v.db"), "--batch", "--json"]
+    code, out, err = run(capsys, "calibrate", file, "--labels", "good", "--repeat", "2", *given)
+    assert code == 0, err
+    assert json.loads(out)["repeated"]["rows"] == 8
+    assert [len(job.rows) for job in server.batches.jobs.values()] == [8, 16]
+    assert server.count == 1, "one call finds the form that works"
+    code, out, _ = run(capsys, "audit", "--rows", "1", *given)
+    assert code in (0, 2) and json.loads(out)["asked"] > 5
+    assert server.count == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--rm_api_type", "dashscope"], "dashscope has no batch interface"),
+        (["--rm_cache", "off"], "kept beside --rm_cache"),
+        (["--rm_mode", "decision"], "decision does not go with it"),
+    ],
+)
+def test_what_no_batch_can_do_is_refused(
+    more: list[str], said: str, server: JudgeServer, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    given = [*flags(server, "openai", tmp_path / "v.db"), *more, "--batch"]
+    code, _, err = run(capsys, "score", sums(tmp_path, 1), *given)
+    assert code == 2 and said in err
+    assert not server.count and not server.batches.jobs
