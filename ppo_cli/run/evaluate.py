@@ -58,9 +58,9 @@ OF_EFFORT = frozenset({"reward.timeout", "reward.num_workers", "reward.shaping"}
     for kind in ("api", "model")
     for name in (
         "timeout", "deadline", "concurrency", "max_rpm", "max_tpm", "hedge_after", "key_env",
-        "max_failure_rate", "outage_wait", "cache", "budget_usd", "budget_tokens", "prices",
-        "price_input", "price_output", "canary_every", "monitor", "request_rows", "batch_tokens",
-        "self_test", "device", "offload",
+        "max_failure_rate", "outage_wait", "cache", "budget_usd", "budget_tokens",
+        "budget_usd_day", "prices", "price_input", "price_output", "canary_every", "batch_wait",
+        "monitor", "request_rows", "batch_tokens", "self_test", "device", "offload",
     )
 })  # fmt: skip
 

@@ -177,7 +177,7 @@ def ask_all(
     if not questions:
         return Asked((), Spent())
     provider = build_provider(api, environ=environ)
-    ledger = ledger_of(api)
+    ledger = ledger_of(api, environ)
     path = cache_path(api, environ)
     cache = None if path is None else VerdictCache(path)
     client = JudgeClient(provider, limits=Limits.of(api), ledger=ledger, cache=cache)

@@ -5,6 +5,7 @@ What reads a file or knows the rules is imported for rewards that have some: eve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def _check_prices(settings: ApiReward) -> None:
     from ppo_cli.rewards.judge.ledger import guest_of, ledger_of
     from ppo_cli.rewards.judge.providers import monitor_of
 
-    ledger = ledger_of(settings)
+    ledger = ledger_of(settings, os.environ)
     if settings.monitor.model is not None:
         guest_of(ledger, monitor_of(settings))
 

@@ -8,14 +8,16 @@ totals may be read, and the file attached, from any thread.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import logging
 import math
 import re
+import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError, UsedUp
+from ppo_cli.rewards.judge.cache import cache_path, default_cache_path
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Usage
 from ppo_cli.rewards.judge.prices import Price, find_price, near_models
 
@@ -140,10 +143,64 @@ class Reservation:
     tokens: int
     usd: float
     guest: Guest | None = None
+    day: str = ""  # whose budget holds it
 
     def settle(self, usage: Usage, outcome: str, latency_s: float = 0.0, note: str = "") -> float:
         """Book what the call was billed for, free the rest and return the cost; once only."""
         return self.ledger.settle(self, usage, outcome, latency_s, note)
+
+
+class DayBudget:
+    """What a user's runs spend in a day, in one SQLite file for all of them.
+
+    A call is booked at its worst case before it is sent and corrected after, so that runs side by
+    side stay within the budget. The calls of a killed run stay booked as they are.
+    """
+
+    def __init__(self, path: Path, most_usd: float) -> None:
+        self.most_usd = most_usd
+        self._path = path
+        self._db: sqlite3.Connection | None = None  # opened by the first call, not by a plan
+
+    @classmethod
+    def of(cls, api: ApiReward, environ: Mapping[str, str]) -> DayBudget | None:
+        """The budget that the settings ask for; its file lies beside the cache."""
+        if api.budget_usd_day is None:
+            return None
+        cache = cache_path(api, environ) or default_cache_path(environ)
+        return cls(cache.with_name(f"{cache.stem}.spent.sqlite"), api.budget_usd_day)
+
+    def take(self, held: Reservation) -> bool:
+        """Book a call on this day if it fits."""
+        held.day = datetime.datetime.now(datetime.UTC).date().isoformat()
+        self._do("INSERT OR IGNORE INTO spent VALUES (?, 0.0)", held.day)
+        book = "UPDATE spent SET usd = usd + ? WHERE day = ? AND usd + ? <= ?"
+        return self._do(book, held.usd, held.day, held.usd, self.most_usd + _ROUNDING) == 1
+
+    def settle(self, held: Reservation, usd: float) -> None:
+        """Put what a call cost in the place of its worst case."""
+        self._do("UPDATE spent SET usd = usd + ? WHERE day = ?", usd - held.usd, held.day)
+
+    def _do(self, order: str, *values: str | float) -> int:
+        """Change the file, and return how many rows that were."""
+        try:
+            if self._db is None:
+                self._db = self._open()
+            with self._db:
+                return self._db.execute(order, values).rowcount
+        except (OSError, sqlite3.Error) as problem:
+            raise RewardError(
+                f"Cannot count what is spent in a day (--rm_budget_usd_day) in {self._path}: "
+                f"{problem}."
+            ) from None
+
+    def _open(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(self._path, timeout=30.0, check_same_thread=False)
+        db.execute("PRAGMA synchronous=OFF")
+        with db:
+            db.execute("CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, usd REAL)")
+        return db
 
 
 class Ledger:
@@ -155,13 +212,15 @@ class Ledger:
         *,
         budget_usd: float | None,
         budget_tokens: int | None,
+        budget_day: DayBudget | None = None,
         provider: str = "",
         model: str = "",
     ) -> None:
-        if budget_usd is not None and price is None:
+        most = budget_day.most_usd if budget_usd is None and budget_day else budget_usd
+        if most is not None and price is None:
             near = near_models(provider, model) if provider and model else ""
             raise RewardError(
-                f"A budget of ${budget_usd:.2f} needs the price of the judge's model"
+                f"A budget of ${most:.2f} needs the price of the judge's model"
                 f"{f' {model}' if model else ''}, which is not known.{near} Give it with "
                 "--rm_price_input and --rm_price_output (US dollars for a million tokens) or in a "
                 "file with --rm_prices, or limit tokens with --rm_budget_tokens."
@@ -169,6 +228,7 @@ class Ledger:
         self.price = price
         self.budget_usd = budget_usd
         self.budget_tokens = budget_tokens
+        self.budget_day = budget_day
         self._named = {"provider": provider, "model": model}
         self._total = Spent()
         self._new = Spent()
@@ -178,6 +238,11 @@ class Ledger:
         self._path: Path | None = None
         self._unwritten: deque[str] = deque(maxlen=_MOST_UNWRITTEN)
         self._complained = False
+
+    @property
+    def counts_dollars(self) -> bool:
+        """Whether a budget needs the price of each call."""
+        return self.budget_usd is not None or self.budget_day is not None
 
     @property
     def total(self) -> Spent:
@@ -206,13 +271,13 @@ class Ledger:
         Raises Interrupted when the call can no longer fit into the budget.
         """
         held = Reservation(self, 0, 0.0, guest)
-        if self.budget_usd is not None or self.budget_tokens is not None:
+        if (self.budget_usd, self.budget_tokens, self.budget_day) != (None, None, None):
             usage = worst_case(question)
             price = guest.price if guest else self.price
             held.tokens = usage.total
             held.usd = price.cost(usage) if price else 0.0
-        while not self._fits(held):
-            if not self._fits(held, alone=True):
+        while not (fits := self._fits(held)) or not self._fits_today(held):
+            if not self._fits(held, alone=True) or (fits and not self._open):
                 raise self._used_up(held)
             await self._settled.wait()
         self._open.add(held)
@@ -241,7 +306,16 @@ class Ledger:
             self.budget_usd is None or usd <= self.budget_usd + _ROUNDING
         )
 
+    def _fits_today(self, need: Reservation) -> bool:
+        return self.budget_day is None or self.budget_day.take(need)
+
     def _used_up(self, need: Reservation) -> Interrupted:
+        if self.budget_day is not None and self._fits(need, alone=True):
+            return Interrupted(
+                f"The judge budget of ${self.budget_day.most_usd:g} for this day (UTC) is used up, "
+                f"and the next call may cost up to ${need.usd:.2g}. Go on tomorrow, or raise "
+                "--rm_budget_usd_day and resume."
+            )
         if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
             return Interrupted(
                 f"The judge budget of ${self.budget_usd:g} is used up: {self._total.calls} calls "
@@ -270,6 +344,8 @@ class Ledger:
         guest = held.guest
         price = guest.price if guest else self.price
         usd = price.cost(usage) if price else 0.0
+        if self.budget_day is not None:
+            self.budget_day.settle(held, usd)
         named = {"provider": guest.provider, "model": guest.model} if guest else self._named
         line = json.dumps(
             {"time": round(time.time(), 3)}
@@ -315,12 +391,13 @@ class Ledger:
         self._unwritten.clear()
 
 
-def ledger_of(api: ApiReward) -> Ledger:
+def ledger_of(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
     """A judge's ledger; RewardError where it has a budget in dollars and no known price."""
     return Ledger(
         find_price(api),
         budget_usd=api.budget_usd,
         budget_tokens=api.budget_tokens,
+        budget_day=DayBudget.of(api, environ),
         provider=api.type,
         model=(api.model or "").strip(),
     )
@@ -329,7 +406,7 @@ def ledger_of(api: ApiReward) -> Ledger:
 def guest_of(ledger: Ledger, judge: ApiReward) -> Guest:
     """Another judge's calls on a ledger; RewardError as above."""
     price, model = find_price(judge), (judge.model or "").strip()
-    if price is None and ledger.budget_usd is not None:
+    if price is None and ledger.counts_dollars:
         raise RewardError(
             f"A budget in dollars needs the price of the monitoring judge's model {model}, which "
             f"is not known.{near_models(judge.type, model)} Give it in a file with --rm_prices."

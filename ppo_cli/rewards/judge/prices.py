@@ -61,7 +61,7 @@ def find_price(api: ApiReward) -> Price | None:
     if api.type == "local":
         return Price(0.0, 0.0, None, "the run's own judge")
     # With a budget in dollars, free is for the user to say: a local proxy may cost.
-    if api.budget_usd is None and api.base_url is not None and is_local(api.base_url):
+    if not api.counts_dollars and api.base_url is not None and is_local(api.base_url):
         return Price(0.0, 0.0, None, "a judge on this machine")
     return None
 

@@ -321,7 +321,7 @@ class JudgeReward(Reward):
         self.template = load_template(api)
         self._criteria = criteria_of(api)
         provider = build_provider(api, environ=environ)
-        self._ledger = ledger_of(api)
+        self._ledger = ledger_of(api, environ)
         path = cache_path(api, environ)
         self._cache = None if path is None else VerdictCache(path)
         limits = Limits.of(api)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sqlite3
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.ledger import (
     REQUEST_OVERHEAD,
+    DayBudget,
     Ledger,
     Price,
     Spent,
@@ -62,9 +64,50 @@ def test_take_returns_what_is_new() -> None:
     assert book.total.calls == 2
 
 
-def test_a_price_is_needed_for_a_budget_in_dollars() -> None:
+def test_runs_of_one_day_share_its_budget(tmp_path: Path) -> None:
+    """At 1 and 10 dollars a million: a call may cost 1.07 thousandths, and costs 0.7."""
+
+    def book() -> Ledger:
+        day = DayBudget(tmp_path / "new" / "spent.sqlite", 0.0024)
+        return Ledger(PRICE, budget_usd=None, budget_tokens=None, budget_day=day)
+
+    async def day() -> None:
+        first, second = book(), book()
+        held = await first.reserve(question())
+        await call(second, Usage(100, 60))
+        waits = asyncio.create_task(call(second, Usage(100, 60)))
+        with pytest.raises(Interrupted, match=r"\$0\.0024 for this day \(UTC\) is used up"):
+            await waits  # what the first run holds may be spent
+        held.settle(Usage(), "timeout")
+        await call(second, Usage(100, 60))
+        with pytest.raises(Interrupted, match="--rm_budget_usd_day"):
+            await first.reserve(question())
+        with sqlite3.connect(tmp_path / "new" / "spent.sqlite") as file:
+            spent = file.execute("SELECT usd FROM spent").fetchall()
+            file.execute("UPDATE spent SET day = '2020-02-02'")
+        assert spent == [(pytest.approx(0.0014),)]
+        both = [await first.reserve(question()), await first.reserve(question())]
+        waits = asyncio.create_task(call(first, Usage()))
+        await asyncio.sleep(0.01)
+        assert not waits.done(), "a call of its own may come out cheaper"
+        both[0].settle(Usage(), "timeout")
+        await waits
+
+    asyncio.run(day())
+
+
+def test_a_day_that_cannot_be_counted_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "spent.sqlite").write_text("This is a diary, and no database at all, dear reader.")
+    with pytest.raises(RewardError, match="Cannot count what is spent in a day"):
+        DayBudget(tmp_path / "spent.sqlite", 1.0)
+
+
+def test_a_price_is_needed_for_a_budget_in_dollars(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"--rm_price_input and --rm_price_output.*--rm_prices"):
         Ledger(None, budget_usd=5.0, budget_tokens=None)
+    with pytest.raises(RewardError, match=r"A budget of \$2\.00 needs the price"):
+        day = DayBudget(tmp_path / "spent.sqlite", 2.0)
+        Ledger(None, budget_usd=None, budget_tokens=None, budget_day=day)
     assert Ledger(None, budget_usd=None, budget_tokens=100).price is None
 
 
