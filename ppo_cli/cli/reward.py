@@ -63,11 +63,31 @@ def score_lines(summary: Facts) -> list[str]:
     lines = table("Scores", [*_counts(summary), *_spent(summary)])
     lines += [*part_lines(summary), *_remarks(summary["remarks"])]
     lines += bars(summary["histogram"])
+    if summary["rankings"] is not None:
+        lines += ["", *ranking_lines(summary["rankings"])]
     for title in ("best", "worst"):
         if summary[title]:
             lines += ["", title.capitalize()]
             lines += [line for example in summary[title] for line in _example(example)]
     return [*lines, "", f"Written: {summary['out']}"]
+
+
+def ranking_lines(facts: Facts) -> list[str]:
+    """How far the new scores order responses as the earlier ones did."""
+    of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
+    pairs = [
+        (f"rank correlation, {facts['rows']:,} rows", _or_dash(facts["agreement"])),
+        (of_prompts, _or_dash(facts["within"])),
+        ("their pairs in reversed order", _or_dash(facts["turned"], share=True)),
+    ]
+    for one in facts["steps"] if len(facts["steps"]) > 1 else ():
+        said = f"{number(one['before'])} -> {number(one['now'])}, "
+        pairs.append((f"step {one['step']}, mean", f"{said}rank {_or_dash(one['agreement'])}"))
+    return table("Against the scores that were there", pairs)
+
+
+def _or_dash(value: float | None, *, share: bool = False) -> str:
+    return "-" if value is None else f"{value:.0%}" if share else number(value)
 
 
 def part_lines(facts: Facts) -> list[str]:
@@ -249,19 +269,26 @@ reward_app = typer.Typer(
 
 
 def score(given: Given) -> None:
-    """Score the responses of a file, by the same path as training."""
+    """Score the responses of a file or a run, by the same path as training."""
     config, screen = _settings(given)
-    from ppo_cli.trust.rows import check_out, read_answered, scored_file, write_rows
+    from ppo_cli.trust.compare import rankings
+    from ppo_cli.trust.rows import check_out, read_answered, read_run, scored_file, write_rows
     from ppo_cli.trust.score import Watch, score_all, scored_row, started, to_go_on
     from ppo_cli.trust.summary import summarise
 
-    file = str(given.extras["file"])
-    found = read_answered(
-        file,
-        prompt_key=config.data.prompt_key,
-        source_key=config.data.reward_fn_key,
-        response_key=given.extras["response_key"],
-    )
+    file, steps = str(given.extras["file"]), given.extras["step"] or ()
+    run = Path(file).expanduser()
+    if steps and not run.is_dir():
+        raise ConfigError(f"--step goes with the folder of a run, and {file} is none.")
+    if run.is_dir():
+        found = read_run(run, steps)
+    else:
+        found = read_answered(
+            file,
+            prompt_key=config.data.prompt_key,
+            source_key=config.data.reward_fn_key,
+            response_key=given.extras["response_key"],
+        )
     out = Path(given.extras["out"] or scored_file(file)).expanduser()
     check_out(out, file)
     with closing(screen):
@@ -278,6 +305,7 @@ def score(given: Given) -> None:
         "file": found.source,
         "out": str(out),
         **summarise(found.rows, scoring, config.reward),
+        "rankings": rankings(found.rows, scoring.scores),
     }
     _print(given, summary, score_lines)
     if scoring.stopped:
@@ -400,6 +428,9 @@ _add(
     "Example: ppo reward score answers.jsonl --use_api_reward --rm_model qwen-plus",
     _FILE,
     own_flag("out", str, None, "Where the scores go; unset, FILE.scored.jsonl beside it.", "OUT"),
+    own_flag(
+        "step", list[int], None, "With a run's folder as FILE: its steps; unset, the last.", "N"
+    ),
     _RESPONSE_KEY,
 )
 _add(

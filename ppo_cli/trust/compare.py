@@ -7,13 +7,18 @@ Failed scores are left out, and counted.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from ppo_cli.trust.statistics import Floats, as_floats, bootstrap
+from ppo_cli.records import Score
+from ppo_cli.trust.rows import Answered
+from ppo_cli.trust.score import judged
+from ppo_cli.trust.statistics import Floats, as_floats, bootstrap, spearman
 
 ALL = "all"
 FLIPS = 20_000  # random sign flips, where there are too many to try them all
@@ -138,3 +143,56 @@ def compare(models: Sequence[tuple[str, ByPrompt]], threshold: float | None) -> 
         for name, theirs in others
     ]
     return {"models": facts, "differences": differences}
+
+
+def rankings(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any] | None:
+    """How rankings move against the scores that the rows had; None where fewer than two compare.
+
+    `within` is the mean rank correlation among the responses to one prompt (of one step), which is
+    what a group estimator learns from, `turned` the share of their pairs whose order is reversed.
+    """
+    pairs = [
+        (row.record.get("step"), row.rollout.prompt.uid, float(row.record["score"]), value)
+        for row, score in zip(rows, scores, strict=True)
+        if _is_number(row.record.get("score")) and (value := judged(score)) is not None
+    ]
+    if len(pairs) < 2:
+        return None
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    by_step: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for step, uid, before, now in pairs:
+        groups[step, uid].append((before, now))
+        by_step[step].append((before, now))
+    within = [r for group in groups.values() if (r := _agreement(group)) is not None]
+    apart = [
+        (a[0] - b[0]) * (a[1] - b[1])
+        for group in groups.values()
+        for a, b in combinations(group, 2)
+        if a[0] != b[0] and a[1] != b[1]
+    ]
+    return {
+        "rows": len(pairs),
+        "agreement": _agreement([pair[2:] for pair in pairs]),
+        "within": float(np.mean(within)) if within else None,
+        "groups": len(within),
+        "turned": float(np.mean([product < 0 for product in apart])) if apart else None,
+        "steps": [
+            {
+                "step": step,
+                "rows": len(found),
+                "before": float(np.mean([before for before, _ in found])),
+                "now": float(np.mean([now for _, now in found])),
+                "agreement": _agreement(found),
+            }
+            for step, found in by_step.items()
+        ],
+    }
+
+
+def _agreement(pairs: Sequence[tuple[float, float]]) -> float | None:
+    before, now = zip(*pairs, strict=True)
+    return spearman(before, now)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -36,6 +36,7 @@ from ppo_cli.data_sets.rows import (
 )
 from ppo_cli.errors import DataError, UserError, did_you_mean
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.run_folder import rollout_file, rollout_steps
 
 RESPONSE = "response"
 RESPONSE_ALIASES = ("completion", "output", "generation", "solution_str", "reply", "prediction")
@@ -109,6 +110,20 @@ def read_answered(
     return AnsweredSet(raw.source, tuple(grouped), tuple(notes))
 
 
+def read_run(run: Path, steps: Sequence[int]) -> AnsweredSet:
+    """Read the training responses of some steps of a run, of its last one where none is named."""
+    there = rollout_steps(run)
+    if absent := [step for step in steps if step not in there]:
+        known = f"There are {len(there)}, from {there[0]} to {there[-1]}." if there else ""
+        raise DataError(f"--step {absent[0]}: {run} has no rollouts of that step. {known}".rstrip())
+    if not there:
+        raise DataError(f"{run}: a folder without rollouts/step_*.jsonl; name a file, or a run.")
+    chosen = sorted(set(steps)) or there[-1:]
+    found = [read_answered(str(rollout_file(run, step))) for step in chosen]
+    named = f"{run}, step {', '.join(map(str, chosen))}"
+    return AnsweredSet(named, tuple(row for one in found for row in one.rows))
+
+
 def read_response(record: Record, column: str = RESPONSE) -> str | None:
     """Return a row's own response, None when it has none."""
     value = record.get(column)
@@ -143,8 +158,10 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = Fa
 
 
 def scored_file(source: str) -> Path:
-    """Where the scores of a file go by default: beside it; those of a hub set: here."""
+    """Where scores go by default: beside the file, in the run; those of a hub set: here."""
     path = Path(source).expanduser()
+    if path.is_dir():
+        return path / "scored.jsonl"
     path = path if path.exists() else Path(path.name)
     suffix = file_suffix(path)
     return path.with_name(f"{path.name[: len(path.name) - len(suffix)]}.scored.jsonl")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ppo_cli.trust.compare import Answers, difference, facts_of, pass_at_k, sign_flip_p, sources_of
+from tests.trust.commands import run
+from tests.trust.scripted import write_rows
 
 
 def test_pass_at_k_is_the_share_of_all_draws() -> None:
@@ -76,3 +81,48 @@ def test_differences_are_paired_and_cover_the_truth() -> None:
     assert 40 < rejected < 160
     unpaired = difference(one, {"0": other["0"], "1": Answers("", (None, None)), "z": other["1"]})
     assert unpaired["prompts"] == 1
+
+
+def test_how_rankings_move_over_steps_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rule scores anew what a judge liked more and more, right or wrong."""
+    (tmp_path / "rollouts").mkdir()
+    liked = {3: (0.9, 0.1, 0.2, 0.8), 7: (0.9, 0.8, 0.9, 1.0)}
+    for step, scores in liked.items():
+        lines = [
+            {"step": step, "prompt": "1 + 1 = ?", "ground_truth": "2", "data_source": "sums",
+             "response": f"It is {2 + n % 2}.", "score": score}
+            for n, score in enumerate((*scores, None))
+        ]  # fmt: skip
+        write_rows(tmp_path / "rollouts" / f"step_{step:06d}.jsonl", *lines)
+    run_ = str(tmp_path)
+    code, out, err = run(
+        capsys, "score", run_, "--rule", "math", "--step", "7", "--step", "3", "--json"
+    )
+    assert code == 0, err
+    facts = json.loads(out)["rankings"]
+    # Ranks by hand: the right responses are the first and the third of each step.
+    assert facts["rows"] == 8 and facts["agreement"] == pytest.approx(4 / math.sqrt(39.5 * 8))
+    assert facts["within"] == pytest.approx((2 / math.sqrt(5 * 4) + 0) / 2) and facts["groups"] == 2
+    assert facts["turned"] == 3 / 8
+    told = [(one["step"], one["before"], one["now"]) for one in facts["steps"]]
+    assert told == [(3, pytest.approx(0.5), 0.5), (7, pytest.approx(0.9), 0.5)]
+    assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 10
+    code, out, _ = run(capsys, "score", run_, "--rule", "math")
+    assert code == 0 and "rank correlation, 4 rows" in out, "the last step by default"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--step", "2"], "--step 2: .*There are 1, from 5 to 5"), (["FILE"], "goes with the folder")],
+)
+def test_steps_that_are_not_there_are_refused(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    row = {"prompt": "1 + 1 = ?", "response": "2", "ground_truth": "2"}
+    file = write_rows(tmp_path / "rollouts" / "step_000005.jsonl", row)
+    given = [str(tmp_path), *more] if more != ["FILE"] else [file, "--step", "5"]
+    code, _, err = run(capsys, "score", *given, "--rule", "math")
+    assert code == 2 and re.search(said, err)
