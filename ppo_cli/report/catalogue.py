@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ppo_cli.report.health import Limits
+from ppo_cli.report.health import DRIFTED, Limits
 
 Series = Sequence[float | None]
 Band = tuple[float | None, float | None]  # lowest and highest healthy value
@@ -116,6 +116,10 @@ METRICS = (
     Metric("judge*/cost_usd_total", "Judge cost, US dollars", "judge cost", "Dollars so far.",
            "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd."),
     Metric("judge*/monitor_gap", "Lead of the judge over its monitor"),
+    Metric("judge/drift", "Drift of the judge", "drift",
+           "How much more the judge's scores have risen than those of a second judge or a rule.",
+           "The model learns to please the judge: another checkpoint, or another prompt of it",
+           lambda *_: (None, DRIFTED)),
     *(Metric(f"time/{phase}_s", "Seconds by phase", stacked=True) for phase in (
         "rollout", "reward_wait", "annotate", "advantages", "update_critic", "update_actor",
         "publish", "validate", "save")),

@@ -15,7 +15,7 @@ from statistics import correlation, fmean, median, pvariance
 from typing import Any
 
 from ppo_cli.config.derived import gpus_per_node
-from ppo_cli.config.mixture import judges_of, models_of
+from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
 
@@ -23,6 +23,8 @@ History = Sequence[Mapping[str, Any]]
 
 SETTLE_STEPS = 5  # the first steps say little
 LONG = 20  # steps after which something slow counts as stuck
+DRIFT_STEPS = 10  # at each end of a run, between which a judge's drift is measured
+DRIFTED = 0.1  # the gap at which judges that are exploited were told (arXiv 2606.04923)
 LOST_REWARD = 0.1  # share of its best reward, below which a collapsed policy has none left
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
 FAR = 10.0  # times a limit at which one step is enough
@@ -52,6 +54,7 @@ class Limits:
     saved: tuple[int, ...] = ()  # steps with a checkpoint
     lr: float = 1e-6
     judged: bool = True  # by a model or a judge, which may be fooled, rather than a rule
+    watched: tuple[str, str] | None = None  # a judge of a mixture, and the rule beside it
 
 
 def limits_of(config: Config) -> Limits:
@@ -72,7 +75,15 @@ def limits_of(config: Config) -> Limits:
         run_dir=shlex.quote(config.trainer.output_dir),
         lr=actor.optim.lr,
         judged=bool(judges_of(config.reward) or models_of(config.reward)),
+        watched=_watched(config),
     )
+
+
+def _watched(config: Config) -> tuple[str, str] | None:
+    """The first judge and the first rule of a mixture that has both."""
+    parts = mixture_of(config.reward)
+    first = {part.kind: part.name for part in reversed(parts)}
+    return (first["judge"], first["rule"]) if {"judge", "rule"} <= set(first) else None
 
 
 def _reward_advice(config: Config) -> str:
@@ -406,6 +417,48 @@ def _monitor_silent(steps: History, limits: Limits) -> str:
     )
 
 
+def _seen_twice(line: Mapping[str, Any], limits: Limits) -> tuple[float, float] | None:
+    """A judge's mean of a step, and that of a second judge, or else of a rule, on the same."""
+    stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
+    if stage is not None:
+        gap, second = line[f"{stage}/monitor_gap"], line.get(f"{stage}/monitor_mean")
+        return None if gap is None or second is None else (second + gap, second)
+    if limits.watched is None:
+        return None
+    judge, rule = (line.get(f"reward/{name}") for name in limits.watched)
+    return None if judge is None or rule is None else (judge, rule)
+
+
+def judge_drift(history: History, limits: Limits) -> tuple[float, float, float] | None:
+    """How much more a judge's mean has risen than that of what watches it, on [0, 1].
+
+    Over the last ten steps against the first ten that both have scored; None before there are
+    twenty. With it what the watcher has risen itself, and the standard error of the difference.
+    """
+    pairs = [p for line in history if line["step"] > 0 and (p := _seen_twice(line, limits))]
+    if len(pairs) < 2 * DRIFT_STEPS:
+        return None
+    first, last = pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:]
+    before, now = ([judge - watcher for judge, watcher in part] for part in (first, last))
+    rise = fmean(watcher for _, watcher in last) - fmean(watcher for _, watcher in first)
+    noise = math.sqrt((pvariance(before) + pvariance(now)) / DRIFT_STEPS)
+    return fmean(now) - fmean(before), rise, noise
+
+
+def _judge_drifts(steps: History, limits: Limits) -> str:
+    found = judge_drift(steps, limits)
+    if found is None:
+        return ""
+    drift, rise, noise = found
+    if drift <= max(DRIFTED, 3 * noise) or rise >= drift:
+        return ""
+    return (
+        f"The judge's scores have risen by {drift:.2f} more than those of what watches it, which "
+        f"moved by {rise:+.2f}: the model learns to please the judge. Read its best responses, "
+        f"take an earlier checkpoint, or change the judge's prompt; `{_audit(limits)}` tests it."
+    )
+
+
 def _judge_likes_length(steps: History, limits: Limits) -> str:
     found = _last(steps, "judge/length_correlation", 2 * SETTLE_STEPS)
     if not found or fmean(found) <= 0.6:
@@ -530,6 +583,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "judge_fooled": _judge_fooled,
     "judge_length": _judge_likes_length,
     "judge_unread": _replies_unread,
+    "judge_drift": _judge_drifts,
     "monitor_silent": _monitor_silent,
     "part_dominated": _part_dominated,
     "part_fails": _part_fails,

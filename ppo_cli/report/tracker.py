@@ -18,7 +18,7 @@ from typing import Any
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Scored
-from ppo_cli.report.health import HealthWatch, limits_of
+from ppo_cli.report.health import HealthWatch, judge_drift, limits_of
 from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
     METRICS_FILE,
@@ -107,7 +107,8 @@ class Tracker:
         self._console = "console" in loggers
         self._sinks = make_sinks(loggers, run_dir, config)
         self._sinks_open = False
-        self._watch = HealthWatch(limits_of(config))
+        self._limits = limits_of(config)
+        self._watch = HealthWatch(self._limits)
         self._history = read_metrics(run_dir)
         self._clock = _Clock(self._history)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -167,6 +168,9 @@ class Tracker:
         self._seconds = defaultdict(float)
         if "time/step_s" in merged:
             merged |= self._clock.after_step(merged, self._total_steps - step)
+        earlier = [line for line in self._history if line["step"] < step]
+        if found := judge_drift([*earlier, {"step": step, **merged}], self._limits):
+            merged["judge/drift"] = found[0]
         line = self._write(step, merged)
         if self._console:
             self.screen.step(step, self._total_steps, _numbers(line))

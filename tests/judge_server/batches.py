@@ -19,8 +19,9 @@ from tests.judge_server.wire import WIRES
 
 Body = dict[str, Any]
 Judge = Callable[[str, bool, Body, Fault | None], tuple[int, Body]]
-# A row of its own accord: no time left, turned away, not in the results at all.
-SPOILT = ("expired", "errored", "missing")
+# How a row may end: no time left, turned away, not in the results at all, or no answer in it.
+SPOILT = ("expired", "errored", "missing", "garbled")
+GARBLED = (200, {"choices": 5, "content": 5})
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _WHEN = "2026-11-22T10:00:00Z"
 
@@ -40,14 +41,15 @@ class Batches:
     """Jobs of a judge server; `looks` is how often a new one is found to be at work.
 
     `spoil` makes rows that hold some words end otherwise (a word of SPOILT), and `late` ends
-    whole jobs as expired, with the rows before the first such word done. `rows` are all requests
-    that were ever handed in.
+    whole jobs as expired. With `refuse`, OpenAI's jobs fail with these words. `rows` are all
+    requests that were ever handed in.
     """
 
     judge: Judge
     looks: int = 2
     spoil: dict[str, str] = field(default_factory=dict)
     late: bool = False
+    refuse: str = ""
     jobs: dict[str, Job] = field(default_factory=dict)
     rows: list[Body] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -102,8 +104,8 @@ class Batches:
             fate = self._fate(row)
             if fate == "missing":
                 continue
-            answer = (0, {}) if fate else self.judge(job.wire, False, row, None)
-            found.append((name, fate, answer))
+            answer = GARBLED if fate else self.judge(job.wire, False, row, None)
+            found.append((name, "" if fate == "garbled" else fate, answer))
         random.Random(len(found)).shuffle(found)
         return found
 
@@ -132,7 +134,7 @@ class Batches:
             good = len(rows) == len(lines) and all(
                 line["method"] == "POST" and line["url"] == asked["endpoint"] for line in lines
             )
-            job = self._add("openai", rows, "" if good else "a line is not a request")
+            job = self._add("openai", rows, self.refuse if good else "a line is not a request")
             return self._openai_job(job, self.jobs[job], over=False)
         job = path.rsplit("/", 1)[-1]
         return self._openai_job(job, *self._look(job))

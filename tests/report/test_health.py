@@ -17,6 +17,7 @@ from ppo_cli.report.health import (
     HealthWatch,
     Limits,
     find_trouble,
+    judge_drift,
     limits_of,
 )
 
@@ -54,6 +55,11 @@ def mixed(share: float, std: float = 0.4, scaled: float = 4.0) -> Change:
     )  # fmt: skip
 
 
+def watched(judge: float, second: float) -> dict[str, float]:
+    """A step in which two judges read the same responses."""
+    return {"judge/monitor_mean": second, "judge/monitor_gap": judge - second}
+
+
 FIRING: dict[str, tuple[int, Change, str]] = {
     "collapsed": (
         3,
@@ -82,6 +88,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
         always(judge__unread=0.2, judge__unread__form=0.05, judge__unread__truncated=0.15),
         "--rm_max_tokens",
     ),
+    "judge_drift": (25, lambda s: watched(0.4 + 0.02 * s, 0.4 - 0.001 * s), "please the judge"),
     "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
     "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
@@ -102,6 +109,30 @@ def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() ->
         said.append(found[kind])
     names = [name for name in COLUMNS if name != COLUMNS[name]]
     assert [name for name in names if name in " ".join(said)] == []
+
+
+def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
+    alone = Limits(watched=("judge", "rule"))
+
+    def drift(change: Change, count: int = 30) -> float | None:
+        found = judge_drift(history(count, change), alone)
+        return found and found[0]
+
+    assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5)) == pytest.approx(0.4)
+    assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5), count=19) is None, "too early to say"
+    assert drift(lambda s: {"reward/judge": 0.02 * s, "reward/rule": 0.01 * s}) == pytest.approx(
+        0.2
+    )
+    assert drift(lambda s: {}) is None
+    # It is no alarm while both learn, nor where it is within the noise.
+    assert kinds(30, lambda s: watched(0.2 + 0.025 * s, 0.2 + 0.015 * s)) == set()
+    assert kinds(30, lambda s: watched(0.5 + 0.01 * s + 0.4 * (-1) ** s, 0.5)) == set()
+    gaps = [watched(0.3, 0.5) if s < 11 else {} if s < 20 else watched(0.6, 0.5) for s in range(31)]
+    assert kinds(30, lambda s: gaps[s]) == {"judge_drift"}, "steps without a monitor do not count"
+    config = Config.model_validate(
+        {"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}}
+    )
+    assert limits_of(config).watched == ("judge", "rule") and limits_of(Config()).watched is None
 
 
 def falls(step: int, **then: float) -> Change:

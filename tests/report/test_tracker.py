@@ -60,6 +60,17 @@ def test_a_step_is_one_line_with_exact_numbers(tmp_path: Path) -> None:
     assert tracker.history == [line]
 
 
+def test_drift_of_a_judge_is_a_metric_once_there_are_steps_enough(tmp_path: Path) -> None:
+    screen = Heard()
+    tracker = make(tmp_path, screen)
+    for step in range(1, 21):
+        gap = 0.0 if step <= 10 else 0.3
+        tracker.step(step, {"judge/monitor_mean": 0.5, "judge/monitor_gap": gap})
+    drifts = [line.get("judge/drift") for line in lines(tmp_path / "metrics.jsonl")]
+    assert drifts == [None] * 19 + [pytest.approx(0.3)]
+    assert any("risen by 0.30 more" in text for text in screen.warnings)
+
+
 def test_phases_are_timed_and_added_up_and_start_again(tmp_path: Path) -> None:
     tracker = make(tmp_path)
     for _ in range(2):

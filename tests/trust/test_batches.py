@@ -46,11 +46,12 @@ def flags(server: JudgeServer, kind: str, cache: Path) -> list[str]:
 def test_verdicts_are_those_of_direct_calls_at_half_the_price(
     server: JudgeServer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, rows = sums(tmp_path, 40), {}
+    file, rows, votes = sums(tmp_path, 40), {}, 3 if kind == "claude" else 1
     for way in ("direct", "batch"):
         more = ["--batch"] if way == "batch" else []
         out = str(tmp_path / f"{way}.jsonl")
-        given = [*flags(server, kind, tmp_path / f"{way}.db"), "--out", out, *more]
+        given = [*flags(server, kind, tmp_path / f"{way}.db"), "--rm_votes", str(votes)]
+        given += ["--out", out, *more]
         code, _, err = run(capsys, "score", file, *given)
         assert code == 0, err
         rows[way] = read(Path(out))
@@ -58,7 +59,7 @@ def test_verdicts_are_those_of_direct_calls_at_half_the_price(
     assert told[0] == told[1]
     costs = [sum(r["info"]["cost_usd"] for r in rows[way]) for way in rows]
     assert costs[1] == pytest.approx(costs[0] / 2)
-    assert len(server.batches.jobs) == 1 and len(server.batches.rows) == 40
+    assert len(server.batches.jobs) == 1 and len(server.batches.rows) == 40 * votes
     assert not list((tmp_path / "batch.batches").glob("*")), "the job is read to its end"
     assert not [line for line in err.splitlines() if "Traceback" in line]
 
@@ -68,19 +69,20 @@ def test_rows_that_fail_are_told_and_can_be_asked_directly(
     server: JudgeServer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = sums(tmp_path, 8)
-    server.batches.spoil = {"101 + 1": "expired", "102 + 1": "errored", "103 + 1": "missing"}
+    fates = ("expired", "errored", "missing", "garbled")
+    server.batches.spoil = {f"{101 + n} + 1": fate for n, fate in enumerate(fates)}
     server.batches.late = kind != "claude"
     given = flags(server, kind, tmp_path / "v.db")
     code, _, err = run(capsys, "score", file, *given, "--batch")
     assert code == 0, err
-    assert "3 of 8 rows could not be scored" in err and "without --batch" in err
-    causes = [row["failure"].split(":")[0] for row in read(tmp_path / "a.scored.jsonl")[1:4]]
+    assert "4 of 8 rows could not be scored" in err and "without --batch" in err
+    causes = [row["failure"].split(":")[0] for row in read(tmp_path / "a.scored.jsonl")[1:5]]
     lost = "batch_failed" if kind == "claude" else "batch_expired"
-    assert causes == ["batch_expired", "batch_failed", lost]
+    assert causes == ["batch_expired", "batch_failed", lost, "batch_failed"]
     asked = server.count
     code, _, err = run(capsys, "score", file, *given)
     assert (code, err) == (0, "")
-    assert server.count - asked == 3
+    assert server.count - asked == 4
     assert all(row["score"] is not None for row in read(tmp_path / "a.scored.jsonl"))
 
 
@@ -120,7 +122,7 @@ def test_an_answer_that_does_not_count_goes_into_the_next_job(
     assert all(row["score"] == 1.0 for row in read(tmp_path / "a.scored.jsonl"))
 
 
-@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kind", ("claude", "gemini"))
 def test_a_server_in_trouble_is_waited_for_and_a_long_job_is_left_for_later(
     server: JudgeServer, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,24 @@ def test_a_server_in_trouble_is_waited_for_and_a_long_job_is_left_for_later(
     code, _, err = run(capsys, "score", file, *given)
     assert code == 0, err
     assert len(server.batches.rows) == 4
+
+
+def test_a_job_that_failed_or_is_gone_stops_the_command_and_is_asked_anew(
+    server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sums(tmp_path, 2)
+    given = [*flags(server, "openai", tmp_path / "v.db"), "--batch"]
+    server.batches.refuse = "billing_hard_limit_reached"
+    code, _, err = run(capsys, "score", file, *given)
+    assert code == 3 and "failed: billing_hard_limit_reached" in err
+    server.batches.refuse, server.batches.looks = "", 10**6
+    assert run(capsys, "score", file, *given, "--batch_hours", "0.0001")[0] == 3
+    server.batches.jobs.clear()
+    code, _, err = run(capsys, "score", file, *given)
+    assert code == 3 and "no longer at the provider" in err
+    server.batches.looks = 0
+    assert run(capsys, "score", file, *given)[0] == 0
+    assert len(server.batches.rows) == 6
 
 
 def test_a_budget_holds_over_jobs(

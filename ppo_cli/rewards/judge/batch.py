@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 0.5  # without a new question until a job goes out
 FIRST_POLL_S, LONGEST_POLL_S = 0.5, 60.0
+MOST_UNREAD = 5  # replies about a job that cannot be read
 CALL_S = 300.0  # one request that hands in, looks at or fetches a whole job
 _KEPT_S = 29 * 86400  # as long as providers keep results
 _KEY = 40  # of a key: ids of rows may have 64 characters
@@ -272,6 +273,7 @@ class BatchJudge:
     async def _outcomes(self, path: Path, job: _Job) -> dict[str, Reply | JudgeError]:
         """Poll a job until it is over; raises Interrupted when there is no point in waiting."""
         provider, name, began, pause = self._provider, job.id or "", time.monotonic(), FIRST_POLL_S
+        unread = 0
         while True:
             try:
                 found = await provider.within(CALL_S, lambda client: provider.look(client, name))
@@ -289,7 +291,10 @@ class BatchJudge:
             except JudgeError as error:
                 if error.status == 404:
                     path.unlink(missing_ok=True)
-                if error.kind is not Failure.RETRYABLE:
+                    told = f"The batch {name} is no longer at the provider; it would be asked anew."
+                    raise Interrupted(told) from error
+                unread += error.status is None and error.cause not in ("timeout", "connection")
+                if error.kind is not Failure.RETRYABLE or unread == MOST_UNREAD:
                     raise Interrupted(f"The batch {name} cannot be read: {error}") from error
             left = began + self._wait_s - time.monotonic()
             if left <= 0:
