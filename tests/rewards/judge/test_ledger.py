@@ -98,8 +98,10 @@ def test_runs_of_one_day_share_its_budget(tmp_path: Path) -> None:
 
 def test_a_day_that_cannot_be_counted_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "spent.sqlite").write_text("This is a diary, and no database at all, dear reader.")
+    day = DayBudget(tmp_path / "spent.sqlite", 1.0)
+    book = Ledger(PRICE, budget_usd=None, budget_tokens=None, budget_day=day)
     with pytest.raises(RewardError, match="Cannot count what is spent in a day"):
-        DayBudget(tmp_path / "spent.sqlite", 1.0)
+        asyncio.run(book.reserve(question()))
 
 
 def test_a_price_is_needed_for_a_budget_in_dollars(tmp_path: Path) -> None:
