@@ -183,16 +183,13 @@ def _collapsed(steps: History, limits: Limits) -> str:
 
 
 def _kl_high(steps: History, limits: Limits) -> str:
-    """Far above the limit at once; a little above when it stays and does not pay.
-
-    A rule cannot be fooled: there a reward that rises is worth some distance.
-    """
+    """Far above the limit at once; a little above when it stays and does not pay."""
     newest, two = _last(steps, "kl_divergence", 1), _last(steps, "kl_divergence", 2)
     if not newest:
         return ""
     if newest[0] <= FAR * limits.kl[1]:
         lasts = len(steps) >= SETTLE_STEPS and bool(two) and min(two) > limits.kl[1]
-        if not lasts or (not limits.judged and _rises(steps)):
+        if not lasts or distance_pays(steps, limits):
             return ""
     return (
         f"kl {newest[0]:.3g} is above {limits.kl[1]:g}: the model moves far from where it started. "
@@ -200,7 +197,13 @@ def _kl_high(steps: History, limits: Limits) -> str:
     )
 
 
-def _rises(steps: History) -> bool:
+def distance_pays(steps: History, limits: Limits) -> bool:
+    """Whether some distance is worth it: the reward rises, and nothing that can be fooled gives it.
+
+    `steps` are the finished steps, from 1 on.
+    """
+    if limits.judged:
+        return False
     rewards = [float(s["reward_mean"]) for s in steps if s.get("reward_mean") is not None]
     return len(rewards) > 1 and fmean(rewards[-SETTLE_STEPS:]) > rewards[0]
 

@@ -3,7 +3,7 @@
 // Texts of a run only ever enter the page as text nodes.
 
 let DATA = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = ["--c0", "--c3", "--c2", "--c1", "--c4", "--c5", "--c6"];
+const COLOURS = ["--c0", "--c3", "--c2", "--c1", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const $ = (id) => document.getElementById(id);
 
 /** An element with attributes and children; strings become text nodes. */
@@ -18,7 +18,7 @@ function el(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Words in which a flag such as --kl_coef is never broken. */
+/** Words in which a flag such as --kl_coef is broken only where a line is too short for it. */
 function prose(text) {
   const made = document.createDocumentFragment();
   text.split(/(--?[A-Za-z]\w+|[\w.]+\.md\S*)/).forEach((piece, i) => made.append(i % 2 ? el("span", { class: "flag" }, piece) : piece));
@@ -121,7 +121,7 @@ function drawTiles() {
     const { change } = first;
     const advice = !/^[a-z]/.test(change) ? change
       : out.length ? `${change[0].toUpperCase()}${change.slice(1)}.` : `Out of range: ${change}.`;
-    return el("div", { class: out.length ? "tile out" : "tile", title: first.what },
+    return el("div", { class: out.some((tile) => !tile.pays) ? "tile out" : "tile", title: first.what },
       el("div", { class: "head" }, el("span", {}, first.title),
         el("span", { class: "flag" }, found.map((tile) => digits(tile.value)).join(" · "))),
       sparkline(runs, first.key, first.band),

@@ -188,7 +188,7 @@ function drawTable() {
     const cells = COLUMNS.map(([name, , kind]) => {
       if (name === "score") return el("td", { class: row.score == null ? "n failed" : kind, title: row.failure || null }, row.score == null ? "failed" : digits(row.score), label ? " ●" : "");
       if (name === "prompt" || name === "response") return el("td", {}, snippet(row[name]));
-      return el("td", { class: kind }, String(row[name] ?? ""));
+      return el("td", { class: kind, title: kind === "wide" ? row[name] : null }, String(row[name] ?? ""));
     });
     return el("tr", { tabindex: place === Math.max(0, now.place) ? 0 : -1, "data-id": row.id, "aria-selected": String(now.row?.id === row.id), onclick: () => choose(place) }, ...cells);
   }));

@@ -15,7 +15,7 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import plots_of, tiles_of
-from ppo_cli.report.health import CALM_STEPS, Limits, find_trouble, limits_of
+from ppo_cli.report.health import CALM_STEPS, Limits, distance_pays, find_trouble, limits_of
 from ppo_cli.report.metrics import ROUNDING, dollars, judge_totals, summarise
 from ppo_cli.run_folder import (
     METRICS_FILE,
@@ -32,6 +32,7 @@ OF_TILES = {
     "entropy": "entropy", "critic": "explained_variance", "failed": "score/failed_share",
     "too_long": "response_length/clip_ratio", "sampler": "rollout/logprob_diff",
 }  # fmt: skip
+PAYS = "Fine while the reward rises: no judge or reward model scores here."
 _SETTING = re.compile(r"^( *)([\w.-]+):(?: (.*?)  # (.*))?$")
 RESUMED = "perf/resumed"
 
@@ -74,6 +75,11 @@ class RunData:
         series = {key: [_short(line.get(key)) for line in history] for key in keys}
         tiles = tiles_of(series, steps, limits)
         findings = self._findings(history, limits)
+        far = any(span["kind"] == "kl_high" and span["now"] for span in findings)
+        if not far and distance_pays([line for line in history if line["step"] > 0], limits):
+            for tile in tiles:
+                if tile["key"] == "kl_divergence" and tile["side"] == "above":
+                    tile |= {"pays": True, "change": PAYS}
         spent = _spent(self.folder, history)
         settings, written_by = settings_of(self.folder)
         return {
@@ -160,7 +166,7 @@ def sentence(
         if after is not None
     ]
     clauses = [", ".join(told[:3] or ["no reward yet"]) + f" in {length}"]
-    outside = [tile for tile in tiles if tile["side"]]
+    outside = [tile for tile in tiles if tile["side"] and "pays" not in tile]
     clauses += [
         f"{tile['title']} {_digits(tile['value'])}, {tile['side']} its range since step "
         f"{tile['since']}: {tile['change']}"

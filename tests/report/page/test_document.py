@@ -14,7 +14,7 @@ from ppo_cli.report.catalogue import METRICS, plots_of, tiles_of
 from ppo_cli.report.health import Limits
 from ppo_cli.report.page.document import report
 from ppo_cli.report.page.rollouts import Rollouts, sample
-from ppo_cli.report.page.run_data import RunData
+from ppo_cli.report.page.run_data import PAYS, RunData
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import read_lines, read_metrics, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, RAN, make_run
@@ -39,6 +39,17 @@ def test_one_sentence_says_how_it_went(run: Path) -> None:
         "range since step 16: lower --lr or raise --kl_coef; judge $0.70, 1 response without a "
         "score"
     )
+
+
+def test_a_high_kl_that_pays_asks_for_no_change(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text("# Written by ppo-cli 9\nreward: {rule: exact}\n")  # no judge any more
+    found = RunData(tmp_path / "run", "run").read()
+    assert "KL" not in found["sentence"]
+    assert [span["kind"] for span in found["findings"]] == ["failed"]
+    (kl,) = (tile for tile in found["tiles"] if tile["key"] == "kl_divergence")
+    assert kl["side"] == "above" and kl["change"] == PAYS
 
 
 def test_hostile_texts_and_secrets_stay_out_of_the_markup(
