@@ -90,8 +90,11 @@ def _usage(error: BaseException) -> str | None:
     if hasattr(error, "possibilities"):
         said = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
     context = getattr(error, "ctx", None)
+    if not said and context:  # a group without its command: its help is printed by now
+        said = f"name one of its commands: {', '.join(context.command.commands)}"
     command = context.command_path.partition(" ")[2] if context else "COMMAND"
-    return f"error: {said} See `{ppo(f'{command} --help'.lstrip())}`."
+    stop = "" if said.endswith((".", "?")) else "."
+    return f"error: {said}{stop} See `{ppo(f'{command} --help'.lstrip())}`."
 
 
 def _kept(bug: BaseException, folder: Path) -> str:

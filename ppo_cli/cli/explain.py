@@ -8,13 +8,16 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from ppo_cli.cli.screen import aligned, clean, fit
+from ppo_cli.cli.foreign_flags import listed
+from ppo_cli.cli.screen import COLUMNS, aligned, clean, fit
 from ppo_cli.config.keys import Key, find, range_words, suggest, table
 from ppo_cli.config.requirements import effects_of
 from ppo_cli.errors import ConfigError, did_you_mean
 from ppo_cli.report.catalogue import METRICS
 from ppo_cli.report.health import Limits
 
+# The words on a line of a step; a flag of the same name is asked for with its dashes.
+ON_A_LINE = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy"}
 HEADINGS = {
     "key": "setting", "metric": "metric", "is": "is", "type": "type", "range": "range",
     "usual": "usual", "default": "default", "flag": "flag", "variable": "variable",
@@ -30,7 +33,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a setting or a metric is: its range, what it goes with, what to change."""
-    found = setting_facts(name) or metric_facts(name)
+    meant = ON_A_LINE.get(name) or listed()["aliases"].get(name.lstrip("-"), name)
+    found = setting_facts(meant) or metric_facts(meant)
     if not found:
         known = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
         near = suggest(name) or did_you_mean(name, [*table(), *known])

@@ -22,7 +22,7 @@ from ppo_cli.config.derived import PlanPart, rows_missing, train_rows
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import check_folder
-from ppo_cli.config.plan import Plan, make_plan
+from ppo_cli.config.plan import Plan, arithmetic, make_plan
 from ppo_cli.config.requirements import (
     missing_gpus,
     missing_inputs,
@@ -90,6 +90,12 @@ def forked(given: Given) -> Resolved:
     resolved = replace(given, flags=flags, config_files=files).resolve_node()
     if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
         raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
+    total, done = arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
+    if total and total <= done:
+        raise ConfigError(
+            f"--fork {word} begins after step {done}, and this run ends with step {total}: raise "
+            f"--max_steps (or --epochs) above {done}."
+        )
     return resolved
 
 

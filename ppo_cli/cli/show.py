@@ -112,11 +112,14 @@ def compare_runs(folders: Sequence[Path], step: int | None, val: bool, most: int
     values = {key: [one.get(key) for one in told] for key in keys}
     # What an older version did not know yet is no difference from a default.
     differing = {k for k, v in values.items() if len(set(v)) > 1 and (None not in v or k in chosen)}
-    metrics = [recent(read_metrics(run), RECENT) for run in folders]
+    histories = [read_metrics(run) for run in folders]
+    validated = [[v for v in map(validation_value, h) if v is not None] for h in histories]
+    metrics = [recent(history, RECENT) for history in histories]
     names = sorted({name for one in metrics for name in one if name.endswith("_mean")})
     return {
         "runs": [str(run) for run in folders],
         "settings": {key: found for key, found in values.items() if key in differing},
+        "validation": [values[-1] if values else None for values in validated],
         "metrics": {n.removesuffix("_mean"): [one.get(n) for one in metrics] for n in names},
         "prompts": same_prompts(folders, step, val)[:most],
     }
@@ -155,6 +158,7 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
     lines = []
     for title, part in (
         ("Settings that differ", compared["settings"]),
+        ("Newest validation", {"val": compared["validation"]}),
         (f"Means of the last {RECENT} steps", compared["metrics"]),
     ):
         rows = [["", *runs]]

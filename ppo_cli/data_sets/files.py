@@ -219,7 +219,11 @@ def nearest_file(path: Path) -> str:
     """Suggest the nearest name in the folder of a missing file, or say that the folder lacks."""
     folder = path.parent
     if not folder.is_dir():
-        return f" The folder {folder} does not exist either."
+        from ppo_cli.data_sets.prepare import RECIPES  # which imports this module
+
+        command = ppo(f"data prepare {folder.name} --out {shlex.quote(str(folder))}")
+        makes = f" `{command}` makes it." if folder.name in RECIPES else ""
+        return f" The folder {folder} does not exist either.{makes}"
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
     near = did_you_mean(path.name, names)
     if near:

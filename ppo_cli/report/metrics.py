@@ -358,9 +358,10 @@ def _validation(lines: Lines) -> dict[str, float]:
 
 def _next_steps(config: Config, run_dir: Path, done: int, resume_command: str) -> tuple[str, ...]:
     """Commands that a user may want now."""
+    folder = shlex.quote(str(run_dir))
     steps = [
-        ppo(f"show {shlex.quote(str(run_dir))} --worst 5")
-        + "    the responses with the lowest scores"
+        f"{ppo(f'view {folder}')}    the page: curves and all responses",
+        f"{ppo(f'show {folder} --worst 5')}    the responses with the lowest scores",
     ]
     if config.model.path == "embedded":
         own = ppo("train --model PATH_OR_HUB_NAME --train_files YOUR.jsonl")

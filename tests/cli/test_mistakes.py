@@ -172,6 +172,10 @@ MISTAKES = {
     "greedy and several": Mistake("eval embedded --greedy --n 2", "--greedy", "--n out"),
     "runs of no folder": Mistake("runs no/such", "no/such", "run folders"),
     "runs without any": Mistake("runs model", "model holds no run", "config.yaml"),
+    "a set not made yet": Mistake(
+        "data check sets/math/test.parquet", "sets/math does not", "prepare math --out sets/math"
+    ),
+    "a group alone": Mistake("presets", "list, show, copy", "presets --help"),
     "explain nothing": Mistake("explain clip_ratoi", "'clip_ratoi'", "'actor.clip_ratio'"),
     "copy over a file": Mistake("presets copy embedded file", "file is there", "another"),
     "copy no preset": Mistake("presets copy embeded new.yaml", "'embeded'", "'embedded'"),

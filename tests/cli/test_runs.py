@@ -66,6 +66,10 @@ def test_every_setting_and_metric_is_explained(capsys: pytest.CaptureFixture[str
     assert "no_effect" in told(capsys, "explain", "rollout.enforce_eager")
     metric = told(capsys, "explain", "val/reward_mean")
     assert metric["is"] == "Mean score in validation."
+    assert told(capsys, "explain", "kl") == told(capsys, "explain", "kl_divergence")
+    assert told(capsys, "explain", "reward")["metric"] == "reward_mean"
+    assert told(capsys, "explain", "--reward")["key"] == "reward.parts"
+    assert told(capsys, "explain", "num_generations")["key"] == "rollout.n"
     names = [*table(), *(metric.key.replace("*", "x") for metric in METRICS)]
     assert [name for name in names if main(["explain", name]) != 0] == []
 

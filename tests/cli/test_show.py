@@ -195,6 +195,7 @@ def test_a_run_that_spent_its_budget_before_its_first_step(
 def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     tracker = Tracker(other, Screen(), (), total_steps=30, config=Config())
+    tracker.validation(0, {"val/accuracy": 0.75})
     for step in (1, 2):
         tracker.step(step, {"reward_mean": 0.5, "entropy": 1.0})
         tracker.rollouts(step, [scored("b", "better", 0.5), scored("a", "A", 0.9)])
@@ -207,6 +208,7 @@ def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFacto
     assert found["settings"] == {"actor.optim.lr": ["1.0e-06", "0.5"]}
     assert found["metrics"]["reward_mean"] == pytest.approx([0.205, 0.5])
     assert found["metrics"]["entropy"] == [None, 1.0]
+    assert found["validation"] == [0.125, 0.75]
     assert [row["step"] for row in found["prompts"]] == [1, 1]  # the newest that both have
     assert found["prompts"][0]["prompt"] == "question b" and found["prompts"][0]["apart"] == 1.5
     text = show(run, other, "--worst", 1)

@@ -98,11 +98,12 @@ def test_a_run_without_any_score_is_not_done() -> None:
 def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PPO_COMMAND", r"/a\ b/ppo")
     steps = told({"step": 3, "reward_mean": 0.1}).next_steps
-    assert steps[0].startswith(r"/a\ b/ppo show 'my run' --worst 5 ")
-    assert steps[1].startswith("ppo train --lr 1 --max_steps 6 ")
+    assert steps[0].startswith(r"/a\ b/ppo view 'my run' ")
+    assert steps[1].startswith(r"/a\ b/ppo show 'my run' --worst 5 ")
+    assert steps[2].startswith("ppo train --lr 1 --max_steps 6 ")
     embedded = Config.model_validate({"model": {"path": "embedded"}})
     found = summarise([], HERE, embedded, session=(0, 1.0), resume_command="").next_steps
-    assert len(found) == 3 and all(line.startswith(r"/a\ b/ppo ") for line in found)
+    assert len(found) == 4 and all(line.startswith(r"/a\ b/ppo ") for line in found)
 
 
 def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
