@@ -134,6 +134,7 @@ def read_hub(source: str) -> Records:
 
 
 SHOWN_FILES = 5
+SETS = ("gsm8k", "hh_rlhf", "humaneval", "math")  # that `ppo data prepare` makes
 SPLITS = ("train", "test")
 NO_DATA_FILE = "it holds no JSON, JSONL or parquet file"
 Record = Mapping[str, Any]
@@ -219,10 +220,8 @@ def nearest_file(path: Path) -> str:
     """Suggest the nearest name in the folder of a missing file, or say that the folder lacks."""
     folder = path.parent
     if not folder.is_dir():
-        from ppo_cli.data_sets.prepare import RECIPES  # which imports this module
-
         command = ppo(f"data prepare {folder.name} --out {shlex.quote(str(folder))}")
-        makes = f" `{command}` makes it." if folder.name in RECIPES else ""
+        makes = f" `{command}` makes it." if folder.name in SETS else ""
         return f" The folder {folder} does not exist either.{makes}"
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
     near = did_you_mean(path.name, names)

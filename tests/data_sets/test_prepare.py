@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.data_sets.prepare import GSM8K_INSTRUCTION, final_answer, prepare
+from ppo_cli.data_sets.files import SETS
+from ppo_cli.data_sets.prepare import GSM8K_INSTRUCTION, RECIPES, final_answer, prepare
 from ppo_cli.data_sets.rows import load_rows
 from ppo_cli.errors import DataError
 
@@ -54,6 +55,10 @@ def test_writes_verl_rows(source: Path, tmp_path: Path) -> None:
     found = load_rows(str(out / "train.parquet"))
     assert [row.ground_truth for row in found.rows] == ["1000", "2000"]
     assert (found.problems, found.notes, found.columns.unused) == ((), (), ())
+
+
+def test_a_missing_folder_is_told_by_the_names_of_the_recipes() -> None:
+    assert sorted(RECIPES) == list(SETS)
 
 
 def test_shards_are_joined_in_order(source: Path, tmp_path: Path) -> None:

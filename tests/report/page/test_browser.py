@@ -105,6 +105,7 @@ def look_through(browser: Any, total: int) -> None:
     until(lambda: count(browser) == f"25 of {total} responses")
     browser.execute_script("document.querySelector('#table tbody tr').click()")
     until(lambda: "answer 5 at 39" in " ".join(texts(browser, "#pane .text")))
+    assert "thoughts" not in texts(browser, "#pane")[0], "where they are is no fact to read"
     assert texts(browser, "#pane ins") == ["39"]
     assert texts(browser, "#pane del") == ["38"]
     browser.find_element("css selector", "body").send_keys("j")
