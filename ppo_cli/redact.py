@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_SECRET_NAMES = re.compile(r"(_API_KEY|_TOKEN|_SECRET|_PASSWORD)$")
+_SECRET_NAMES = re.compile(r"(_API_KEY|_TOKEN|_TOKEN_BEDROCK|_SECRET|_ACCESS_KEY|_PASSWORD)$")
 # What a text must hold, in small letters, for a pattern to be tried; the pattern; what is put in.
 _SHAPES = (
     (("://",), re.compile(r"(?<=://)[^/\s'\"?#]+(?=@)"), HIDDEN),

@@ -7,6 +7,7 @@ name, and checked again when its files are there. Tensor names are read without 
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import pickle
@@ -186,6 +187,10 @@ class JudgeApi:
     default: str | None = None
     keyless: bool = False
     listed: str | None = None
+    platform: str | None = None
+    needs: Mapping[str, str] = field(default_factory=dict)
+    replaces: Mapping[str, str] = field(default_factory=dict)
+    signs: str | None = None
     shutdowns: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -198,6 +203,35 @@ def _judges() -> dict[str, JudgeApi]:
 
 
 JUDGES: dict[str, JudgeApi] = _judges()
+
+
+def asked_at(kind: str, environ: Mapping[str, str]) -> str:
+    """The type that a judge's type means here: the SDK of some has a variable for another one."""
+    for name, row in JUDGES.items():
+        for variable in row.replaces.get(kind, "").split():
+            if environ.get(variable, "").strip().lower() in ("true", "1"):
+                return name
+    return kind
+
+
+def missing_settings(
+    kind: str, environ: Mapping[str, str], *, base_url: str | None, key_env: str | None
+) -> list[str]:
+    """Return a sentence for each variable and package, keys aside, that a judge's SDK lacks."""
+    row, said = JUDGES[kind], []
+    for names, what in row.needs.items():
+        variables = names.split()
+        moved = base_url and set(variables) & set(row.url_variables)
+        if not moved and not any(environ.get(name, "").strip() for name in variables):
+            said.append(f"A judge at {kind} needs {' or '.join(variables)}: {what}.")
+    keys = (key_env,) if key_env else row.keys
+    keyed = any(environ.get(name, "").strip() for name in keys)
+    if row.signs and not keyed and importlib.util.find_spec(row.signs) is None:
+        said.append(
+            f"A judge at {kind} without {keys[0]} takes the credentials that {row.signs} finds, "
+            f"and that is not installed: pip install {row.signs}, or set {keys[0]}."
+        )
+    return said
 
 
 def retirement(provider: str, model: str) -> datetime.date | None:

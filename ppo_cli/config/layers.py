@@ -321,7 +321,11 @@ def _no_secrets(entry: Entry, given: list[Entry]) -> str:
     """Say where a key belongs; its value is shown nowhere."""
     said = {_plain(e.name.rsplit(".", 1)[-1]): str(e.raw) for e in given}
     kind = next((said[k] for k in ("type", "api_type", "rm_api_type") if k in said), "")
-    usual = JUDGES[kind].keys if kind in JUDGES else tuple(api.keys[0] for api in JUDGES.values())
+    usual = (
+        JUDGES[kind].keys
+        if kind in JUDGES
+        else tuple(api.keys[0] for api in JUDGES.values() if api.keys)
+    )
     variable = _VARIABLE.fullmatch(str(entry.raw))
     other = variable[1] if variable else "NAME"
     return (

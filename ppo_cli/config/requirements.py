@@ -32,7 +32,12 @@ from ppo_cli.config.local_judge import local_remarks, missing_for_judge
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.model_checks import broken_models, missing_models
 from ppo_cli.config.resolve import DEFAULT, Resolved
-from ppo_cli.config.reward_checks import judge_remarks, missing_keys, mixture_remarks
+from ppo_cli.config.reward_checks import (
+    judge_remarks,
+    missing_for_sdks,
+    missing_keys,
+    mixture_remarks,
+)
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
@@ -80,6 +85,7 @@ def missing_inputs(config: Config, environ: Mapping[str, str] = os.environ) -> l
     said = [
         *broken_models(config),
         *missing_keys(config, environ),
+        *missing_for_sdks(config, environ),
         *missing_models(config, environ),
         *missing_for_judge(config, environ),
     ]

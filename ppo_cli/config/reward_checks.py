@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.keys import Clash
-from ppo_cli.config.known_models import JUDGES, retirement
+from ppo_cli.config.known_models import JUDGES, asked_at, missing_settings, retirement
 from ppo_cli.config.mixture import (
     PARTS,
     SCALINGS,
@@ -68,6 +68,18 @@ def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
             where = f"{judge.key}.monitor.key_env=NAME"
             said.append(_missing_key("the monitoring judge", where, api.monitor, environ))
     return [sentence for sentence in dict.fromkeys(said) if sentence]
+
+
+def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each setting that the SDKs of the judges lack, keys aside."""
+    said: list[str] = []
+    for judge in judges_of(config.reward):
+        api, monitor = judge.settings, judge.settings.monitor
+        asked: list[ApiReward | Monitor] = [api, monitor] if monitor.model is not None else [api]
+        for one in asked:
+            kind = asked_at(one.type, environ)
+            said += missing_settings(kind, environ, base_url=one.base_url, key_env=one.key_env)
+    return list(dict.fromkeys(said))
 
 
 def judge_remarks(config: Config, today: datetime.date | None = None) -> list[str]:
@@ -220,7 +232,14 @@ def _ends(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]
             "https:// and without blanks, such as http://localhost:8000/v1.",
         )
     name = judge.key_env
-    if name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):
+    if name is not None and not JUDGES[judge.type].keys:
+        yield Clash(
+            (f"{key}key_env", f"reward.api.{group}key_env"),
+            f"{key}key_env is set, and a judge at {judge.type} takes no key, but "
+            "Google's credentials: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth "
+            "application-default login.",
+        )
+    elif name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):
         usual = JUDGES[judge.type].keys[0]
         yield Clash(
             (f"{key}key_env", f"reward.api.{group}key_env"),
@@ -245,7 +264,7 @@ def _missing_key(
         if environ.get(judge.key_env, "").strip():
             return ""
         return f"There is no key for {who}: set {judge.key_env}, as key_env says."
-    known = JUDGES[judge.type]
+    known = JUDGES[asked_at(judge.type, environ)]
     moved = any(environ.get(name, "").strip() for name in known.url_variables)
     keyless = known.keyless and (judge.base_url or moved or not known.url)
     if keyless or any(environ.get(name, "").strip() for name in known.keys):

@@ -326,7 +326,11 @@ def _judges(machine: Machine) -> Said:
                 key = api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
                 yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
         except UserError as error:
-            yield "fail", f"{name}: {error}", f"export {JUDGES[api.type].keys[0]}=YOUR_KEY"
+            unset = re.search(r"\b[A-Z][A-Z_]{4,}\b", str(error))
+            keys = JUDGES[api.type].keys
+            variable = unset[0] if unset else next(iter(keys), "")
+            value = "YOUR_KEY" if variable in keys else "VALUE"
+            yield "fail", f"{name}: {first_line(error)}", f"export {variable}={value}"
         except JudgeError as error:
             fatal = error.kind is Failure.FATAL
             fix = "another key or --rm_model" if fatal else "--rm_base_url, or the network"

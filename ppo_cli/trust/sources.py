@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from ppo_cli.config.known_models import find_adapter
+from ppo_cli.config.known_models import asked_at, find_adapter
 from ppo_cli.config.mixture import (
     Judge,
     judges_of,
@@ -152,8 +152,9 @@ def in_batches(settings: RewardSettings, hours: float) -> RewardSettings:
         problems.append("--batch is for a judge behind an API, and this reward has none.")
     for judge in judges:
         api = judge.settings
-        if not provider_class(api.type).batch_rows:
-            problems.append(f"--batch: {judge.name}: {api.type} has no batch interface here.")
+        kind = asked_at(api.type, os.environ)
+        if not provider_class(kind).batch_rows:
+            problems.append(f"--batch: {judge.name}: {kind} has no batch interface here.")
         if api.mode == "decision":
             problems.append(f"--batch: {judge.name}: --rm_mode decision does not go with it.")
         if (api.cache or "").strip().lower() == "off":

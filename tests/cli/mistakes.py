@@ -45,6 +45,8 @@ def set_desk(folder: Path, files: Mapping[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "wandb", None)
     variables = [key.env for key in table().values() if key.env]
+    for names in (name for api in JUDGES.values() for name in (*api.needs, *api.replaces.values())):
+        variables += names.split()
     for name in chain(variables, *(api.keys for api in JUDGES.values()), ["OPENAI_BASE_URL"]):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

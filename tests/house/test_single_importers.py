@@ -26,7 +26,9 @@ STANDS = {
     "rewards.judge.breaker": "when calls may start; with it, client is over the cap",
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.judge.scale_words": "which scale a text names: a reader of its own",
+    "rewards.judge.providers.claude": "a provider, found by its name; platforms has it elsewhere",
     "rewards.judge.providers.failures": "what goes wrong; with it, base is over the cap",
+    "rewards.judge.providers.gemini": "a provider, found by its name; platforms has it elsewhere",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",
 }

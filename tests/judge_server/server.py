@@ -39,7 +39,9 @@ HINTS: dict[str, Callable[[float], dict[str, str]]] = {
     },
     "none": lambda wait: {},
 }
-_KEY_HEADERS = ("Authorization", "x-api-key", "x-goog-api-key")
+_KEY_HEADERS = ("Authorization", "x-api-key", "x-goog-api-key", "api-key")
+
+TOKEN = "ya29.loopback-token"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Call:
     key_header: str | None
     key_digest: str | None
     time: float
+    query: str = ""
 
 
 def digest(key: str) -> str:
@@ -163,6 +166,9 @@ class JudgeServer(Loopback):
             return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
         if self.batches.takes(request.path):
             return await self.batches.handle(request)
+        if request.path == "/token":  # what Google's credentials are changed into
+            granted = {"access_token": TOKEN, "expires_in": 3600, "token_type": "Bearer"}
+            return web.json_response(granted)
         state = self.state
         body = json.loads(await request.read() or b"{}")
         key_header, key = find_key(request)
@@ -183,7 +189,9 @@ class JudgeServer(Loopback):
             return
         shown = {k: v for k, v in request.headers.items() if k.lower() not in _LOWER_KEYS}
         hashed = digest(key) if key else None
-        state.calls.append(Call(request.path, body, shown, header, hashed, time.monotonic()))
+        state.calls.append(
+            Call(request.path, body, shown, header, hashed, time.monotonic(), request.query_string)
+        )
 
     async def _answer(
         self, request: web.Request, body: dict[str, Any], key: str | None

@@ -220,7 +220,7 @@ def wire_of(path: str, body: Body) -> tuple[str, bool] | None:
     """Name of the protocol that a path belongs to, and whether it asks for a decision."""
     if path.endswith("/chat/completions"):
         return "openai", False
-    if path.endswith("/v1/messages"):
+    if path.endswith(("/v1/messages", ":rawPredict", "/invoke")):
         return "claude", False
     if path.endswith(":generateContent"):
         return "gemini", False

@@ -193,6 +193,7 @@ def test_repeats_and_attacks_go_by_batch_too(
     ("more", "said"),
     [
         (["--rm_api_type", "dashscope"], "dashscope has no batch interface"),
+        (["--rm_api_type", "bedrock"], "bedrock has no batch interface"),
         (["--rm_cache", "off"], "kept beside --rm_cache"),
         (["--rm_mode", "decision"], "decision does not go with it"),
     ],

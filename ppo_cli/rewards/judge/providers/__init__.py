@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 
-from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.known_models import JUDGES, asked_at, missing_settings
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
@@ -23,8 +23,10 @@ NO_KEY = "none"
 
 
 def provider_class(kind: str) -> type[SdkProvider]:
-    """The class of a provider: `Judge` in the file of its name."""
-    found: type[SdkProvider] = importlib.import_module(f"{__name__}.{kind}").Judge
+    """The class of a provider: `Judge` in the file of its name, or one of the platforms."""
+    platform = JUDGES[kind].platform
+    file, name = ("platforms", platform) if platform else (kind, "Judge")
+    found: type[SdkProvider] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
     return found
 
 
@@ -33,13 +35,16 @@ def build_provider(
 ) -> SdkProvider:
     """Return the judge's provider; no call is made, and no SDK is imported yet.
 
-    `flags` is how its flags begin. Raises RewardError for a missing key or an unusable address,
-    MissingPart for an SDK that is not installed.
+    `flags` is how its flags begin. Raises RewardError for a missing key or setting and for an
+    unusable address, MissingPart for an SDK that is not installed.
     """
-    known, provider = JUDGES[api.type], provider_class(api.type)
+    kind = asked_at(api.type, environ)
+    known, provider = JUDGES[kind], provider_class(kind)
+    if lacking := missing_settings(kind, environ, base_url=api.base_url, key_env=api.key_env):
+        raise RewardError("\n".join(lacking))
     base_url = locate(provider, api, environ, flags)
     own_server = known.keyless and base_url != known.url
-    key = api_key(api.type, environ, key_env=api.key_env, optional=own_server)
+    key = api_key(kind, environ, key_env=api.key_env, optional=own_server)
     if not installed(provider.module):
         raise MissingPart(
             f"A judge at {api.type} needs the {provider.package} package: "
@@ -66,7 +71,7 @@ def locate(
 ) -> str:
     """The address of the settings, of a variable or of the provider, as the SDK takes it."""
     places = {f"{flags}_base_url": api.base_url}
-    for variable in () if api.base_url else JUDGES[api.type].url_variables:
+    for variable in () if api.base_url else JUDGES[provider.name].url_variables:
         places[variable] = environ.get(variable, "").strip()
     for source, given in places.items():
         if given:

@@ -63,7 +63,10 @@ _EXCERPT = 200  # of a page, or of a text that no provider wrote
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What an exception says: `what` is status, timeout, connection, body, request or unknown."""
+    """What an exception says.
+
+    `what` is status, timeout, connection, credentials, body, request or unknown.
+    """
 
     what: str
     message: str
@@ -102,7 +105,11 @@ def read_symptoms(error: BaseException) -> Symptoms:
         return Symptoms("body", text) if wordless else found
     if kinds & {"APITimeoutError", "TimeoutException", "TimeoutError"}:
         return Symptoms("timeout", text)
-    root = type(error).__module__.split(".")[0]
+    module = type(error).__module__
+    if module == "google.auth.exceptions" or "AWS credentials" in text:
+        passing = "TransportError" in kinds or getattr(error, "retryable", False)
+        return Symptoms("connection" if passing else "credentials", text)
+    root = module.split(".")[0]
     if "APIConnectionError" in kinds or isinstance(error, OSError):
         return Symptoms("connection", f"{text} ({_root_cause(error)})")
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
@@ -256,6 +263,9 @@ def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeErro
 
 
 def _without_status(symptoms: Symptoms, context: Context) -> JudgeError:
+    if symptoms.what == "credentials":
+        told = f"{context.label}: there are no credentials that work: {symptoms.message}"
+        return _error(Failure.FATAL, "credentials", told, symptoms)
     causes = {"body": "bad_body", "request": "unknown"}
     words = {
         "timeout": "did not answer in time",

@@ -100,7 +100,11 @@ class Judge(SdkProvider):
             retry_options=types.HttpRetryOptions(attempts=1),
             aiohttp_client=self._session,
         )
-        return genai.Client(api_key=key, vertexai=False, http_options=http)
+        return genai.Client(http_options=http, **self.access(key))
+
+    def access(self, key: str) -> dict[str, Any]:
+        """How the SDK is let in."""
+        return {"api_key": key, "vertexai": False}
 
     async def disconnect(self, client: Any) -> None:
         """Close both halves of the client, and the session that was lent to it."""

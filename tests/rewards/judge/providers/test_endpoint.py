@@ -65,11 +65,13 @@ def test_a_monitor_of_the_same_type_is_asked_at_the_same_gateway() -> None:
 def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
     for kind, known in JUDGES.items():
         for variable in known.url_variables:
-            near = {**KEYS, variable: " http://gateway/v7 "}
+            needs = {name: "x" for names in known.needs for name in names.split()}
+            keys = KEYS | dict.fromkeys(known.keys, "k") | needs
+            near = {**keys, variable: " http://gateway/v7 "}
             address = build_provider(judge_api(kind, "m"), environ=near).base_url
             assert address == "http://gateway/v7", variable
             with pytest.raises(RewardError, match=f"{variable} is 'gateway'"):
-                build_provider(judge_api(kind, "m"), environ={**KEYS, variable: "gateway"})
+                build_provider(judge_api(kind, "m"), environ={**keys, variable: "gateway"})
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     assert build_provider(judge_api("openai", "m"), environ=environ).base_url == "http://gateway/v1"
     given = judge_api("openai", "m", "http://mine/v1")
