@@ -44,6 +44,7 @@ from ppo_cli.trust.score import (
     started,
 )
 from ppo_cli.trust.sources import (
+    calls_of_criteria,
     describe,
     has_own_scale,
     kind_of,
@@ -150,7 +151,8 @@ def audit(
     twice = [rollouts[item.prompt.uid, text] for item, text in asked]
     verdicts = 2 * len(twice) * (len(unsteady(settings)) if mixed else 1)
     calls = len(rollouts) * verdicts_each(settings) + verdicts
-    screen.note(f"Asking for at most {calls:,} verdicts, on {len(items)} prompts.")
+    said = f"Asking for at most {calls:,} verdicts, on {len(items)} prompts."
+    screen.note(said + calls_of_criteria(settings))
     with screen.phase("audit", len(rollouts)) as advance:
         scoring = score_all(reward, list(rollouts.values()), Watch(advance, screen.note))
     scores = dict(zip(rollouts, scoring.scores, strict=True))

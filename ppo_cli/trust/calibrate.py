@@ -23,7 +23,7 @@ from ppo_cli.rewards.base import Reward
 from ppo_cli.trust.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.trust.rows import Labelled
 from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, judged, score_all
-from ppo_cli.trust.sources import kind_of, unsteady, verdicts_each
+from ppo_cli.trust.sources import calls_of_criteria, kind_of, unsteady, verdicts_each
 from ppo_cli.trust.statistics import (
     FEWEST,
     Floats,
@@ -280,7 +280,8 @@ def _forecast(settings: RewardSettings, rows: int, again: int, repeat: int) -> s
     if kind_of(settings) == "mixture":
         times = f" x {each} verdicts of {len(columns_of(settings, ()))} parts"
     twice = f", and {again} of them {repeat} times again" if again else ""
-    return f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
+    said = f"Asking for at most {calls:,} verdicts: {rows:,} rows{times}{twice}."
+    return said + calls_of_criteria(settings)
 
 
 def _columns(labelled: Labelled, column: Column) -> Columns:

@@ -122,6 +122,11 @@ def with_worth(found: AnsweredSet, marks: Marks, settings: RewardSettings) -> An
         grades = [grade for grade in own if grade is not None]
         worth = rubric.value(grades) if len(grades) == len(own) else None
         rows.append(replace(row, record={**row.record, WORTH: worth}))
+    if all(row.record[WORTH] is None for row in rows):
+        raise DataError(
+            f"{found.source}: no row has a label for each of its criteria; name a column with "
+            "labels of the whole responses (--labels)."
+        )
     return replace(found, rows=tuple(rows))
 
 
@@ -147,9 +152,12 @@ def graded(
                 entry.marked.append(None if mark is None else one.credit(mark))
     named: dict[str, Graded] = {}
     for (part, name, _), entry in found.items():
-        word = name if part is None else f"{part}: {name}"
-        # Rows of their own may call different things by one name.
-        named[word if word not in named else f"{word} ({len(named) + 1})"] = entry
+        first = word = name if part is None else f"{part}: {name}"
+        again = 1
+        while word in named:  # rows may call different things by one name
+            again += 1
+            word = f"{first} ({again})"
+        named[word] = entry
     return named
 
 

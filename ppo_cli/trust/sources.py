@@ -191,6 +191,13 @@ def verdicts_each(settings: RewardSettings) -> int:
     return max(1, votes + others)
 
 
+def calls_of_criteria(settings: RewardSettings) -> str:
+    """What a forecast of verdicts adds where a verdict is several calls."""
+    each = [judge.settings for judge in judges_of(settings) if judge.settings.rubric is not None]
+    several = any(api.rubric_calls == "each" for api in each)
+    return " Each criterion is a call of its own." if several else ""
+
+
 def describe(settings: RewardSettings) -> str:
     """What scores, in a line: the mixture, and what stands behind its parts."""
     parts = mixture_of(settings)

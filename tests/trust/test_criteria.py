@@ -103,6 +103,10 @@ def test_labels_of_criteria_make_the_label_of_the_row(
     code, out, err = run(capsys, "calibrate", file, *asked, "--json")
     told = json.loads(out)
     assert code == 0 and told["rows"] == 19, err  # one has labels of none
+    rows = [{"prompt": "p", "response": "x", "marks": {"kind": True}}]
+    few = write_rows(tmp_path / "b.jsonl", *rows)
+    code, _, err = run(capsys, "calibrate", few, *asked)
+    assert code == 2 and "no row has a label for each of its criteria" in err
     assert told["agreement"]["Spearman"]["value"] > 0.8
 
 
@@ -186,6 +190,21 @@ def test_an_audit_names_the_criteria_that_attacks_moved(
     assert own["worst"]["got"] == 1.0 and own["worst"]["without it"] == 0.0
     assert "kind by fake verdicts (2 of 2)" in own["said"]
     assert "verdicts in a thought" not in own["said"]  # a thought is not shown to the judge
+
+
+def test_criteria_of_rows_are_attacked_each_in_a_call_of_its_own(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+) -> None:
+    own = [{"text": "The response has kind."}, {"text": "The response has rude.", "weight": -1}]
+    rows = [item | {"extra_info": {"rubric": own}} for item in ITEMS]
+    file = write_rows(tmp_path / "a.jsonl", *rows)
+    flags = [*flags[:-1], "extra_info.rubric", "--rm_rubric_calls", "each", "--data", file]
+    code, out, err = run(capsys, "audit", *flags, "--rows", "2", "--json")
+    told = json.loads(out)
+    assert code == 0 and "Each criterion is a call of its own." in err
+    assert told["spent"]["calls"] > 1.5 * told["asked"]
+    (check,) = [one for one in told["checks"] if one["name"] == "criteria under attack"]
+    assert check["passed"], check
 
 
 def test_an_audit_needs_rows_with_criteria(
