@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from ppo_cli.config.derived import lowered_batches
 from ppo_cli.config.schema import Data
 from ppo_cli.data_sets.check import Finding, Report
 from ppo_cli.data_sets.check import check as run_check
+from ppo_cli.data_sets.files import check_readable, is_hub_name
 from ppo_cli.data_sets.prepare import RECIPES, Prepared
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.render import Renderer
@@ -195,10 +197,14 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Count rows, sources and lengths, name bad rows, show one prompt; exit 2 on bad rows."""
+    named = prompt_files(files, "train")
+    for file in named:  # before the import, which takes seconds
+        if not is_hub_name(file):
+            check_readable(Path(file).expanduser())
     from ppo_cli.run.assemble import load_tokenizer
 
     report = run_check(
-        prompt_files(files, "train"),
+        named,
         Renderer(load_tokenizer(model or EMBEDDED), system_prompt, apply_chat_template=not raw),
         max_prompt_length=max_prompt_length,
         prompt_key=prompt_key,

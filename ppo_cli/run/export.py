@@ -13,7 +13,6 @@ from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.engine.export import write_model
 from ppo_cli.errors import ConfigError, UserError, first_line, on_path
 from ppo_cli.redact import redact
 from ppo_cli.report.card import write_card
@@ -52,6 +51,8 @@ def export(
     run = folder.parents[2]
     card = step is not None and (run / "config.yaml").is_file()
     with _placing(out.expanduser(), folder, force=force) as fresh:
+        from ppo_cli.engine.export import write_model  # torch, which takes seconds
+
         written = write_model(
             folder,
             fresh,
