@@ -188,7 +188,7 @@ class ApiReward(Section):
         flag="--rm_canary_every", ge=0,
     )  # fmt: skip
     batch_wait: float | None = setting(
-        None, "Seconds to wait for batch jobs in place of calls; `ppo reward … --batch` sets it.",
+        None, "Seconds to wait for batch jobs in place of calls; --batch of ppo reward sets it.",
         gt=0.0,
     )  # fmt: skip
     local: LocalJudge = section(LocalJudge)
