@@ -14,13 +14,16 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.judge_server.faults import Fault
+from tests.judge_server.faults import KINDS, Fault
 from tests.judge_server.wire import WIRES
 
 Body = dict[str, Any]
 Judge = Callable[[str, bool, Body, Fault | None], tuple[int, Body]]
-# How a row may end: no time left, turned away, not in the results at all, or no answer in it.
-SPOILT = ("expired", "errored", "missing", "garbled")
+# How a row may end: no time left, given up, turned away, not in the results at all, under another
+# id, twice (with two answers), in a line that is cut, or without an answer in it. A fault of the
+# judge (a word of KINDS) ends it with what the judge says then.
+SPOILT = ("expired", "cancelled", "errored", "missing", "foreign", "doubled", "cut", "garbled")
+NO_ANSWER = ("expired", "cancelled", "errored")
 GARBLED = (200, {"choices": 5, "content": 5})
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _WHEN = "2026-11-22T10:00:00Z"
@@ -40,7 +43,7 @@ class Job:
 class Batches:
     """Jobs of a judge server; `looks` is how often a new one is found to be at work.
 
-    `spoil` makes rows that hold some words end otherwise (a word of SPOILT), and `late` ends
+    `spoil` makes rows that hold some words end otherwise (SPOILT, KINDS), and `late` ends
     whole jobs as expired. With `refuse`, OpenAI's jobs fail with these words. `rows` are all
     requests that were ever handed in.
     """
@@ -104,8 +107,12 @@ class Batches:
             fate = self._fate(row)
             if fate == "missing":
                 continue
-            answer = GARBLED if fate else self.judge(job.wire, False, row, None)
-            found.append((name, "" if fate == "garbled" else fate, answer))
+            fault = Fault(fate) if fate in KINDS else None
+            answer = GARBLED if fate == "garbled" else self.judge(job.wire, False, row, fault)
+            ends = fate if fate in (*NO_ANSWER, "cut") else ""
+            found.append((f"{name}x" if fate == "foreign" else name, ends, answer))
+            if fate == "doubled":
+                found.append((name, "", self.judge(job.wire, False, row, Fault("refusal"))))
         random.Random(len(found)).shuffle(found)
         return found
 
@@ -153,17 +160,14 @@ class Batches:
         good, bad = [], []
         for row, fate, (status_code, body) in self._done(job):
             line: Body = {"id": f"r-{row}", "custom_id": row, "response": None, "error": None}
-            if fate == "expired":
-                line["error"] = {
-                    "code": "batch_expired",
-                    "message": "Not done in time.",
-                }
+            if fate in ("expired", "cancelled"):
+                line["error"] = {"code": f"batch_{fate}", "message": "It was not done."}
             elif fate == "errored":
                 said = WIRES["openai"].error(500, "The server had an error.", None, None)
                 line["response"] = {"status_code": 500, "request_id": "r", "body": said}
             else:
                 line["response"] = {"status_code": status_code, "request_id": "r", "body": body}
-            (bad if fate else good).append(json.dumps(line))
+            (bad if fate in NO_ANSWER else good).append(_written(line, fate))
         for field_name, lines in (("output_file_id", good), ("error_file_id", bad)):
             if lines:
                 told[field_name] = f"{name}-{field_name}"
@@ -190,12 +194,12 @@ class Batches:
         lines = []
         for row, fate, (status, body) in self._done(job):
             result: Body = {"type": "succeeded", "message": body}
-            if fate == "expired":
-                result = {"type": "expired"}
-            elif fate or status != 200:
+            if fate in ("expired", "cancelled"):
+                result = {"type": fate.replace("ll", "l")}
+            elif fate == "errored" or status != 200:
                 told = WIRES["claude"].error(500, "Internal server error", None, None)
                 result = {"type": "errored", "error": told if fate else body}
-            lines.append(json.dumps({"custom_id": row, "result": result}))
+            lines.append(_written({"custom_id": row, "result": result}, fate))
         return web.Response(text="\n".join(lines) + "\n", content_type="application/x-jsonl")
 
     def _claude_job(self, request: web.Request, name: str, job: Job, over: bool) -> Body:
@@ -226,10 +230,10 @@ class Batches:
         lines = []
         for row, fate, (_, body) in self._done(job):
             line: Body = {"metadata": {"key": row}}
-            if fate:
-                code = 4 if fate == "expired" else 13
+            if fate in NO_ANSWER:
+                code = {"expired": 4, "cancelled": 1}.get(fate, 13)
                 line["error"] = {"code": code, "message": "It was not done."}
-            else:
+            elif fate != "cut":  # a job that was cut would be no JSON
                 line["response"] = body
             lines.append(line)
         told["metadata"] |= {
@@ -238,3 +242,9 @@ class Batches:
             "output": {"inlinedResponses": {"inlinedResponses": lines}},
         }
         return told | {"done": True}
+
+
+def _written(line: Body, fate: str) -> str:
+    """A line of results, with letters as they are."""
+    text = json.dumps(line, ensure_ascii=False)
+    return text[: len(text) // 2] if fate == "cut" else text

@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, key_of
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply
-from ppo_cli.rewards.judge.providers.base import SdkProvider, row_error
+from ppo_cli.rewards.judge.ledger import worst_case
+from ppo_cli.rewards.judge.providers.base import Results, SdkProvider, row_error
 
 logger = logging.getLogger(__name__)
 
@@ -259,12 +260,18 @@ class BatchJudge:
             return
         finally:
             self._told.pop(str(path), None)
+        told = f"the results of the batch {job.id} have no readable line of its own for it"
         for name, row in rows.items():
-            row.settle(outcomes.get(name) or row_error("failed", "the results do not have it"))
-        self._clearing.add(self._spawn(self._clear(path, job, rows)))
+            # It may have been billed all the same.
+            lost = JudgeError(Failure.REFUSED, "batch_failed", told, usage=worst_case(row.question))
+            row.settle(outcomes.get(name, lost))
+        self._clearing.add(self._spawn(self._clear(path, job, rows.keys() & outcomes)))
 
-    async def _clear(self, path: Path, job: _Job, rows: Mapping[str, _Row]) -> None:
-        """Forget rows that were read, once their verdicts are in the file of the cache."""
+    async def _clear(self, path: Path, job: _Job, rows: Set[str]) -> None:
+        """Forget rows that were read, once their verdicts are in the file of the cache.
+
+        One without a line stays: the same command reads the results again, and asks nothing.
+        """
         await asyncio.sleep(QUIET_S / 2)  # they are on their way there
         if await asyncio.to_thread(self._cache.flush):
             job.rows = [name for name in job.rows if name not in rows]
@@ -282,9 +289,7 @@ class BatchJudge:
                     raise Interrupted(f"The batch {name} failed: {redact(found.failed)}.")
                 if found.over:
                     read = await provider.within(CALL_S, lambda c: provider.results(c, name))
-                    word = found.state if found.state in ("expired", "cancelled") else "failed"
-                    told = f"the batch {name} is {found.state}, without this row"
-                    return {row: row_error(word, told) for row in job.rows} | dict(read)
+                    return _by_row(job, found.state, read)
                 done = "" if found.done is None else f", {found.done} done"
                 told = f"Batch {name} of {len(job.rows)} requests: {found.state}{done}."
                 self._told[str(path)] = told
@@ -304,6 +309,16 @@ class BatchJudge:
                 )
             await asyncio.sleep(min(pause, left))
             pause = min(1.5 * pause, LONGEST_POLL_S)
+
+
+def _by_row(job: _Job, state: str, lines: Results) -> dict[str, Reply | JudgeError]:
+    """The outcome of each row that the results have once; lines of other rows are passed over."""
+    times = Counter(name for name, _ in lines)
+    outcomes = {name: outcome for name, outcome in lines if times[name] == 1}
+    if state in ("expired", "cancelled"):
+        late = row_error(state, f"the batch {job.id} is {state}, without this row")
+        outcomes |= {name: late for name in job.rows if not times[name]}
+    return outcomes
 
 
 def _key(name: str) -> str:

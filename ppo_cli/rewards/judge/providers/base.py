@@ -16,7 +16,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Form = Mapping[str, str]  # the options of a call by name, each with its form
 Rows = Mapping[str, Question]  # of a batch job, by the id that the results carry
-Results = Mapping[str, "Reply | JudgeError"]
+Results = Sequence[tuple[str, "Reply | JudgeError"]]  # by the id of the row
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class SdkProvider(ABC):
         raise NotImplementedError(f"{self.name} has no batch interface")
 
     async def results(self, client: Any, job: str) -> Results:
-        """The outcomes of a job that is over, by the id of the row; some may be missing."""
+        """What a job that is over says of its rows; of some nothing, or twice."""
         raise NotImplementedError(f"{self.name} has no batch interface")
 
     async def disconnect(self, client: Any) -> None:
@@ -344,11 +344,25 @@ def refused(cause: str, told: str, usage: Usage | None) -> JudgeError:
 def row_error(word: str, told: str, status: int | None = None) -> JudgeError:
     """A row of a batch that brought no answer; `word` is expired, failed or cancelled.
 
-    It is final, as waiting for another job has no point, and is not billed.
+    It is final, as waiting for another job has no point. What did not run is not billed.
     """
     filtered = about_the_filter(told)
     cause = "content_filter" if filtered else f"batch_{word}"
     return JudgeError(Failure.REFUSED, cause, told, status=status or 0)
+
+
+def result_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """The objects of a file that has one in each line; a line that is none is passed over.
+
+    Lines end with a line feed only: an answer may hold U+2028 and its like as they are.
+    """
+    for line in content.split(b"\n"):
+        try:
+            read = json.loads(line.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(read, dict):
+            yield read
 
 
 def read_row(read: Callable[[Any], Reply], body: Any) -> Reply | JudgeError:
@@ -357,7 +371,7 @@ def read_row(read: Callable[[Any], Reply], body: Any) -> Reply | JudgeError:
         reply = read(body)
     except JudgeError as error:
         if error.kind is Failure.RETRYABLE:
-            return row_error("failed", str(error))
+            return JudgeError(Failure.REFUSED, "batch_failed", str(error))  # it may be billed
         return error
     return replace(reply, text=redact(reply.text))
 

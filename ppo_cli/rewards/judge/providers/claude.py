@@ -21,6 +21,7 @@ from ppo_cli.rewards.judge.providers.base import (
     read_row,
     read_usage,
     refused,
+    result_lines,
     row_error,
     verdict_schema,
 )
@@ -93,7 +94,9 @@ class Judge(SdkProvider):
     async def results(self, client: Any, job: str) -> Results:
         """The lines of the results, in whatever order they come."""
         lines = await client.messages.batches.results(job)
-        return {str(attribute(one, "custom_id")): _outcome(one) async for one in lines}
+        # The SDK's own reader ends at the first line that is cut.
+        rows = result_lines(await lines.http_response.aread())
+        return [(str(row.get("custom_id")), _outcome(row)) for row in rows]
 
     def _request(self, question: Question, form: Form) -> dict[str, Any]:
         chosen: dict[str, Any] = {

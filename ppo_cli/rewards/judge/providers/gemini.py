@@ -34,7 +34,7 @@ _BLOCKED = {
     "ESCALATION",
 }  # fmt: skip
 _OVER = {"succeeded", "partially_succeeded", "failed", "cancelled", "expired"}
-_LATE = 4  # google.rpc.Code of a deadline that has passed
+_NOT_DONE = {1: "cancelled", 4: "expired"}  # by google.rpc.Code
 _VERSION = re.compile(r"^(.*)/(v\d\w*)$")
 # Thinking is billed as output.
 TOKENS = TokenFields(
@@ -149,7 +149,7 @@ class Judge(SdkProvider):
         """The responses of a job; one that ran out of time may have none."""
         found = await client.aio.batches.get(name=job)
         lines = attribute(found, "dest", "inlined_responses") or []
-        return {str(attribute(one, "metadata", "key")): _outcome(one) for one in lines}
+        return [(str(attribute(one, "metadata", "key")), _outcome(one)) for one in lines]
 
     def _config(self, question: Question, form: Form) -> dict[str, Any]:
         config: dict[str, Any] = {"automatic_function_calling": {"disable": True}}
@@ -196,7 +196,7 @@ def _outcome(line: Any) -> Reply | JudgeError:
     if attribute(line, "response") is not None:
         return read_row(read_content, attribute(line, "response"))
     code, told = attribute(line, "error", "code"), attribute(line, "error", "message")
-    return row_error("expired" if code == _LATE else "failed", f"{code}: {told}")
+    return row_error(_NOT_DONE.get(code, "failed"), f"{code}: {told}")
 
 
 def _contents(question: Question, form: Form) -> str:

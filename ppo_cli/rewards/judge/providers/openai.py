@@ -27,6 +27,7 @@ from ppo_cli.rewards.judge.providers.base import (
     read_usage,
     refused,
     response_format,
+    result_lines,
     row_error,
 )
 
@@ -118,13 +119,12 @@ class Judge(SdkProvider):
     async def results(self, client: Any, job: str) -> Results:
         """The lines of both files of a batch: answers, and rows that failed or ran out of time."""
         found = await client.batches.retrieve(job)
-        outcomes: dict[str, Reply | JudgeError] = {}
+        outcomes: list[tuple[str, Reply | JudgeError]] = []
         for name in ("output_file_id", "error_file_id"):
             file = attribute(found, name)
-            text = (await client.files.content(file)).text if file else ""
-            for line in filter(str.strip, text.splitlines()):
-                row = json.loads(line)
-                outcomes[str(row.get("custom_id"))] = _outcome(row)
+            content = (await client.files.content(file)).content if file else b""
+            rows = result_lines(content)
+            outcomes += [(str(row.get("custom_id")), _outcome(row)) for row in rows]
         return outcomes
 
     def _request(self, question: Question, form: Form) -> tuple[dict[str, Any], dict[str, Any]]:
