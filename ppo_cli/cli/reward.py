@@ -15,6 +15,7 @@ import typer
 
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
+from ppo_cli.cli.models import LISTING
 from ppo_cli.cli.screen import aligned, clean, duration, fit, make_screen, number
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
@@ -458,6 +459,7 @@ _add(
 )
 
 
+add_command(reward_app, *LISTING)
 FIT_EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 
 FIT_FLAGS = [

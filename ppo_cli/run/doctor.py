@@ -305,23 +305,23 @@ def _sandbox(machine: Machine) -> Said:
 def _judges(machine: Machine) -> Said:
     from ppo_cli.rewards.judge.calls import Failure, JudgeError
     from ppo_cli.rewards.judge.providers import api_key, build_provider
+    from ppo_cli.trust.models import with_keys
 
     wanted = {
         f"{j.settings.type} {j.settings.model or ''}": j.settings
         for j in judges_of(machine.config.reward)
     }
     if not wanted:
-        for kind, known in JUDGES.items():
-            if any(machine.environ.get(name, "").strip() for name in known.keys):
-                model = known.default or known.example
-                wanted[f"{kind} {model}"] = ApiReward(type=kind, model=model)
+        for kind in with_keys(machine.environ):
+            model = JUDGES[kind].default or JUDGES[kind].example
+            wanted[f"{kind} {model}"] = ApiReward(type=kind, model=model)
     if not wanted:
         yield "ok", "no key is set; only an LLM judge needs one", ""
     for name, api in wanted.items():
         try:
             provider = build_provider(api, environ=machine.environ)
             if machine.probe:
-                yield "ok", f"{name} answered in {asyncio.run(_ask(provider)):.1f} s", ""
+                yield "ok", f"{name} {asyncio.run(_ask(provider))}", ""
             else:
                 key = api_key(api.type, machine.environ, key_env=api.key_env, optional=True)
                 yield "ok", f"{name}: {key.variable or 'no key'}; not called without --probe", ""
@@ -337,23 +337,29 @@ def _judges(machine: Machine) -> Said:
             yield "fail", f"{name}: {first_line(error)}", fix
 
 
-async def _ask(provider: SdkProvider) -> float:
-    """Have a judge answer with a few tokens; the seconds that it took."""
+async def _ask(provider: SdkProvider) -> str:
+    """Have a judge answer with a few tokens and list its models; say what came."""
     from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
+    from ppo_cli.trust.models import NO_LIST, among, usable
 
     said = "Answer with the number 1 alone."
     question = Question("", said, said, Scale(1, 10), max_tokens=16, output="text")
     began = time.monotonic()
     try:
         provider.begin(lambda told: None)
-        await provider.ask(question, timeout=PATIENCE_S)
-    except JudgeError as error:  # an answer that was cut, or refused, is one
-        if error.kind in (Failure.FATAL, Failure.RETRYABLE):
-            raise
+        try:
+            await provider.ask(question, timeout=PATIENCE_S)
+        except JudgeError as error:  # an answer that was cut, or refused, is one
+            if error.kind in (Failure.FATAL, Failure.RETRYABLE):
+                raise
+        said = f"answered in {time.monotonic() - began:.1f} s"
+        try:
+            return f"{said}; {among(provider.model, await usable(provider))}"
+        except JudgeError:  # many gateways have no such endpoint
+            return f"{said}; {NO_LIST}"
     finally:
         await provider.close()
         provider.end()
-    return time.monotonic() - began
 
 
 CHECKS: dict[str, Callable[[Machine], Said]] = {

@@ -41,6 +41,7 @@ HINTS: dict[str, Callable[[float], dict[str, str]]] = {
 }
 _KEY_HEADERS = ("Authorization", "x-api-key", "x-goog-api-key", "api-key")
 
+MODELS = ("m", "gpt-4o-mini", "gemini-2.5-flash-lite", "claude-haiku-4-5", "qwen-plus")
 TOKEN = "ya29.loopback-token"
 
 
@@ -163,7 +164,7 @@ class JudgeServer(Loopback):
         if request.path == "/_control":
             return await self._control(request)
         if request.method == "GET" and request.path.endswith("/models"):
-            return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+            return self._models(find_key(request)[1])
         if self.batches.takes(request.path):
             return await self.batches.handle(request)
         if request.path == "/token":  # what Google's credentials are changed into
@@ -216,6 +217,22 @@ class JudgeServer(Loopback):
         state.answered += fault is None
         status, reply = self._judge(name, decision, body, fault)
         return web.json_response(reply, status=status)
+
+    def _models(self, key: str | None) -> web.Response:
+        """The list of models in the words of every provider at once."""
+        if self.state.keys is not None and key not in self.state.keys:
+            refused = {"error": {"message": "Incorrect API key provided", "code": 401}}
+            return web.json_response(refused, status=401)
+        names, does = MODELS, ["generateContent"]
+        reply = {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "type": "model"} for name in names],
+            "models": [
+                {"name": f"models/{name}", "supportedGenerationMethods": does} for name in names
+            ] + [{"name": "models/of-vectors", "supportedGenerationMethods": ["embedContent"]}],
+            "output": {"models": [{"model": name} for name in names], "total_count": len(names)},
+        }  # fmt: skip
+        return web.json_response(reply)
 
     def _judge(
         self, name: str, decision: bool, body: dict[str, Any], fault: Fault | None

@@ -151,6 +151,10 @@ class SdkProvider(ABC):
     def end(self) -> None:  # noqa: B027
         """Take it down again."""
 
+    async def models(self, client: Any) -> list[str] | None:
+        """Names of the models that the key may use; None where nothing lists them."""
+        return None
+
     async def submit(self, client: Any, rows: Rows, form: Form) -> str:
         """Hand in requests as one batch job; returns the job's id."""
         raise NotImplementedError(f"{self.name} has no batch interface")

@@ -67,6 +67,10 @@ class Judge(SdkProvider):
 
         return AsyncAnthropic(api_key=key, base_url=self.base_url, max_retries=0)
 
+    async def models(self, client: Any) -> list[str] | None:
+        """What the models endpoint lists."""
+        return [model.id async for model in client.models.list(limit=1000)]
+
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One message."""
         chosen = self._request(question, form)

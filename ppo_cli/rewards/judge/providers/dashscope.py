@@ -26,6 +26,8 @@ TOKENS = TokenFields(
     ("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens", "total_tokens"
 )
 
+_PAGE = 100  # models in a page of their list
+
 
 class Judge(SdkProvider):
     """Chat completions, and the decision endpoint."""
@@ -81,6 +83,17 @@ class Judge(SdkProvider):
     async def disconnect(self, client: Any) -> None:
         """Close the connection pool."""
         await client.aclose()
+
+    async def models(self, client: Any) -> list[str] | None:
+        """What the models endpoint of the native protocol lists, page after page."""
+        if "/compatible-mode" in self.base_url:
+            return None
+        found: list[str] = []
+        while True:
+            page = await client.models.list(page_no=len(found) // _PAGE + 1, page_size=_PAGE)
+            found += [model.model for model in page.models if model.model]
+            if len(page.models) < _PAGE or len(found) >= page.total_count:
+                return found
 
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One chat completion."""

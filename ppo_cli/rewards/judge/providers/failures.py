@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ppo_cli.errors import ppo
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
 from ppo_cli.rewards.judge.prices import near_models
 from ppo_cli.rewards.remote.http import (
@@ -303,7 +304,8 @@ def _hint(symptoms: Symptoms, context: Context) -> str:
         near = near_models(context.kind, context.model) if context.kind else ""
         return (
             f"The model may be retired or misspelt: check {context.flags}_model "
-            f"(now '{context.model}'), and {context.flags}_base_url if you set it.{near}"
+            f"(now '{context.model}'), and {context.flags}_base_url if you set it.{near} "
+            f"`{ppo('reward models')}` lists what the key may use."
         )
     if status == 403:
         return (

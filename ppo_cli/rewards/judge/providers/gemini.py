@@ -114,6 +114,13 @@ class Judge(SdkProvider):
         if session is not None:
             await session.close()
 
+    async def models(self, client: Any) -> list[str] | None:
+        """What the models endpoint lists of models that generate content."""
+        found = [model async for model in await client.aio.models.list()]
+        # At Vertex AI a model does not say what it does.
+        fit = [m for m in found if "generateContent" in (m.supported_actions or "generateContent")]
+        return [model.name.rsplit("/", 1)[-1] for model in fit if model.name]
+
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One generated content."""
         reply = await client.aio.models.generate_content(

@@ -85,6 +85,10 @@ class Judge(SdkProvider):
 
         return AsyncOpenAI(api_key=key, base_url=self.base_url, max_retries=0)
 
+    async def models(self, client: Any) -> list[str] | None:
+        """What the models endpoint lists."""
+        return [model.id async for model in client.models.list()]
+
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One chat completion."""
         asked, extra = self._request(question, form)

@@ -30,6 +30,10 @@ class Azure(openai.Judge):
         let_in: dict[str, Any] = {"azure_ad_token": key} if token else {"api_key": key}
         return AsyncAzureOpenAI(azure_endpoint=self.base_url, max_retries=0, **let_in)
 
+    async def models(self, client: Any) -> list[str] | None:
+        """The SDK lists models, and no deployments."""
+        return None
+
 
 class Vertex(gemini.Judge):
     """Gemini at Vertex AI, with Google's own credentials."""
@@ -67,6 +71,10 @@ class VertexClaude(claude.Judge):
 
         return AsyncAnthropicVertex(base_url=self.base_url, max_retries=0)
 
+    async def models(self, client: Any) -> list[str] | None:
+        """The SDK lists none."""
+        return None
+
 
 class Bedrock(claude.Judge):
     """Claude at Bedrock: a bearer token, or the credentials of AWS that boto3 finds."""
@@ -88,6 +96,10 @@ class Bedrock(claude.Judge):
         client = AsyncAnthropicBedrock(base_url=self.base_url, max_retries=0)
         client.api_key = key if self._key.variable else None  # its own look takes a blank one
         return client
+
+    async def models(self, client: Any) -> list[str] | None:
+        """The SDK lists none."""
+        return None
 
 
 def _vertex(location: str) -> str:

@@ -181,3 +181,11 @@ def test_credentials_are_in_no_text(server: JudgeServer, monkeypatch: pytest.Mon
     for name in (*JUDGES["azure"].keys, *JUDGES["bedrock"].keys, *AWS, "AWS_SESSION_TOKEN"):
         if name != "AWS_ACCESS_KEY_ID":  # names the account, and opens nothing
             assert redact(f"it is {SECRET}.", {name: SECRET}) == "it is ***.", name
+
+
+def test_a_model_that_is_not_there_brings_up_the_nearest(server: JudgeServer) -> None:
+    server.fail(404, message="The model does not exist")
+    environ = {"OPENAI_API_KEY": SECRET, "OPENAI_BASE_URL": server.url("openai")}
+    error = ask_once(build_provider(judge_api("openai", "gpt-6-lunna"), environ=environ))
+    assert isinstance(error, JudgeError) and error.kind is Failure.FATAL
+    assert "Did you mean 'gpt-6-luna'?" in str(error) and "ppo reward models" in str(error)

@@ -1,0 +1,75 @@
+"""`ppo reward models`: what a key may use, by each provider's own list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.cli.app import main
+from ppo_cli.config.known_models import JUDGES
+from tests.cli.mistakes import set_desk
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import SECRET, WIRES
+from tests.judge_server.server import MODELS
+
+
+@pytest.fixture(autouse=True)
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_desk(tmp_path, {}, monkeypatch)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_provider_lists_what_its_key_may_use(
+    wire: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(JUDGES[WIRES[wire]].keys[0], SECRET)
+    with JudgeServer() as server:
+        line = ["--rm_api_type", WIRES[wire], "--rm_base_url", server.url(wire)]
+        assert main(["reward", "models", *line, "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        if wire == "dashscope-compatible":
+            assert (found["models"], found["notes"]) == (
+                None, ["nothing lists here what the key may use"]
+            )  # fmt: skip
+            return
+        rows = {row["model"]: row for row in found["models"]}
+        assert list(rows) == sorted(MODELS)
+        server.keys = {"another"}
+        assert main(["reward", "models", *line]) == 2
+    said = capsys.readouterr()
+    assert f"{WIRES[wire]}: no list" in said.out and SECRET not in said.out + said.err
+    assert "401" in said.err and f"{WIRES[wire]}: " in said.err
+
+
+def test_prices_shutdowns_and_a_wrong_name_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    with JudgeServer() as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url("openai"))
+        assert main(["reward", "models"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        judge = ["--use_api_reward", "--rm_api_type", "openai", "--rm_model", "gpt-4o-mimi"]
+        assert main(["reward", "models", *judge]) == 0
+        told = capsys.readouterr().out
+    assert lines[0] == "openai: 5 models"
+    (row,) = [line.split() for line in lines if "gpt-4o-mini" in line]
+    assert row[:3] == ["gpt-4o-mini", "0.15", "0.6"] and row[4] == "2027-01-14"
+    assert "5 models, and gpt-4o-mimi is none of them. Did you mean 'gpt-4o-mini'?" in told
+
+
+def test_no_key_and_no_list_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["reward", "models"]) == 2
+    assert "No key of a judge is set" in capsys.readouterr().err
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_BEARER_TOKEN_BEDROCK", SECRET)
+    assert main(["reward", "models"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "bedrock: no list", "  nothing lists here what the key may use",
+    ]  # fmt: skip
+    assert main(["reward", "models", "--rm_api_type", "azure"]) == 2
+    assert "azure needs AZURE_OPENAI_ENDPOINT" in capsys.readouterr().err
