@@ -51,6 +51,11 @@ class Model(Section):
         "Lay the rows of a learner's micro-batch end to end, without padding; unset: for a model "
         "of plain attention, when a trial at the start gives the same numbers.",
     )
+    share_prompts: bool | None = setting(
+        None,
+        "Compute a prompt once for all its responses in a packed micro-batch, but for attention; "
+        "unset: on the CPU.",
+    )
 
 
 class Data(Section):

@@ -6,7 +6,7 @@ Legend: B rows of a micro-batch, T response tokens, N response tokens of all row
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,12 @@ from ppo_cli.config.derived import clip_high, clip_low
 from ppo_cli.config.memory import LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.micro_batches import run_within_memory
+from ppo_cli.engine.micro_batches import Result, run_within_memory
 from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
-from ppo_cli.engine.responses import Slice, cut_slice, row_lengths
+from ppo_cli.engine.responses import Slice, cut_slice, row_lengths, row_prompts
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def view_tokens(
     def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
         hidden_NH = cut.pick(policy.hidden_BLH(input_ids_BL, cut.packed))
         logprobs_N, entropy_N = gather_logprobs_entropy(
-            hidden_NH, policy.head, cut.targets_N(), temperature, LOGIT_CHUNK, with_entropy
+            hidden_NH, policy.head, cut.targets_N, temperature, LOGIT_CHUNK, with_entropy
         )
         if kl_to is None:
             return logprobs_N, entropy_N
@@ -136,15 +136,13 @@ class ModelLearner:
         def accumulate(plan: Sequence[Sequence[int]]) -> Sums:
             sums: Sums = {}
             for rows in plan:
-                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
+                cut = self._cut(batch, rows)
                 self._loss(batch, cut, aggregation, sums).backward()
             return sums
 
         with model.awake():
             self._prepare(batch)
-            sums = run_within_memory(
-                row_lengths(batch), self.budget, accumulate, self._start_over, self._ranks
-            )
+            sums = self._within_memory(batch, accumulate)
             norm, stepped = self.optimizer.apply()
         if not self._ranks.speaks:
             sums = {}
@@ -154,6 +152,20 @@ class ModelLearner:
                 sums[self.norm] = (norm, 1.0)
             sums[f"{self.name}/lr"] = (self.optimizer.lr, 1.0)
         return sums
+
+    def _within_memory(
+        self, batch: TrainBatch, work: Callable[[list[list[int]]], Result]
+    ) -> Result:
+        prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
+        return run_within_memory(
+            row_lengths(batch), self.budget, work, self._start_over, self._ranks, prompts
+        )
+
+    def _cut(self, batch: TrainBatch, rows: Sequence[int]) -> Slice:
+        budget = self.budget
+        return cut_slice(
+            batch, rows, self._compute.device, packed=budget.packed, shared=budget.shared
+        )
 
     def _start_over(self) -> None:
         """Forget a pass that broke off, and the gradients so far."""
@@ -204,7 +216,7 @@ class ActorLearner(ModelLearner):
         def collect(plan: Sequence[Sequence[int]]) -> Tensor:
             own_BT = torch.zeros_like(batch.old_logprobs_BT)
             for rows in plan:
-                cut = cut_slice(batch, rows, self._compute.device, packed=self.budget.packed)
+                cut = self._cut(batch, rows)
                 seen = view_tokens(
                     self._policy, cut, self._compute, self._temperature, with_entropy=False
                 )
@@ -212,9 +224,7 @@ class ActorLearner(ModelLearner):
                     own_BT[cut.row_B, : cut.width] = cut.spread(seen.logprobs_N).cpu()
             return own_BT
 
-        own_BT = run_within_memory(
-            row_lengths(batch), self.budget, collect, self._start_over, self._ranks
-        )
+        own_BT = self._within_memory(batch, collect)
         self._chosen_BT = choose_tokens(
             kind,
             torch.stack(gather_objects(self._ranks, own_BT)).sum(0),

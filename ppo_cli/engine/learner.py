@@ -58,7 +58,7 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths
+from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.sampler import Weights
 from ppo_cli.engine.sharding import full_tensor, load_spread
 from ppo_cli.errors import ModelError
@@ -120,9 +120,11 @@ class Learner:
             awake.enter_context(self.phase("annotate"))
             for model in self._models():
                 awake.enter_context(model.awake())
+            prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
             return run_within_memory(
-                row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks
-            )
+                row_lengths(batch), self._annotate_budget, collect, lambda: None, self._ranks,
+                prompts,
+            )  # fmt: skip
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step with the actor, the critic or both."""
@@ -261,7 +263,8 @@ class Learner:
     def _annotations(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         compute = self._compute
-        cut = cut_slice(batch, rows, compute.device, packed=self._annotate_budget.packed)
+        budget = self._annotate_budget
+        cut = cut_slice(batch, rows, compute.device, packed=budget.packed, shared=budget.shared)
         full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         seen = view_tokens(
             self.policy, cut, compute, temperature,
@@ -313,7 +316,9 @@ class Learner:
             )
         if settings.packing is False:
             return loaded
-        packed = pack(loaded, path, self._compute, self._ranks, settings.packing)
+        packed = pack(
+            loaded, path, self._compute, self._ranks, settings.packing, settings.share_prompts
+        )
         if packed.packing is None:
             self.remarks.append(f"Rows of {path} are padded: packing does not suit its attention.")
         return packed

@@ -6,7 +6,7 @@ each rank has the same number of micro-batches (collectives must meet) of about 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,13 +28,15 @@ class Budget:
     """How much a micro-batch may hold; halved, and kept halved, when memory runs out.
 
     `tokens` counts padded tokens (rows x longest row), or those of the rows alone where they
-    are `packed`; `rows` caps the rows. `too_much` is said where one row does not fit.
+    are `packed`; `rows` caps the rows. Rows of one prompt stay together where they are `shared`.
+    `too_much` is said where one row does not fit.
     """
 
     tokens: int
     rows: int | None = None
     halvings: int = 0
     packed: bool = False
+    shared: bool = False
     too_much: str = (
         "a single sequence of {} tokens. Lower --max_response_length or --max_prompt_length, "
         "switch on model.enable_gradient_checkpointing, or take a smaller --model."
@@ -120,19 +122,27 @@ def _padding(groups: list[list[int]], lengths: Sequence[int], budget: Budget) ->
     return 1.0 - real / sum(sizes)
 
 
-def share_micro_batches(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:
+def share_micro_batches(
+    lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable] = ()
+) -> list[list[int]]:
     """The micro-batches of one rank; as many on each rank, some of them perhaps empty.
 
     The k-th ones of all ranks are computed at the same time, so they are neighbours in weight;
     the order of the ranks turns round with each, so that none always has the heaviest.
     """
-    whole, size = _in_turns(lengths, budget, ranks), ranks.data_size
+    whole, size = _in_turns(lengths, budget, ranks, prompts), ranks.data_size
     places = (ranks.data_rank, size - 1 - ranks.data_rank)
     return [whole[turn * size + places[turn % 2]] for turn in range(len(whole) // size)]
 
 
-def _in_turns(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list[int]]:
+def _in_turns(
+    row_lengths: Sequence[int], budget: Budget, ranks: Ranks, prompts: Sequence[Hashable]
+) -> list[list[int]]:
     """The micro-batches of all ranks, the heaviest first; each turn has one for each rank."""
+    units = [[row] for row in range(len(row_lengths))]
+    if budget.shared:
+        units = _prompt_units(row_lengths, prompts, budget.tokens, ranks.data_size)
+    lengths = [sum(row_lengths[row] for row in unit) for unit in units]
     whole = plan_micro_batches(lengths, budget)
     turns = -(-len(whole) // ranks.data_size)
     if len(whole) % ranks.data_size:
@@ -143,7 +153,23 @@ def _in_turns(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[list
             -budget.size(len(group), lengths[group[0]], sum(lengths[i] for i in group))
         )
     )
-    return whole + [[]] * (turns * ranks.data_size - len(whole))
+    planned = [[row for unit in group for row in units[unit]] for group in whole]
+    return planned + [[]] * (turns * ranks.data_size - len(whole))
+
+
+def _prompt_units(
+    lengths: Sequence[int], prompts: Sequence[Hashable], tokens: int, ranks: int
+) -> list[list[int]]:
+    """Rows of one prompt, in as many lists as the budget needs, and each rank has some."""
+    most = max(1, len(lengths) // ranks)
+    of_prompt: dict[Hashable, list[list[int]]] = {}
+    for row, prompt in enumerate(prompts):
+        units = of_prompt.setdefault(prompt, [[]])
+        held = sum(lengths[other] for other in units[-1])
+        if units[-1] and (len(units[-1]) == most or held + lengths[row] > tokens):
+            units.append([])
+        units[-1].append(row)
+    return [unit for units in of_prompt.values() for unit in units]
 
 
 def _fill(
@@ -192,6 +218,7 @@ def run_within_memory(
     work: Callable[[list[list[int]]], Result],
     restart: Callable[[], None],
     ranks: Ranks = ALONE,
+    prompts: Sequence[Hashable] = (),
 ) -> Result:
     """Do `work` on micro-batches; when memory runs out, `restart` and try with halves.
 
@@ -202,13 +229,13 @@ def run_within_memory(
     """
     while True:
         try:
-            result = work(share_micro_batches(lengths, budget, ranks))
+            result = work(share_micro_batches(lengths, budget, ranks, prompts))
             ranks.agree()
             return result
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            whole = _in_turns(lengths, budget, ranks)
+            whole = _in_turns(lengths, budget, ranks, prompts)
             heaviest = max(whole, key=lambda group: sum(lengths[i] for i in group))
             most_rows = len(heaviest) if budget.packed else max(len(group) for group in whole)
             if ranks.tensor_size > 1:

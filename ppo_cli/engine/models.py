@@ -77,6 +77,7 @@ class _Asked:
     backbone: nn.Module
     around: Around | None
     packing: Packing | None
+    shares_prompts: bool
 
     def hidden_BLH(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Last hidden states of right-padded rows, where causal attention needs no mask.
@@ -111,6 +112,7 @@ class Policy(_Asked):
     head: Callable[[Tensor], Tensor]
     around: Around | None = None
     packing: Packing | None = None
+    shares_prompts: bool = False  # rows of one prompt compute it once
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class ValueModel(_Asked):
     head: nn.Module
     around: Around | None = None
     packing: Packing | None = None
+    shares_prompts: bool = False  # rows of one prompt compute it once
 
     def values_BL(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Values at each position, in float32."""

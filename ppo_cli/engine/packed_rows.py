@@ -1,8 +1,10 @@
 """Rows that lie end to end in one: where each begins, and attention that stays inside of it.
 
 In the place of an attention mask goes the list of ends: each row is then attended to by itself,
-and the work grows with the rows, not with the square of what they hold together.
-Legend: B rows, L their tokens together, Q tokens of one row, h heads, d size of a head.
+and the work grows with the rows, not with the square of what they hold together. A row may go on
+from the first tokens of another: the prompt of several responses is then computed once, but for
+attention (the idea of PrefixGrouper, arXiv 2506.05433).
+Legend: B rows, L the tokens that lie there, h heads, d size of a head.
 """
 
 from __future__ import annotations
@@ -33,24 +35,36 @@ class Packing(Enum):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows in the order in which they lie; positions begin again with each."""
+    """Rows in the order in which they lie; positions begin again with each.
+
+    `rows_113B` has a 0 and the end of each row; whose first tokens come before it; how many.
+    It is on the CPU, where it is read.
+    """
 
     positions_1L: Tensor
-    ends_111B: Tensor  # 0, then the end of each row; on the CPU, where they are read
+    rows_113B: Tensor
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
-        """Rows of these lengths."""
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=ENDS)
-        return cls(positions[None].to(device), ends[None, None, None])
+    def of(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        leads: Sequence[int] | None = None,
+        shared: Sequence[int] | None = None,
+    ) -> PackedRows:
+        """Rows that add so many tokens to the first `shared` ones of the rows `leads`."""
+        leads, shared = leads or range(len(lengths)), shared or [0] * len(lengths)
+        pairs = zip(shared, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in pairs])
+        rows = torch.tensor([[0, *accumulate(lengths)], [0, *leads], [0, *shared]], dtype=ENDS)
+        return cls(positions[None].to(device), rows[None, None])
 
     def arguments(self, packing: Packing | None) -> dict[str, Tensor]:
         """What a backbone is told beside the ids."""
         if packing is None:
             raise ValueError("packed rows for a model that does not take them")
         told = {"position_ids": self.positions_1L}
-        return told | ({"attention_mask": self.ends_111B} if packing is Packing.BY_ROWS else {})
+        return told | ({"attention_mask": self.rows_113B} if packing is Packing.BY_ROWS else {})
 
 
 def attend_by_rows(
@@ -61,7 +75,7 @@ def attend_by_rows(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA; given ends of rows for a mask, causal within each row and blind beyond it."""
+    """SDPA; given `rows_113B` for a mask, causal within each row and blind beyond it."""
     if attention_mask is None or attention_mask.dtype != ENDS:
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
@@ -71,15 +85,28 @@ def attend_by_rows(
         if options.get(more) is not None:
             raise ValueError(f"rows are attended to plainly, without a {more}")
     states = (query_1hLd, key_1hLd, value_1hLd)
-    if _has_kernel(query_1hLd, value_1hLd):
-        return _attend_at_once(*states, attention_mask.flatten(), options.get("scaling")), None
+    ends, leads, shared = attention_mask[0, 0]
+    if _has_kernel(query_1hLd, value_1hLd) and not shared.any():
+        return _attend_at_once(*states, ends, options.get("scaling")), None
+    rows = zip(
+        *(_whole_rows(s, ends.diff().tolist(), leads[1:].tolist(), shared[1:].tolist())
+          for s in states),
+        strict=True,
+    )  # fmt: skip
+    out = [sdpa_attention_forward(module, *row, None, **options)[0] for row in rows]
+    return torch.cat([o[:, p:] for o, p in zip(out, shared[1:].tolist(), strict=True)], 1), None
+
+
+def _whole_rows(
+    states_1hLd: Tensor, lengths: Sequence[int], leads: Sequence[int], shared: Sequence[int]
+) -> list[Tensor]:
+    """The states of each row by itself, with the tokens that it shares in front."""
     # Split, not sliced: the gradient of a slice would be as long as all rows.
-    lengths = attention_mask.flatten().diff().tolist()
-    rows = [
-        sdpa_attention_forward(module, *row, None, **options)[0]
-        for row in zip(*(s.split(lengths, dim=2) for s in states), strict=True)
+    own = states_1hLd.split(lengths, dim=2)
+    return [
+        torch.cat((own[lead][:, :, :count], row), dim=2) if count else row
+        for row, lead, count in zip(own, leads, shared, strict=True)
     ]
-    return torch.cat(rows, dim=1), None
 
 
 def _has_kernel(query_1hLd: Tensor, value_1hLd: Tensor) -> bool:

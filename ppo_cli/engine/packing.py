@@ -24,22 +24,33 @@ Loaded = TypeVar("Loaded", Policy, ValueModel)
 
 MASKED_TOKENS = 4096  # of a micro-batch whose attention is masked: all pairs are computed
 TRIED = (9, 1, 7)  # lengths of the rows of the trial
+SHARED = 4  # tokens of the first that the last of them goes on from, where prompts are shared
 # Share of a state's norm by which it may move when other rows do, and when its own row is alone.
 # Experts get other numbers of tokens with other rows, which moves the last bits of bfloat16.
 LIMITS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 1e-1)}
 
 
 def pack(
-    loaded: Loaded, path: str, compute: Compute, ranks: Ranks, asked: bool | None = True
+    loaded: Loaded,
+    path: str,
+    compute: Compute,
+    ranks: Ranks,
+    asked: bool | None = True,
+    shares: bool | None = None,
 ) -> Loaded:
     """The model with packing on; all ranks call.
 
     A model that packed rows would change comes back as it was, or raises ModelError where
     packing was `asked` for. Not asked, models whose attention needs a mask stay padded too:
-    a mask of all pairs costs more than padding.
+    a mask of all pairs costs more than padding. `shares` asks for a prompt to be computed once
+    for all its rows; None is for where that was measured to be faster, the CPU.
     """
     attention = loaded.model.config._attn_implementation
-    packed: Loaded = replace(loaded, packing=_choose(loaded.model))
+    packing = _choose(loaded.model)
+    shares = compute.device.type == "cpu" if shares is None else shares
+    packed: Loaded = replace(
+        loaded, packing=packing, shares_prompts=shares and packing is Packing.BY_ROWS
+    )
     if asked is None and packed.packing is Packing.MASKED:
         return loaded
     wrong = _try(packed, compute) or _try_gradients(packed, compute)
@@ -65,7 +76,9 @@ def micro_batch_budget(tokens: int, rows: int | None, *models: Policy | ValueMod
     kinds = [model.packing for model in models]
     if Packing.MASKED in kinds:
         tokens = min(tokens, MASKED_TOKENS)
-    return Budget(tokens, rows, packed=None not in kinds)
+    packed = None not in kinds
+    shared = packed and rows is None and all(model.shares_prompts for model in models)
+    return Budget(tokens, rows, packed=packed, shared=shared)
 
 
 def _choose(model: Any) -> Packing:
@@ -90,23 +103,31 @@ def _is_plain(config: Any) -> bool:
 @torch.no_grad()
 def _try(loaded: Policy | ValueModel, compute: Compute) -> str:
     """What is wrong with packed rows, or nothing: some rows together, others before them, alone."""
+    return _try_last_row(loaded, compute, 0) or (
+        _try_last_row(loaded, compute, SHARED) if loaded.shares_prompts else ""
+    )
+
+
+def _try_last_row(loaded: Policy | ValueModel, compute: Compute, shared: int) -> str:
     size = loaded.model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids_1L, other_1L = torch.randint(size, (2, 1, sum(TRIED)), generator=generator)
-    other_1L[:, -TRIED[-1] :] = ids_1L[:, -TRIED[-1] :]
-    packed = PackedRows.of(TRIED, compute.device)
+    own = TRIED[-1]
+    other_1L[:, :shared], other_1L[:, -own:] = ids_1L[:, :shared], ids_1L[:, -own:]
+    whole_1L = torch.cat((ids_1L[:, :shared], ids_1L[:, -own:]), dim=1)
+    packed = PackedRows.of(TRIED, compute.device, (0, 1, 0 if shared else 2), (0, 0, shared))
 
     def last_row(ids_1L: Tensor, packed: PackedRows | None) -> Tensor:
         with compute.autocast():
             (found_1LH,) = loaded.run(
                 lambda ids: (loaded.hidden_BLH(ids, packed),), ids_1L.to(compute.device)
             )
-        return found_1LH[0, -TRIED[-1] :].float()
+        return found_1LH[0, -own:].float()
 
     try:
         with loaded.awake():
             seen, beside_others = last_row(ids_1L, packed), last_row(other_1L, packed)
-            alone = last_row(ids_1L[:, -TRIED[-1] :], None)
+            alone = last_row(whole_1L, None)
     except Exception as error:  # a model's own code may raise anything at what it does not know
         if is_out_of_memory(error):
             raise
@@ -145,7 +166,7 @@ def compare_gradients(heads: int, keys: int, size: int, compute: Compute) -> str
         .requires_grad_()
         for count in (heads, keys, keys)
     ]
-    ends = PackedRows.of(TRIED, compute.device).ends_111B
+    ends = PackedRows.of(TRIED, compute.device).rows_113B
     try:
         together_1Lhd, _ = attend_by_rows(module, states[0], states[1], states[2], ends)
         split = zip(*(s.split(TRIED, dim=2) for s in states), strict=True)

@@ -48,6 +48,7 @@ def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBa
 class Slice:
     """Rows of a batch on the compute device, cut to their longest row.
 
+    `targets_N` are the ids of the response tokens, rows after rows.
     With `packed` the ids are one row, in which the rows lie end to end. An `idle`
     slice is there only because other ranks have work in this turn: its row is computed like
     any other, and counts for nothing.
@@ -57,6 +58,7 @@ class Slice:
     input_ids_BL: Tensor
     response_mask_BT: Tensor
     position_BT: Tensor  # where the token's log-prob and value are read
+    targets_N: Tensor
     width: int
     idle: bool = False
     packed: PackedRows | None = None
@@ -64,22 +66,11 @@ class Slice:
     def pick(self, states_BLX: Tensor) -> Tensor:
         """Values at the positions before each response token, rows after rows: (N, …)."""
         if self.packed is not None:
-            return states_BLX[0, self._position_N()]
+            # Rows share the last token of a prompt: the gradient adds up in the same order always.
+            return states_BLX[0].index_select(0, self.position_BT[self.response_mask_BT])
         row_B1 = torch.arange(states_BLX.shape[0], device=states_BLX.device)[:, None]
         picked: Tensor = states_BLX[row_B1, self.position_BT][self.response_mask_BT]
         return picked
-
-    def targets_N(self) -> Tensor:
-        """Ids of the response tokens, rows after rows."""
-        if self.packed is not None:
-            return self.input_ids_BL[0, self._position_N() + 1]
-        row_B1 = torch.arange(self.input_ids_BL.shape[0], device=self.input_ids_BL.device)[:, None]
-        last = self.input_ids_BL.shape[1] - 1
-        ids_BT = self.input_ids_BL[row_B1, (self.position_BT + 1).clamp(max=last)]
-        return ids_BT[self.response_mask_BT]
-
-    def _position_N(self) -> Tensor:
-        return self.position_BT[self.response_mask_BT]
 
     def spread(self, values_N: Tensor) -> Tensor:
         """Put values of response tokens into rows, zero elsewhere: (B, T)."""
@@ -97,10 +88,16 @@ class Slice:
 
 
 def cut_slice(
-    batch: Batch, rows: Sequence[int], device: torch.device, *, packed: bool = False
+    batch: Batch,
+    rows: Sequence[int],
+    device: torch.device,
+    *,
+    packed: bool = False,
+    shared: bool = False,
 ) -> Slice:
     """Take rows of a batch, without the padding that they do not need, or `packed` without any.
 
+    With `shared`, too, a prompt of several packed rows lies there once, before the first of them.
     No rows give an idle slice of the shortest row.
     """
     idle = not rows
@@ -114,22 +111,41 @@ def cut_slice(
     width = int(response_len_B.max())
     position_BT = prompt_len_B[:, None] - 1 + torch.arange(width)[None, :]
     ids_BL = batch.input_ids_BL[row_B, :length]
+    mask_BT = batch.response_mask_BT[row_B, :width]
+    targets_N = ids_BL.gather(1, (position_BT + 1).clamp(max=length - 1))[mask_BT]
     ends = None
     if packed:
         from ppo_cli.engine.packed_rows import PackedRows
 
-        ends = PackedRows.of(length_B.tolist(), device)
-        ids_BL = ids_BL[torch.arange(length)[None, :] < length_B[:, None]][None]
-        position_BT += (length_B.cumsum(0) - length_B)[:, None]
+        lead_B = torch.arange(len(rows))
+        if shared:
+            first: dict[bytes, int] = {}
+            prompts = row_prompts(ids_BL, prompt_len_B)
+            lead_B = torch.tensor([first.setdefault(p, at) for at, p in enumerate(prompts)])
+        shared_B = torch.where(lead_B == torch.arange(len(rows)), 0, prompt_len_B)
+        own_B = length_B - shared_B
+        ends = PackedRows.of(own_B.tolist(), device, lead_B.tolist(), shared_B.tolist())
+        at_L = torch.arange(length)[None, :]
+        ids_BL = ids_BL[(at_L >= shared_B[:, None]) & (at_L < length_B[:, None])][None]
+        start_B = own_B.cumsum(0) - own_B
+        position_BT += (start_B - shared_B)[:, None]
+        position_BT[:, 0] = start_B[lead_B] + prompt_len_B - 1
     return Slice(
         row_B=row_B,
         input_ids_BL=ids_BL.to(device),
-        response_mask_BT=batch.response_mask_BT[row_B, :width].to(device),
+        response_mask_BT=mask_BT.to(device),
         position_BT=position_BT.clamp(max=ids_BL.shape[1] - 1).to(device),
+        targets_N=targets_N.to(device),
         width=width,
         idle=idle,
         packed=ends,
     )
+
+
+def row_prompts(ids_BL: Tensor, prompt_len_B: Tensor) -> list[bytes]:
+    """The ids of each row's prompt, to tell which rows have the same."""
+    rows = zip(ids_BL.numpy(), prompt_len_B.tolist(), strict=True)
+    return [ids_L[:length].tobytes() for ids_L, length in rows]
 
 
 def row_lengths(batch: Batch) -> list[int]:

@@ -53,16 +53,21 @@ def settings(tokens: int = SPLIT, **parts: dict[str, Any]) -> Config:
     return Config.model_validate({k: own.get(k, {}) | parts.get(k, {}) for k in {**own, **parts}})
 
 
-def make_batch(rows: Rows, seed: int) -> Any:
+def make_batch(rows: Rows, seed: int, *, one_prompt: bool = False) -> Any:
+    """Rows of random ids; with `one_prompt` prompts of one length are the same."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(5, 250, (count,), generator=generator).tolist())
 
+    prompts = {p: ids(p) for p, _ in rows} if one_prompt else {}
     rollouts = [
-        Rollout(Prompt(f"{i}", "", (), "", ids(p)), 0, ids(t), torch.zeros(t).numpy(), "", "stop")
+        Rollout(
+            Prompt(f"{i}", "", (), "", prompts.get(p) or ids(p)), 0, ids(t),
+            torch.zeros(t).numpy(), "", "stop",
+        )
         for i, (p, t) in enumerate(rows)
-    ]
+    ]  # fmt: skip
     return build_batch(rollouts, pad_token_id=0)
 
 
@@ -81,13 +86,20 @@ def scored(batch: AnnotatedBatch, seed: int) -> TrainBatch:
     )
 
 
-def take_steps(config: Config, ranks: Ranks = ALONE, rows: Rows = MIXED, steps: int = 3) -> Seen:
+def take_steps(
+    config: Config,
+    ranks: Ranks = ALONE,
+    rows: Rows = MIXED,
+    steps: int = 3,
+    *,
+    one_prompt: bool = False,
+) -> Seen:
     """Annotate and train on the same rows whatever the settings; all ranks see all of it."""
     tokenizer = load_tokenizer(str(model_folder("embedded")))
     learner = Learner(config, tokenizer, ranks, total_steps=steps)
     seen = Seen([], [], {})
     for step in range(steps):
-        batch = make_batch(rows, step)
+        batch = make_batch(rows, step, one_prompt=one_prompt)
         parts = gather_objects(ranks, learner.annotate(batch))
         annotated = merge_annotations(batch, parts)
         seen.annotated.append({name: getattr(annotated, name) for name in ANNOTATED})
