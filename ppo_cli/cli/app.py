@@ -175,6 +175,10 @@ def _open_closed_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ppo` and return its exit code: 0 done, 1 bug, 2 user's mistake, 3 resumable."""
     args = list(sys.argv[1:] if argv is None else argv)
+    # It may stand anywhere before a `--`, and no command has to know it.
+    own = args[: args.index("--")] if "--" in args else args
+    debug = "--debug" in own
+    args = [word for word in own if word != "--debug"] + args[len(own) :]
     _open_closed_streams()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch loads libgomp
@@ -185,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
-        return exit_code_of(error, debug="--debug" in args)
+        return exit_code_of(error, debug=debug)
     if code == EXIT_STOPPED:
         print("Stopped.", file=sys.stderr)
     return code if isinstance(code, int) else 0

@@ -75,8 +75,10 @@ def forked(given: Given) -> Resolved:
     Once the fork has a checkpoint of its own, `--resume auto` goes on from that.
     """
     word = given.extras["fork"]
-    if not word:
+    if word is None:
         return _resolve_here(given)
+    if not word.strip():
+        raise ConfigError("--fork names no run; name one, or RUN@STEP, or leave it out.")
     source = find_source(word)
     if source.run is None:
         raise ConfigError(f"--fork {word} is no run with a config.yaml; name one, or RUN@STEP.")

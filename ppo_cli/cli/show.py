@@ -202,8 +202,34 @@ def read_rollouts(run: Path, step: int | None, split: str) -> list[dict[str, Any
             f"{run} has no {kind} of step {wanted}; it has {len(there)} steps from {there[0]} to "
             f"{there[-1]}. The nearest is --step {near}."
         )
-    lines = read_lines(rollout_file(run, wanted, split))
+    file = rollout_file(run, wanted, split)
+    lines = read_lines(file)
+    for at, line in enumerate(lines, start=1):
+        if wrong := _wrong_type(line):
+            raise DataError(f"{file}, response {at}: {wrong}.")
     return [{"step": wanted} | line for line in lines]
+
+
+# What a response is sorted, matched and counted by; the rest is shown as it is.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "score": (int, float), "parts": (dict,), "uid": (str, int), "sample": (int,), "prompt": (str,),
+}  # fmt: skip
+
+
+def _wrong_type(line: Line) -> str:
+    """Name the first field whose value is of another type than a run writes; empty if none is."""
+    parts = line.get("parts")
+    inner = (
+        {f"parts.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {}
+    )
+    raw = {f"{name}.raw": part.get("raw") for name, part in inner.items() if isinstance(part, dict)}
+    fields = [(name, line.get(name), kinds) for name, kinds in _TYPES.items()]
+    fields += [(name, part, (dict,)) for name, part in inner.items()]
+    fields += [(name, value, (int, float)) for name, value in raw.items()]
+    for name, value, kinds in fields:
+        if value is not None and not isinstance(value, kinds):
+            return f"{name} is {json.dumps(value)}, of another type than a run writes"
+    return ""
 
 
 def worst_first(lines: Sequence[Line]) -> list[Line]:

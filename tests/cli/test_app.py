@@ -237,6 +237,12 @@ def test_debug_shows_the_traceback(
 ) -> None:
     assert end_with(ConfigError("no such luck"), monkeypatch, "--debug") == 2
     assert "Traceback" in capsys.readouterr().err
+    for words in (["show", "nowhere", "--debug"], ["--debug", "show", "nowhere"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "Traceback" in said and "nowhere" in said and "there is no flag" not in said
+    assert main(["show", "--", "--debug"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import summarise
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import METRICS_FILE, read_metrics, replace_lines
+from ppo_cli.run_folder import METRICS_FILE, read_metrics, replace_lines, rollout_file
 
 
 def scored(uid: str, text: str, value: float | None) -> Scored:
@@ -216,3 +216,21 @@ def test_two_runs_are_compared(run: Path, tmp_path_factory: pytest.TempPathFacto
     assert "\x1b" not in text
     assert "none" in show(run, run)
     assert "No step whose responses" in show(run, other, "--step", 2)
+
+
+def test_a_response_of_other_types_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = rollout_file(run, 25, "train")
+    first = json.loads(file.read_text().splitlines()[0])
+    for change, said in {
+        '{"score": "good"}': 'score is "good", of another type than a run writes',
+        '{"parts": {"judge": {"raw": "7"}}}': 'parts.judge.raw is "7", of another type',
+        '{"parts": {"judge": 7}}': "parts.judge is 7, of another type",
+        '{"uid": ["a"]}': 'uid is ["a"], of another type',
+    }.items():
+        file.write_text("\n".join(json.dumps(row) for row in (first, first | json.loads(change))))
+        for more in (["--step", "25"], ["--worst", "2"], [str(run), "--step", "25"]):
+            assert main(["show", str(run), *more]) == 2
+            told = capsys.readouterr().err
+            assert f"{file}, response 2: {said}" in told and "bug" not in told
+    file.write_text(json.dumps(first | {"reason": 7, "failure": ["x"], "finish_reason": 3}))
+    assert "reason:\n  7" in show(run, "--step", 25)
