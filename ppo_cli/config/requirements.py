@@ -37,6 +37,7 @@ from ppo_cli.config.reward_checks import (
     missing_for_sdks,
     missing_keys,
     mixture_remarks,
+    unwatched,
 )
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
@@ -74,6 +75,7 @@ def remarks(
         *_gspo(config),
         *(_not_as_verl(resolved) if resolved.verl else ()),
         *judge_remarks(config),
+        *unwatched(config, environ),
         *local_remarks(config),
         *mixture_remarks(config.reward),
         *cluster_remarks(config, there, environ),

@@ -37,6 +37,10 @@ LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 
 
+# Providers that need no more than a key.
+_PUBLIC = ("claude", "openai", "gemini", "dashscope")
+
+
 def judge_clashes(config: Config) -> Iterator[Clash]:
     """Return every clash between a judge's settings; none while no judge scores."""
     for judge in judges_of(config.reward):
@@ -96,6 +100,25 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
             )
     said.append(_each(config))
     return [sentence for sentence in dict.fromkeys(said) if sentence]
+
+
+def unwatched(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Say how a second judge could watch the first, where the key of another provider is at hand.
+
+    A run does not ask it unasked: it costs, and sends responses to a further party.
+    """
+    for judge in judges_of(config.reward):
+        api = judge.settings
+        others = [kind for kind in _PUBLIC if JUDGES[kind].keys != JUDGES[api.type].keys]
+        there = [(kind, key) for kind in others for key in JUDGES[kind].keys if environ.get(key)]
+        if api.monitor.model is None and api.type in _PUBLIC and api.base_url is None and there:
+            kind, key = there[0]
+            return [
+                f"No second judge watches {judge.name}, and {key} is set: --rm_monitor_type {kind} "
+                f"--rm_monitor_model {JUDGES[kind].example} has it read "
+                f"{api.monitor.share:.0%} of the responses (judge/drift)."
+            ]
+    return []
 
 
 def _each(config: Config) -> str:
