@@ -188,7 +188,7 @@ class Forecast:
         if listed is not None and listed.context is not None and tokens > listed.context:
             yield (
                 f"a call may take {tokens:,} tokens, and {api.model} reads {listed.context:,} at "
-                "most, by genai-prices: shorten --max_response_length"
+                "most, by genai-prices: leave long prompts out, or name a model that reads more"
             )
 
     def _on_budget(self) -> Iterator[str]:

@@ -121,6 +121,18 @@ def test_cost_is_tokens_times_price() -> None:
     assert "$0" in "\n".join(own.lines()), "a judge on this machine costs nothing"
 
 
+def test_what_genai_prices_knows_of_a_model_is_told() -> None:
+    version = pytest.importorskip("genai_prices").__version__
+    write("t.jsonl", 4)
+    at_openai = ["reward.api.type=openai", "reward.api.model=o3-pro"]
+    (first, *more) = foretell(*at_openai).lines()
+    assert f"per M; genai-prices {version})" in first
+    assert not [line for line in more if "reads" in line]
+    Path("t.jsonl").write_text(json.dumps({"prompt": "why not " * 100_000}))
+    said = "\n".join(foretell(*at_openai).lines())
+    assert "tokens, and o3-pro reads 200,000 at most, by genai-prices" in said
+
+
 def test_a_budget_is_enough_or_ends_the_run_at_a_step() -> None:
     write("t.jsonl", 4)
     long = ["trainer.total_training_steps=1000", "reward.api.price_input=1"]
