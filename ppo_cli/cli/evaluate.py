@@ -147,11 +147,14 @@ def models_and_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ..
 def settings_of(given: Given, sources: Sequence[ModelSource]) -> Resolved:
     """Resolve what was typed over the settings of the first run, or over those of a first model.
 
-    What was trained on many devices is sampled from on one.
+    What was trained on many devices is sampled from on one. Nothing is trained here, so a limit
+    of training rows is one of the rows that are answered.
     """
     run = next((source.run for source in sources if source.run is not None), None)
     flags = {**given.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
     preset, files = given.preset, given.config_files
+    rows = "data.train_max_samples=", "data.val_max_samples="
+    given = replace(given, overrides=tuple(text.replace(*rows) for text in given.overrides))
     if run is not None:
         files = (run / "config.yaml", *files)
         given = replace(given, overrides=(*WHERE, *given.overrides))

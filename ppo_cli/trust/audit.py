@@ -263,7 +263,7 @@ def hold(
     failed = sum(margin < 0 for margin, _ in known)
     passed = failed <= TOLERANCES.get(name, 0.0) * len(known)
     claim = FREE.get(name) if ruler.free else None
-    said = f"{claim or SAID.get(name, name)}; so it was {len(known) - failed} times of {len(known)}"
+    said = f"{claim or SAID.get(name, name)}; so in {len(known) - failed} of {len(known)}"
     return Check(name, passed, said, found[min(known)[1]].as_dict, cases)
 
 

@@ -97,6 +97,15 @@ def test_several_responses_are_drawn(here: Path, capsys: pytest.CaptureFixture[s
     assert "--out several holds an eval with another sampling.n" in capsys.readouterr().err
 
 
+def test_a_limit_of_rows_is_one_of_those_that_are_answered(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("--max_samples", "data.train_max_samples=3", "data.val_max_samples=3"):
+        words = [name, "3"] if name.startswith("--") else [name]
+        found = told(capsys, "embedded", "--data", "v.jsonl", "--out", name.strip("-"), *words)
+        assert found["models"][0]["sources"]["ppo-cli/arithmetic"]["prompts"] == 3, name
+
+
 FUNCTION = """
 from pathlib import Path
 
