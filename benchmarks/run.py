@@ -4,12 +4,14 @@
     python benchmarks/run.py --trl trl/bin/python  # with TRL's trainer, see step_against_trl.py
     python benchmarks/run.py --write               # puts the table into README.md
     python benchmarks/run.py --quick               # two minutes; exit 1 where a ratio is 25 % worse
+    OMP_NUM_THREADS=1 python benchmarks/run.py --quick --record   # what --quick compares with
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many lengths, settings as
 `ppo train` has them without a flag. A ratio is how many times as fast we are; medians of pairs.
 The bare loops take as many tokens as our rows hold, all rows of one length, so that they pad
 nothing: forward and backward passes with logits at response tokens and AdamW for actor and critic;
-for `annotate` three forward passes. Nothing is downloaded.
+for `annotate` three forward passes. Responses that share a prompt are compared with our own way
+without that (`shared_prompts.py`). Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import shared_prompts
 import torch
 from engine_speed import make_batch, with_scores
 from step_against_trl import ENDS, VOCABULARY, make_model, make_prompts
@@ -143,7 +146,18 @@ def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
             "sampling against `model.generate`",
             sampling_pair(learner.policy.model, tokenizer, texts),
         ),
+        ("8 responses a prompt, against the prompt for each", shared_pair(folder, quick)),
     ]
+
+
+def shared_pair(folder: Path, quick: bool) -> Pair:
+    """Annotation and update of responses as long as their prompt."""
+    batch = shared_prompts.make_batch(2 if quick else 8, 8, 64, 64)
+    each, once = (shared_prompts.make_learner(str(folder), share) for share in (False, True))
+    return (
+        lambda: shared_prompts.seconds(each, batch),
+        lambda: shared_prompts.seconds(once, batch),
+    )
 
 
 class BareLoops:
