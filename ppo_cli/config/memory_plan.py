@@ -62,11 +62,22 @@ def estimate(config: Config, shapes: Shapes, there: int | None) -> Estimate:
 
 def memory_plan(config: Config) -> PlanPart:
     """Lay out what each role holds on a device, whether it fits, and what would make it fit."""
-    packing = {
-        None: "rows are packed without padding if a trial at the start gives the same numbers",
-        True: "rows are packed without padding, as set",
-        False: "rows are padded, as set",
-    }[config.model.packing]
+    model = config.model
+    layout = [
+        {
+            None: "rows are packed without padding if a trial at the start gives the same numbers",
+            True: "rows are packed without padding, as set",
+            False: "rows are padded, as set",
+        }[model.packing]
+    ]
+    if config.rollout.n > 1 and model.packing is not False:
+        why = "" if model.share_prompts is None else ", as set"
+        once = model.share_prompts or (model.share_prompts is None and not gpus_per_node(config))
+        layout.append(
+            f"packed responses share their prompt{why}"
+            if once
+            else f"packed responses have a prompt each{why} (model.share_prompts)"
+        )
     shapes, there = read_shapes(config), device_memory(config)
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):
@@ -80,7 +91,7 @@ def memory_plan(config: Config) -> PlanPart:
             )
         else:
             said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
-        return PlanPart((*said, packing), {"unknown": list(shapes)})
+        return PlanPart((*said, *layout), {"unknown": list(shapes)})
     found = estimate(config, shapes, there)
     judge = judge_place(config)
     places = [*found.places, *([judge] if judge else [])]
@@ -102,7 +113,7 @@ def memory_plan(config: Config) -> PlanPart:
         "gradient_checkpointing": found.config.model.enable_gradient_checkpointing,
         "changes": changes,
     }
-    return PlanPart((*said, packing), facts)
+    return PlanPart((*said, *layout), facts)
 
 
 def keep_activations(config: Config, tell: Callable[[str], None]) -> Config:

@@ -153,6 +153,7 @@ Memory
   what a/b needs is not known: no config.json here, or not a plain decoder's
   gradient checkpointing is on: what a step needs of memory is not known here
   rows are packed without padding if a trial at the start gives the same numbers
+  packed responses share their prompt
 """
 
 
