@@ -293,7 +293,7 @@ def test_calibration_of_nothing_fresh() -> None:
         "rows": 1, "scored": 0, "failed": {"timeout": 1}, "labels": "x", "spent": {"seconds": 3.0},
         "agreement": {"AUC": {"value": None, "low": None, "high": None, "why": "no rows"}},
         "bias": {}, "repeated": None, "per_1000": {}, "advice": [],
-        "parts": {}, "reported": {}, "correlations": [], "length": None,
+        "parts": {}, "reported": {}, "correlations": [], "length": None, "criteria": {},
     }  # fmt: skip
     text = "\n".join(calibration_lines(result))
     assert "AUC  - (no rows)" in text
