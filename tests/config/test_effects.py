@@ -25,6 +25,7 @@ OF_MEMORY_AND_SPEED = {
     "actor.fsdp_config.reshard_after_forward", "critic.fsdp_config.reshard_after_forward",
     "actor.fsdp_config.param_offload", "critic.fsdp_config.param_offload", "ref.param_offload",
     "actor.fsdp_config.optimizer_offload", "critic.fsdp_config.optimizer_offload",
+    "model.share_prompts",
     "trainer.max_restarts", "trainer.worker_timeout", "trainer.node_timeout",
 }  # fmt: skip
 # What else must be set for a row to be idle, beside OFF.
@@ -71,7 +72,7 @@ OTHER = {
     "reward.api.prompt_preset": "math", "reward.api.temperature": "1",
     "reward.api.output": "text", "reward.api.scale": "0-5", "reward.api.rubric_calls": "each",
     "reward.api.compare": "list", "reward.api.local.devices": "[1]",
-    "rollout.engine_kwargs.vllm": "{a: 1}",
+    "rollout.engine_kwargs.vllm": "{a: 1}", "model.share_prompts": "true",
     "reward.function_kwargs": "{a: 1}", "reward.function": "f.py", "reward.rule": "exact",
     "reward.model.path": "rm", "reward.model.dtype": "bfloat16", "reward.model.device": "cpu",
     "reward.model.outputs": "[1, 2]", "reward.model.revision": "main",

@@ -40,7 +40,7 @@ def test_no_pause_outlives_the_patience(
     assert {type(answer) for answer in answers} == {Interrupted}
     assert "http_429" in str(answers[0])
     assert time.monotonic() - began < 120.0  # the pause asked for is an hour
-    assert server.count < 40
+    assert server.count < 80  # of 10 questions; each tries again a few times at most
 
 
 def test_a_long_pause_is_told_and_closing_does_not_wait_for_it(server: JudgeServer) -> None:

@@ -205,16 +205,16 @@ def test_an_sdk_that_does_not_know_an_argument(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = judge_at(server, "openai")
-    honest = judge._parameters  # type: ignore[attr-defined]
-    monkeypatch.setattr(judge, "_parameters", lambda *a: rename_seed(honest(*a)))
+    honest = judge._request  # type: ignore[attr-defined]
+    monkeypatch.setattr(judge, "_request", lambda *a: rename_seed(*honest(*a)))
     assert isinstance(ask_once(judge), Reply)
     assert list(judge.dropped()) == ["seed"]
     assert server.count == 1
 
 
-def rename_seed(parameters: dict[str, Any]) -> dict[str, Any]:
+def rename_seed(asked: dict[str, Any], extra: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Hand the seed over under a name that create() does not have."""
-    return {("sampling_seed" if k == "seed" else k): v for k, v in parameters.items()}
+    return {("sampling_seed" if k == "seed" else k): v for k, v in asked.items()}, extra
 
 
 def test_a_weird_first_reply_costs_no_option(server: JudgeServer) -> None:

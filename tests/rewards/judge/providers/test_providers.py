@@ -178,7 +178,7 @@ def test_qwen_is_told_not_to_think_in_the_words_of_its_host() -> None:
     for url in ("https://dashscope.aliyuncs.com/compatible-mode/v1", "http://localhost:8000"):
         judge = build_provider(judge_api("openai", "Qwen-Plus", url), environ=KEYS)
         assert isinstance(judge, openai.Judge)
-        extra = judge._parameters(make_question(output="text"), judge.form())["extra_body"]
+        _, extra = judge._request(make_question(output="text"), judge.form())
         sent[judge.base_url.split("/")[2]] = extra
     assert sent == {
         "dashscope.aliyuncs.com": {"enable_thinking": False},
