@@ -42,6 +42,7 @@ BESIDE = {
     "reward.api.temperature": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
     "reward.api.output": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
     "reward.api.max_tokens": f"{JUDGE} reward.api.mode=decision reward.api.type=openai",
+    "model.share_prompts": "model.packing=false",
     "actor.clip_ratio_c": "actor.policy_loss.loss_mode=cispo",
     **dict.fromkeys(
         ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high"),
