@@ -3,7 +3,7 @@
     python benchmarks/run.py                       # about ten minutes on two cores
     python benchmarks/run.py --trl trl/bin/python  # with TRL's trainer, see step_against_trl.py
     python benchmarks/run.py --write               # puts the table into README.md
-    python benchmarks/run.py --quick               # two minutes; exit 1 where a ratio is 25 % worse
+    python benchmarks/run.py --quick               # five minutes; exit 1: a ratio is 25 % worse
     OMP_NUM_THREADS=1 python benchmarks/run.py --quick --record   # what --quick compares with
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many lengths, settings as
