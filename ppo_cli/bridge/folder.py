@@ -17,7 +17,8 @@ from ppo_cli.bridge.overrides import TRAIN, VAL, VERSION, Bridged
 from ppo_cli.bridge.rewards import ROW, STOPPED, row_of
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.config.derived import rows_missing
-from ppo_cli.config.resolve import Resolved, config_yaml
+from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of

@@ -1,7 +1,7 @@
-"""Resolves layers to one frozen Config with the origin of every value; dumps it as YAML.
+"""Resolves layers to one frozen Config with the origin of every value.
 
 Here too are the settings that clash, which no single one can tell. All problems are reported at
-once. The dump can be loaded again.
+once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
@@ -48,7 +47,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.config.values import read_free, read_value
 from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults
 from ppo_cli.errors import ConfigError
-from ppo_cli.redact import mask_secrets, redact
+from ppo_cli.redact import redact
 
 
 def cross_checks(config: Config, environ: Mapping[str, str], *, verl: bool) -> list[Clash]:
@@ -559,41 +558,3 @@ def _entry_near(entries: Mapping[str, Entry], name: str) -> Entry | None:
         if (entry := entries.get(".".join(parts[:cut]))) is not None:
             return entry
     return next((e for n, e in entries.items() if n.startswith(f"{name}.")), None)
-
-
-HEAD = "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
-
-
-def config_yaml(resolved: Resolved) -> str:
-    """Return every setting as YAML with its origin as a comment, without secrets."""
-    return HEAD + "\n".join(_lines(resolved)) + "\n"
-
-
-def _lines(resolved: Resolved) -> Iterator[str]:
-    opened: set[str] = set()
-    for key, origin in resolved.origins.items():
-        *groups, leaf = key.split(".")
-        for depth, group in enumerate(groups):
-            if (name := ".".join(groups[: depth + 1])) not in opened:
-                opened.add(name)
-                yield f"{'  ' * depth}{group}:"
-        value = _as_yaml(mask_secrets(value_of(resolved.config, key)))
-        yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin)}"
-
-
-class _OnOneLine(yaml.SafeDumper):
-    """Writes texts in quotes, so that none is taken for something else."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
-
-
-_OnOneLine.add_representer(str, _OnOneLine.represent_str)
-
-
-def _as_yaml(value: Any) -> str:
-    text: str = yaml.dump(
-        value, Dumper=_OnOneLine, default_flow_style=True, width=10**9, allow_unicode=True,
-        line_break="\n", sort_keys=False,
-    )  # fmt: skip
-    return text.removesuffix("...\n").strip()

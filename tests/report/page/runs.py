@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.config.resolve import config_yaml, resolve
+from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.resolve import resolve
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import append_line
