@@ -19,6 +19,7 @@ from ppo_cli.config.requirements import missing_gpus, missing_inputs, missing_pa
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.schema import Config
+from ppo_cli.config.second_judge import with_second_judge
 from ppo_cli.errors import ConfigError
 from ppo_cli.run_folder import (
     check_run_folder,
@@ -132,13 +133,14 @@ def _resolve(
         )  # fmt: skip
     named = {flags[name]: (value, f"argument {name}") for name, value in settings.items()}
     named |= {key: (value, f"override {key}") for key, value in overrides.items()}
-    return resolve(
+    resolved = resolve(
         flags={key: (_as_typed(value), origin) for key, (value, origin) in named.items()},
         preset=preset,
         config_files=[Path(file) for file in config],
         overrides=[],
         environ=os.environ,
     )
+    return with_second_judge(resolved, os.environ)
 
 
 def _as_typed(value: Any) -> Any:

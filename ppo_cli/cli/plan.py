@@ -33,6 +33,7 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
+from ppo_cli.config.second_judge import with_second_judge
 from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
 from ppo_cli.errors import ConfigError, UserError, ppo
 from ppo_cli.records import Prompt
@@ -54,7 +55,7 @@ def plan(given: Given) -> None:
 
         plan_there(given)
         return
-    resolved = forked(given)
+    resolved = with_second_judge(forked(given), os.environ)
     read = reader(resolved.config)
     problems = list(dict.fromkeys([*refusals(resolved), *refused_rows(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out

@@ -15,6 +15,7 @@ from ppo_cli.config.derived import engine_name
 from ppo_cli.config.requirements import missing_gpus, refused_settings, remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
+from ppo_cli.config.second_judge import with_second_judge
 from ppo_cli.errors import ConfigError, Interrupted, PpoError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def train(given: Given) -> None:
 
         (plan_there if given.extras["dry_run"] else train_there)(given)
         return
-    resolved = forked(given)
+    resolved = with_second_judge(forked(given), os.environ)
     problems = refusals(resolved)
     if given.extras["dry_run"]:
         read = reader(resolved.config)

@@ -37,7 +37,6 @@ from ppo_cli.config.reward_checks import (
     missing_for_sdks,
     missing_keys,
     mixture_remarks,
-    unwatched,
 )
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.schema import Config
@@ -75,7 +74,6 @@ def remarks(
         *_gspo(config),
         *(_not_as_verl(resolved) if resolved.verl else ()),
         *judge_remarks(config),
-        *unwatched(config, environ),
         *local_remarks(config),
         *mixture_remarks(config.reward),
         *cluster_remarks(config, there, environ),

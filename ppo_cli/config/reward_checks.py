@@ -37,10 +37,6 @@ LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 
 
-# Providers that need no more than a key.
-_PUBLIC = ("claude", "openai", "gemini", "dashscope")
-
-
 def judge_clashes(config: Config) -> Iterator[Clash]:
     """Return every clash between a judge's settings; none while no judge scores."""
     for judge in judges_of(config.reward):
@@ -68,7 +64,7 @@ def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
         api, own = judge.settings, judge.key != "reward.api"
         mend = f"{judge.key}.key_env=NAME" if own else "--rm_key_env NAME"
         said.append(_missing_key(judge.name, mend, api, environ))
-        if api.monitor.model is not None:
+        if api.monitor.model is not None and api.monitor.required:
             where = f"{judge.key}.monitor.key_env=NAME"
             said.append(_missing_key("the monitoring judge", where, api.monitor, environ))
     return [sentence for sentence in dict.fromkeys(said) if sentence]
@@ -79,7 +75,8 @@ def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
     said: list[str] = []
     for judge in judges_of(config.reward):
         api, monitor = judge.settings, judge.settings.monitor
-        asked: list[ApiReward | Monitor] = [api, monitor] if monitor.model is not None else [api]
+        both = monitor.model is not None and monitor.required
+        asked: list[ApiReward | Monitor] = [api, monitor] if both else [api]
         for one in asked:
             kind = asked_at(one.type, environ)
             said += missing_settings(kind, environ, base_url=one.base_url, key_env=one.key_env)
@@ -100,25 +97,6 @@ def judge_remarks(config: Config, today: datetime.date | None = None) -> list[st
             )
     said.append(_each(config))
     return [sentence for sentence in dict.fromkeys(said) if sentence]
-
-
-def unwatched(config: Config, environ: Mapping[str, str]) -> list[str]:
-    """Say how a second judge could watch the first, where the key of another provider is at hand.
-
-    A run does not ask it unasked: it costs, and sends responses to a further party.
-    """
-    for judge in judges_of(config.reward):
-        api = judge.settings
-        others = [kind for kind in _PUBLIC if JUDGES[kind].keys != JUDGES[api.type].keys]
-        there = [(kind, key) for kind in others for key in JUDGES[kind].keys if environ.get(key)]
-        if api.monitor.model is None and api.type in _PUBLIC and api.base_url is None and there:
-            kind, key = there[0]
-            return [
-                f"No second judge watches {judge.name}, and {key} is set: --rm_monitor_type {kind} "
-                f"--rm_monitor_model {JUDGES[kind].example} has it read "
-                f"{api.monitor.share:.0%} of the responses (judge/drift)."
-            ]
-    return []
 
 
 def _each(config: Config) -> str:

@@ -24,8 +24,14 @@ class Monitor(Section):
         "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type"
     )
     model: str | None = setting(
-        None, "Model of a second judge that only monitors.", flag="--rm_monitor_model"
-    )
+        None, "Model of a second judge that only monitors; unset: a cheap one of another provider "
+        "whose key is set, where there is no budget. none: no second judge.",
+        flag="--rm_monitor_model",
+    )  # fmt: skip
+    required: bool = setting(
+        True, "End a run at its start when the second judge cannot be used; unset: not for one "
+        "that nobody named.",
+    )  # fmt: skip
     base_url: str | None = setting(
         None, "Endpoint of the monitoring judge.", flag="--rm_monitor_base_url"
     )

@@ -21,10 +21,11 @@ from ppo_cli.config.schema import Config
 from ppo_cli.launch.addresses import words
 
 # What a node may have for itself, and what is compared by number below.
+# Only node 0 asks judges; which keys of providers the others have decides nothing.
 OWN_KEYS = frozenset(
     f"trainer.{name}"
     for name in ("node_rank", "master_addr", "master_port", "nnodes", "n_gpus_per_node")
-)
+) | frozenset(f"reward.api.monitor.{name}" for name in ("type", "model", "required"))
 _PACKAGES = ("ray", "torch", "vllm")
 _ABSENT = "none"
 MOST_KEYS_NAMED = 6

@@ -33,6 +33,7 @@ from ppo_cli.config.local_judge import with_devices
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config, Data
+from ppo_cli.config.second_judge import as_begun
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
@@ -343,6 +344,7 @@ def _train_in(
     identity = _identity(config, prompts)
     other = _changes_since(resume_from, config, identity)
     resume_from = None if other else resume_from
+    config = (resolved := as_begun(resolved, resume_from, screen.note)).config
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * order.steps_per_epoch
     )
@@ -363,8 +365,7 @@ def _train_in(
         afresh = config.trainer.resume_mode == "never" or bool(other)
         if not afresh:
             reward.attach(folder.path)  # what earlier starts spent counts from the first call
-        done = [] if afresh else read_metrics(folder.path)
-        done_of = (done, total_steps, len(val_prompts))
+        done_of = ([] if afresh else read_metrics(folder.path), total_steps, len(val_prompts))
         _start_reward(reward, asked, resume_from is not None, screen, resolved, done_of)
         resume_command = _resume_command(resolved)
         losses: dict[str, Any] = {

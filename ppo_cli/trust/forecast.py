@@ -39,6 +39,7 @@ from ppo_cli.rewards.judge.prompt import (
     load_template,
     material_of,
 )
+from ppo_cli.rewards.judge.providers import monitor_of
 from ppo_cli.rewards.judge.rubric import Rubric
 
 SAMPLE = 200
@@ -170,9 +171,12 @@ class Forecast:
         said += self._on_model()
         said += self._on_budget()
         if api.monitor.model is not None:
-            calls = round(whole.calls / api.votes * api.monitor.share)
-            model = api.monitor.model
-            said.append(f"about {calls:,} calls{where} to the monitor {model} come on top")
+            monitor, share = monitor_of(api), api.monitor.share
+            line = _bill_line(whole.times(share / api.votes), find_price(monitor))
+            said.append(
+                f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} to "
+                f"the second judge {monitor.model} come on top"
+            )
         return [*said, f"assumed: {self.assumed()}"]
 
     def _on_model(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ from ppo_cli.config.keys import table
 from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import judge_remarks, missing_keys, scale_ends, unwatched
+from ppo_cli.config.reward_checks import judge_remarks, missing_keys, scale_ends
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
 from tests.config import settling
@@ -222,19 +222,3 @@ def test_the_tables_know_every_provider_and_no_example_is_retired() -> None:
     providers = set(table()["reward.api.type"].choices)
     assert providers == set(JUDGES)
     assert [name for name, api in JUDGES.items() if retirement(name, api.example)] == []
-
-
-@pytest.mark.parametrize(
-    ("given", "environ", "said"),
-    [
-        ("type=openai", {"OPENAI_API_KEY": "k"}, ""),
-        ("type=openai", {"GEMINI_API_KEY": "k"}, "--rm_monitor_type gemini"),
-        ("type=openai monitor.model=m", {"GEMINI_API_KEY": "k"}, ""),
-        ("type=openai base_url=http://here/v1", {"GEMINI_API_KEY": "k"}, ""),
-    ],
-)
-def test_a_second_key_is_offered_as_a_monitor(
-    given: str, environ: dict[str, str], said: str
-) -> None:
-    found = " ".join(unwatched(config(*given.split()), environ))
-    assert said in found and bool(said) == bool(found)

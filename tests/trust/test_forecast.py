@@ -61,7 +61,9 @@ def test_calls_are_the_plans_times_the_votes() -> None:
     assert found.run is not None
     assert found.run.calls == (3 * 8 + 4 * 5) * 3  # before, at each of three steps
     assert (found.rows, found.sampled) == (17, 17)
-    assert "about 11 calls to the monitor m come on top" in "\n".join(found.lines())
+    said = "\n".join(found.lines())
+    assert "25% of the responses are also sent to openai: 11 calls, " in said
+    assert "to the second judge m come on top" in said
 
 
 def test_tokens_grow_with_prompts_and_responses() -> None:

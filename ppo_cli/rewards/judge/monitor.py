@@ -135,8 +135,19 @@ NOT_YET = {"monitor": None, "monitor_gap": None}  # what a rollout has of a seco
 class Monitor:
     """A second judge that reads a share of the responses and rewards none."""
 
-    def __init__(self, client: JudgeClient, guest: Guest, share: float, *, patience: float) -> None:
+    def __init__(
+        self,
+        client: JudgeClient | None,
+        guest: Guest,
+        share: float,
+        *,
+        patience: float,
+        required: bool = True,
+        refused: str = "",
+    ) -> None:
         self._client = client
+        self._required = required
+        self._refused = refused  # why there is no client
         self._guest = guest
         self._share = share
         self._patience = patience
@@ -154,16 +165,25 @@ class Monitor:
         ledger: Ledger,
         cache: VerdictCache | None,
     ) -> Monitor | None:
-        """Build the monitor that the settings ask for; None when they name no model."""
+        """Build the monitor that the settings ask for; None when they name no model.
+
+        One that is not required, and that cannot be asked, reads nothing; the start says why.
+        """
         if api.monitor.model is None:
             return None
         judge = monitor_of(api)
-        provider = build_provider(judge, environ=environ, flags="--rm_monitor")
-        guest = guest_of(ledger, judge)
+        guest, required = guest_of(ledger, judge), api.monitor.required
+        try:
+            provider = build_provider(judge, environ=environ, flags="--rm_monitor")
+        except RewardError as error:
+            if required:
+                raise
+            return cls(None, guest, 0.0, patience=0.0, required=False, refused=str(error))
         # It never gives up for good, and its callers wait no longer than `watch` allows.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
         client = JudgeClient(provider, limits=limits, ledger=guest, cache=cache)
-        return cls(client, guest, api.monitor.share, patience=2 * limits.timeout)
+        patience = 2 * limits.timeout
+        return cls(client, guest, api.monitor.share, patience=patience, required=required)
 
     def wants(self, rollout: Rollout) -> bool:
         """Choose the share by a hash, so that the same responses are read in every run."""
@@ -171,12 +191,22 @@ class Monitor:
         return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
 
     async def try_out(self, question: Question, tell: Callable[[str], None]) -> None:
-        """Make one call; raises RewardError when no later one can do better."""
+        """Make one call; raises RewardError when no later one can do better.
+
+        A monitor that is not required then reads nothing from now on.
+        """
+        if self._client is None:
+            tell(f"There is no second judge: {self._refused}")
+            return
         try:
             await self._client.probe(question)
         except JudgeError as error:
             if error.kind is Failure.FATAL:
-                raise RewardError(f"The monitoring judge cannot be used: {error}") from error
+                if self._required:
+                    raise RewardError(f"The monitoring judge cannot be used: {error}") from error
+                self._share = 0.0
+                tell(f"The second judge cannot be used, and training goes on without: {error}")
+                return
             tell(f"The monitoring judge gave no verdict yet ({error}); training goes on without.")
 
     def begin(self, question: Question, value: float, info: dict[str, Any]) -> None:
@@ -185,14 +215,18 @@ class Monitor:
         Its verdict goes into `info`, which holds the keys of NOT_YET by then: the file of the
         rollouts may be written at any time.
         """
-        task = asyncio.get_running_loop().create_task(self._watch(question, value, info))
+        assert self._client is not None, "without one no response is wanted"
+        asked = self._watch(self._client, question, value, info)
+        task = asyncio.get_running_loop().create_task(asked)
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
-    async def _watch(self, question: Question, first: float, info: dict[str, Any]) -> None:
+    async def _watch(
+        self, client: JudgeClient, question: Question, first: float, info: dict[str, Any]
+    ) -> None:
         try:
             async with asyncio.timeout(self._patience):
-                verdict = await self._client.ask(question)
+                verdict = await client.ask(question)
         except (JudgeError, PpoError, TimeoutError):
             self._failed += 1
         else:
@@ -222,4 +256,5 @@ class Monitor:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._client.close(0.0)
+        if self._client is not None:
+            await self._client.close(0.0)

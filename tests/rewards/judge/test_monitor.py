@@ -225,6 +225,28 @@ def test_the_start_tries_the_monitor(server: JudgeServer, tmp_path: Path) -> Non
         reward.close()
 
 
+@pytest.mark.parametrize("key", ["k2", "", "k 2"], ids=["stale", "no", "mangled"])
+def test_a_second_judge_that_nobody_asked_for_ends_no_run(
+    server: JudgeServer, tmp_path: Path, key: str
+) -> None:
+    told: list[str] = []
+    monitor = watched(server, tmp_path).monitor.model_copy(update={"required": False})
+    api = watched(server, tmp_path, monitor=monitor.model_dump())
+    server.fail(401, paths=("/v1/messages",), times=1)
+    reward = JudgeReward(api, environ=KEYS | {"OTHER_KEY": key})
+    try:
+        reward.start([rollout(1).prompt], tell=told.append)
+        assert len(told) == 1 and "second judge" in told[0] and "OTHER_KEY" in told[0]
+        assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
+        told_of = reward.measure()
+        assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
+    finally:
+        reward.close()
+    if key != "k2":
+        with pytest.raises(RewardError, match="OTHER_KEY"):
+            JudgeReward(watched(server, tmp_path), environ=KEYS | {"OTHER_KEY": key})
+
+
 def test_a_guest_counts_for_itself_and_for_the_whole() -> None:
     book = Ledger(Price(1.0, 1.0, None, "test"), budget_usd=0.01, budget_tokens=None)
     guest = Guest(book, Price(1000.0, 2000.0, None, "test"), "claude", "judge-2")

@@ -1,0 +1,116 @@
+"""A second judge that nobody asked for: when there is one, and whether it stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.plan import make_plan
+from ppo_cli.config.requirements import missing_inputs, refused_settings
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.second_judge import as_begun, with_second_judge
+from tests.config.settling import settle
+
+JUDGE = ("reward.api.enable=true", "reward.api.type=openai", "reward.api.model=m")
+TWO_KEYS = {"OPENAI_API_KEY": "k-one", "GEMINI_API_KEY": "k-two"}
+ALL_KEYS = TWO_KEYS | {"ANTHROPIC_API_KEY": "k-three", "DASHSCOPE_API_KEY": "k-four"}
+CHECKPOINT = "checkpoints/step_000002"
+MIXED = "reward.composite.parts.{}={{kind: judge, weight: 1, judge: {{type: {}, model: m}}}}"
+
+
+def watched(*given: str, keys: dict[str, str] = TWO_KEYS) -> Resolved:
+    return with_second_judge(settle(*JUDGE, *given), keys)
+
+
+def second(resolved: Resolved) -> str:
+    monitor = resolved.config.reward.api.monitor
+    return f"{monitor.type}/{monitor.model}" if monitor.model else ""
+
+
+def test_the_key_of_another_provider_brings_a_second_judge() -> None:
+    found = watched("reward.api.monitor.share=0.25")
+    assert second(found) == "gemini/gemini-3.5-flash-lite"
+    assert not found.config.reward.api.monitor.required
+    for name in ("type", "model", "required"):
+        assert found.origins[f"reward.api.monitor.{name}"] == "default: GEMINI_API_KEY is set"
+    (note,) = (n for n in found.notes if "GEMINI_API_KEY" in n)
+    assert "25% of the responses are also sent to gemini" in note
+    assert "--rm_monitor_model none" in note
+    assert refused_settings(found, 0) == []
+    told = make_plan(found)
+    assert note in told.notes
+    text = config_yaml(found)
+    assert 'model: "gemini-3.5-flash-lite"  # default: GEMINI_API_KEY is set' in text
+    assert not any(key in text for key in ALL_KEYS.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "keys", "expected"),
+    [
+        ((), ALL_KEYS, "claude/claude-haiku-5-5"),
+        (("reward.api.monitor.type=dashscope",), ALL_KEYS, "dashscope/qwen-plus"),
+        ((), {"OPENAI_API_KEY": "k", "GEMINI_API_KEY": " "}, ""),
+        (("reward.api.monitor.model=none",), ALL_KEYS, ""),
+        (("reward.api.monitor.model=own",), ALL_KEYS, "openai/own"),
+        (("reward.api.monitor.base_url=http://h/v1",), ALL_KEYS, ""),
+        (("reward.api.base_url=http://here/v1",), ALL_KEYS, ""),
+        ((), ALL_KEYS | {"OPENAI_BASE_URL": "http://here/v1"}, ""),
+        ((), TWO_KEYS | {"GOOGLE_GEMINI_BASE_URL": "http://here"}, ""),
+        ((), TWO_KEYS | {"GOOGLE_GENAI_USE_VERTEXAI": "true"}, ""),
+        (("reward.api.enable=false", "reward.rule=exact"), ALL_KEYS, ""),
+        ((MIXED.format("a", "openai"), MIXED.format("b", "claude")), ALL_KEYS,
+         "gemini/gemini-3.5-flash-lite"),
+        ((MIXED.format("a", "openai"), MIXED.format("b", "local")), ALL_KEYS, ""),
+    ],
+)  # fmt: skip
+def test_who_the_second_judge_is(
+    given: tuple[str, ...], keys: dict[str, str], expected: str
+) -> None:
+    assert second(watched(*given, keys=keys)) == expected
+
+
+@pytest.mark.parametrize("budget", ["budget_usd", "budget_tokens", "budget_usd_day"])
+def test_a_budget_is_not_spent_on_what_nobody_asked_for(budget: str) -> None:
+    found = watched(f"reward.api.{budget}=5")
+    assert second(found) == ""
+    assert any("--rm_monitor_type gemini" in note for note in found.notes)
+
+
+def test_verls_lines_get_no_second_judge() -> None:
+    line = ("actor_rollout_ref.rollout.n=1", "data.train_files=x.parquet", *JUDGE)
+    found = settle(*line)
+    assert found.verl and with_second_judge(found, ALL_KEYS) == found
+
+
+def test_elsewhere_the_second_judge_of_a_file_may_lack_its_key(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(config_yaml(watched()), encoding="utf-8")
+    again = settle(files=(tmp_path / "config.yaml",))
+    assert second(again) == "gemini/gemini-3.5-flash-lite"
+    assert not any(
+        "GEMINI" in said for said in missing_inputs(again.config, {"OPENAI_API_KEY": "k"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("began", "expected"),
+    [
+        (settle(*JUDGE), ""),
+        (settle(*JUDGE, "reward.api.monitor.model=own"), ""),
+        (watched(), "gemini/gemini-3.5-flash-lite"),
+        (watched(keys=ALL_KEYS), "claude/claude-haiku-5-5"),
+    ],
+)
+def test_a_run_that_goes_on_keeps_the_second_judge_it_began_with(
+    tmp_path: Path, began: Resolved, expected: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(config_yaml(began), encoding="utf-8")
+    told: list[str] = []
+    now = as_begun(watched(keys=ALL_KEYS), tmp_path / CHECKPOINT, told.append)
+    assert second(now) == expected
+    assert bool(told) == (expected != "claude/claude-haiku-5-5")
+    assert 'type: "' in config_yaml(now)
+    asked = settle(*JUDGE, "reward.api.monitor.model=own")
+    assert as_begun(asked, tmp_path / CHECKPOINT, told.append) is asked
+    assert as_begun(watched(), tmp_path / "none" / CHECKPOINT, told.append) == watched()
