@@ -70,7 +70,7 @@ def evaluate(given: Given) -> None:
         problems.append("--greedy gives one response a prompt: leave it or --n out.")
     if problems:
         raise ConfigError(problems)
-    from ppo_cli.cli.screen import clean, fit, make_screen
+    from ppo_cli.cli.screen import make_screen, print_result
     from ppo_cli.run.evaluate import eval_sampling, evaluate
 
     as_trained = any(resolved.origins[key].startswith(("flag", "override")) for key in DRAWN)
@@ -82,8 +82,7 @@ def evaluate(given: Given) -> None:
                 screen.note(note)
         out = Path(extras["out"]).expanduser() if extras["out"] else None
         found = evaluate(config, sources, sampling, screen, out=out, threshold=extras["right"])
-    text = json.dumps(found, indent=2) if extras["json"] else eval_text(found)
-    typer.echo(fit(clean(text), sys.stdout.encoding))
+    print_result(found, lambda: eval_text(found), as_json=extras["json"])
     if found["stopped"]:
         raise Interrupted(f"{found['stopped']} Scores are kept: run the command again to go on.")
     for model in found["models"]:
@@ -97,16 +96,13 @@ def evaluate(given: Given) -> None:
 
 def _tasks(given: Given, config: Config, sources: Sequence[ModelSource]) -> None:
     """Print what lm-eval's tasks come to."""
-    from ppo_cli.cli.screen import aligned, clean, fit, make_screen
+    from ppo_cli.cli.screen import aligned, make_screen, print_result
     from ppo_cli.run.evaluate import evaluate_tasks
 
     names = [name for text in given.extras["tasks"] for name in text.split(",") if name]
     screen = make_screen(sys.stderr)
     with closing(screen):
         found = evaluate_tasks(config, sources, names, screen)
-    if given.extras["json"]:
-        typer.echo(json.dumps(found, indent=2))
-        return
     rows = [["", "task", "metric", "value", "stderr"]]
     for model in found["models"]:
         for task, metrics in model["tasks"].items():
@@ -114,7 +110,8 @@ def _tasks(given: Given, config: Config, sources: Sequence[ModelSource]) -> None
                 error = facts["stderr"]
                 shown = "-" if error is None else f"{error:.4f}"
                 rows.append([model["name"], task, name, f"{facts['value']:.4f}", shown])
-    typer.echo(fit(clean("\n".join(aligned(rows, left=3))), sys.stdout.encoding))
+    lines = aligned(rows, left=3)
+    print_result(found, lambda: "\n".join(lines), as_json=given.extras["json"])
 
 
 def named_twice(sources: Sequence[ModelSource]) -> list[str]:

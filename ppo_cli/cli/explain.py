@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from ppo_cli.cli.foreign_flags import listed
-from ppo_cli.cli.screen import COLUMNS, aligned, clean, fit
+from ppo_cli.cli.screen import COLUMNS, aligned, print_result
 from ppo_cli.config.keys import Key, find, range_words, suggest, table
 from ppo_cli.config.requirements import effects_of
 from ppo_cli.errors import ConfigError, did_you_mean
@@ -39,8 +37,7 @@ def explain(
         known = [*(k.flag for k in table().values() if k.flag), *(m.key for m in METRICS)]
         near = suggest(name) or did_you_mean(name, [*table(), *known])
         raise ConfigError(f"There is no setting and no metric '{name}'.{near}")
-    text = json.dumps(found, indent=2) if as_json else explained(found)
-    typer.echo(fit(clean(text), sys.stdout.encoding))
+    print_result(found, lambda: explained(found), as_json=as_json)
 
 
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from ppo_cli.cli.screen import clean, fit
+from ppo_cli.cli.screen import print_result
 from ppo_cli.errors import ppo
 
 Source = Annotated[
@@ -86,8 +84,7 @@ def export(
         source, out, checkpoint=checkpoint, critic=critic, dtype=dtype, base=base, force=force,
         trust_remote_code=trust_remote_code, push=push, public=public,
     )  # fmt: skip
-    text = json.dumps(record, indent=2) if as_json else export_text(record)
-    typer.echo(fit(text, sys.stdout.encoding))
+    print_result(record, lambda: export_text(record), as_json=as_json)
 
 
 def export_text(record: dict[str, Any]) -> str:
@@ -108,7 +105,7 @@ def export_text(record: dict[str, Any]) -> str:
         lines.insert(2, f"  merged with {record['base']}")
     if record["dtype"] == "float32":
         lines[3 + bool(record["base"])] += "; --dtype bfloat16 takes half"
-    return clean("\n".join([*lines, f"Use it:  {ppo('train')} {record['use_as']} {record['out']}"]))
+    return "\n".join([*lines, f"Use it:  {ppo('train')} {record['use_as']} {record['out']}"])
 
 
 def amount(count: int, billions: str = "B") -> str:

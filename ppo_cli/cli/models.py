@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
 from ppo_cli.cli.flags import Given, switch
-from ppo_cli.cli.screen import aligned, clean, fit
+from ppo_cli.cli.screen import aligned, print_result
 from ppo_cli.errors import ConfigError, RewardError
 
 HEAD = ("model", "$ in", "$ out", "reads", "until", "price by")
@@ -26,12 +22,8 @@ def models(given: Given) -> None:
     found = list(listings(resolved.config.reward, kind))
     if not found:
         raise ConfigError("No key of a judge is set: set one, or name a type with --rm_api_type.")
-    encoding = sys.stdout.encoding
-    if given.extras["json"]:
-        typer.echo(fit(json.dumps(found, ensure_ascii=False, indent=2), encoding))
-    else:
-        lines = [line for listing in found for line in _lines(listing)]
-        typer.echo(fit("\n".join(clean(line) for line in lines), encoding))
+    lines = [line for listing in found for line in _lines(listing)]
+    print_result(found, lambda: "\n".join(lines), as_json=given.extras["json"])
     if failed := [f"{one['provider']}: {one['problem']}" for one in found if "problem" in one]:
         raise RewardError("\n".join(failed))
 

@@ -86,7 +86,7 @@ def report(
     It needs no network and no other file. Of a long run it holds a sample of the responses,
     and says so; `ppo view` has them all.
     """
-    from ppo_cli.cli.screen import clean, fit
+    from ppo_cli.cli.screen import print_result
 
     check_runs(runs, begun=False)
     if out is None:
@@ -106,13 +106,11 @@ def report(
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
     told = {run.name: run.read()["sentence"] for run in data}
-    if as_json:
-        said = json.dumps({"out": str(out), "bytes": out.stat().st_size, "runs": told}, indent=2)
-    else:
-        names = [f"{name}: {sentence}" if len(told) > 1 else sentence
-                 for name, sentence in told.items()]  # fmt: skip
-        said = "\n".join([*names, f"{out} ({out.stat().st_size / 1e6:.1f} MB)"])
-    typer.echo(fit(clean(said), sys.stdout.encoding))
+    size = out.stat().st_size
+    names = [f"{n}: {said}" if len(told) > 1 else said for n, said in told.items()]
+    lines = [*names, f"{out} ({size / 1e6:.1f} MB)"]
+    found = {"out": str(out), "bytes": size, "runs": told}
+    print_result(found, lambda: "\n".join(lines), as_json=as_json)
 
 
 def check_runs(folders: list[Path], *, begun: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch
-from ppo_cli.cli.screen import aligned, clean, fit, make_screen
+from ppo_cli.cli.screen import aligned, make_screen, print_result
 from ppo_cli.config.bundled import prompt_files
 from ppo_cli.errors import ConfigError, Interrupted, RewardError
 
@@ -35,22 +35,19 @@ def list_prompts(
     from ppo_cli.trust.render import bundled_prompts
 
     found = bundled_prompts()
-    if as_json:
-        rows = [
-            {
-                "name": t.name,
-                "version": t.version,
-                "scale": str(t.scale),
-                "variables": list(t.variables),
-                "cases": len(t.cases),
-                "description": t.description,
-            }
-            for t in found
-        ]
-        print(json.dumps(rows, ensure_ascii=False, indent=2))
-        return
-    lines = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in found]
-    print("\n".join(aligned(lines, left=4)))
+    rows = [
+        {
+            "name": t.name,
+            "version": t.version,
+            "scale": str(t.scale),
+            "variables": list(t.variables),
+            "cases": len(t.cases),
+            "description": t.description,
+        }
+        for t in found
+    ]
+    cells = [[t.name, f"v{t.version}", f"{t.scale!s:<5}", t.description] for t in found]
+    print_result(rows, lambda: "\n".join(aligned(cells, left=4)), as_json=as_json)
 
 
 @app.command(epilog="Example: ppo prompts show math > mine.yaml")
@@ -88,12 +85,7 @@ def render(given: Given) -> None:
         "user": shown.question.user,
         "request": wire_form(config.reward.api, shown.question),
     }
-    text = (
-        json.dumps(facts, ensure_ascii=False, indent=2)
-        if given.extras["json"]
-        else request_text(facts)
-    )
-    print(fit(text, sys.stdout.encoding))
+    print_result(facts, lambda: request_text(facts), as_json=given.extras["json"])
 
 
 def rubric(given: Given) -> None:
@@ -116,8 +108,7 @@ def rubric(given: Given) -> None:
     draft = draft_one if one else draft_rows
     with closing(make_screen(sys.stderr)) as screen:
         result = {**draft(api, found.rows, out, most, screen), "out": str(out), "one": one}
-    text = json.dumps(result, ensure_ascii=False, indent=2) if given.extras["json"] else ""
-    print(fit(text or clean(drafted_text(result)), sys.stdout.encoding))
+    print_result(result, lambda: drafted_text(result), as_json=given.extras["json"])
     if result["stopped"]:
         raise Interrupted(f"{result['stopped']} Run the same command again: what is there stays.")
     if result["failed"] and not result["written"]:

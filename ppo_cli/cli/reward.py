@@ -16,7 +16,7 @@ import typer
 from ppo_cli.cli.crash import Crash
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
 from ppo_cli.cli.models import LISTING
-from ppo_cli.cli.screen import aligned, clean, duration, fit, make_screen, number
+from ppo_cli.cli.screen import aligned, clean, duration, make_screen, number, print_result
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
@@ -403,11 +403,7 @@ def _settings(given: Given) -> tuple[Config, Screen]:
 def _print(
     given: Given, result: dict[str, Any], lines: Callable[[dict[str, Any]], list[str]]
 ) -> None:
-    encoding = sys.stdout.encoding
-    if given.extras["json"]:
-        typer.echo(fit(json.dumps(result, ensure_ascii=False, indent=2), encoding))
-    else:
-        typer.echo(fit("\n".join(clean(line) for line in lines(result)), encoding))
+    print_result(result, lambda: "\n".join(lines(result)), as_json=given.extras["json"])
 
 
 def _add(run: Callable[[Given], None], example: str, *extras: inspect.Parameter) -> None:
@@ -543,9 +539,7 @@ def fit_model(**typed: Any) -> None:
         raise Crash(Path()) from bug
     finally:
         screen.close()
-    as_json = json.dumps(record, ensure_ascii=False, indent=2)
-    text = as_json if typed["json"] else clean(fit_text(record))
-    typer.echo(fit(text, sys.stdout.encoding))
+    print_result(record, lambda: fit_text(record), as_json=typed["json"])
 
 
 def _problems(typed: Mapping[str, Any]) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ppo_cli.cli.screen import aligned, clean, fit, number, validation_value
+from ppo_cli.cli.screen import aligned, number, print_result, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, UserError
@@ -47,8 +45,7 @@ def runs(
     found.sort(key=lambda run: -run["changed"])
     if not found and not as_json:
         raise DataError(f"{folder} holds no run: none has a config.yaml and a {METRICS_FILE}.")
-    text = json.dumps(found, indent=2) if as_json else runs_table(found)
-    typer.echo(fit(clean(text), sys.stdout.encoding))
+    print_result(found, lambda: runs_table(found), as_json=as_json)
 
 
 def find_runs(folder: Path, depth: int = 0) -> list[Path]:

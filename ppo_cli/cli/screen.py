@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -76,6 +77,17 @@ def can_show(text: str, encoding: str | None) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None:
+    """Print what a command came to: JSON for programs, or else the text for people."""
+    encoding = sys.stdout.encoding
+    if not as_json:
+        print(fit(clean(text()), encoding), flush=True)
+        return
+    said = json.dumps(result, ensure_ascii=False, indent=2)
+    shown = said if can_show(said, encoding) else json.dumps(result, indent=2)
+    print(redact(shown), flush=True)
 
 
 def number(value: float | None) -> str:

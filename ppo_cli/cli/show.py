@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.screen import COLUMNS, aligned, clean, fit, number, validation_value
+from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import DEFAULT, resolve
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, ppo
@@ -80,23 +79,20 @@ def show(
         if csv is not None or summary:
             raise ConfigError("--csv and --summary take one run; name one.")
         compared = compare_runs(folders, step, val, worst or MOST_PROMPTS)
-        text = json.dumps(compared, indent=2) if as_json else comparison_text(compared)
-        typer.echo(fit(text, sys.stdout.encoding))
-        return
-    if summary:
+        print_result(compared, lambda: comparison_text(compared), as_json=as_json)
+    elif summary:
         found = recent(read_metrics(run))
-        text = json.dumps(found, indent=2) if as_json else recent_table(found)
-    elif step is None and worst is None and not val:
-        steps = read_metrics(run)[-last:]
-        if csv is not None:
-            text = steps_csv(read_metrics(run), csv)
-        else:
-            text = dump(steps) if as_json else steps_text(run, steps, read_metrics(run))
-    else:
+        print_result(found, lambda: recent_table(found), as_json=as_json)
+    elif step is not None or worst is not None or val:
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else worst_first(lines)[:worst]
-        text = dump(chosen) if as_json else "\n\n".join(rollout_text(x) for x in chosen)
-    typer.echo(fit(text, sys.stdout.encoding))
+        print_result(chosen, lambda: "\n\n".join(map(rollout_text, chosen)), as_json=as_json)
+    elif csv is not None:
+        typer.echo(steps_csv(read_metrics(run), csv))
+    else:
+        history = read_metrics(run)
+        steps = history[-last:]
+        print_result(steps, lambda: steps_text(run, steps, history), as_json=as_json)
 
 
 def compare_runs(folders: Sequence[Path], step: int | None, val: bool, most: int) -> dict[str, Any]:
@@ -173,7 +169,7 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
         lines += [f"--- step {row['step']}, {row['split']}", *block("prompt", row["prompt"])]
         for run, answer in zip(runs, row["answers"], strict=True):
             lines += block(f"{run}, score {number(answer['score'])}", answer["response"])
-    return clean("\n".join(lines))
+    return "\n".join(lines)
 
 
 class ShowCommand(TyperCommand):
@@ -332,12 +328,7 @@ def block(name: str, value: Any) -> list[str]:
     if value is None or value == "":
         return []
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return [f"{name}:", *(f"  {row}" for row in clean(text).split("\n"))]
-
-
-def dump(lines: Sequence[Line]) -> str:
-    """Return lines as a JSON list."""
-    return json.dumps(list(lines), indent=2)
+    return [f"{name}:", *(f"  {row}" for row in text.split("\n"))]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
