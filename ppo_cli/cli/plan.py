@@ -77,7 +77,13 @@ def forked(given: Given) -> Resolved:
     """
     word = given.extras["fork"]
     if word is None:
-        return _resolve_here(given)
+        # Resolve a line for this engine; a refusal of what verl has says how it runs there.
+        try:
+            return given.resolve_node()
+        except ConfigError as error:
+            from ppo_cli.cli.bridge import runs_there
+
+            raise ConfigError([*error.problems, *runs_there(given, error.problems)]) from error
     if not word.strip():
         raise ConfigError("--fork names no run; name one, or RUN@STEP, or leave it out.")
     source = find_source(word)
@@ -100,16 +106,6 @@ def forked(given: Given) -> Resolved:
             f"--max_steps (or --epochs) above {done}."
         )
     return resolved
-
-
-def _resolve_here(given: Given) -> Resolved:
-    """Resolve a line for this engine; a refusal of what verl has says how it runs there."""
-    try:
-        return given.resolve_node()
-    except ConfigError as error:
-        from ppo_cli.cli.bridge import runs_there
-
-        raise ConfigError([*error.problems, *runs_there(given, error.problems)]) from error
 
 
 def refusals(resolved: Resolved) -> list[str]:

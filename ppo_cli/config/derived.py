@@ -356,7 +356,12 @@ def rows_missing(config: Config, rows: int) -> str | None:
     """Say that the rows cannot fill a batch, where that is so."""
     batch, at_once = config.data.train_batch_size, gen_batch(config)
     if rows < batch:
-        return too_few_rows(rows, batch, config.actor.ppo_mini_batch_size)
+        # Say that the rows cannot fill a batch, with the whole line that fits them.
+        batch_fits, mini_fits = fitting_batches(rows, batch, config.actor.ppo_mini_batch_size)
+        return (
+            f"{rows} prompts cannot fill a batch of {batch}. Use --batch_size {batch_fits} "
+            f"--mini_batch_size {mini_fits}, or give more prompts."
+        )
     if rows < at_once:
         return (
             f"{rows} prompts cannot fill data.gen_batch_size {at_once}. Use "
@@ -370,15 +375,6 @@ def fitting_batches(rows: int, batch: int, mini: int) -> tuple[int, int]:
     parts = max(1, batch // mini)
     smaller = max(1, rows // parts)
     return (min(rows, smaller * parts), smaller) if rows >= parts else (rows, 1)
-
-
-def too_few_rows(rows: int, batch: int, mini: int) -> str:
-    """Say that the rows cannot fill a batch, with the whole line that fits them."""
-    batch_fits, mini_fits = fitting_batches(rows, batch, mini)
-    return (
-        f"{rows} prompts cannot fill a batch of {batch}. Use --batch_size {batch_fits} "
-        f"--mini_batch_size {mini_fits}, or give more prompts."
-    )
 
 
 def lowered_batches(rows: int, batch: int, mini: int) -> str:

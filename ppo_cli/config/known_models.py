@@ -312,7 +312,13 @@ def find_adapter(path: str, wanted: str | None = None) -> Found:
         )
     folder = find_folder(path)
     if folder is None:
-        return _by_name(path, wanted)
+        if wanted is not None:
+            _check_name(wanted)
+            return Found(wanted, f"{KEY} says so; its files are not here yet")
+        for name, head in HEADS.items():
+            if any(fnmatchcase(path.lower(), pattern) for pattern in head.hub_names):
+                return Found(name, f"known by the name {path}; its files are not here yet")
+        return Found("seqcls", "by default; its files are not here yet")
     return _choose(read_signs(folder), wanted)
 
 
@@ -325,7 +331,13 @@ def find_folder(path: str) -> Path | None:
         raise ModelError(f"--reward_model {path} is a file; give the folder that it lies in.")
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(absent_folder(path, "--reward_model"))
-    return _cached(path)
+    # The newest complete snapshot of a hub model in the local cache.
+    repo = hub_cache() / f"models--{path.replace('/', '--')}"
+    main = repo / "refs" / "main"
+    snapshots = sorted((repo / "snapshots").glob("*"), key=lambda p: p.stat().st_mtime)
+    if main.is_file():
+        snapshots.append(repo / "snapshots" / main.read_text(encoding="utf-8").strip())
+    return next((folder for folder in reversed(snapshots) if has_weights(folder)), None)
 
 
 def absent_folder(path: str, flag: str) -> str:
@@ -360,7 +372,8 @@ def read_signs(folder: Path) -> Signs:
 
 
 def _choose(signs: Signs, wanted: str | None) -> Found:
-    found = _by_tensors(signs)
+    reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
+    found = next((Found(name, reason) for name, reason in reasons if reason), None)
     if found is None:
         raise ModelError(
             f"{signs.folder} has no reward head: its {len(signs.tensors)} tensors hold "
@@ -369,12 +382,13 @@ def _choose(signs: Signs, wanted: str | None) -> Found:
         )
     if wanted is None or wanted == found.adapter:
         return found
-    return _override(signs, found, wanted)
-
-
-def _by_tensors(signs: Signs) -> Found | None:
-    reasons = ((name, head.recognise(signs)) for name, head in HEADS.items())
-    return next((Found(name, reason) for name, reason in reasons if reason), None)
+    _check_name(wanted)
+    if not signs.heads(*HEADS[wanted].tensors):
+        raise ModelError(
+            f"{KEY} {wanted} cannot read {signs.folder}: {found.reason}. Leave {KEY} out "
+            f"to read it as {found.adapter}."
+        )
+    return Found(wanted, f"{KEY} says so (by itself: {found.adapter}, {found.reason})")
 
 
 def _seqcls(signs: Signs) -> str | None:
@@ -442,29 +456,9 @@ HEADS = {
 }
 
 
-def _override(signs: Signs, found: Found, wanted: str) -> Found:
-    _check_name(wanted)
-    if not signs.heads(*HEADS[wanted].tensors):
-        raise ModelError(
-            f"{KEY} {wanted} cannot read {signs.folder}: {found.reason}. Leave {KEY} out "
-            f"to read it as {found.adapter}."
-        )
-    return Found(wanted, f"{KEY} says so (by itself: {found.adapter}, {found.reason})")
-
-
 def _check_name(wanted: str) -> None:
     if wanted not in HEADS:
         raise RewardError(f"{KEY}: there is no adapter {wanted}.{did_you_mean(wanted, HEADS)}")
-
-
-def _by_name(path: str, wanted: str | None) -> Found:
-    if wanted is not None:
-        _check_name(wanted)
-        return Found(wanted, f"{KEY} says so; its files are not here yet")
-    for name, head in HEADS.items():
-        if any(fnmatchcase(path.lower(), pattern) for pattern in head.hub_names):
-            return Found(name, f"known by the name {path}; its files are not here yet")
-    return Found("seqcls", "by default; its files are not here yet")
 
 
 def _served(url: str, wanted: str | None) -> Found:
@@ -483,16 +477,6 @@ def _served(url: str, wanted: str | None) -> Found:
         f"{shown} does not say how the server is asked; say it with --reward_model_adapter: vllm, "
         "openrlhf or rerank (or let the address end in /classify, /get_reward or /rerank)."
     )
-
-
-def _cached(name: str) -> Path | None:
-    """The newest complete snapshot of a hub model in the local cache."""
-    repo = hub_cache() / f"models--{name.replace('/', '--')}"
-    main = repo / "refs" / "main"
-    snapshots = sorted((repo / "snapshots").glob("*"), key=lambda p: p.stat().st_mtime)
-    if main.is_file():
-        snapshots.append(repo / "snapshots" / main.read_text(encoding="utf-8").strip())
-    return next((folder for folder in reversed(snapshots) if has_weights(folder)), None)
 
 
 def hub_cache() -> Path:

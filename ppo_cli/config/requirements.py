@@ -182,16 +182,12 @@ OURS_OF_VLLM: Final = {
 }  # fmt: skip
 
 
-def _of_vllm(config: Config) -> Iterator[str]:
-    """Refuse arguments of vLLM that the program sets by itself."""
+def _not_offered(config: Config) -> Iterator[str]:
+    # Refuse arguments of vLLM that the program sets by itself.
     for name in config.rollout.engine_kwargs.vllm.keys() & OURS_OF_VLLM.keys():
         own = OURS_OF_VLLM[name]
         use = "leave it out" if own is None else f"set {own} instead"
         yield f"rollout.engine_kwargs.vllm.{name}: the program chooses it for vLLM; {use}."
-
-
-def _not_offered(config: Config) -> Iterator[str]:
-    yield from _of_vllm(config)
     try:
         rejections(config)
     except ValueError as error:

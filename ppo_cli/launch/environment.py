@@ -54,7 +54,12 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
     try:
         return expand_hosts(listed)
     except ConfigError:
-        return _scontrol(listed)
+        command = ["scontrol", "show", "hostnames", listed]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return done.stdout.split()
 
 
 def expand_hosts(listed: str) -> list[str]:
@@ -160,12 +165,3 @@ def _numbers(text: str, listed: str) -> list[str]:
             raise ConfigError(f"the node list '{listed[:80]}' cannot be read.")
         numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
     return numbers
-
-
-def _scontrol(listed: str) -> list[str]:
-    command = ["scontrol", "show", "hostnames", listed]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.split()

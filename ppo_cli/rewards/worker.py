@@ -92,14 +92,10 @@ def main(descriptor: int) -> None:
 
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (task.memory_limit, resource.RLIM_INFINITY))
-    is_async = _is_async(function)
+    call = getattr(function, "__call__", None)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     connection.send(Ready(is_async))
     (_serve_async if is_async else _serve)(connection, function, task.cpu_limit)
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _read_orders(connection: Connection, take: Callable[[Order | None], Any]) -> None:

@@ -8,6 +8,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -338,8 +339,7 @@ def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
     )
     mean = max(1.0, sum(map(_cost, rows)) / len(rows))
     wishes = (
-        (most_bytes / 4, (row for group in zip(*map(_endless, extremes), strict=True)
-                          for row in group if row is not None)),
+        (most_bytes / 4, (row for group in zip_longest(*extremes) for row in group if row)),
         (most_bytes / 4, iter(spread(rows, int(most_bytes / 4 / mean)))),
         (most_bytes / 2, (row for p in prompts for row in spread(histories[p], MOST_THROUGH_TIME))),
     )  # fmt: skip
@@ -353,12 +353,6 @@ def sample(rollouts: Rollouts, most_bytes: int) -> list[Row]:
                     break
                 chosen[row.id] = row
     return sorted(chosen.values(), key=lambda r: (r.step, r.split, r.line))
-
-
-def _endless(rows: Sequence[Row], most: int = 5000) -> Iterator[Row | None]:
-    """Rows, then None up to a count that is the same for all."""
-    for place in range(most):
-        yield rows[place] if place < len(rows) else None
 
 
 def _cost(row: Row) -> float:

@@ -138,7 +138,9 @@ class _Reader:
         if tag in _CONSTANTS:
             return _CONSTANTS[tag]
         if tag in b"fc":
-            return self.read_float(tag)
+            if tag == b"f"[0]:
+                return float(_FLOAT.unpack(self.take(8))[0])
+            return complex(*_COMPLEX.unpack(self.take(16)))
         size = int(_SIZE.unpack(self.take(4))[0])
         if tag == b"h"[0]:
             return self.object_of(size)
@@ -151,11 +153,6 @@ class _Reader:
                 raise Malformed("a key without its value")
             return {self.read(depth + 1): self.read(depth + 1) for _ in range(size // 2)}
         return self.build(tag, [self.read(depth + 1) for _ in range(size)])
-
-    def read_float(self, tag: int) -> float | complex:
-        if tag == b"f"[0]:
-            return float(_FLOAT.unpack(self.take(8))[0])
-        return complex(*_COMPLEX.unpack(self.take(16)))
 
     def read_scalar(self, tag: int, data: bytes) -> Any:
         if tag == b"i"[0]:

@@ -183,7 +183,10 @@ class Launcher:
             try:
                 return self._ask(NUMBER.pack(len(order)) + order, streams, folder)
             except (ConnectionError, TimeoutError, struct.error):
-                self._bury(process)
+                # Clear a launcher away that does not answer, unless another thread has done so.
+                with self._lock:
+                    if self._process is process:
+                        self._end(0.0)
         raise OSError("the launcher of sandlock has died twice over one start")
 
     def close(self) -> None:
@@ -247,12 +250,6 @@ class Launcher:
             if self._control is None:
                 raise ConnectionError("another thread has cleared the launcher away")
             socket.send_fds(self._control, [folder], fds)
-
-    def _bury(self, process: subprocess.Popen[bytes]) -> None:
-        """Clear a launcher away that does not answer, unless another thread has done so."""
-        with self._lock:
-            if self._process is process:
-                self._end(0.0)
 
     def _end(self, patience: float) -> None:
         if self._control is not None:

@@ -169,7 +169,11 @@ def run_forked(launcher: int, channel: int, streams: list[int], files_limited: b
             drop_privileges()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            close_all_but_streams()
+            # Close what belongs to the launcher, so that nobody waits for this process by mistake.
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2:
+                    with suppress(OSError):
+                        os.close(int(name))
             code = run(plan, command)
     except BaseException:
         traceback.print_exc()
@@ -182,14 +186,6 @@ def read_order(channel: int) -> tuple[dict[str, Any], list[str]]:
     with open(channel, "rb", closefd=False) as file:
         plan, command = json.loads(file.read(*NUMBER.unpack(file.read(NUMBER.size))))
     return plan, command
-
-
-def close_all_but_streams() -> None:
-    """Close what belongs to the launcher, so that nobody waits for this process by mistake."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
-            with suppress(OSError):
-                os.close(int(name))
 
 
 def run(plan: dict[str, Any], command: list[str]) -> int:

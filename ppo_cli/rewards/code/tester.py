@@ -320,7 +320,10 @@ class Tester:
         if "random" in "".join(self.job["tests"]):
             __import__("random").seed(0)
         if before is not None:
-            _try_to_run(before, space)
+            try:
+                exec(compile(before, "<prompt>", "exec"), space)
+            except Exception as error:
+                print(f"the prompt raised {type(error).__name__}: {error}", file=sys.stderr)
         space |= {name: found[name] for name in names if name in found and name not in space}
         if entry:
             if entry not in found:
@@ -346,7 +349,8 @@ class Tester:
         """Run one text of tests; an exception outside its asserts ends this text only."""
         since = len(self.checks.passed)
         function, named = _check_function(tree), _tests_to_call(tree)
-        can_fail = _can_fail(tree)
+        # Say whether anything in a text of tests could tell a wrong answer from a right one.
+        can_fail = any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree))
         recorded = record_asserts(tree, self.checks)
         try:
             exec(compile(recorded, "<tests>", "exec"), space)
@@ -430,13 +434,6 @@ def _parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _try_to_run(tree: ast.Module, space: dict[str, Any]) -> None:
-    try:
-        exec(compile(tree, "<prompt>", "exec"), space)
-    except Exception as error:
-        print(f"the prompt raised {type(error).__name__}: {error}", file=sys.stderr)
-
-
 def _check_function(tree: ast.Module) -> bool:
     """Say whether the tests define `check` and leave it to others to call it."""
     defines = any(isinstance(one, ast.FunctionDef) and one.name == CHECK for one in tree.body)
@@ -458,11 +455,6 @@ def _tests_to_call(tree: ast.Module) -> list[str]:
         if (isinstance(one, ast.FunctionDef) and one.name.startswith("test"))
         or (isinstance(one, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in one.bases))
     ]
-
-
-def _can_fail(tree: ast.Module) -> bool:
-    """Say whether anything in a text of tests could tell a wrong answer from a right one."""
-    return any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree))
 
 
 def main(arguments: list[str]) -> None:

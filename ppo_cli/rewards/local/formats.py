@@ -466,7 +466,12 @@ class PairFormat:
         self._tokenizer = tokenizer
         self._layout = self._find_layout()
         for question, answer in SAMPLES:
-            self._check(question, answer)
+            whole = self._tokenizer(question, answer)
+            ours = self._layout.join(
+                self.plain.encode_untrusted(question), self.plain.encode_untrusted(answer)
+            )
+            if ours.ids != tuple(whole["input_ids"]):
+                raise _unreadable()
 
     def encode(self, messages: Sequence[Message], response: str) -> Encoded:
         """Encode one sample; raises TooLong."""
@@ -491,14 +496,6 @@ class PairFormat:
         end = two + len(second)
         types = _types(whole, (one, len(first), two, end))
         return _Layout(ids[:one], ids[one + len(first) : two], ids[end:], types)
-
-    def _check(self, question: str, answer: str) -> None:
-        whole = self._tokenizer(question, answer)
-        ours = self._layout.join(
-            self.plain.encode_untrusted(question), self.plain.encode_untrusted(answer)
-        )
-        if ours.ids != tuple(whole["input_ids"]):
-            raise _unreadable()
 
 
 def _find(ids: Kinds, part: Kinds, start: int) -> int:

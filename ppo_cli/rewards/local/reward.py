@@ -88,7 +88,12 @@ class ModelScorer:
                 continue  # this one fails alone, when its turn comes
         format_.prompts_cut = 0
         self._rest()
-        return self._describe(loaded)
+        dtype = str(body_dtype(loaded.network.module)).removeprefix("torch.")
+        away = ", in host memory between steps" if self._settings.offload else ""
+        return (
+            f"Reward model {self._settings.path}: read as {loaded.adapter} ({loaded.reason}), "
+            f"{dtype} on {self._home}{away}."
+        )
 
     def try_out(self, prompts: Sequence[Prompt]) -> tuple[str, int]:
         """Test the model on these prompts; raises RewardError with what is wrong.
@@ -158,14 +163,6 @@ class ModelScorer:
             )
             self._model = loaded, format_
         return self._model
-
-    def _describe(self, loaded: LoadedModel) -> str:
-        dtype = str(body_dtype(loaded.network.module)).removeprefix("torch.")
-        away = ", in host memory between steps" if self._settings.offload else ""
-        return (
-            f"Reward model {self._settings.path}: read as {loaded.adapter} ({loaded.reason}), "
-            f"{dtype} on {self._home}{away}."
-        )
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
