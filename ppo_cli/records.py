@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "unfinished"]
 Message = Mapping[str, Any]
 
 
@@ -46,7 +46,10 @@ class Rollout:
     """One sampled response.
 
     When `finish_reason` is "stop", `token_ids` ends with the end-of-sequence token, or with the
-    token that completed a stop string.
+    token that completed a stop string. One that is "unfinished" has no text yet: a sampler goes on
+    with it, under the weights that it has by then. `carried` counts the tokens that a response had
+    when it was gone on with last, `weight_version` is that of its first token, and `seed` that of
+    its stream of random numbers.
     `sampler_logprobs` has one float32 per response token, under the sampling temperature
     and before top-p/top-k truncation. `text` has special tokens removed, but for those that mark
     thoughts. `thought_tokens` are the tokens up to its answer, 0 without a thought.
@@ -60,6 +63,8 @@ class Rollout:
     finish_reason: FinishReason
     weight_version: int = 0
     thought_tokens: int = 0
+    seed: int = 0
+    carried: int = 0
 
     @property
     def whole(self) -> str:

@@ -385,6 +385,7 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "trainer.num_workers": (None, "verl trains on GPUs only; name them with --n_gpus"),
     "trainer.placement": (None, "verl puts everything on all GPUs, or see trainer.v1.* of verl"),
     "trainer.async_steps": (0, "use verl's own trainer.v1.trainer_mode=separate_async"),
+    "rollout.partial_tokens": (None, "it belongs to trainer.async_steps"),
     "trainer.profile_steps": ((), "use verl's own global_profiler.*"),
     "trainer.tensor_parallel_size": (1, "use verl's own model_engine=megatron"),
     "trainer.pipeline_parallel_size": (1, "use verl's own model_engine=megatron"),

@@ -352,6 +352,12 @@ def _ahead(config: Config, gpus: int) -> Iterator[Clash]:
     """Sampling ahead of training needs devices that do not train."""
     steps, placement = config.trainer.async_steps, config.trainer.placement
     if steps == 0:
+        if partial := config.rollout.partial_tokens:
+            yield Clash(
+                ("rollout.partial_tokens", "trainer.async_steps"),
+                f"rollout.partial_tokens {partial} is for responses that are sampled ahead of "
+                "training, and none are; use --async_steps 2, or leave it out.",
+            )
         return
     if placement is not None:
         roles = read_placement(placement)
@@ -402,16 +408,40 @@ def cluster_remarks(config: Config, gpus: int, environ: Mapping[str, str]) -> It
             f"With --async_steps {trainer.async_steps} responses come from older weights, so "
             "algorithm.rollout_correction.rollout_is is token unless you set it."
         )
-    if trainer.async_steps > 1:
-        yield (
-            f"--async_steps {trainer.async_steps} makes responses staler than 1 does, and nothing "
-            "faster: new weights wait for the sampling under way."
-        )
+    yield from _partial_remarks(config)
     roles = read_placement(trainer.placement or "")
     if "judge" in roles and local_judge(config) is None:
         yield "--placement names devices for judge, but no judge is started (--rm_api_type local)."
     if "reward" in roles and not hosts_reward(config):
         yield "--placement names devices for reward, but no reward model runs on any of them."
+
+
+def _partial_remarks(config: Config) -> Iterator[str]:
+    """What sampling ahead brings, with and without partial rollouts."""
+    steps, partial = config.trainer.async_steps, config.rollout.partial_tokens
+    longest = config.data.max_response_length
+    if partial is None and steps > 1:
+        yield (
+            f"--async_steps {steps} makes responses staler than 1 does, and nothing faster: new "
+            "weights wait for the sampling under way. With --partial_tokens "
+            f"{-(-longest // steps)} they wait for no more than so many tokens of a response."
+        )
+    elif partial is not None and partial >= longest:
+        yield (
+            f"--partial_tokens {partial} has no effect: no response is longer than "
+            f"--max_response_length {longest}."
+        )
+    elif partial is not None:
+        ahead = partial * steps
+        rest = (
+            f" What is longer than {ahead} tokens is sampled to its end when its step begins, and "
+            "training waits for that."
+        )
+        yield (
+            f"--partial_tokens {partial}: a response that is sampled ahead gets so many tokens "
+            f"between two updates, {min(ahead, longest)} in all, and goes on under the newer "
+            f"weights; each token keeps the log-prob it was drawn with.{rest * (ahead < longest)}"
+        )
 
 
 def _rank_remarks(config: Config, gpus: int) -> Iterator[str]:

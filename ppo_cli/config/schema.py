@@ -138,6 +138,12 @@ class Rollout(Section):
     stop: tuple[str, ...] = setting(
         (), "Texts that end a response, which keeps them, in validation too: [Observation:]."
     )
+    partial_tokens: int | None = setting(
+        None,
+        "Most tokens that a response which is sampled ahead gets between two updates; longer ones "
+        "go on under newer weights. Unset: an update waits until all are whole.",
+        flag="--partial_tokens", ge=1,
+    )  # fmt: skip
     tensor_model_parallel_size: int = setting(
         1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1
     )

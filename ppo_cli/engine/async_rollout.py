@@ -1,12 +1,17 @@
 """Asynchronous rollouts: an engine that samples ahead of training, with the same seven verbs.
 
 While step s trains, the rollouts of the steps up to s + `steps` are sampled in the background,
-all of a round under the weights that were published when it began. From then on a round is
+a round under the weights that were published when it began. From then on a round is
 trained `steps` publishes later, the first ones sooner; importance weights correct the mismatch.
 
-Which weights a round is sampled under must not depend on timing, or equal runs would differ.
+Which weights a token is drawn under must not depend on timing, or equal runs would differ.
 So rounds begin when a step is annotated (all its own rollouts are there by then), and its
 `publish` waits for every round that has begun. A checkpoint keeps the rounds.
+
+One long response would hold up the weights for all. So partial rollouts (Kimi k1.5,
+arXiv:2501.12599, section 2.6.2) get a number of tokens between two publishes. Those that are not
+finished then go on under the newer weights, beside the rounds that begin there, and without a
+limit once their own round is wanted. Each token keeps the log-prob it was drawn with.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
-from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, begin
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt, Rollout
 
@@ -34,29 +40,42 @@ NUMBERS = "ahead.npz"
 # Of a rollout, beside its prompt and its numbers.
 TOLD: dict[str, Callable[..., Any]] = {
     "sample": int, "text": str, "finish_reason": str, "weight_version": int,
-    "thought_tokens": int,
+    "thought_tokens": int, "seed": int, "carried": int,
 }  # fmt: skip
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile)
 
 
 @dataclass(eq=False)
 class Round:
-    """The rollouts of one step, all sampled under the weights of one publish.
+    """The rollouts of one step, all begun under the weights of one publish.
 
-    `begun_at` counts publishes. Once `whole` is set, nothing is added any more; `taken` says
-    that the loop has had them.
+    `begun_at` counts publishes, and so does `moved_at`, which says when anything was drawn last;
+    None: nothing yet. `taken` says that the loop has had them.
     """
 
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     begun_at: int
     rollouts: list[Rollout] = field(default_factory=list)
-    whole: bool = False
+    moved_at: int | None = None
     taken: bool = False
+
+    def __post_init__(self) -> None:
+        self.rollouts = self.rollouts or begin(self.prompts, self.sampling)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is there."""
+        return not self.unfinished
+
+    @property
+    def unfinished(self) -> list[Rollout]:
+        """The rollouts that have to go on."""
+        return [one for one in self.rollouts if one.finish_reason == "unfinished"]
 
     @property
     def weight_version(self) -> int:
-        """The version of the weights that it was sampled under."""
+        """The version of the weights under which each of its rollouts began."""
         return self.rollouts[0].weight_version
 
     def asks_for(self, prompts: Sequence[Prompt], sampling: Sampling) -> bool:
@@ -70,21 +89,28 @@ class Round:
             )
         )
 
-    def complete(self) -> None:
-        """Say that all of it is there."""
+    def move(self, drawn: Sequence[Rollout], published: int) -> None:
+        """Take over how far its unfinished rollouts have come under the weights of a publish."""
+        found = {one.key: one for one in drawn if one.seed == self.sampling.seed}
+        assert found.keys() == {one.key for one in self.unfinished}, "a round with gaps"
+        self.rollouts = [found.get(one.key, one) for one in self.rollouts]
+        self.moved_at = published
+        self.check()
+
+    def check(self) -> None:
+        """See that no rollout is missing, and that all began under the same weights."""
         assert len(self.rollouts) == len(self.prompts) * self.sampling.n, "a round with gaps"
         assert len({r.weight_version for r in self.rollouts}) == 1, "a round of mixed weights"
-        self.whole = True
 
-    def of_prompts(self, prompts: Sequence[Prompt]) -> Iterator[Rollout]:
-        """Yield the rollouts with these prompts in them: a checkpoint keeps no more than ids."""
+    def meet(self, prompts: Sequence[Prompt]) -> None:
+        """Put these prompts into the rollouts: a checkpoint keeps no more than their ids."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
-        for rollout in self.rollouts:
-            yield replace(rollout, prompt=by_uid[rollout.prompt.uid])
+        self.prompts = tuple(prompts)
+        self.rollouts = [replace(r, prompt=by_uid[r.prompt.uid]) for r in self.rollouts]
 
 
 def write_rounds(directory: Path, rounds: Sequence[Round], published: int) -> None:
-    """Write whole rounds into the `state/` of a checkpoint; nothing when there are none."""
+    """Write rounds into the `state/` of a checkpoint; nothing when there are none."""
     if not rounds:
         return
     state = directory / "state"
@@ -123,8 +149,10 @@ def read_rounds(directory: Path, published: int) -> list[Round]:
 
 
 def _words_of(kept: Round, published: int) -> dict[str, Any]:
+    assert kept.moved_at is not None
     return {
         "publishes_ago": published - kept.begun_at,
+        "moved_ago": published - kept.moved_at,
         "sampling": asdict(kept.sampling),
         "prompts": [{"uid": p.uid, "token_ids": list(p.token_ids)} for p in kept.prompts],
         "rollouts": [
@@ -151,16 +179,20 @@ def _round_of(saved: Mapping[str, Any], rows: Iterator[Numbers], published: int)
         for p in saved["prompts"]
     )
     sampling = Sampling(**saved["sampling"] | {"stop": tuple(saved["sampling"].get("stop", ()))})
-    made = Round(prompts, sampling, published - int(saved["publishes_ago"]))
     by_uid = {prompt.uid: prompt for prompt in prompts}
+    rollouts: list[Rollout] = []
     for words in saved["rollouts"]:
         ids, logprobs = next(rows)
+        words = {"seed": sampling.seed, "carried": 0} | words  # older checkpoints lack them
         told = {name: kind(words[name]) for name, kind in TOLD.items()}
         prompt, token_ids = by_uid[words["uid"]], tuple(ids.tolist())
-        made.rollouts.append(
+        rollouts.append(
             Rollout(prompt=prompt, token_ids=token_ids, sampler_logprobs=logprobs, **told)
         )
-    made.complete()
+    ago = int(saved["publishes_ago"])
+    moved_ago = int(saved.get("moved_ago", ago))
+    made = Round(prompts, sampling, published - ago, rollouts, published - moved_ago)
+    made.check()
     return made
 
 
@@ -173,31 +205,40 @@ SECONDS_TO_LEAVE = 10.0
 class AheadEngine:
     """Samples up to `steps` training rounds beyond the step in training.
 
+    Of a response that is sampled ahead it draws at most `partial_tokens` between two publishes.
     `upcoming(k)` tells prompts and sampling of the k-th training step after the one that was
     last taken, and None past the end of the run. The inner engine must be able to sample in one
     thread while it annotates, steps and saves in another, and raise the weight version by one
     at a publish; it is never asked for two rounds at a time, nor for a publish during a round.
     """
 
-    def __init__(self, engine: Engine, upcoming: Upcoming, steps: int) -> None:
+    def __init__(
+        self, engine: Engine, upcoming: Upcoming, steps: int, partial_tokens: int | None = None
+    ) -> None:
         if steps < 1:
             raise ValueError(f"sampling runs ahead by at least 1 step, not {steps}")
         self._inner = engine
         self._upcoming = upcoming
         self._steps = steps
+        self._partial_tokens = partial_tokens
         self._published = 0  # since this object was made: a round that was loaded began before
         self._first_version: int | None = None  # the inner engine's, when none was published
         self._rounds: list[Round] = []
+        self._moving: list[Round] = []  # those that the thread samples
+        self._lock = threading.Lock()  # a round moves in one go
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # the thread's, for the main thread to raise
         self._stopping = threading.Event()
         self._closed = False
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
         """Yield a round that was sampled ahead; anything else is sampled now.
 
         Other rounds are the first of a run, greedy baselines and validations.
         """
+        assert not begun, "what goes on here began here"
         found = self._find(prompts, sampling, ahead=0)
         if found is None or not found.whole:
             self._wait()  # one round at a time
@@ -209,7 +250,15 @@ class AheadEngine:
         self._check_version(found.weight_version, found.begun_at)
         # Kept until its step is published: a step that is undone takes it once more.
         found.taken = True
-        yield from found.of_prompts(prompts)
+        found.meet(prompts)
+        left = found.unfinished
+        yield from [one for one in found.rollouts if one.finish_reason != "unfinished"]
+        if left:
+            drawn: list[Rollout] = []
+            for rollout in self._inner.generate((), sampling, left):
+                drawn.append(rollout)
+                yield rollout
+            found.move(drawn, self._published)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Begin the next rounds in the background, then annotate this one."""
@@ -232,13 +281,16 @@ class AheadEngine:
         self._rounds = [r for r in self._rounds if not r.taken]
 
     def save(self, directory: Path) -> Future[None]:
-        """Save the inner engine, and every whole round that no published step has used.
+        """Save the inner engine, and every round that no published step has used.
 
-        A round under way began under the very weights that are saved here, so a resumed run
-        samples it again, the same. What stopped such a round does not keep a checkpoint from
-        being written: it is raised by the next `publish` or `generate`.
+        What is under way began under the very weights that are saved here, so a resumed run
+        samples it again, the same: rounds are saved as they were when it began. What stopped it
+        does not keep a checkpoint from being written: it is raised by the next `publish` or
+        `generate`.
         """
-        write_rounds(directory, [r for r in self._rounds if r.whole], self._published)
+        with self._lock:
+            rounds = [copy(known) for known in self._rounds if known.moved_at is not None]
+        write_rounds(directory, rounds, self._published)
         return self._inner.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -287,46 +339,56 @@ class AheadEngine:
         self._first_version = first
 
     def _begin_rounds(self) -> None:
-        """Keep the rounds of the next steps, and begin those that are missing."""
+        """Keep the rounds of the next steps, begin those that are missing, go on with others."""
         kept = [known for known in self._rounds if known.taken]
-        missing: list[Round] = []
+        moving: list[Round] = []
         for ahead in range(1, self._steps + 1):
             asked = self._upcoming(ahead)
             if asked is None:
                 break
             known = self._find(*asked, ahead)
             if known is None:
-                prompts, sampling = asked
-                known = Round(tuple(prompts), sampling, self._published)
-                missing.append(known)
+                known = Round(tuple(asked[0]), asked[1], self._published)
             kept.append(known)
-        if missing:
+            under_way = known in self._moving or known.moved_at == self._published
+            if not (known.whole or under_way):
+                known.meet(asked[0])
+                moving.append(known)
+        if moving:
             self._wait()
+            self._moving = moving
             self._thread = threading.Thread(
-                target=self._sample, args=(missing,), name="sampling-ahead", daemon=True
+                target=self._sample, args=(moving,), name="sampling-ahead", daemon=True
             )
             self._thread.start()
         self._rounds = kept
 
     def _sample(self, rounds: Sequence[Round]) -> None:
-        """Sample rounds one after the other, in the background."""
+        """Sample rounds in the background: partial ones together, others one after the other."""
+        together = [rounds] if self._partial_tokens else [[one] for one in rounds]
         try:
-            for begun in rounds:
-                if not self._sample_round(begun):
+            for some in together:
+                if not self._sample_rounds(some):
                     return
         except BaseException as error:
             self._error = error
 
-    def _sample_round(self, begun: Round) -> bool:
-        """Sample a round; returns False when it should stop before its end."""
-        drawn = self._inner.generate(begun.prompts, begun.sampling)
+    def _sample_rounds(self, rounds: Sequence[Round]) -> bool:
+        """Go on with rounds; returns False when it should stop before its end."""
+        begun = [one for known in rounds for one in known.unfinished]
+        # Rounds differ in their seed alone, which each rollout has.
+        sampling = replace(rounds[0].sampling, new_tokens=self._partial_tokens)
+        drawn: list[Rollout] = []
+        rollouts = self._inner.generate((), sampling, begun)
         # A generator, as all engines' are: closing it frees the sampler.
-        with closing(cast("Generator[Rollout, None, None]", drawn)):
-            for rollout in drawn:
+        with closing(cast("Generator[Rollout, None, None]", rollouts)):
+            for rollout in rollouts:
                 if self._stopping.is_set():
                     return False
-                begun.rollouts.append(rollout)
-        begun.complete()
+                drawn.append(rollout)
+        with self._lock:
+            for known in rounds:
+                known.move(drawn, self._published)
         return True
 
     def _wait(self) -> None:
@@ -334,7 +396,8 @@ class AheadEngine:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._moving = []
         error, self._error = self._error, None
         if error is not None:
-            self._rounds = [known for known in self._rounds if known.whole]
+            self._rounds = [known for known in self._rounds if known.moved_at is not None]
             raise error

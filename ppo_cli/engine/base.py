@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
 from ppo_cli.records import Prompt, Rollout
 
@@ -20,7 +22,8 @@ class Sampling:
     """How to sample: `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
 
     `seed` fixes the draw: the same weights, prompts and seed give the same rollouts. A text of
-    `stop` ends a response; the tokens up to the one that completes it stay.
+    `stop` ends a response; the tokens up to the one that completes it stay. A response that has
+    got `new_tokens` in one call and needs more comes back unfinished.
     """
 
     temperature: float = 1.0
@@ -30,6 +33,25 @@ class Sampling:
     max_tokens: int = 512
     seed: int = 0
     stop: tuple[str, ...] = ()
+    new_tokens: int | None = None
+
+    def most_tokens(self, drawn: int) -> int:
+        """How long a response that has so many tokens may be after one call."""
+        if self.new_tokens is None:
+            return self.max_tokens
+        return min(self.max_tokens, drawn + self.new_tokens)
+
+
+NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+
+
+def begin(prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+    """Responses of which nothing is drawn yet: `sampling.n` for each prompt."""
+    return [
+        Rollout(prompt, sample, (), NO_LOGPROBS, "", "unfinished", seed=sampling.seed)
+        for prompt in prompts
+        for sample in range(sampling.n)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +87,13 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
 class Engine(Protocol):
     """Holds actor, critic and reference, samples from the actor and trains both."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
-        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes."""
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
+        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
+
+        Unfinished rollouts that have `begun` go on, each in its own stream of random numbers.
+        """
         ...
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:

@@ -30,7 +30,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import Sampling, begin
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING, is_out_of_memory
@@ -42,10 +42,9 @@ from ppo_cli.engine.models import (
     stop_token_ids,
 )
 from ppo_cli.engine.packed_rows import BY_ROWS
-from ppo_cli.engine.sampler import Room, Weights, stop_end, stream_key
+from ppo_cli.engine.sampler import Room, Weights, go_on, stop_end, stream_key
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.thoughts import count_tokens
 
 BUSY_SHARE = 0.75
 SPARE_COLUMNS = 64  # a cache is copied once in so many tokens
@@ -126,10 +125,10 @@ class KVCache(Cache):
 
 @dataclass(frozen=True)
 class Job:
-    """A rollout to be sampled."""
+    """A rollout to be sampled, behind its prompt and what is drawn of it already: `token_ids`."""
 
-    prompt: Prompt
-    sample: int
+    begun: Rollout
+    token_ids: tuple[int, ...]
     key: int
 
 
@@ -143,23 +142,29 @@ class Rows:
     alive_R: NDArray[np.bool_]
     stopped_R: NDArray[np.bool_]
     last_R: NDArray[np.int64]
+    most_R: NDArray[np.int64]
     tokens_RT: NDArray[np.int32]
     logprobs_RT: NDArray[np.float32]
 
     @classmethod
-    def begin(cls, jobs: list[Job], max_tokens: int) -> Rows:
-        """Nothing is drawn yet."""
-        shape = (len(jobs), max_tokens)
-        return cls(
+    def begin(cls, jobs: list[Job], sampling: Sampling) -> Rows:
+        """Only what the jobs bring along is drawn yet."""
+        counts_R = np.array([len(job.begun.token_ids) for job in jobs], dtype=np.int64)
+        shape = (len(jobs), sampling.max_tokens)
+        rows = cls(
             jobs=jobs,
             keys_R=np.array([job.key for job in jobs], dtype=np.uint64),
-            counts_R=np.zeros(len(jobs), dtype=np.int64),
+            counts_R=counts_R,
             alive_R=np.ones(len(jobs), dtype=np.bool_),
             stopped_R=np.zeros(len(jobs), dtype=np.bool_),
             last_R=np.zeros(len(jobs), dtype=np.int64),
+            most_R=np.array([sampling.most_tokens(int(count)) for count in counts_R]),
             tokens_RT=np.empty(shape, dtype=np.int32),
             logprobs_RT=np.empty(shape, dtype=np.float32),
         )
+        for i, job in enumerate(jobs):
+            rows.tokens_RT[i, : counts_R[i]] = job.begun.token_ids
+        return rows
 
     def take(self, kept: NDArray[np.int64]) -> Rows:
         """Return these rows only."""
@@ -176,7 +181,9 @@ class Rows:
         return Rows(jobs=self.jobs + other.jobs, **arrays)
 
 
-ARRAYS = ("keys_R", "counts_R", "alive_R", "stopped_R", "last_R", "tokens_RT", "logprobs_RT")
+ARRAYS = (
+    "keys_R", "counts_R", "alive_R", "stopped_R", "last_R", "most_R", "tokens_RT", "logprobs_RT",
+)  # fmt: skip
 
 
 @dataclass
@@ -214,13 +221,24 @@ class HFSampler:
         self._takes_ready_mask = not has_sliding and attention in ("sdpa", BY_ROWS)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        weight_version: int,
+        begun: Sequence[Rollout] = (),
     ) -> Iterator[Rollout]:
-        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes."""
-        for prompt in prompts:
-            if not prompt.token_ids:
-                raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
-        return self._generate(prompts, sampling, weight_version)
+        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
+
+        One that has `begun` goes on as it would have without a pause: token t of a response is
+        drawn with number t of its stream.
+        """
+        wanted = [*begin(prompts, sampling), *begun]
+        for rollout in wanted:
+            if not rollout.prompt.token_ids:
+                raise DataError(
+                    f"The prompt {rollout.prompt.uid} has no tokens; give it some text."
+                )
+        return self._generate(wanted, sampling, weight_version)
 
     @torch.no_grad()
     def load_weights(self, weights: Weights) -> None:
@@ -247,16 +265,16 @@ class HFSampler:
         """Nothing outlives the process."""
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+        self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
     ) -> Iterator[Rollout]:
-        waiting = _list_jobs(prompts, sampling)
+        waiting = _list_jobs(begun)
         running: Running | None = None
         while waiting or running is not None:
             # No context may stay open at a yield: it would leak into whoever takes the rollout.
             with self._sampling_mode():
                 running, finished = self._advance(waiting, running, sampling)
             for rows, i in finished:
-                yield self._rollout(rows, i, weight_version)
+                yield self._rollout(rows, i, sampling, weight_version)
             finished = []
 
     def _advance(
@@ -287,7 +305,7 @@ class HFSampler:
                 continue
             # Only here, as the error holds what was computed up to it.
             waiting += [*under_way, *admitted]
-            waiting.sort(key=lambda job: len(job.prompt.token_ids))  # as in `_list_jobs`
+            waiting.sort(key=lambda job: len(job.token_ids))  # as in `_list_jobs`
             self.room.halve(len(under_way) + len(admitted))
         return running, finished
 
@@ -295,7 +313,7 @@ class HFSampler:
         self, running: Running | None, jobs: list[Job], sampling: Sampling
     ) -> tuple[Running | None, list[tuple[Rows, int]]]:
         """Run the prompts of these jobs, draw first tokens, join those that go on."""
-        rows = Rows.begin(jobs, sampling.max_tokens)
+        rows = Rows.begin(jobs, sampling)
         prompt_index, prompts = _distinct_prompts(jobs)
         cache, starts_P, logits_PV = self._prefill(prompts)
         index_R = torch.tensor(prompt_index, device=self._model.device)
@@ -314,14 +332,14 @@ class HFSampler:
         starts_R = torch.cat([running.starts_R, starts_R + shift])
         return Running(running.rows.join(rows.take(kept)), running.cache, starts_R), done
 
-    def _prefill(self, prompts: list[Prompt]) -> tuple[KVCache, Tensor, Tensor]:
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[KVCache, Tensor, Tensor]:
         """Run left-padded prompts; return their cache, first columns and last logits."""
         device = self._model.device
-        lengths_P = np.array([len(prompt.token_ids) for prompt in prompts])
+        lengths_P = np.array([len(prompt) for prompt in prompts])
         width = int(lengths_P.max())
         ids_PC = np.full((len(prompts), width), self._pad_id, dtype=np.int64)
         for i, prompt in enumerate(prompts):
-            ids_PC[i, width - lengths_P[i] :] = prompt.token_ids
+            ids_PC[i, width - lengths_P[i] :] = prompt
         starts_P = torch.from_numpy(width - lengths_P).to(device)
         offsets_PC = torch.arange(width, device=device) - starts_P[:, None]
         cache = KVCache(self._num_layers)
@@ -376,26 +394,22 @@ class HFSampler:
             ids: list[int] = rows.tokens_RT[i, : rows.counts_R[i]].tolist()
             if stop_end(ids, sampling.stop, self._detokenize, len(ids) - 1) is not None:
                 rows.stopped_R[i] = True
-        ends_R = rows.stopped_R | (rows.counts_R >= sampling.max_tokens)
+        ends_R = rows.stopped_R | (rows.counts_R >= rows.most_R)
         done = np.flatnonzero(ends_R & rows.alive_R)
         rows.alive_R[done] = False
         return [(rows, int(i)) for i in done]
 
-    def _rollout(self, rows: Rows, i: int, weight_version: int) -> Rollout:
-        job, count = rows.jobs[i], int(rows.counts_R[i])
-        ids = tuple(rows.tokens_RT[i, :count].tolist())
-        stopped, text = rows.stopped_R[i], self._detokenize(ids)
-        return Rollout(
-            prompt=job.prompt,
-            sample=job.sample,
-            token_ids=ids,
-            sampler_logprobs=rows.logprobs_RT[i, :count].copy(),
-            text=text,
-            finish_reason="stop" if stopped else "length",
+    def _rollout(self, rows: Rows, i: int, sampling: Sampling, weight_version: int) -> Rollout:
+        begun = rows.jobs[i].begun
+        new = slice(len(begun.token_ids), int(rows.counts_R[i]))
+        return go_on(
+            begun,
+            rows.tokens_RT[i, new].tolist(),
+            rows.logprobs_RT[i, new],
+            stopped=bool(rows.stopped_R[i]),
+            sampling=sampling,
             weight_version=weight_version,
-            thought_tokens=count_tokens(
-                job.prompt.opened, text, ids, self._detokenize, cut=not stopped
-            ),
+            detokenize=self._detokenize,
         )
 
     @contextmanager
@@ -412,46 +426,40 @@ class HFSampler:
                 module.training = True
 
 
-def _list_jobs(prompts: Sequence[Prompt], sampling: Sampling) -> list[Job]:
-    """Return one job for each rollout, shortest prompt first: they are taken from the end."""
-    return [
-        Job(prompt, sample, stream_key(sampling.seed, prompt.uid, sample))
-        for prompt in sorted(prompts, key=lambda p: len(p.token_ids))
-        for sample in range(sampling.n)
+def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:
+    """Return one job for each rollout, the shortest first: they are taken from the end."""
+    jobs = [
+        Job(one, one.prompt.token_ids + one.token_ids, stream_key(one.seed, *one.key))
+        for one in begun
     ]
+    return sorted(jobs, key=lambda job: len(job.token_ids))
 
 
 def _next_jobs(waiting: list[Job], room: int) -> list[Job]:
     """Take jobs from the end of the list: what fits the room and one pass with little padding."""
-    width = len(waiting[-1].prompt.token_ids)
+    width = len(waiting[-1].token_ids)
     taken: list[Job] = []
-    prompts: set[str] = set()
+    prompts: set[tuple[int, ...]] = set()
     tokens = 0
     while waiting and len(taken) < room:
-        prompt = waiting[-1].prompt
-        if prompts and prompt.uid not in prompts:
+        prompt = waiting[-1].token_ids
+        if prompts and prompt not in prompts:
             padded = (len(prompts) + 1) * width
-            padding = padded - tokens - len(prompt.token_ids)
+            padding = padded - tokens - len(prompt)
             if padded > (PREFILL_TOKENS if padding <= MOST_PADDING * padded else LEAST_TOKENS):
                 break
-        if prompt.uid not in prompts:
-            prompts.add(prompt.uid)
-            tokens += len(prompt.token_ids)
+        if prompt not in prompts:
+            prompts.add(prompt)
+            tokens += len(prompt)
         taken.append(waiting.pop())
     return taken
 
 
-def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[Prompt]]:
-    """Return, for each job, the place of its prompt among the different ones."""
-    places: dict[int, int] = {}
-    prompts: list[Prompt] = []
-    index = []
-    for job in jobs:
-        if id(job.prompt) not in places:
-            places[id(job.prompt)] = len(prompts)
-            prompts.append(job.prompt)
-        index.append(places[id(job.prompt)])
-    return index, prompts
+def _distinct_prompts(jobs: list[Job]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return, for each job, the place of its ids among the different ones, and these."""
+    places: dict[tuple[int, ...], int] = {}
+    index = [places.setdefault(job.token_ids, len(places)) for job in jobs]
+    return index, list(places)
 
 
 def _compact(running: Running | None, *, at_once: bool = False) -> Running | None:

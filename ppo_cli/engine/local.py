@@ -39,13 +39,16 @@ class LocalEngine:
         self._sampler = sample_from(self._learner.policy.model, config, tokenizer)
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
         """Yield rollouts as they finish."""
         awake = self._learner.policy.awake()
         # Greedy responses (validations, baselines) belong to no phase of training.
         phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
         with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"), awake:
-            yield from self._sampler.generate(prompts, sampling, self._learner.weight_version)
+            version = self._learner.weight_version
+            yield from self._sampler.generate(prompts, sampling, version, begun)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_cli.config.derived import sampler_name
@@ -16,6 +18,7 @@ from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.errors import UserError
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.thoughts import count_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +97,53 @@ def stop_end(
     return None
 
 
+def go_on(
+    begun: Rollout,
+    ids: Sequence[int],
+    logprobs: NDArray[np.float32],
+    *,
+    stopped: bool,
+    sampling: Sampling,
+    weight_version: int,
+    detokenize: Callable[[Sequence[int]], str],
+) -> Rollout:
+    """An unfinished rollout with further tokens, drawn in one call; finished where they end it."""
+    before = len(begun.token_ids)
+    whole = (*begun.token_ids, *ids)
+    found = replace(
+        begun,
+        token_ids=whole,
+        sampler_logprobs=np.concatenate([begun.sampler_logprobs, logprobs]),
+        weight_version=begun.weight_version if before else weight_version,
+        carried=before,
+    )
+    if not stopped and len(whole) < sampling.max_tokens:
+        return found
+    text, opened = detokenize(whole), begun.prompt.opened
+    return replace(
+        found,
+        text=text,
+        finish_reason="stop" if stopped else "length",
+        thought_tokens=count_tokens(opened, text, whole, detokenize, cut=not stopped),
+    )
+
+
 class Sampler(Protocol):
     """Samples from weights of its own."""
 
     room: Room
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        weight_version: int,
+        begun: Sequence[Rollout] = (),
     ) -> Iterator[Rollout]:
-        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes."""
+        """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
+
+        Unfinished rollouts that have `begun` go on, each in its own stream of random numbers.
+        """
         ...
 
     def load_weights(self, weights: Weights) -> None:

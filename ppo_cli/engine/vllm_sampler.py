@@ -31,17 +31,16 @@ from transformers import AutoConfig, GenerationConfig
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import Sampling, begin
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.lora import LoRA, write_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
 from ppo_cli.engine.models import decode_text, stop_token_ids
-from ppo_cli.engine.sampler import Room, Weights, stop_end, stream_key
+from ppo_cli.engine.sampler import Room, Weights, go_on, stop_end, stream_key
 from ppo_cli.engine.weight_transfer.gloo_group import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.thoughts import count_tokens
 
 EXTENSION = "ppo_cli.engine.weight_transfer.worker.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
@@ -153,13 +152,20 @@ class VLLMSampler:
         self._start(options, transfer)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        weight_version: int,
+        begun: Sequence[Rollout] = (),
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` rollouts for each prompt, each as soon as it finishes.
 
+        One that has `begun` goes on with other random numbers than it would have had without a
+        pause: vLLM's generator of a request draws one for each word and token, and cannot skip any.
         One call at a time: the next may begin when this one's iterator is used up or closed.
         """
-        for prompt in prompts:
+        wanted = [*begin(prompts, sampling), *begun]
+        for prompt in (rollout.prompt for rollout in wanted):
             if not prompt.token_ids:
                 raise DataError(f"The prompt {prompt.uid} has no tokens; give it some text.")
             if len(prompt.token_ids) + sampling.max_tokens > self._max_model_len:
@@ -168,7 +174,7 @@ class VLLMSampler:
                     f"{sampling.max_tokens} for the response it does not fit the sampler's "
                     f"{self._max_model_len}. Raise --max_prompt_length."
                 )
-        return self._generate(prompts, sampling, weight_version)
+        return self._generate(wanted, sampling, weight_version)
 
     def load_weights(self, weights: Weights) -> None:
         """Take new weights, complete, and forget whatever was cached under the old ones."""
@@ -269,38 +275,40 @@ class VLLMSampler:
         self._met_at = meeting_points(self._memory())  # they may be gone before `close`
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+        self, begun: Sequence[Rollout], sampling: Sampling, weight_version: int
     ) -> Iterator[Rollout]:
         if self._busy:
             raise RuntimeError("the iterator of the last generate() is neither used up nor closed")
         self._busy = True
-        waiting = deque((prompt, sample) for prompt in prompts for sample in range(sampling.n))
-        jobs: dict[str, tuple[Prompt, int]] = {}
+        waiting = deque(begun)
+        jobs: dict[str, Rollout] = {}
         known: dict[str, int] = {}  # tokens without a stop string
         try:
             self._set_temperature(sampling.temperature or 1.0)
             while waiting or jobs:
                 while waiting and len(jobs) < self.room.rows:
                     job = waiting.popleft()
-                    jobs[self._submit(*job, sampling)] = job
+                    jobs[self._submit(job, sampling)] = job
                 for output in self._advance(jobs, waiting):
                     name, drawn = output.request_id, output.outputs[0]
-                    ids, seen = drawn.token_ids, known.get(name, 0)
+                    if name not in jobs:
+                        continue
+                    before = jobs[name].token_ids
+                    ids, seen = [*before, *drawn.token_ids], known.get(name, len(before))
                     known[name] = len(ids)
                     end = stop_end(ids, sampling.stop, self._detokenize, seen)
-                    if name in jobs and (output.finished or end is not None):
-                        prompt, sample = jobs.pop(name)
+                    if output.finished or end is not None:
+                        job = jobs.pop(name)
                         if not output.finished:
                             self._engine.abort_request([name], internal=False)
-                        yield self._rollout(prompt, sample, drawn, weight_version, end)
+                        new = None if end is None else end - len(before)
+                        yield self._rollout(job, drawn, new, sampling, weight_version)
         finally:
             self._busy = False
             if jobs and self._engine is not None:
                 self._engine.abort_request(list(jobs), internal=False)
 
-    def _advance(
-        self, jobs: dict[str, tuple[Prompt, int]], waiting: deque[tuple[Prompt, int]]
-    ) -> list[Any]:
+    def _advance(self, jobs: dict[str, Rollout], waiting: deque[Rollout]) -> list[Any]:
         """Let vLLM take a step; when memory runs out, begin again with half as many at once.
 
         With workers of its own vLLM ends when one of them fails: then it is informed.
@@ -317,7 +325,7 @@ class VLLMSampler:
         self.room.halve(tried)
         return []
 
-    def _submit(self, prompt: Prompt, sample: int, sampling: Sampling) -> str:
+    def _submit(self, begun: Rollout, sampling: Sampling) -> str:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -325,13 +333,15 @@ class VLLMSampler:
         self._calls += 1
         name = str(self._calls)
         greedy = sampling.temperature == 0
+        (uid, sample), drawn = begun.key, len(begun.token_ids)
+        stream = f"{uid} from {drawn}" if drawn else uid
         params = SamplingParams(
             # The workers have divided by the temperature already.
             temperature=0.0 if greedy else 1.0,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else max(sampling.top_k, 0),
-            max_tokens=sampling.max_tokens,
-            seed=stream_key(sampling.seed, prompt.uid, sample) >> 1,  # vLLM's are signed
+            max_tokens=sampling.most_tokens(drawn) - drawn,
+            seed=stream_key(begun.seed, stream, sample) >> 1,  # vLLM's are signed
             ignore_eos=True,
             stop_token_ids=self._eos_ids,
             logprobs=0,
@@ -343,14 +353,14 @@ class VLLMSampler:
             if sampling.stop
             else RequestOutputKind.FINAL_ONLY,
         )
-        text = TokensPrompt(prompt_token_ids=list(prompt.token_ids))
+        text = TokensPrompt(prompt_token_ids=[*begun.prompt.token_ids, *begun.token_ids])
         self._engine.add_request(name, text, params, lora_request=self._adapter)
         return name
 
     def _rollout(
-        self, prompt: Prompt, sample: int, output: Any, weight_version: int, end: int | None
+        self, begun: Rollout, output: Any, end: int | None, sampling: Sampling, weight_version: int
     ) -> Rollout:
-        """What vLLM gives as a rollout, cut after `end` tokens where a stop string ends."""
+        """What vLLM adds to a rollout, cut after `end` tokens where a stop string ends."""
         ids = tuple(output.token_ids)[:end]
         logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)[:end]
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
@@ -358,18 +368,14 @@ class VLLMSampler:
                 "The model's logits are not finite, so that no token can be drawn. Look at the "
                 "weights (a diverged run: lower --lr and resume from an earlier checkpoint)."
             )
-        stopped, text = end is not None or ids[-1] in self._eos_ids, self._detokenize(ids)
-        return Rollout(
-            prompt=prompt,
-            sample=sample,
-            token_ids=ids,
-            sampler_logprobs=logprobs,
-            text=text,
-            finish_reason="stop" if stopped else "length",
+        return go_on(
+            begun,
+            ids,
+            logprobs,
+            stopped=end is not None or ids[-1] in self._eos_ids,
+            sampling=sampling,
             weight_version=weight_version,
-            thought_tokens=count_tokens(
-                prompt.opened, text, ids, self._detokenize, cut=not stopped
-            ),
+            detokenize=self._detokenize,
         )
 
     def _set_temperature(self, temperature: float) -> None:

@@ -53,11 +53,12 @@ class StepSums:
 
 
 def staleness_metrics(scored: Sequence[Scored], version: int) -> dict[str, float]:
-    """How many updates old the weights are that the responses were sampled with."""
+    """How many updates old the weights are that the responses were begun with."""
     ages = np.array([version - s.rollout.weight_version for s in scored], dtype=float)
     return {
         "rollout/staleness_mean": float(ages.mean()),
         "rollout/staleness_max": float(ages.max()),
+        "rollout/carried_share": float(np.mean([s.rollout.carried > 0 for s in scored])),
     }
 
 

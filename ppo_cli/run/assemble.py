@@ -272,8 +272,8 @@ class Engines:
         return engine
 
     def _ahead(self, engine: Engine) -> Engine:
-        steps = self.config.trainer.async_steps
-        return AheadEngine(engine, self._upcoming, steps) if steps else engine
+        steps, partial = self.config.trainer.async_steps, self.config.rollout.partial_tokens
+        return AheadEngine(engine, self._upcoming, steps, partial) if steps else engine
 
     def _upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
         """Prompts and sampling of a training step that is still to come."""

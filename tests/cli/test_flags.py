@@ -32,6 +32,7 @@ critic_epochs critic.ppo_epochs           cliprange_value critic.cliprange_value
 rollout_name rollout.name                 rollout_n rollout.n
 temperature rollout.temperature           top_p rollout.top_p
 top_k rollout.top_k                       num_samplers rollout.num_samplers
+partial_tokens rollout.partial_tokens
 rollout_tp rollout.tensor_model_parallel_size
 gpu_memory_utilization rollout.gpu_memory_utilization
 epochs trainer.total_epochs               max_steps trainer.total_training_steps

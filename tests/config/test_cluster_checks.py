@@ -105,6 +105,7 @@ SIZE = "fsdp_config.fsdp_size"
         (f"{EIGHT} {SPAN}=2 rollout.name=hf", "the hf sampler uses one GPU"),
         (f"trainer.n_gpus_per_node=3 {SPAN}=2", "3 GPU(s) of a node cannot be split into samp"),
         # Ahead of training
+        ("rollout.partial_tokens=64", "none are; use --async_steps 2, or leave it out"),
         (f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-7,rollout:0-7", "turns on 0-7"),
         (
             f"{EIGHT} trainer.async_steps=1 trainer.placement=train:0-5,rollout:5-7",
@@ -181,12 +182,31 @@ def test_the_nodes_of_a_running_cluster_need_no_rank() -> None:
     settle("trainer.nnodes=4", env={"RAY_ADDRESS": "10.0.0.1:6379"})
 
 
+BY_TOKEN = "algorithm.rollout_correction.rollout_is=token"
+
+
 @pytest.mark.parametrize(
     ("given", "gpus", "said"),
     [
         ("", 2, "2 GPUs are visible, and one is used; --n_gpus 2 uses them all."),
         ("actor.strategy=fsdp", 0, "actor.strategy fsdp is FSDP2 here."),
         ("trainer.async_steps=1", 0, "rollout_is is token unless you set it"),
+        (
+            f"trainer.async_steps=2 data.max_response_length=99 {BY_TOKEN}",
+            0,
+            "With --partial_tokens 50 they wait for no more",
+        ),
+        (
+            f"trainer.async_steps=1 rollout.partial_tokens=512 {BY_TOKEN}",
+            0,
+            "512 has no effect: no response is longer than --max_response_length 512",
+        ),
+        (
+            f"trainer.async_steps=2 rollout.partial_tokens=100 {BY_TOKEN}",
+            0,
+            "200 in all, and goes on under the newer weights; each token keeps the log-prob it "
+            "was drawn with. What is longer than 200 tokens is sampled to its end",
+        ),
         ("trainer.placement=train:0,rollout:1,reward:2", 0, "no reward model runs on any of them"),
         (
             "trainer.num_workers=8 data.train_batch_size=4 actor.ppo_mini_batch_size=4",

@@ -21,7 +21,8 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.async_rollout import AheadEngine
-from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, begin
+from ppo_cli.engine.sampler import go_on
 from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
@@ -54,24 +55,35 @@ class SmallEngine:
     def is_sampling(self) -> bool:
         return self._sampling.locked()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
         assert self._sampling.acquire(blocking=False), "two rounds at a time"
         try:
             self.calls.append(f"generate {sampling.seed}")
-            for prompt in prompts:
-                for sample in range(sampling.n):
-                    self.pause()
-                    yield self._draw(prompt, sample, sampling)
+            for one in (*begin(prompts, sampling), *begun):
+                self.pause()
+                yield self._draw(one, sampling)
             self.rounds_drawn += 1
         finally:
             self._sampling.release()
 
-    def _draw(self, prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
-        drawn = stir(self.sampler_weights, sampling, prompt.uid, sample)
-        ids = tuple(1 + (drawn >> shift) % 250 for shift in range(0, 8 * (1 + drawn % 4), 8))
-        logprobs = -np.random.default_rng(drawn).random(len(ids), dtype=np.float32)
-        return Rollout(
-            prompt, sample, ids, logprobs, f"“{drawn}”\ud83d", "length", weight_version=self.version
+    def _draw(self, begun: Rollout, sampling: Sampling) -> Rollout:
+        ids: list[int] = []
+        stopped, before = False, len(begun.token_ids)
+        while not stopped and before + len(ids) < sampling.most_tokens(before):
+            place = begun.seed, begun.key, before + len(ids)
+            drawn = stir(self.sampler_weights, sampling.temperature, place)
+            ids.append(drawn % 250)
+            stopped = drawn % 7 == 0
+        return go_on(
+            begun,
+            ids,
+            np.full(len(ids), -1 / (2 + self.version), dtype=np.float32),
+            stopped=stopped,
+            sampling=sampling,
+            weight_version=self.version,
+            detokenize=lambda whole: f"“{whole}”\ud83d",
         )
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
@@ -140,6 +152,7 @@ class Run:
     """A run of so many steps: engine, order and what was trained."""
 
     async_steps: int
+    partial_tokens: int | None = None
     total: int = 8
     seed: int = 0
     temperature: float = 1.0
@@ -151,10 +164,12 @@ class Run:
         self.order = PromptOrder(len(PROMPTS), BATCH, self.seed)
         self.engine: Engine = self.inner
         if self.async_steps:
-            self.engine = AheadEngine(self.inner, self.upcoming, self.async_steps)
+            self.engine = AheadEngine(
+                self.inner, self.upcoming, self.async_steps, self.partial_tokens
+            )
 
     def sampling(self, step: int) -> Sampling:
-        return Sampling(temperature=self.temperature, n=SAMPLES, seed=1000 + step)
+        return Sampling(self.temperature, n=SAMPLES, seed=1000 + step, max_tokens=12)
 
     def upcoming(self, ahead: int) -> tuple[Sequence[Prompt], Sampling] | None:
         if self.step + ahead > self.total:
@@ -176,7 +191,10 @@ class Run:
         batch = build_batch(rollouts, 0)
         self.engine.annotate(batch)
         staleness = self.inner.version - int(batch.weight_version_B.min())
-        seen = [(r.key, r.token_ids, r.sampler_logprobs.tobytes(), r.text) for r in rollouts]
+        seen = [
+            (r.key, r.token_ids, r.sampler_logprobs.tobytes(), r.text, r.finish_reason, r.carried)
+            for r in rollouts
+        ]
         self.trained.append(Trained(self.step, staleness, list(seen)))
         return batch
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ppo_cli.engine.async_rollout import AheadEngine, Round
@@ -34,6 +35,11 @@ def start() -> Iterator[Start]:
     assert [t for t in threading.enumerate() if t.name == "sampling-ahead"] == []
 
 
+def version_of(logprob: float) -> int:
+    """The version of the weights that a token of the small engine was drawn under."""
+    return round(-1 / float(logprob)) - 2
+
+
 def failing_with(error: Exception) -> Callable[[], None]:
     def fail() -> None:
         raise error
@@ -48,20 +54,82 @@ def test_rounds_are_as_old_as_was_asked_and_no_older(start: Start, steps: int) -
     assert run.inner.rounds_drawn == 8  # none twice, and none past the end
 
 
+@pytest.mark.parametrize(("steps", "partial"), [(1, 3), (2, 3), (3, 2), (2, 1)])
+def test_a_response_gets_so_many_tokens_between_two_publishes(
+    start: Start, steps: int, partial: int
+) -> None:
+    run = start(steps, partial).train(8)
+    assert [t.staleness for t in run.trained] == [min(i, steps) for i in range(8)]
+    carried = 0
+    for trained in run.trained:
+        present = trained.step - 1  # the publishes before it
+        oldest = present - trained.staleness
+        for _, ids, logprobs, _, _, before in trained.rollouts:
+            drawn_under = [version_of(one) for one in np.frombuffer(logprobs, np.float32)]
+            # As many tokens under each version as it may get, the rest under the present one.
+            under = [min(oldest + i // partial, present) for i in range(len(ids))]
+            assert drawn_under == under
+            assert before == sum(version < under[-1] for version in under)
+            carried += before > 0
+    assert carried > 10
+
+
+def test_under_weights_that_stay_it_does_not_matter_where_a_response_paused(start: Start) -> None:
+    def train(partial: int | None) -> list[list[tuple[Any, ...]]]:
+        run = start(2, partial)
+        run.inner.step = lambda minibatch: {}  # type: ignore[method-assign]
+        return [[(r[0], r[1], r[3], r[4]) for r in t.rollouts] for t in run.train(6).trained]
+
+    assert train(3) == train(None)
+
+
+def test_publish_does_not_wait_for_the_long_ones(start: Start) -> None:
+    run = start(2, 3).train(3)
+    batch = run.begin_step()
+    run.end_step(batch)
+    rounds = run.engine._rounds  # type: ignore[attr-defined]
+    left = [[len(r.token_ids) for r in known.unfinished] for known in rounds]
+    assert [set(one) for one in left] == [{6}, {3}]  # of the next step, and of the one after it
+    run.inner.calls.clear()
+    run.begin_step()
+    # What is left of the round is sampled at once, then the others go on together.
+    wait_until(lambda: run.inner.calls.count("annotate") == 1 and not run.inner.is_sampling)
+    assert sorted(run.inner.calls) == ["annotate", "generate 1005", "generate 1006"]
+
+
+def test_what_was_carried_over_outlasts_an_error(start: Start) -> None:
+    run = start(2, 3).train(3)
+    before = {r.key: r.token_ids for r in run.engine._rounds[1].rollouts}  # type: ignore[attr-defined]
+
+    def fail_in_background() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise WorkerLost("sampler 0")
+
+    run.inner.pause = fail_in_background
+    batch = run.begin_step()
+    with pytest.raises(WorkerLost):
+        run.engine.publish()
+    run.inner.pause = lambda: None
+    run.end_step(batch)
+    run.train(1)
+    again = {key: ids for key, ids, *_ in run.trained[-1].rollouts}
+    assert all(again[key][: len(ids)] == ids for key, ids in before.items())
+
+
 def test_a_run_that_does_not_sample_ahead_has_fresh_rollouts(start: Start) -> None:
     assert {t.staleness for t in start(0).train(4).trained} == {0}
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_the_clock_decides_nothing(start: Start, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "partial"), [(1, None), (2, None), (1, 3), (3, 2)])
+def test_the_clock_decides_nothing(start: Start, steps: int, partial: int | None) -> None:
     def slowly(seed: int) -> Run:
-        run, chance = start(steps), random.Random(seed)
+        run, chance = start(steps, partial), random.Random(seed)
         run.inner.pause = lambda: time.sleep(chance.choice([0, 0, 0.004]))
         step = run.inner.step
         run.inner.step = lambda m: (time.sleep(chance.choice([0, 0.02])), step(m))[1]  # type: ignore[method-assign]
         return run.train(6)
 
-    quick = start(steps).train(6)
+    quick = start(steps, partial).train(6)
     for seed in range(3):
         run = slowly(seed)
         assert run.trained == quick.trained

@@ -37,24 +37,29 @@ def same_end(a: Run, b: Run) -> None:
     assert (a.inner.weights, a.inner.version) == (b.inner.weights, b.inner.version)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+WAYS = [(1, None), (2, None), (3, None), (1, 3), (2, 3), (3, 2)]  # steps ahead, partial tokens
+Way = tuple[int, int | None]
+
+
+@pytest.mark.parametrize("way", [(0, None), *WAYS])
 @pytest.mark.parametrize("stop", [1, 2, 4, 7])
 def test_a_run_with_a_stop_is_the_same_run(
-    start: Start, tmp_path: Path, steps: int, stop: int
+    start: Start, tmp_path: Path, way: Way, stop: int
 ) -> None:
-    whole = start(steps).train(8)
-    folder = start(steps).train(stop).save(tmp_path / "saved")
-    resumed = start(steps).load(folder).train(8 - stop)
+    whole = start(*way).train(8)
+    folder = start(*way).train(stop).save(tmp_path / "saved")
+    resumed = start(*way).load(folder).train(8 - stop)
     assert len(resumed.trained) == 8 - stop
     same_end(resumed, whole)
 
 
-def test_a_stop_at_every_step(start: Start, tmp_path: Path) -> None:
-    whole = start(2).train(8)
-    run = start(2)
+@pytest.mark.parametrize("way", [(2, None), (2, 3), (3, 1)])
+def test_a_stop_at_every_step(start: Start, tmp_path: Path, way: Way) -> None:
+    whole = start(*way).train(8)
+    run = start(*way)
     for step in range(8):
         folder = run.train(1).save(tmp_path / f"step_{step}")
-        run = start(2).load(folder)
+        run = start(*way).load(folder)
     assert (run.inner.weights, run.inner.version) == (whole.inner.weights, whole.inner.version)
 
 
@@ -73,16 +78,16 @@ def test_what_was_sampled_is_not_sampled_again(start: Start, tmp_path: Path) -> 
     assert [call for call in resumed.inner.calls if call.startswith("gen")] == ["generate 1006"]
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, steps: int) -> None:
-    whole, run = start(steps).train(8), start(steps).train(3)
+@pytest.mark.parametrize("way", [(1, None), (2, None), (2, 3)])
+def test_an_undone_step_is_taken_again_with_the_same_rollouts(start: Start, way: Way) -> None:
+    whole, run = start(*way).train(8), start(*way).train(3)
     order = run.order.state_dict()
     drawn = run.inner.rounds_drawn
     for _ in range(3):
         run.begin_step()
         run.undo_step(order)
     run.train(1)
-    assert run.inner.rounds_drawn == drawn + 1
+    assert run.inner.rounds_drawn == drawn + 1 + (way[1] is not None)  # and the ends of its own
     same_end(run.train(4), whole)
 
 
@@ -94,11 +99,11 @@ def test_the_first_step_may_be_undone(start: Start) -> None:
     same_end(run.train(8), whole)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("done", [0, 1, 4])
-def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, steps: int, done: int) -> None:
+def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, way: Way, done: int) -> None:
     """The round under way is not waited for: it is sampled again, the same."""
-    whole, run = start(steps).train(8), start(steps).train(done)
+    whole, run = start(*way).train(8), start(*way).train(done)
     order, never = run.order.state_dict(), threading.Event()
     begun = threading.Event()
 
@@ -114,9 +119,30 @@ def test_saved_while_a_step_is_undone(start: Start, tmp_path: Path, steps: int, 
     folder = run.save(tmp_path / "saved")
     assert run.inner.is_sampling
     run.inner.closed.set()
-    resumed = start(steps).load(folder).train(8 - done)
+    resumed = start(*way).load(folder).train(8 - done)
     same_end(resumed, whole)
     assert resumed.inner.rounds_drawn <= whole.inner.rounds_drawn - done
+
+
+@pytest.mark.parametrize("pauses", [0, 1, 3])
+def test_saved_when_a_step_is_undone_among_its_own_rollouts(
+    start: Start, tmp_path: Path, pauses: int
+) -> None:
+    """What was drawn by then of the ends of carried responses is drawn again, the same."""
+    whole, run = start(2, 2).train(8), start(2, 2).train(3)
+    order, left = run.order.state_dict(), iter(range(pauses))
+
+    def fail() -> None:
+        if next(left, None) is None:
+            raise WorkerLost("sampler 0")
+
+    run.inner.pause = fail
+    with pytest.raises(WorkerLost):
+        run.begin_step()
+    run.step, run.inner.pause = 3, lambda: None
+    run.order.load_state_dict(order)
+    folder = run.save(tmp_path / "saved")
+    same_end(start(2, 2).load(folder).train(5), whole)
 
 
 def test_a_checkpoint_is_written_though_the_sampler_is_lost(start: Start, tmp_path: Path) -> None:
@@ -136,12 +162,13 @@ def test_a_checkpoint_is_written_though_the_sampler_is_lost(start: Start, tmp_pa
     same_end(start(1).load(folder).train(5), whole)
 
 
+@pytest.mark.parametrize("partial", [(None, None), (2, None), (None, 2), (2, 5)])
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (0, 3), (1, 0), (1, 2), (3, 1), (2, 0)])
 def test_another_distance_goes_on_within_its_own_bound(
-    start: Start, tmp_path: Path, before: int, after: int
+    start: Start, tmp_path: Path, before: int, after: int, partial: tuple[int | None, int | None]
 ) -> None:
-    folder = start(before).train(4).save(tmp_path / "saved")
-    resumed = start(after).load(folder).train(4)
+    folder = start(before, partial[0]).train(4).save(tmp_path / "saved")
+    resumed = start(after, partial[1]).load(folder).train(4)
     stale = [t.staleness for t in resumed.trained]
     assert max(stale) <= after
     assert stale[-1] == after
@@ -166,6 +193,18 @@ def test_logprobs_come_back_exactly(start: Start, tmp_path: Path) -> None:
     assert back.rollouts[0].sampler_logprobs.tobytes() == odd.tobytes()
     assert back.rollouts[0].token_ids == (1, 2, 3, 2**40)
     assert [r.text for r in back.rollouts] == [r.text for r in ahead.rollouts]
+
+
+def test_a_checkpoint_from_before_partial_rollouts_is_read(start: Start, tmp_path: Path) -> None:
+    whole, folder = start(2).train(8), start(2).train(3).save(tmp_path / "saved")
+    words = folder / "state" / "ahead.json"
+    told = json.loads(words.read_text())
+    for saved in told["rounds"]:
+        del saved["moved_ago"], saved["sampling"]["new_tokens"]
+        for rollout in saved["rollouts"]:
+            del rollout["seed"], rollout["carried"]
+    words.write_text(json.dumps(told))
+    same_end(start(2).load(folder).train(5), whole)
 
 
 def test_the_last_checkpoint_keeps_nothing(start: Start, tmp_path: Path) -> None:

@@ -213,6 +213,68 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     assert tokens_of(sample(model, prompts, 3, n=4, stop=stop)) == tokens_of(cut)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("new_tokens", [1, 5])
+def test_a_response_goes_on_as_if_it_had_not_paused(family: str, new_tokens: int) -> None:
+    model, prompts = build_model(family), make_prompts()
+    sampling = Sampling(n=3, max_tokens=12, seed=4, top_p=0.9)
+    in_one = {r.key: r for r in make_sampler(model).generate(prompts, sampling, 2)}
+    sampler, windows = make_sampler(model, 5), replace(sampling, new_tokens=new_tokens)
+    found = list(sampler.generate(prompts, windows, 2))
+    assert {len(r.token_ids) for r in found if r.finish_reason == "unfinished"} == {new_tokens}
+    for version in range(3, 15):
+        begun = [r for r in found if r.finish_reason == "unfinished"]
+        more = list(sampler.generate((), windows, version, begun))
+        assert {r.key for r in more} == {r.key for r in begun}
+        assert all(r.carried == new_tokens * (version - 2) for r in more)
+        found = [r for r in found if r.finish_reason != "unfinished"] + more
+    assert len(found) == len(in_one) and {r.weight_version for r in found} == {2}
+    for r in found:
+        whole = in_one[r.key]
+        assert (r.token_ids, r.text, r.finish_reason) == (
+            whole.token_ids, whole.text, whole.finish_reason,
+        )  # fmt: skip
+        np.testing.assert_allclose(r.sampler_logprobs, whole.sampler_logprobs, atol=2e-5)
+    assert {r.finish_reason for r in found} == {"stop", "length"}
+
+
+def test_tokens_keep_the_logprobs_of_the_weights_they_were_drawn_with() -> None:
+    old, new, prompts = build_model(), build_model(initializer_range=0.6), make_prompts()
+    sampling = Sampling(max_tokens=12, new_tokens=4)
+    begun = [
+        one
+        for one in make_sampler(old).generate(prompts, sampling, 0)
+        if one.finish_reason == "unfinished"
+    ]
+    whole = list(make_sampler(new).generate((), replace(sampling, new_tokens=None), 1, begun))
+    assert len(whole) == len(begun) > 3
+    for r in whole:
+        under = [forward_logprobs(model, r, 1.0) for model in (old, new)]
+        np.testing.assert_allclose(r.sampler_logprobs[:4], under[0][:4], atol=1e-4)
+        np.testing.assert_allclose(r.sampler_logprobs[4:], under[1][4:], atol=1e-4)
+        assert np.abs(under[0] - under[1]).max() > 0.1
+        assert (r.weight_version, r.carried) == (0, 4)
+
+
+def test_a_stop_text_and_a_thought_over_a_pause_are_seen() -> None:
+    words = {5: "<think>", 6: "</th", 7: "ink>", 8: "yes"}
+    sampler = make_sampler(
+        build_model(), detokenize=lambda ids: "".join(words.get(i, ".") for i in ids)
+    )
+    (prompt,) = make_prompts((4,))
+    begun = Rollout(prompt, 0, (5, 9, 6), np.zeros(3, np.float32), "", "unfinished", seed=1)
+    (cut,) = sampler.generate((), Sampling(max_tokens=4, temperature=0.0), 0, [begun])
+    assert (len(cut.token_ids), cut.finish_reason) == (4, "length")
+    stop = words.get(cut.token_ids[-1], ".")
+    sampling = Sampling(max_tokens=9, temperature=0.0, stop=(f"</th{stop}",))
+    (stopped,) = sampler.generate((), sampling, 0, [begun])
+    assert (stopped.token_ids, stopped.finish_reason) == (cut.token_ids, "stop")
+    assert cut.thought_tokens == 4  # opened before the pause, and not closed
+    closed = replace(begun, token_ids=(5, 9, 6, 7, 8))
+    (answered,) = sampler.generate((), Sampling(max_tokens=6), 0, [closed])
+    assert answered.thought_tokens == 4 and answered.text.startswith("<think>.</think>yes")
+
+
 def test_one_token_and_no_prompt() -> None:
     model = build_model()
     found = sample(model, make_prompts(), 2, n=2, max_tokens=1)

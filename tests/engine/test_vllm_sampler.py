@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +22,14 @@ from ppo_cli.atomic import lives
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import Sampling, begin
 from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.sampler import Weights, build_sampler, stream_key
 from ppo_cli.engine.vllm_sampler import CPU_CACHE_BYTES, VLLMSampler
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, Rollout
 
 TOLERANCE = 1e-4
 ROOT = Path(__file__).parents[2]
@@ -91,11 +92,16 @@ class TestReal:
         self, probe: dict[str, Any]
     ) -> None:
         gaps = probe["bundled"]["gaps"]
-        assert len(gaps) == 6
+        assert len(gaps) == 7
         assert max(gaps.values()) < TOLERANCE, gaps
 
     def test_a_draw_does_not_depend_on_the_batch(self, probe: dict[str, Any]) -> None:
         assert all(probe["bundled"]["alike"].values()), probe["bundled"]["alike"]
+
+    def test_a_response_goes_on_after_a_pause(self, probe: dict[str, Any]) -> None:
+        assert ["unfinished", True] in probe["bundled"]["paused"]
+        assert ["unfinished", False] not in probe["bundled"]["paused"]
+        assert probe["bundled"]["went on"]
 
     def test_samples_of_a_prompt_differ_unless_greedy(self, probe: dict[str, Any]) -> None:
         spread = probe["bundled"]["spread"]
@@ -219,8 +225,8 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[VLLMSampler,
     def make(holds: int = 100, **options: Any) -> tuple[VLLMSampler, FakeEngine]:
         engine, count = FakeEngine(holds), itertools.count()
 
-        def submit(prompt: Prompt, sample: int, sampling: Sampling) -> str:
-            engine.requests.append(f"{prompt.uid} {sample} {next(count)}")
+        def submit(begun: Rollout, sampling: Sampling) -> str:
+            engine.requests.append(f"{begun.prompt.uid} {begun.sample} {next(count)}")
             return engine.requests[-1]
 
         monkeypatch.setattr(VLLMSampler, "_start", lambda self, *_: None)
@@ -398,11 +404,35 @@ def test_every_setting_of_a_request_reaches_vllm(monkeypatch: pytest.MonkeyPatch
         (greedy, replace(sampling, temperature=0.0)),
         (usual | {"output_kind": 0}, replace(sampling, stop=("END",))),
     ):
-        name = sampler._submit(PROMPTS[1], 2, given)
+        name = sampler._submit(begin(PROMPTS, given)[6], given)
         seed = stream_key(3, "p1", 2) >> 1
         expected = (name, {"prompt_token_ids": [3, 4]}, wanted | {"seed": seed}, "adapter")
         assert asked[-1] == expected and seed < 2**63
     assert len({request[0] for request in asked}) == 4
+    begun = replace(begin(PROMPTS, sampling)[6], token_ids=(7, 8))
+    for new_tokens, most in ((3, 3), (9, 4), (None, 4)):  # of at most 6
+        sampler._submit(begun, replace(sampling, new_tokens=new_tokens, seed=99))
+        seed = stream_key(3, "p1 from 2", 2) >> 1  # of the round that it began in
+        assert asked[-1][1] == {"prompt_token_ids": [3, 4, 7, 8]}
+        assert asked[-1][2] == usual | {"seed": seed, "max_tokens": most}
+
+
+def test_a_stop_text_that_spans_a_pause_is_seen(sampler: Make) -> None:
+    made, engine = sampler()
+    begun = replace(begin(PROMPTS[:1], Sampling())[0], token_ids=(10, 11))
+    begun = replace(begun, sampler_logprobs=np.full(2, -1, np.float32), weight_version=3)
+    drawn = SimpleNamespace(token_ids=[12, 13], logprobs=SimpleNamespace(logprobs=[-0.5, -0.6]))
+
+    def step() -> list[SimpleNamespace]:
+        return [SimpleNamespace(finished=True, request_id=engine.requests.pop(), outputs=[drawn])]
+
+    engine.step = step  # type: ignore[method-assign]
+    stop = Sampling(max_tokens=9, stop=("11, 12",))
+    (found,) = made.generate((), stop, 5, [begun])
+    assert (found.token_ids, found.finish_reason, found.carried) == ((10, 11, 12), "stop", 2)
+    assert found.sampler_logprobs.tolist() == [-1, -1, -0.5] and found.weight_version == 3
+    (found,) = made.generate((), Sampling(max_tokens=9), 5, [begun])
+    assert (found.token_ids, found.finish_reason) == ((10, 11, 12, 13), "unfinished")
 
 
 def test_the_temperature_is_told_to_the_workers_before_each_draw(sampler: Make) -> None:

@@ -143,6 +143,18 @@ def probe_bundled(config: Config, tokenizer: Any) -> dict[str, Any]:
         again = list(sampler.generate([prompts[6], prompts[1]], sampling, 2))
         found["alike"][name] = same(rollouts, again) and len(again) == 2 * sampling.n
         found["spread"][name] = len({r.token_ids for r in rollouts})
+    windows = Sampling(n=4, max_tokens=24, new_tokens=3)
+    begun = list(sampler.generate(prompts, windows, 2))
+    found["paused"] = sorted({(r.finish_reason, len(r.token_ids) == 3) for r in begun})
+    begun = [r for r in begun if r.finish_reason == "unfinished"]
+    whole = list(sampler.generate((), Sampling(max_tokens=24), 3, begun))
+    known = {r.key: r.token_ids for r in begun}
+    found["went on"] = len(whole) == len(begun) > 0 and all(
+        r.token_ids[:3] == known[r.key] and len(r.token_ids) > 3 == r.carried for r in whole
+    )
+    found["gaps"]["went on"] = gap(model, whole, 1.0)
+    again = list(sampler.generate((), Sampling(max_tokens=24), 3, begun[::-2]))
+    found["alike"]["went on"] = same(whole, again) and len(again) == (len(begun) + 1) // 2
     # A caller that walks away leaves nothing behind.
     stream = sampler.generate(prompts, SAMPLINGS["plain"], 2)
     next(stream)

@@ -323,13 +323,12 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
 def test_sampling_ahead_is_told_of_steps_that_are_still_to_come(
     assembled: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = assembled("trainer.async_steps=2", "trainer.num_workers=1", "rollout.n=2")
+    ahead = ("trainer.async_steps=2", "rollout.partial_tokens=6")
+    seen = assembled(*ahead, "trainer.num_workers=1", "rollout.n=2")
     engine: Engines = seen.engines
-    monkeypatch.setattr(
-        assemble, "AheadEngine", lambda inner, upcoming, steps: (inner, upcoming, steps)
-    )
-    inner, upcoming, steps = engine._ahead("inner")  # type: ignore[arg-type,misc]
-    assert (inner, steps) == ("inner", 2)
+    monkeypatch.setattr(assemble, "AheadEngine", lambda *given: given)
+    inner, upcoming, *given = engine._ahead("inner")  # type: ignore[arg-type,misc]
+    assert (inner, given) == ("inner", [2, 6])
     job = seen.job
     job.order.take()
     expected = [job.prompts[i] for i in job.order.peek(2)]

@@ -161,3 +161,22 @@ def test_roles_that_share_some_devices_train_as_roles_that_share_all(
     assert_same_weights(tmp_path / "all", tmp_path / "some")
     assert_same_numbers(metrics(tmp_path / "all"), metrics(tmp_path / "some"))
     assert rows(tmp_path / "all") == rows(tmp_path / "some")
+
+
+def test_partial_rollouts_go_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    four = (*EIGHT, "--max_steps", "4", "--save_freq", "2")
+    ahead = (*four, "--engine", "ray", "--async_steps", "2", "--partial_tokens", "1")
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train(whole, *ahead)
+    shutil.copytree(whole, out, symlinks=True)
+    shutil.rmtree(out / "checkpoints" / "step_000004")
+    (out / "checkpoints" / "latest").unlink()
+    assert "Going on after step 2" in train(out, *ahead).stdout
+    assert_same_weights(whole, out, within=0)
+    assert rows(whole) == rows(out)
+    told, again = metrics(whole), metrics(out)
+    for name in ("rollout/staleness_max", "rollout/carried_share", "rollout/logprob_diff_max"):
+        assert [line.get(name) for line in told] == [line.get(name) for line in again]
+    assert [line["rollout/staleness_max"] for line in told] == [0, 1, 2, 2]
+    carried = [line["rollout/carried_share"] for line in told]
+    assert carried[0] == 0 and min(carried[1:]) > 0.5

@@ -36,14 +36,34 @@ def deal_prompts(
     Nobody knows yet how long responses become, so each counts as `max_tokens`. Within a
     sampler the order stays; what is sampled does not depend on who does it.
     """
+    hands = _deal([len(prompt.token_ids) + max_tokens for prompt in prompts], samplers)
+    return [tuple(prompts[i] for i in sorted(hand)) for hand in hands]
+
+
+def deal_begun(
+    begun: Sequence[Rollout], samplers: int, sampling: Sampling
+) -> list[tuple[Rollout, ...]]:
+    """Deal unfinished rollouts in the same way; those of one prompt and round stay together."""
+    groups: dict[tuple[int, str], list[Rollout]] = {}
+    for one in begun:
+        groups.setdefault((one.seed, one.prompt.uid), []).append(one)
+    dealt = list(groups.values())
+    costs = [
+        sum(len(one.prompt.token_ids) + sampling.most_tokens(len(one.token_ids)) for one in group)
+        for group in dealt
+    ]
+    hands = _deal(costs, samplers)
+    return [tuple(one for i in sorted(hand) for one in dealt[i]) for hand in hands]
+
+
+def _deal(costs: Sequence[int], samplers: int) -> list[list[int]]:
     work = [0] * samplers
     hands: list[list[int]] = [[] for _ in range(samplers)]
-    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].token_ids), i))
-    for i in order:
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         least = min(range(samplers), key=lambda s: (work[s], s))
         hands[least].append(i)
-        work[least] += len(prompts[i].token_ids) + max_tokens
-    return [tuple(prompts[i] for i in sorted(hand)) for hand in hands]
+        work[least] += costs[i]
+    return hands
 
 
 # The first rank waits for the samplers, and can say whose fault it is, so it gives up first.
@@ -156,16 +176,23 @@ class ClusterEngine:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
         self._publisher.wake()
-        hands = deal_prompts(prompts, len(self._samplers), sampling.max_tokens)
+        count = len(self._samplers)
+        hands = zip(
+            deal_prompts(prompts, count, sampling.max_tokens),
+            deal_begun(begun, count, sampling),
+            strict=True,
+        )
         calls: list[Call] = []
-        for sampler, hand in zip(self._samplers, hands, strict=True):
-            if hand:
-                words = (hand, sampling, self._weight_version)
+        for sampler, (new, old) in zip(self._samplers, hands, strict=True):
+            if new or old:
+                words = (new, sampling, self._weight_version, old)
                 calls.append(self.cluster.ask(sampler, "generate", "stream", *words))
-        own = {prompt.uid: prompt for prompt in prompts}
+        own = {prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))}
         for sent in self.cluster.waits.stream(calls):
             for item in sent:
                 if isinstance(item, Halved):

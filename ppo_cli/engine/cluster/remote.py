@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -239,10 +239,15 @@ class ApartEngine:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
-        own = {prompt.uid: prompt for prompt in prompts}
-        answer = self._ask("generate", [lighten_prompt(p) for p in prompts], sampling)
+        own = {prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))}
+        light = {uid: lighten_prompt(prompt) for uid, prompt in own.items()}
+        new = [light[prompt.uid] for prompt in prompts]
+        old = [replace(one, prompt=light[one.prompt.uid]) for one in begun]
+        answer = self._ask("generate", new, sampling, old)
         kind = ""
         try:
             while True:

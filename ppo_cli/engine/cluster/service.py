@@ -86,10 +86,12 @@ class Service:
         )
         return self._engine.weight_transfer
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, number: int) -> Iterator[Any]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout], number: int
+    ) -> Iterator[Any]:
         """Rollouts without their prompts, which the other side has; one request at a time."""
         self._told_under = number
-        rollouts: Iterator[Rollout] = self._built.generate(prompts, sampling)
+        rollouts: Iterator[Rollout] = self._built.generate(prompts, sampling, begun)
         for rollout in rollouts:
             yield shed_prompt(rollout)
 

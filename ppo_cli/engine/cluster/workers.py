@@ -110,14 +110,18 @@ class SamplerRole:
         self._sampler.room.tell = self._note_halving
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        weight_version: int,
+        begun: Sequence[Rollout] = (),
     ) -> Iterator[tuple[str, Rollout] | Halved]:
         """Yield rollouts without their prompts, and what became of memory meanwhile."""
         # Greedy responses (validations, baselines) belong to no phase of training.
         training = sampling.temperature > 0
         phase = self._profiler.phase("rollout", weight_version + 1) if training else nullcontext()
         with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"):
-            for rollout in self._sampler.generate(prompts, sampling, weight_version):
+            for rollout in self._sampler.generate(prompts, sampling, weight_version, begun):
                 while self._halved:
                     yield self._halved.pop(0)
                 yield shed_prompt(rollout)
