@@ -16,8 +16,10 @@ from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, validatio
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import DEFAULT, resolve
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, ppo
+from ppo_cli.report.drift import judge_drift, people_of
+from ppo_cli.report.health import limits_of
 from ppo_cli.report.metrics import budget_to_finish, judge_totals, recent, resume_line
-from ppo_cli.report.page.run_data import settings_of
+from ppo_cli.report.page.run_data import config_of, settings_of
 from ppo_cli.run_folder import (
     check_run_folder,
     paid_calls,
@@ -236,10 +238,24 @@ def worst_first(lines: Sequence[Line]) -> list[Line]:
 def steps_text(run: Path, steps: Sequence[Line], history: Sequence[Line]) -> str:
     """Return the table of steps, and what the judges of the whole run did."""
     judge = judge_totals(run, history)
-    said = [steps_table(steps), *([f"judge: {judge}"] if judge else [])]
+    said = [steps_table(steps), *([f"judge: {judge}"] if judge else []), *drift_lines(run, history)]
     if not any(line["step"] > 0 for line in history) and paid_calls(run):
         said.append(how_to_go_on(run, history))
     return "\n\n".join(said)
+
+
+def drift_lines(run: Path, history: Sequence[Line]) -> list[str]:
+    """Return how far the judge has drifted from what watches it, where that can be told."""
+    config, _ = config_of(run)
+    if config is None:
+        return []
+    found = judge_drift(history, limits_of(config).watched, people_of(run, config))
+    if found is None:
+        return []
+    return [
+        f"drift of the judge: its scores have risen by {found.amount:+.2f} beyond {found.watcher}, "
+        f"which moved by {found.rise:+.2f} (standard error {found.noise:.2f})"
+    ]
 
 
 def how_to_go_on(run: Path, history: Sequence[Line]) -> str:

@@ -330,6 +330,7 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "no_code": _no_code,
     "judge_elsewhere": _every_judge(lambda api: api.type != "local"),
     "no_monitor": _every_judge(lambda api: api.monitor.model is None),
+    "no_labels": _every_judge(lambda api: api.monitor.labels is None),
     "decision_endpoint": _every_judge(lambda api: api.mode == "decision"),
     "no_rubric": _every_judge(lambda api: api.rubric is None),
     "fixed_scale": _every_judge(lambda api: api.mode == "compare" or api.rubric is not None),

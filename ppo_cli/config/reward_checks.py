@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from ppo_cli.algo.estimators import ESTIMATORS
@@ -52,6 +52,12 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
             )
         if judge.settings.mode == "compare":
             yield from _compare(judge, config)
+        if judge.settings.mode == "compare" and judge.settings.monitor.labels is not None:
+            yield Clash(
+                judge.keys("mode", "monitor.labels"),
+                "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode "
+                "compare gives no such score; leave them out, or use --rm_mode text.",
+            )
         yield from _ends(judge.key, "", judge.settings)
         if judge.settings.monitor.model is not None:
             yield from _ends(judge.key, "monitor.", judge.settings.monitor)
@@ -130,6 +136,18 @@ def scale_ends(text: str) -> tuple[int, int]:
     if high - low >= _MOST_LEVELS:
         raise ValueError(f"'{text}' has more than {_MOST_LEVELS} levels; take a shorter one")
     return low, high
+
+
+def unit_labels(values: Sequence[float], low: float, high: float) -> list[float]:
+    """Bring labels to [0, 1], where scores are: thumbs and shares are there already.
+
+    Others are on the judge's scale, or else go from the lowest to the highest of them.
+    """
+    if all(0 <= value <= 1 for value in values):
+        return list(values)
+    if not all(low <= value <= high for value in values):
+        low, high = min(values), max(values)
+    return [(value - low) / ((high - low) or 1) for value in values]
 
 
 def _model(judge: Judge) -> Iterator[Clash]:

@@ -40,6 +40,15 @@ class Monitor(Section):
         0.1, "Share of the responses that the second judge reads too.",
         flag="--rm_monitor_share", gt=0.0, le=1.0,
     )  # fmt: skip
+    labels: str | None = setting(
+        None, "File of responses with a label by people (columns prompt, response, label), which "
+        "the judge itself reads anew every so often: 32 rows at most.",
+        flag="--rm_monitor_labels",
+    )  # fmt: skip
+    labels_every: int = setting(
+        50, "Steps between two readings of the labelled responses; the first is at the start.",
+        flag="--rm_monitor_labels_every", ge=1,
+    )  # fmt: skip
 
 
 class LocalJudge(Section):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ppo_cli.report.health import DRIFTED, Limits
+from ppo_cli.report.drift import DRIFTED
+from ppo_cli.report.health import Limits
 
 Series = Sequence[float | None]
 Band = tuple[float | None, float | None]  # lowest and highest healthy value
@@ -117,9 +118,17 @@ METRICS = (
            "Lower --rm_votes, take a cheaper --rm_model, or set --rm_budget_usd."),
     Metric("judge*/monitor_gap", "Lead of the judge over its monitor"),
     Metric("judge/drift", "Drift of the judge", "drift",
-           "How much more the judge's scores have risen than those of a second judge or a rule.",
+           "How much more the judge's scores have risen than people's labels, a second judge "
+           "or a rule.",
            "The model learns to please the judge: another checkpoint, or another prompt of it",
            lambda *_: (None, DRIFTED)),
+    Metric("judge*/label_drift", "Judge on the same labelled responses", "same responses",
+           "How much its scores of the same responses have moved since they were first read.",
+           "What answers under the judge's name has changed: name a version that stays",
+           lambda *_: (-DRIFTED, DRIFTED), low_counts=True),
+    Metric("judge*/label_gap", "Judge on the same labelled responses"),
+    Metric("judge*/label_correlation", "Judge and labels", "",
+           "Correlation of the judge's scores with the labels that people gave."),
     *(Metric(f"time/{phase}_s", "Seconds by phase", stacked=True) for phase in (
         "rollout", "reward_wait", "annotate", "advantages", "update_critic", "update_actor",
         "publish", "validate", "save")),

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import correlation, fmean, median, pvariance
-from typing import Any
 
 from ppo_cli.config.derived import gpus_per_node
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
-
-History = Sequence[Mapping[str, Any]]
+from ppo_cli.report.drift import DRIFTED, History, Opinion, judge_drift
 
 SETTLE_STEPS = 5  # the first steps say little
 LONG = 20  # steps after which something slow counts as stuck
-DRIFT_STEPS = 10  # at each end of a run, between which a judge's drift is measured
-DRIFTED = 0.1  # the gap at which judges that are exploited were told (arXiv 2606.04923)
 LOST_REWARD = 0.1  # share of its best reward, below which a collapsed policy has none left
 REPEAT_AFTER = 50  # steps between two lines about the same trouble
 FAR = 10.0  # times a limit at which one step is enough
@@ -55,6 +51,7 @@ class Limits:
     lr: float = 1e-6
     judged: bool = True  # by a model or a judge, which may be fooled, rather than a rule
     watched: tuple[str, str] | None = None  # a judge of a mixture, and the rule beside it
+    people: tuple[Opinion, ...] = ()  # labels given in the page
 
 
 def limits_of(config: Config) -> Limits:
@@ -119,12 +116,14 @@ class HealthWatch:
         self._reported: dict[str, int] = {}
         self._seen: dict[str, int] = {}
 
-    def check(self, history: History, saved: Sequence[int] = ()) -> list[str]:
+    def check(
+        self, history: History, saved: Sequence[int] = (), people: Sequence[Opinion] = ()
+    ) -> list[str]:
         """The warnings to print now, after the last step; `saved` are steps with a checkpoint."""
         if not history:
             return []
         step, lines = int(history[-1]["step"]), []
-        limits = replace(self._limits, saved=tuple(saved))
+        limits = replace(self._limits, saved=tuple(saved), people=tuple(people))
         for kind, line in find_trouble(history, limits).items():
             is_new = step - self._seen.get(kind, -REPEAT_AFTER) > CALM_STEPS
             if is_new or step - self._reported.get(kind, -REPEAT_AFTER) >= REPEAT_AFTER:
@@ -420,45 +419,29 @@ def _monitor_silent(steps: History, limits: Limits) -> str:
     )
 
 
-def _seen_twice(line: Mapping[str, Any], limits: Limits) -> tuple[float, float] | None:
-    """A judge's mean of a step, and that of a second judge, or else of a rule, on the same."""
-    stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
-    if stage is not None:
-        gap, second = line[f"{stage}/monitor_gap"], line.get(f"{stage}/monitor_mean")
-        return None if gap is None or second is None else (second + gap, second)
-    if limits.watched is None:
-        return None
-    judge, rule = (line.get(f"reward/{name}") for name in limits.watched)
-    return None if judge is None or rule is None else (judge, rule)
-
-
-def judge_drift(history: History, limits: Limits) -> tuple[float, float, float] | None:
-    """How much more a judge's mean has risen than that of what watches it, on [0, 1].
-
-    Over the last ten steps against the first ten that both have scored; None before there are
-    twenty. With it what the watcher has risen itself, and the standard error of the difference.
-    """
-    pairs = [p for line in history if line["step"] > 0 and (p := _seen_twice(line, limits))]
-    if len(pairs) < 2 * DRIFT_STEPS:
-        return None
-    first, last = pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:]
-    before, now = ([judge - watcher for judge, watcher in part] for part in (first, last))
-    rise = fmean(watcher for _, watcher in last) - fmean(watcher for _, watcher in first)
-    noise = math.sqrt((pvariance(before) + pvariance(now)) / DRIFT_STEPS)
-    return fmean(now) - fmean(before), rise, noise
-
-
 def _judge_drifts(steps: History, limits: Limits) -> str:
-    found = judge_drift(steps, limits)
-    if found is None:
-        return ""
-    drift, rise, noise = found
-    if drift <= max(DRIFTED, 3 * noise) or rise >= drift:
+    found = judge_drift(steps, limits.watched, limits.people)
+    if found is None or not found.alarming:
         return ""
     return (
-        f"The judge's scores have risen by {drift:.2f} more than those of what watches it, which "
-        f"moved by {rise:+.2f}: the model learns to please the judge. Read its best responses, "
-        f"take an earlier checkpoint, or change the judge's prompt; `{_audit(limits)}` tests it."
+        f"The judge's scores have risen by {found.amount:.2f} more than {found.watcher}, which "
+        f"moved by {found.rise:+.2f}: the model learns to please the judge. Read its best "
+        "responses, take an earlier checkpoint, or change the judge's prompt; "
+        f"`{_audit(limits)}` tests it."
+    )
+
+
+def _judge_changed(steps: History, limits: Limits) -> str:
+    """What the newest reading of labelled responses says, until there is another one."""
+    keys = ((line, key) for line in reversed(steps) for key in line if key.endswith("/label_drift"))
+    line, key = next(((line, key) for line, key in keys if line[key] is not None), ({}, ""))
+    moved, noise = line.get(key, 0.0), line.get(key.replace("drift", "noise")) or 0.0
+    if abs(moved) <= max(DRIFTED, 3 * noise):
+        return ""
+    return (
+        f"The judge's scores of the same labelled responses have moved by {moved:+.2f} since they "
+        "were first read: what answers under its name is not what it was. Name a version of the "
+        f"model that stays (--rm_model); `{_audit(limits)}` tests it."
     )
 
 
@@ -587,6 +570,7 @@ _CHECKS: dict[str, Callable[[History, Limits], str]] = {
     "judge_length": _judge_likes_length,
     "judge_unread": _replies_unread,
     "judge_drift": _judge_drifts,
+    "judge_changed": _judge_changed,
     "monitor_silent": _monitor_silent,
     "part_dominated": _part_dominated,
     "part_fails": _part_fails,

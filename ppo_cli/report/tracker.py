@@ -18,7 +18,8 @@ from typing import Any
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Scored
-from ppo_cli.report.health import HealthWatch, judge_drift, limits_of
+from ppo_cli.report.drift import judge_drift, people_of
+from ppo_cli.report.health import HealthWatch, limits_of
 from ppo_cli.report.loggers import make_sinks
 from ppo_cli.run_folder import (
     METRICS_FILE,
@@ -107,6 +108,7 @@ class Tracker:
         self._console = "console" in loggers
         self._sinks = make_sinks(loggers, run_dir, config)
         self._sinks_open = False
+        self._config = config
         self._limits = limits_of(config)
         self._watch = HealthWatch(self._limits)
         self._history = read_metrics(run_dir)
@@ -169,13 +171,15 @@ class Tracker:
         if "time/step_s" in merged:
             merged |= self._clock.after_step(merged, self._total_steps - step)
         earlier = [line for line in self._history if line["step"] < step]
-        if found := judge_drift([*earlier, {"step": step, **merged}], self._limits):
-            merged["judge/drift"] = found[0]
+        people = people_of(self._run_dir, self._config)
+        line = {"step": step, **merged}
+        if found := judge_drift([*earlier, line], self._limits.watched, people):
+            merged["judge/drift"] = found.amount
         line = self._write(step, merged)
         if self._console:
             self.screen.step(step, self._total_steps, _numbers(line))
         saved = [int(p.name[5:]) for p in self._run_dir.glob("checkpoints/step_*")]
-        for warning in self._watch.check(self._history, saved):
+        for warning in self._watch.check(self._history, saved, people):
             self.screen.health(warning)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -17,6 +17,7 @@ from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Prompt, Rollout, Score
 
 RoundKind = Literal["train", "baseline", "validation"]
+LabelledRollouts = Sequence[tuple[Rollout, float]]
 
 
 class Reward(Protocol):
@@ -44,6 +45,10 @@ class Reward(Protocol):
 
     def take_first(self, rollouts: Sequence[Rollout]) -> None:
         """Take these responses."""
+        return
+
+    def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
+        """Take responses that people have labelled, by the file that settings name."""
         return
 
     def submit(self, rollout: Rollout) -> Future[Score]:

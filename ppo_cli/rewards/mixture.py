@@ -23,7 +23,7 @@ from typing import Any
 from ppo_cli.config.mixture import Condition, MixPart
 from ppo_cli.moments import Affine, Moments, by_moments, clipped, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind
 
 GROUP_EPS = 1e-6  # as in GRPO, where a group's spread divides too
 CLOSED = Score(None, "its gate is closed")  # the mark of a part that was not asked
@@ -296,6 +296,11 @@ class CompositeReward(Reward):
         """Pass them on."""
         for reward in self._rewards.values():
             reward.take_first(rollouts)
+
+    def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
+        """Pass them on."""
+        for reward in self._rewards.values():
+            reward.hold_out(labelled)
 
     def begin_step(self, step: int) -> None:
         """Pass it on."""

@@ -61,6 +61,7 @@ from ppo_cli.run_folder import (
 from ppo_cli.signals import StopOnSignal
 from ppo_cli.train.state import Job, RunState, read_state
 from ppo_cli.train.steps import train_sampling
+from ppo_cli.trust.sources import labelled_rollouts
 
 Build = Callable[[], Engine]
 
@@ -444,6 +445,7 @@ def _start_reward(
     resolved: Resolved,
     done_of: tuple[Sequence[Mapping[str, Any]], int, int],
 ) -> None:
+    reward.hold_out(labelled_rollouts(resolved.config.reward))
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:

@@ -41,6 +41,7 @@ from ppo_cli.rewards.judge.prompt import (
 )
 from ppo_cli.rewards.judge.providers import monitor_of
 from ppo_cli.rewards.judge.rubric import Rubric
+from ppo_cli.trust.rows import held_out
 
 SAMPLE = 200
 # Bytes of text in a token, low figure and high. The ledger's own estimate is a bound that no
@@ -113,6 +114,7 @@ class Forecast:
     steps: int | None
     rows: int
     sampled: int
+    held_out: int = 0  # readings of labelled responses
 
     def stops_at(self) -> tuple[int, int] | None:
         """Return the earliest and the latest step at which a budget ends the run."""
@@ -176,6 +178,11 @@ class Forecast:
             said.append(
                 f"{share:.0%} of the responses are also sent to {monitor.type}: {line}{where} to "
                 f"the second judge {monitor.model} come on top"
+            )
+        if self.held_out and self.run is not None:
+            said.append(
+                f"{self.held_out:,} of the verdicts are on labelled responses, read anew "
+                f"({api.monitor.labels})"
             )
         return [*said, f"assumed: {self.assumed()}"]
 
@@ -262,6 +269,10 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         if validation:
             bill = _a_call(template, chosen_val, config, alone)
             run += bill.times(validation * votes * alone)
+    held = len(held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
+    held *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
+    if run is not None:
+        run += a_call.times(held)
     return Forecast(
         config=config,
         price=find_price(api),
@@ -270,6 +281,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         steps=sums["total_steps"],
         rows=(train_rows(config) or len(train)) + (val_rows(config) or len(val)),
         sampled=len(chosen) + len(chosen_val),
+        held_out=held,
     )
 
 

@@ -238,6 +238,27 @@ def read_labels(found: AnsweredSet, column: str, positive: str | None = None) ->
     return Labelled(rows, numbers, flags, f"{good} is good ({flags.sum()} of {len(rows)})", notes)
 
 
+MOST_HELD_OUT = 32  # labelled responses that a judge reads anew during a run
+FEWEST_HELD_OUT = 8
+
+
+def held_out(file: str) -> list[tuple[Rollout, float]]:
+    """Read responses with their labels (column label), evenly thinned to so many.
+
+    Raises DataError for a file that is bad, or has too few labels to tell a change from chance.
+    """
+    found = read_labels(read_answered(file), "label")
+    values = found.values if found.positive is None else found.positive
+    if (count := len(values)) < FEWEST_HELD_OUT:
+        raise DataError(
+            f"{file} has {count} labelled responses; at least {FEWEST_HELD_OUT} are needed "
+            "(--rm_monitor_labels)."
+        )
+    step = max(1.0, count / MOST_HELD_OUT)
+    chosen = [int(place * step) for place in range(min(count, MOST_HELD_OUT))]
+    return [(found.rows[place].rollout, float(values[place])) for place in chosen]
+
+
 def _unfit(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "is NaN or infinite"

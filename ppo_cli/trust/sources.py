@@ -25,7 +25,7 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, RewardError
-from ppo_cli.records import Prompt
+from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
 
@@ -44,6 +44,16 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
         yield partial(load_template, judge.settings)
         yield partial(criteria_of, judge.settings)
         yield partial(_check_prices, judge.settings)
+        if judge.settings.monitor.labels is not None:
+            yield partial(_check_held_out, judge.settings, judge.settings.monitor.labels)
+
+
+def labelled_rollouts(settings: RewardSettings) -> dict[str, list[tuple[Rollout, float]]]:
+    """Return the labelled responses of each file that a judge of the reward reads anew."""
+    from ppo_cli.trust.rows import held_out
+
+    files = {judge.settings.monitor.labels for judge in judges_of(settings)}
+    return {file: held_out(file) for file in files if file is not None}
 
 
 def row_checks(
@@ -72,6 +82,12 @@ def _check_prices(settings: ApiReward) -> None:
     ledger = ledger_of(settings, os.environ)
     if settings.monitor.model is not None:
         guest_of(ledger, monitor_of(settings))
+
+
+def _check_held_out(settings: ApiReward, file: str) -> None:
+    from ppo_cli.trust.rows import held_out
+
+    _check_template(settings, [rollout.prompt for rollout, _ in held_out(file)])
 
 
 def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:

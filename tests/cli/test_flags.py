@@ -87,7 +87,8 @@ rm_prices reward.api.prices               rm_price_input reward.api.price_input
 rm_price_output reward.api.price_output   rm_canary_every reward.api.canary_every
 rm_monitor_type reward.api.monitor.type   rm_monitor_model reward.api.monitor.model
 rm_monitor_base_url reward.api.monitor.base_url
-rm_monitor_share reward.api.monitor.share
+rm_monitor_share reward.api.monitor.share rm_monitor_labels reward.api.monitor.labels
+rm_monitor_labels_every reward.api.monitor.labels_every
 """
 VARIABLES = """
 MODEL_PATH model.path                     TRAIN_FILES data.train_files

@@ -15,12 +15,15 @@ from typer.testing import CliRunner
 
 from ppo_cli.cli.app import main
 from ppo_cli.cli.show import app
+from ppo_cli.config.dump import config_yaml
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import summarise
+from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import METRICS_FILE, read_metrics, replace_lines, rollout_file
+from tests.config.settling import settle
 
 
 def scored(uid: str, text: str, value: float | None) -> Scored:
@@ -234,3 +237,22 @@ def test_a_response_of_other_types_is_named(run: Path, capsys: pytest.CaptureFix
             assert f"{file}, response 2: {said}" in told and "bug" not in told
     file.write_text(json.dumps(first | {"reason": 7, "failure": ["x"], "finish_reason": 3}))
     assert "reason:\n  7" in show(run, "--step", 25)
+
+
+def test_the_drift_of_a_judge_against_labels_is_told_when_the_run_is_over(run: Path) -> None:
+    settings = {"reward.api.enable": ("true", "flag"), "reward.api.model": ("m", "flag")}
+    (run / "config.yaml").write_text(config_yaml(settle(flags=settings)), encoding="utf-8")
+    labels = [
+        {"id": f"train:{step}:{n}", "step": step, "score": 0.5 + 0.4 * (step > 5), "label": 1}
+        for step in (1, 25)
+        for n in range(10)
+    ]
+    replace_lines(run / "labels.jsonl", labels[1:])
+    assert "drift" not in show(run)
+    replace_lines(run / "labels.jsonl", labels)
+    assert "its scores have risen by +0.40 beyond the labels that people gave" in show(run)
+    data = RunData(run, "run")
+    kinds = [finding["kind"] for finding in data.read()["findings"]]
+    assert "judge_drift" in kinds
+    replace_lines(run / "labels.jsonl", [])
+    assert "judge_drift" not in [finding["kind"] for finding in data.read()["findings"]]

@@ -30,7 +30,7 @@ OF_MEMORY_AND_SPEED = {
 }  # fmt: skip
 # What else must be set for a row to be idle, beside OFF.
 BESIDE = {
-    "reward.api.monitor.*": JUDGE,
+    **dict.fromkeys([k for k in EFFECTS if k.startswith("reward.api.monitor.")], JUDGE),
     "reward.api.local.*": JUDGE,
     "reward.api.prompt_preset": f"{JUDGE} reward.api.scoring_prompt=x",
     "reward.api.scale": f"{JUDGE} reward.api.rubric=extra_info.r",
@@ -125,6 +125,7 @@ def _absent(key: str) -> bool:
     "given",
     [
         f"{JUDGE} reward.api.monitor.model=m reward.api.monitor.share=0.5",
+        f"{JUDGE} reward.api.monitor.labels=f.jsonl reward.api.monitor.labels_every=5",
         f"{JUDGE} reward.api.prompt_preset=math reward.api.system_prompt=x",
         f"{JUDGE} reward.api.prices=p.yaml reward.api.budget_usd=3",
         f"{JUDGE} reward.api.price_input=1 reward.api.price_output=2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from ppo_cli.cli.screen import COLUMNS
 from ppo_cli.config.schema import Config
 from ppo_cli.report import health
+from ppo_cli.report.drift import Opinion, judge_drift
 from ppo_cli.report.health import (
     CALM_STEPS,
     LONG,
@@ -17,7 +18,6 @@ from ppo_cli.report.health import (
     HealthWatch,
     Limits,
     find_trouble,
-    judge_drift,
     limits_of,
 )
 
@@ -89,6 +89,7 @@ FIRING: dict[str, tuple[int, Change, str]] = {
         "--rm_max_tokens",
     ),
     "judge_drift": (25, lambda s: watched(0.4 + 0.02 * s, 0.4 - 0.001 * s), "please the judge"),
+    "judge_changed": (3, lambda s: {"judge/label_drift": -0.2} if s == 2 else {}, "moved by -0.20"),
     "monitor_silent": (2, always(judge__monitor_failed=3.0), "--rm_monitor_model"),
     "part_dominated": (1, mixed(0.05), "Set the scaling of 'model' to zscore"),
     "part_fails": (1, always(reward__judge__failed_share=0.5), "'judge' failed for 50%"),
@@ -112,11 +113,9 @@ def test_trouble_is_named_with_what_to_change_in_the_words_of_the_step_line() ->
 
 
 def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
-    alone = Limits(watched=("judge", "rule"))
-
     def drift(change: Change, count: int = 30) -> float | None:
-        found = judge_drift(history(count, change), alone)
-        return found and found[0]
+        found = judge_drift(history(count, change), ("judge", "rule"))
+        return found and found.amount
 
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5)) == pytest.approx(0.4)
     assert drift(lambda s: watched(0.3 + 0.02 * s, 0.5), count=19) is None, "too early to say"
@@ -133,6 +132,31 @@ def test_drift_is_what_a_judge_rises_beyond_what_watches_it() -> None:
         {"reward": {"parts": ("judge:0.5", "rule:0.5"), "api": {"model": "m"}}}
     )
     assert limits_of(config).watched == ("judge", "rule") and limits_of(Config()).watched is None
+
+
+def people(late: float, noise: float = 0.0, last: int = 100) -> tuple[Opinion, ...]:
+    """Labels of ten first steps and of ten last ones, where the judge's lead is `late`."""
+    early = [Opinion(s, 0.5, 0.5) for s in range(1, 11)]
+    rest = [Opinion(last - s, 0.5 + late + noise * (-1) ** s, 0.5) for s in range(10)]
+    return (*rest, *early)
+
+
+def test_labels_of_people_come_before_a_second_judge() -> None:
+    def drift(given: Sequence[Opinion], steps: int = 100) -> float | None:
+        found = judge_drift(history(steps, lambda s: watched(0.5, 0.5)), None, given)
+        return found and found.amount
+
+    assert drift(people(0.3)) == pytest.approx(0.3)
+    assert drift(people(0.3)[1:]) == pytest.approx(0.0), "too few: the second judge counts"
+    assert drift(people(0.3), steps=50) == pytest.approx(0.0), "steps that are still to come"
+    assert judge_drift(history(100), None, [Opinion(7, 0.9, 0.5)] * 40) is None, "all of one step"
+    for given, alarm in ((people(0.3), True), (people(0.05), False), (people(0.3, 0.4), False)):
+        found = find_trouble(history(100), Limits(people=given))
+        assert ("judge_drift" in found) is alarm
+    assert (
+        "more than the labels that people gave"
+        in find_trouble(history(100), Limits(people=people(0.3)))["judge_drift"]
+    )
 
 
 def falls(step: int, **then: float) -> Change:
@@ -197,6 +221,12 @@ def test_the_part_without_a_scale_is_named_be_it_loud_or_quiet() -> None:
 
 
 SILENT: dict[str, tuple[int, Change]] = {
+    "a judge that scores the same responses alike": (9, always(judge__label_drift=0.09)),
+    "few labelled responses": (9, always(judge__label_drift=0.2, judge__label_noise=0.07)),
+    "a judge that changed for a while": (
+        9,
+        lambda s: {"judge/label_drift": 0.2 if s == 4 else 0.0} if s in (4, 8) else {},
+    ),
     "a run that learns": (60, always()),
     "high kl in the first steps": (4, always(kl_divergence=0.2)),
     "one high kl": (9, lambda s: {"kl_divergence": 0.2 if s == 9 else 0.02}),

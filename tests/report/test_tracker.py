@@ -71,6 +71,40 @@ def test_drift_of_a_judge_is_a_metric_once_there_are_steps_enough(tmp_path: Path
     assert any("risen by 0.30 more" in text for text in screen.warnings)
 
 
+JUDGED = {"enable": True, "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "good", "kept"),
+    [
+        ({"api": JUDGED}, 1, {}),
+        ({"api": JUDGED}, 10, {}),  # labels on the judge's own scale, 1-10
+        ({"api": JUDGED | {"scale": "0-4"}}, 4, {}),
+        ({"parts": ("judge:0.5", "rule:0.5"), "api": JUDGED}, 1, {"score": -3.0}),
+    ],
+)
+def test_labels_given_while_a_run_goes_on_count_at_its_next_step(
+    tmp_path: Path, reward: dict[str, Any], good: int, kept: dict[str, Any]
+) -> None:
+    screen = Heard()
+    config = Config.model_validate({"reward": reward})
+    tracker = Tracker(tmp_path, screen, ("console",), total_steps=99, config=config)
+
+    def label(step: int, judge: float, given: float | None) -> dict[str, Any]:
+        said = {"id": f"train:{step}:{judge}", "step": step, "score": judge, "label": given}
+        return said | {"parts": {"judge": {"raw": judge, "scaled": 2.0}}} | kept
+
+    tracker.step(80, {})
+    bad = 1 if good == 10 else 0
+    labels = [label(s, 1.0, good) for s in range(1, 11)] + [label(5, 0.3, None)]
+    labels += [label(80 - s, 1.0, bad if s < 5 else good) for s in range(10)]
+    replace_lines(tmp_path / "labels.jsonl", labels)
+    tracker.step(81, {})
+    assert tracker.history[-2].get("judge/drift") is None
+    assert tracker.history[-1]["judge/drift"] == pytest.approx(0.5)
+    assert any("more than the labels that people gave" in text for text in screen.warnings)
+
+
 def test_phases_are_timed_and_added_up_and_start_again(tmp_path: Path) -> None:
     tracker = make(tmp_path)
     for _ in range(2):

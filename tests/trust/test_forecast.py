@@ -66,6 +66,20 @@ def test_calls_are_the_plans_times_the_votes() -> None:
     assert "to the second judge m come on top" in said
 
 
+def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
+    write("t.jsonl", 40)
+    row = {"prompt": "What is 1 + 1?", "response": "2", "label": 1}
+    rows = [row | {"label": n % 2} for n in range(9)]
+    Path("l.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    settings = ["reward.api.monitor.labels=l.jsonl", "reward.api.monitor.labels_every=4"]
+    found, without = foretell(*settings), foretell()
+    assert found.run is not None and without.run is not None
+    assert found.steps == 10
+    assert found.run.calls - without.run.calls == 9 * 3, "before the first step, and at 4 and 8"
+    assert found.a_step == without.a_step
+    assert "27 of the verdicts are on labelled responses, read anew (l.jsonl)" in found.lines()
+
+
 def test_tokens_grow_with_prompts_and_responses() -> None:
     write("t.jsonl", 12)
     short, twice = foretell(), foretell("data.max_response_length=200")

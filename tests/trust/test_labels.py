@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo_cli.errors import DataError
-from ppo_cli.trust.rows import Labelled, read_answered, read_labels
+from ppo_cli.trust.rows import Labelled, held_out, read_answered, read_labels
 
 
 def labelled(tmp_path: Path, cells: Sequence[Any], positive: str | None = None) -> Labelled:
@@ -81,3 +82,23 @@ def test_what_cannot_be_read(
     with pytest.raises(DataError) as error:
         labelled(tmp_path, cells, positive)
     assert told in str(error.value)
+
+
+def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "response": "y", "label": "yes" if n % 3 else "no"}
+            for n in range(100)]  # fmt: skip
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = held_out(str(path))
+    numbers = [int(row.prompt.text[1:]) for row, _ in found]
+    assert len(found) == 32 and numbers[0] == 0 and numbers[-1] == 96
+    assert {b - a for a, b in pairwise(numbers)} == {3, 4}
+    assert [label for _, label in found] == [float(n % 3 > 0) for n in numbers]
+    path.write_text("\n".join(map(json.dumps, rows[:8])))
+    assert len(held_out(str(path))) == 8
+    path.write_text("\n".join(map(json.dumps, rows[:7])))
+    with pytest.raises(DataError, match="7 labelled responses; at least 8"):
+        held_out(str(path))
+    path.write_text("\n".join(json.dumps({"prompt": "a", "response": "b"}) for _ in rows))
+    with pytest.raises(DataError, match="no column 'label'"):
+        held_out(str(path))

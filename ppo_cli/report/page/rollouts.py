@@ -376,7 +376,7 @@ def set_label(rollouts: Rollouts, name: str, label: float | None, comment: str) 
     kept.pop(name, None)
     if label is not None or comment:
         fields = ("prompt", "response", "ground_truth", "data_source", "step", "split", "uid",
-                  "sample", "score")  # fmt: skip
+                  "sample", "score", "parts")  # fmt: skip
         kept[name] = {"id": name} | {field: line.get(field) for field in fields}
         kept[name] |= {"label": label, "comment": comment}
     try:

@@ -15,9 +15,11 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import plots_of, tiles_of
+from ppo_cli.report.drift import Opinion, people_of
 from ppo_cli.report.health import CALM_STEPS, Limits, distance_pays, find_trouble, limits_of
 from ppo_cli.report.metrics import ROUNDING, dollars, judge_totals, summarise
 from ppo_cli.run_folder import (
+    LABELS_FILE,
     METRICS_FILE,
     SPENT,
     WRITTEN_BY,
@@ -48,10 +50,11 @@ class RunData:
         self._data: dict[str, Any] = {}
         self._troubles: list[dict[str, str]] = []  # of each step that was checked
         self._checked: list[Mapping[str, Any]] = []
+        self._people: tuple[Opinion, ...] = ()
 
     def version(self) -> tuple[Any, ...]:
         """What changes when a file that the page reads does."""
-        files = [self.folder / METRICS_FILE, self.folder / "config.yaml"]
+        files = [self.folder / name for name in (METRICS_FILE, "config.yaml", LABELS_FILE)]
         states = [f.stat() for f in [*files, *sorted(self.folder.glob(SPENT))] if f.exists()]
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         return (*((s.st_size, s.st_mtime_ns) for s in states), *saved)
@@ -69,7 +72,8 @@ class RunData:
         config, note = config_of(self.folder)
         saved = CheckpointStore(self.folder / "checkpoints", 1).steps()
         limits = limits_of(config) if config else Limits()
-        limits = replace(limits, saved=tuple(saved))
+        people = people_of(self.folder, config) if config else ()
+        limits = replace(limits, saved=tuple(saved), people=people)
         steps = [int(line["step"]) for line in history]
         keys = _telling({key for line in history for key in line} - {"step", RESUMED})
         series = {key: [_short(line.get(key)) for line in history] for key in keys}
@@ -105,8 +109,9 @@ class RunData:
         self, history: Sequence[Mapping[str, Any]], limits: Limits
     ) -> list[dict[str, Any]]:
         """The troubles of all steps as spans, oldest first; a step is checked once."""
-        if history[: len(self._checked)] != self._checked:
+        if history[: len(self._checked)] != self._checked or limits.people != self._people:
             self._troubles.clear()
+        self._people = limits.people
         for end in range(len(self._troubles) + 1, len(history) + 1):
             part = history[:end]
             self._troubles.append(find_trouble(part, limits) if part[-1]["step"] > 0 else {})

@@ -172,6 +172,17 @@ class JudgeError(Exception):
         self.reply = reply
 
 
+def gated_score(reason: str, scale: Scale) -> Score:
+    """The lowest score, given without asking."""
+    return Score(
+        0.0,
+        reason=f"not sent to the judge: {reason}",
+        parts={"judge": Part(raw=float(scale.low), scaled=0.0)},
+        info={"cached": False, "judge_tokens": 0, "cost_usd": 0.0},
+        gated=True,
+    )
+
+
 def score_of(
     answers: Sequence[Verdict | BaseException], question: Question
 ) -> tuple[Score | None, JudgeError | None]:

@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 from ppo_cli.errors import PpoError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import RoundKind
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Usage, Verdict, sort_out
+from ppo_cli.rewards.judge.calls import (
+    Failure,
+    JudgeError,
+    Question,
+    Usage,
+    Verdict,
+    gated_score,
+    sort_out,
+)
 from ppo_cli.rewards.judge.compare import (
     Pair,
     bradley_terry,
@@ -40,7 +48,8 @@ from ppo_cli.rewards.judge.prompt import (
     material_of,
     reference_of,
 )
-from ppo_cli.rewards.judge.reward import WORTHLESS, Entry, JudgeReward, gated_score
+from ppo_cli.rewards.judge.reward import WORTHLESS, JudgeReward
+from ppo_cli.rewards.judge.rounds import Entry
 from ppo_cli.rewards.judge.verdict import LONGEST_REASON
 
 Request = tuple[tuple[int, ...], int]  # who is shown, in which order; and the vote

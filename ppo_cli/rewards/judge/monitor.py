@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from ppo_cli.config.reward_checks import unit_labels
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
+from ppo_cli.rewards.base import LabelledRollouts
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
@@ -127,6 +129,77 @@ class Canaries:
         if values:
             metrics["judge/canary_max"] = max(scale.scaled(v) for v in values)
         return metrics
+
+
+class HeldOut:
+    """Responses with labels by people, which the judge reads anew, past the cache, now and then.
+
+    They stay the same: where its scores change, the judge behind its name has. `first` has the
+    score that each got when it was first read, by the digest of its text.
+    """
+
+    def __init__(
+        self,
+        rows: LabelledRollouts,
+        judge: Callable[[Rollout], Awaitable[float]],
+        scale: Scale,
+        every: int,
+    ) -> None:
+        labels = unit_labels([label for _, label in rows], scale.low, scale.high)
+        self._rows = [(row, label) for (row, _), label in zip(rows, labels, strict=True)]
+        self._judge = judge
+        self._every = every
+        self._asked_at = 0
+        self._reading = False
+        self._metrics: dict[str, float] = {}
+        self.first: dict[str, float] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Whether they are to be read in this step; one that is taken again reads no second time.
+
+        They are in the first step that there is, and then every so often.
+        """
+        begun = bool(self.first or self._asked_at)
+        due = step > self._asked_at and (not begun or step % self._every == 0)
+        if due:
+            self._asked_at = step
+        return due and not self._reading
+
+    async def read(self) -> None:
+        """Have all of them judged, one by one; what fails is counted."""
+        self._reading = True
+        found = await asyncio.gather(
+            *(self._judge(row) for row, _ in self._rows), return_exceptions=True
+        )
+        self._reading = False
+        known = [
+            (_digest(row), score, label)
+            for (row, label), score in zip(self._rows, found, strict=True)
+            if isinstance(score, float)
+        ]
+        self._metrics = {"judge/label_failed": float(len(found) - len(known))}
+        if not known:
+            return
+        for name, score, _ in known:
+            self.first.setdefault(name, score)
+        scores, labels = [score for _, score, _ in known], [label for _, _, label in known]
+        moved = [score - self.first[name] for name, score, _ in known]
+        self._metrics["judge/label_gap"] = float(np.mean(scores) - np.mean(labels))
+        self._metrics["judge/label_drift"] = float(np.mean(moved))
+        self._metrics["judge/label_noise"] = float(np.std(moved) / math.sqrt(len(moved)))
+        agreement = correlate(labels, scores)
+        if agreement is not None:
+            self._metrics["judge/label_correlation"] = agreement
+
+    def take(self) -> dict[str, float]:
+        """Metrics of a reading that has come to its end since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+
+def _digest(row: Rollout) -> str:
+    text = f"{row.prompt.text}\0{row.text}".encode(errors="replace")
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 NOT_YET = {"monitor": None, "monitor_gap": None}  # what a rollout has of a second judge

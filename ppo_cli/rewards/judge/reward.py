@@ -1,8 +1,7 @@
 """The reward that asks an LLM judge: rollouts in, scores on [0, 1] out.
 
-Everything that waits runs on one background event loop. A response that got no verdict is held
-back until the step is settled, so that a judge that failed too often is asked again for just
-those. Before any rollout one call shows that key, model and reply are right.
+Everything that waits runs on one background event loop. Before any rollout one call shows that key,
+model and reply are right.
 """
 
 from __future__ import annotations
@@ -11,34 +10,32 @@ import asyncio
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from typing import Literal
+from typing import Any
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo
-from ppo_cli.records import Part, Prompt, Rollout, Score
+from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
-from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import (
     Failure,
     JudgeError,
     Question,
-    Scale,
     Verdict,
+    gated_score,
     score_of,
     sort_out,
     together,
 )
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Guest, ledger_of
-from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, Monitor, StepReport
+from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, HeldOut, Monitor, StepReport
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.prompt import (
     ask,
@@ -50,201 +47,12 @@ from ppo_cli.rewards.judge.prompt import (
     readable,
 )
 from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.judge.rounds import Entry, Round, Rules
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import content_free
 from ppo_cli.rewards.remote.limiter import Limits
 from ppo_cli.rewards.remote.loop_thread import LoopThread
 from ppo_cli.thoughts import NO_ANSWER
-
-LONGEST_PAUSE = 30.0
-STUBBORN = 3  # failures while others pass, after which it is the text and not the judge
-FEW = 2  # texts without a verdict that are never taken for a trouble of the judge
-
-
-@dataclass(eq=False)
-class Entry:
-    """One response on its way to a score; `error` is why it has none yet.
-
-    A `score` that others of its group may still change is held back until the round ends.
-    """
-
-    rollout: Rollout
-    future: Future[Score] = field(default_factory=Future)
-    error: JudgeError | None = None
-    score: Score | None = None
-    failed_alone: int = 0
-
-    @property
-    def open(self) -> bool:
-        """Whether the response still waits for its score."""
-        return self.score is None and not self.future.done()
-
-    @property
-    def may_pass_later(self) -> bool:
-        """Whether asking again has a point."""
-        curable = self.error is not None and self.error.kind is Failure.RETRYABLE
-        return curable and self.failed_alone < STUBBORN
-
-
-@dataclass
-class Rules:
-    """The failure policy of a run, and what it remembers from step to step."""
-
-    on_failure: Literal["mask", "batch_mean", "stop"]
-    max_failure_rate: float
-    outage_wait: float
-    standing_still: str | None = None
-
-    def too_many(self, failed: int, count: int) -> bool:
-        """Whether the share of failed verdicts calls for a pause; one or two texts never do."""
-        few = FEW if self.max_failure_rate > 0 else 0
-        return failed > max(few, self.max_failure_rate * count)
-
-
-class Round:
-    """The responses of one step, from the first submit to the last score.
-
-    `judge` brings an entry to its score or leaves it open; `witness` asks about something that
-    was judged before, and says whether the judge answered.
-    """
-
-    def __init__(
-        self,
-        rules: Rules,
-        judge: Callable[[Entry], Awaitable[None]],
-        witness: Callable[[], Awaitable[bool]],
-    ) -> None:
-        self.entries: list[Entry] = []
-        self._asked: list[Future[None]] = []
-        self._rules = rules
-        self._judge = judge
-        self._witness = witness
-
-    def add(self, entry: Entry, asked: Future[None]) -> None:
-        """Take an entry whose first judging is under way."""
-        self.entries.append(entry)
-        self._asked.append(asked)
-
-    async def finish(self) -> None:
-        """Wait for the first judging of all, then bring every open future to its end."""
-        try:
-            await asyncio.gather(*(asyncio.wrap_future(asked) for asked in self._asked))
-            self._pass_on_a_stop()
-            await self._recover()
-            self._pass_on_a_stop()
-            self._conclude()
-        except BaseException as error:
-            # Nobody may wait for ever, whatever went wrong in here.
-            told = error if isinstance(error, Exception) else RuntimeError("the judge was closed")
-            for entry in self.entries:
-                if not entry.future.done():
-                    entry.future.set_exception(told)
-            if not isinstance(error, PpoError):
-                raise
-        finally:
-            self._rules.standing_still = None
-
-    def _pass_on_a_stop(self) -> None:
-        """What stops the run stops it for all responses: none is worth waiting for then."""
-        for entry in self.entries:
-            if entry.future.done() and (stop := entry.future.exception()) is not None:
-                raise stop
-
-    def _open(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.open]
-
-    def _too_many(self) -> bool:
-        return self._rules.too_many(len(self._open()), len(self.entries))
-
-    async def _recover(self) -> None:
-        if not self._too_many():
-            return
-        await self._ask_again([e for e in self._open() if _is(e, Failure.UNPARSED)])
-        began, pause, turn = time.monotonic(), 1.0, 0
-        while self._too_many():
-            curable = [entry for entry in self._open() if entry.may_pass_later]
-            left = self._rules.outage_wait - (time.monotonic() - began)
-            if not curable or left <= 0:
-                raise Interrupted(self._gave_up(waited=bool(curable)))
-            pause = min(pause, LONGEST_PAUSE, left)
-            self._rules.standing_still = self._told(pause, left)
-            await asyncio.sleep(pause)
-            tried = curable[turn % len(curable)]
-            await self._ask_again([tried], within=max(1.0, left - pause))
-            turn, pause = turn + 1, 2 * pause
-            pause = pause if tried.open else 1.0
-            if not tried.open or await self._witness():
-                self._rules.standing_still = None
-                await self._ask_the_rest([entry for entry in curable if entry.open])
-
-    async def _ask_the_rest(self, entries: Sequence[Entry]) -> None:
-        """The judge answers again: what fails now fails on its own account."""
-        await self._ask_again(entries)
-        for entry in entries:
-            entry.failed_alone += entry.open
-
-    async def _ask_again(self, entries: Sequence[Entry], within: float | None = None) -> None:
-        judging = asyncio.gather(*(self._judge(entry) for entry in entries))
-        try:
-            await asyncio.wait_for(judging, within)
-        except TimeoutError:
-            return
-
-    def _conclude(self) -> None:
-        failed, rules = self._open(), self._rules
-        for entry in self.entries:
-            if entry.score is not None and not entry.future.done():
-                entry.future.set_result(entry.score)
-        if failed and rules.on_failure == "stop":
-            raise Interrupted(
-                f"{len(failed)} of {len(self.entries)} responses got no verdict "
-                f"({self._causes()}), and --rm_on_failure is stop."
-            )
-        mean = self._mean() if rules.on_failure == "batch_mean" else None
-        for entry in failed:
-            entry.future.set_result(_unjudged(entry, mean))
-
-    def _mean(self) -> float | None:
-        scores = [entry.future.result() for entry in self.entries if not entry.open]
-        values = [score.value for score in scores if score.value is not None]
-        return fmean(values) if values else None
-
-    def _causes(self) -> str:
-        counts = Counter(entry.error.cause for entry in self._open() if entry.error)
-        return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
-
-    def _told(self, pause: float, left: float) -> str:
-        return (
-            f"{len(self._open())} of {len(self.entries)} responses got no verdict "
-            f"({self._causes()}): asking stops, and is tried again in {pause:.0f} s, for up to "
-            f"{left:.0f} s more."
-        )
-
-    def _gave_up(self, *, waited: bool) -> str:
-        told = (
-            f"{len(self._open())} of {len(self.entries)} responses of this step got no verdict "
-            f"({self._causes()}), more than --rm_max_failure_rate "
-            f"{self._rules.max_failure_rate:g} allows"
-        )
-        if waited:
-            told += (
-                f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
-            )
-        return f"{told}. Look at the judge and its prompt, or raise that rate."
-
-
-def _is(entry: Entry, kind: Failure) -> bool:
-    return entry.error is not None and entry.error.kind is kind
-
-
-def _unjudged(entry: Entry, mean: float | None) -> Score:
-    error = entry.error
-    failure = "no verdict" if error is None else f"{error.cause}: {error}"
-    reply = "" if error is None else error.reply
-    if mean is None:
-        return Score(None, failure, reply=reply)
-    return Score(mean, reason="imputed: the mean of the step", imputed=failure, reply=reply)
-
 
 TRIES = 3  # for a reply that cannot be read
 UNREACHABLE_S = 4.0  # an address where nothing listens is a mistake more often than an outage
@@ -290,17 +98,6 @@ def _words(error: JudgeError) -> str:
     return f"{error.cause}: {redact(str(error))}"
 
 
-def gated_score(reason: str, scale: Scale) -> Score:
-    """The lowest score, given without asking."""
-    return Score(
-        0.0,
-        reason=f"not sent to the judge: {reason}",
-        parts={"judge": Part(raw=float(scale.low), scaled=0.0)},
-        info={"cached": False, "judge_tokens": 0, "cost_usd": 0.0},
-        gated=True,
-    )
-
-
 # Replies that say nothing and that weak judges reward (arXiv 2507.08794).
 WORTHLESS = (":", "Solution", "Thought process:", "Let's solve this problem step by step.")
 REFUSALS = 3  # prompts that may be refused before the start asks no more
@@ -310,7 +107,8 @@ DRAIN_S = 20.0  # what calls under way get to finish when a run ends: they are p
 class JudgeReward(Reward):
     """Scores by the verdicts of one judge; see ApiReward for every setting.
 
-    Verdicts are in the cache and the spending in its own file: a checkpoint keeps nothing.
+    Verdicts are in the cache and the spending in its own file: a checkpoint keeps only how labelled
+    responses were first scored.
     """
 
     def __init__(
@@ -336,6 +134,8 @@ class JudgeReward(Reward):
         self._monitor = Monitor.of(
             api, environ=environ, limits=limits, ledger=self._ledger, cache=self._cache
         )
+        self._held_out: HeldOut | None = None
+        self._validating = False
         self._rules = Rules(api.on_failure, api.max_failure_rate, api.outage_wait)
         self._loop = LoopThread()
         self._judged_before: Question | None = None
@@ -427,9 +227,18 @@ class JudgeReward(Reward):
                 time.sleep(min(max(pause, error.retry_after or 0.0), max(left, 0.1)))
                 pause = min(2 * pause, 30.0)
 
+    def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
+        """Take those of the file that its settings name."""
+        monitor = self._api.monitor
+        if monitor.labels is not None:
+            rows, every = labelled[monitor.labels], monitor.labels_every
+            self._held_out = HeldOut(rows, self._anew, self.template.scale, every)
+
     def begin_step(self, step: int) -> None:
-        """Test the judge with worthless replies when that is due."""
+        """Test the judge with worthless replies and labelled responses when that is due."""
         self._canaries.begin_step(step)
+        if self._held_out is not None and self._held_out.is_due(step):
+            self._loop.submit(self._held_out.read())
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Ask the judge, at once and without waiting."""
@@ -445,6 +254,7 @@ class JudgeReward(Reward):
 
     def settle(self, kind: RoundKind = "train") -> None:
         """Close the step: failed verdicts are asked for again, masked or stop the run."""
+        self._validating = kind == "validation"
         done, self._round = self._round, self._new_round()
         if done.entries:
             self._loop.submit(done.finish())
@@ -461,6 +271,15 @@ class JudgeReward(Reward):
     def measure(self) -> dict[str, float]:
         """`judge/…` metrics since the last call."""
         return self._loop.call(self._measure(), timeout=60.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the labelled responses were first given."""
+        return {} if self._held_out is None else {"labels": dict(self._held_out.first)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if self._held_out is not None:
+            self._held_out.first |= state.get("labels", {})
 
     def attach(self, folder: Path) -> None:
         """Keep a line for each paid call in the run's folder; each judge has a file of its own."""
@@ -544,6 +363,11 @@ class JudgeReward(Reward):
             return False
         return True
 
+    async def _anew(self, rollout: Rollout) -> float:
+        question = self._question(rollout.prompt, self._seen(rollout))
+        verdict = await self._verdict(rollout, question, fresh=True)
+        return question.scale.scaled(verdict.value)
+
     async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
         seen = self._seen(rollout)
         questions = [self._question(rollout.prompt, seen, vote) for vote in range(votes)]
@@ -579,6 +403,8 @@ class JudgeReward(Reward):
         report, self._report = self._report, StepReport()
         metrics = report.metrics(self._client.take(), self._ledger)
         metrics |= self._canaries.take(self.template.scale)
+        if self._held_out is not None and not self._validating:
+            metrics |= self._held_out.take()
         return metrics | (self._monitor.take() if self._monitor else {})
 
     async def _close(self) -> None:

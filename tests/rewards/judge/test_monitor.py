@@ -16,6 +16,7 @@ import pytest
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.report import health
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, Price, Spent
@@ -162,6 +163,86 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
         score_all(reward, rollouts)
         again = measured(reward, lambda told: "judge/monitor_gap" in told)
         assert server.count == 6 and "judge/monitor_cost_usd" not in again
+    finally:
+        reward.close()
+
+
+def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
+    """Right answers with label 1 and wrong ones with label 0, by turns."""
+    texts = [f"It is {n + 1 + n % 2}." for n in range(count)]
+    return [(rollout(n, text=text), float(n % 2 == 0)) for n, text in enumerate(texts)]
+
+
+def held_out(server: JudgeServer, folder: Path, **more: object) -> JudgeReward:
+    monitor = {"labels": "l.jsonl", "labels_every": 3}
+    reward = JudgeReward(watched(server, folder, monitor=monitor, **more), environ=KEYS)
+    reward.hold_out({"l.jsonl": labelled()})
+    return reward
+
+
+def read_at(reward: JudgeReward, step: int) -> dict[str, float]:
+    reward.begin_step(step)
+    return measured(reward, lambda told: "judge/label_failed" in told)
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["the same judge", "another judge"])
+def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
+    server: JudgeServer, tmp_path: Path, changes: bool
+) -> None:
+    def harsh(system: str, user: str) -> int:
+        """Gives 10 to right answers and 1 to others; later 5 and 1."""
+        number = int(user.split("What is ")[1].split(" +")[0])
+        return (5 if changes and server.count > 20 else 10) if f"is {number + 1}." in user else 1
+
+    server.score = harsh
+    reward = held_out(server, tmp_path)
+    try:
+        first = read_at(reward, 1)
+        assert first["judge/label_gap"] == first["judge/label_drift"] == 0.0
+        assert first["judge/label_correlation"] == pytest.approx(1.0)
+        assert (first["judge/calls"], server.count) == (16, 16) and first["judge/cost_usd"] > 0
+        reward.begin_step(1)
+        reward.begin_step(2)
+        kept = json.loads(json.dumps(reward.state_dict()))
+    finally:
+        reward.close()
+    reward = held_out(server, tmp_path)
+    try:
+        reward.load_state_dict(kept)
+        reward.begin_step(2)
+        assert server.count == 16, "a run that goes on has read them before"
+        late = read_at(reward, 3)
+        assert server.count == 32, "past the cache"
+        later = read_at(reward, 6)
+    finally:
+        reward.close()
+    lines = [{"step": step, **told} for step, told in enumerate((first, late, later), 1)]
+    trouble = health.find_trouble(lines, health.Limits())
+    if changes:
+        assert later["judge/label_drift"] == pytest.approx(0.5 * (4 / 9 - 1))
+        assert later["judge/label_gap"] == pytest.approx(later["judge/label_drift"])
+        assert "judge_changed" in trouble
+    else:
+        assert later["judge/label_drift"] == later["judge/label_noise"] == 0.0
+        assert trouble == {}
+
+
+def test_readings_fail_in_silence_and_stay_out_of_validations(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    server.fail("refusal", times=10**6)
+    reward = held_out(server, tmp_path, budget_tokens=3000)
+    try:
+        reward.begin_step(1)
+        reward.settle("validation")
+        until = time.monotonic() + 30.0
+        while reward._held_out is None or not reward._held_out._metrics:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert "judge/label_failed" not in reward.measure()
+        reward.settle()
+        told = reward.measure()
+        assert told["judge/label_failed"] == 16 and "judge/label_gap" not in told
     finally:
         reward.close()
 

@@ -1,0 +1,105 @@
+"""How much more a judge's scores have risen than what watches it: people, a judge, a rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any, NamedTuple
+
+from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.reward_checks import scale_ends, unit_labels
+from ppo_cli.config.schema import Config
+from ppo_cli.run_folder import LABELS_FILE, read_lines
+
+History = Sequence[Mapping[str, Any]]
+Pair = tuple[float, float]  # the judge's score and the watcher's, of one response or one step
+
+DRIFT_STEPS = 10  # at each end of a run, between which a judge's drift is measured
+DRIFTED = 0.1  # the gap at which judges that are exploited were told (arXiv 2606.04923)
+
+
+class Opinion(NamedTuple):
+    """What the judge and a person say of a response of this step, on [0, 1]."""
+
+    step: int
+    judge: float
+    label: float
+
+
+class Drift(NamedTuple):
+    """What a judge has risen beyond its watcher, and the watcher itself; `noise` is one error."""
+
+    amount: float
+    rise: float
+    noise: float
+    watcher: str
+
+    @property
+    def alarming(self) -> bool:
+        """Whether it is large, beyond chance, and most of what the judge's score has gained."""
+        return self.amount > max(DRIFTED, 3 * self.noise) and self.rise < self.amount
+
+
+def judge_drift(
+    history: History, watched: tuple[str, str] | None = None, people: Sequence[Opinion] = ()
+) -> Drift | None:
+    """Return the drift up to the last step; None while too little has been seen twice.
+
+    People's labels are what counts where there are enough: ten in each half of the steps that
+    have some. Else it is the last ten steps against the first ten that a second judge has scored,
+    or a rule of the same mixture (`watched` names judge and rule).
+    """
+    steps = [line for line in history if line["step"] > 0]
+    labelled = [one for one in people if steps and one.step <= steps[-1]["step"]]
+    if labelled:
+        middle = (min(one.step for one in labelled) + max(one.step for one in labelled)) / 2
+        early = [(one.judge, one.label) for one in labelled if one.step <= middle]
+        late = [(one.judge, one.label) for one in labelled if one.step > middle]
+        if min(len(early), len(late)) >= DRIFT_STEPS:
+            return _between(early, late, "the labels that people gave")
+    pairs = [pair for line in steps if (pair := _seen_twice(line, watched))]
+    if len(pairs) < 2 * DRIFT_STEPS:
+        return None
+    return _between(pairs[:DRIFT_STEPS], pairs[-DRIFT_STEPS:], "those of what watches it")
+
+
+def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
+    """Return what people said in the page of a run's responses, beside the score of its judge.
+
+    Empty where no judge scores, or where its scores only order the responses to one prompt.
+    """
+    judges = judges_of(config.reward)
+    if not judges or judges[0].settings.within_group:
+        return ()
+    part, found = judges[0].part, list[Opinion]()
+    for line in read_lines(run_dir / LABELS_FILE):
+        parts = line.get("parts") or {}
+        score = line.get("score") if part is None else parts.get(part, {}).get("raw")
+        step, label = line.get("step"), line.get("label")
+        if isinstance(score, int | float) and isinstance(label, int | float) and step:
+            found.append(Opinion(int(step), float(score), float(label)))
+    labels = unit_labels(
+        [one.label for one in found], *scale_ends(judges[0].settings.scale or "1-10")
+    )
+    return tuple(one._replace(label=label) for one, label in zip(found, labels, strict=True))
+
+
+def _seen_twice(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:
+    """A judge's mean of a step, and that of a second judge, or else of a rule, on the same."""
+    stage = next((k[:-12] for k in line if k.endswith("/monitor_gap")), None)
+    if stage is not None:
+        gap, second = line[f"{stage}/monitor_gap"], line.get(f"{stage}/monitor_mean")
+        return None if gap is None or second is None else (second + gap, second)
+    if watched is None:
+        return None
+    judge, rule = (line.get(f"reward/{name}") for name in watched)
+    return None if judge is None or rule is None else (judge, rule)
+
+
+def _between(first: Sequence[Pair], last: Sequence[Pair], watcher: str) -> Drift:
+    before, now = ([judge - other for judge, other in part] for part in (first, last))
+    rise = fmean(other for _, other in last) - fmean(other for _, other in first)
+    noise = math.sqrt(pvariance(before) / len(before) + pvariance(now) / len(now))
+    return Drift(fmean(now) - fmean(before), rise, noise, watcher)
