@@ -10,8 +10,9 @@ A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many leng
 `ppo train` has them without a flag. A ratio is how many times as fast we are; medians of pairs.
 The bare loops take as many tokens as our rows hold, all rows of one length, so that they pad
 nothing: forward and backward passes with logits at response tokens and AdamW for actor and critic;
-for `annotate` three forward passes. Responses that share a prompt are compared with our own way
-without that (`shared_prompts.py`). Nothing is downloaded.
+for `annotate` passes of reference and critic alone, as old log-probs are the sampler's. Responses
+that share a prompt are compared with our own way without that (`shared_prompts.py`).
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import shared_prompts
@@ -123,6 +125,7 @@ def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = make_batch(size, VOCABULARY)
+    batch = replace(batch, sampler_entropy_BT=torch.zeros_like(batch.sampler_logprobs_BT))
     learner = Learner(config, tokenizer, total_steps=100)
     scored = with_scores(merge_annotations(batch, [learner.annotate(batch)]))
     bare = BareLoops(
@@ -189,9 +192,8 @@ class BareLoops:
 
     @torch.no_grad()
     def annotate(self) -> None:
-        """Log-probs of actor and reference, and values."""
-        actor, reference, critic = self._models
-        self._logprobs(actor)
+        """Log-probs of the reference, and values."""
+        _, reference, critic = self._models
         self._logprobs(reference)
         self._values(critic)
 

@@ -51,8 +51,9 @@ class Rollout:
     when it was gone on with last, `weight_version` is that of its first token, and `seed` that of
     its stream of random numbers.
     `sampler_logprobs` has one float32 per response token, under the sampling temperature
-    and before top-p/top-k truncation. `text` has special tokens removed, but for those that mark
-    thoughts. `thought_tokens` are the tokens up to its answer, 0 without a thought.
+    and before top-p/top-k truncation; `entropies` are of the same distributions, where the sampler
+    gives them. `text` has special tokens removed, but for those that mark thoughts.
+    `thought_tokens` are the tokens up to its answer, 0 without a thought.
     """
 
     prompt: Prompt
@@ -65,6 +66,7 @@ class Rollout:
     thought_tokens: int = 0
     seed: int = 0
     carried: int = 0
+    entropies: NDArray[np.float32] | None = None
 
     @property
     def whole(self) -> str:

@@ -10,7 +10,7 @@ Legend: B sequences, L tokens of prompt + response (right-padded), T response to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import numpy as np
@@ -26,7 +26,7 @@ class Batch:
 
     Response token t of row b sits at `input_ids_BL[b, prompt_len_B[b] + t]`, and its
     log-prob and value are read at the position before it. `response_mask_BT` marks real
-    response tokens.
+    response tokens. `sampler_entropy_BT` is there where the sampler gave entropies.
     """
 
     input_ids_BL: Tensor  # int64
@@ -36,6 +36,7 @@ class Batch:
     sampler_logprobs_BT: Tensor  # float32
     group_B: Tensor  # int64, index of the prompt within the step
     weight_version_B: Tensor  # int64
+    sampler_entropy_BT: Tensor | None = field(default=None, kw_only=True)  # float32
 
     def __len__(self) -> int:
         return int(self.input_ids_BL.shape[0])
@@ -54,7 +55,8 @@ class AnnotatedBatch(Batch):
     """A batch with what the models say of it, before any update.
 
     A tensor is None only when the run has no such model: no reference, no critic, or no
-    full-vocabulary KL asked for.
+    full-vocabulary KL asked for. Old log-probs that were taken from the sampler are the tensor
+    that the batch had.
     """
 
     old_logprobs_BT: Tensor  # float32
@@ -62,6 +64,11 @@ class AnnotatedBatch(Batch):
     ref_logprobs_BT: Tensor | None
     full_kl_BT: Tensor | None  # KL(actor || reference) over the whole vocabulary
     values_BT: Tensor | None
+
+    @property
+    def measures_sampler(self) -> bool:
+        """Whether old log-probs were computed for themselves, so that a gap can show."""
+        return self.old_logprobs_BT is not self.sampler_logprobs_BT
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +107,13 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
     B, T = len(rollouts), max(response_lens)
     L = max(p + t for p, t in zip(prompt_lens, response_lens, strict=True))
     ids_BL = np.full((B, L), pad_token_id, dtype=np.int64)  # torch.tensor(tuple) takes six times
-    logprobs_BT = np.zeros((B, T), dtype=np.float32)
+    logprobs_BT, entropy_BT = np.zeros((2, B, T), dtype=np.float32)
     for b, r in enumerate(rollouts):
         ids = (*r.prompt.token_ids, *r.token_ids)
         ids_BL[b, : len(ids)] = ids
         logprobs_BT[b, : len(r.token_ids)] = r.sampler_logprobs
+        if r.entropies is not None:
+            entropy_BT[b, : len(r.token_ids)] = r.entropies
     response_len_B = torch.tensor(response_lens)
     groups: dict[str, int] = {}
     group = [groups.setdefault(r.prompt.uid, len(groups)) for r in rollouts]
@@ -116,4 +125,7 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
         sampler_logprobs_BT=torch.from_numpy(logprobs_BT),
         group_B=torch.tensor(group),
         weight_version_B=torch.tensor([r.weight_version for r in rollouts]),
+        sampler_entropy_BT=(
+            None if any(r.entropies is None for r in rollouts) else torch.from_numpy(entropy_BT)
+        ),
     )

@@ -323,6 +323,11 @@ ELSE: Final[dict[str, Callable[[Config], Values]]] = {
     "actor.clip_ratio_high": _clips,
     "actor.clip_ratio_c": _clips,
     "algorithm.filter_groups.metric": _filter,
+    "algorithm.rollout_correction.bypass_mode": lambda c: {
+        "algorithm.rollout_correction.bypass_mode": bool(
+            c.algorithm.rollout_correction.bypass_mode
+        )
+    },
     "algorithm.rollout_correction.rollout_is_threshold": _window,
     "algorithm.rollout_correction.rollout_is_threshold_lower": _window,
     "algorithm.gdpo_reward_keys": _gdpo,

@@ -265,6 +265,11 @@ class KlControl(Section):
 class RolloutCorrection(Section):
     """Importance weights and rejection for the mismatch between sampler and trainer."""
 
+    bypass_mode: bool | None = setting(
+        None,
+        "Take old log-probs from the sampler; unset: where it computes with the actor's weights in "
+        "float32 (one process, hf sampler).",
+    )
     rollout_is: Literal["token", "sequence"] | None = setting(
         None, "Level of the truncated importance weights; unset turns them off."
     )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.algorithm_schema import Actor, Critic, Sharding, Trained
-from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_mini_batch,
     critic_path,
@@ -28,10 +27,10 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
-from ppo_cli.config.known_models import is_url, read_json
+from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
+from ppo_cli.config.model_checks import EXPERTS, read_config, why_logprobs_again
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ModelError
 
 LOGIT_CHUNK = 2048  # response tokens whose logits exist at once
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
@@ -77,7 +76,7 @@ class Shape:
 
         hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
         layers, vocabulary = first("num_hidden_layers", "n_layer"), first("vocab_size")
-        if first("num_experts", "num_local_experts", "n_routed_experts"):
+        if first(*EXPERTS):
             return None
         if not all(type(n) is int and n > 0 for n in (hidden, heads, layers, vocabulary)):
             return None
@@ -411,10 +410,15 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     sampler = _sampler(config, shapes.actor, device, there)
     rewards = _rewards(config, shapes.rewards, gpu)
     rest = sum(work.rest for work in works.values())
-    brought = sum(w.annotate for w in works.values()) if device.shards == 1 and gpu else 0
+    asked = [
+        work.annotate
+        for name, work in works.items()
+        if name != "actor" or why_logprobs_again(config)
+    ]
+    brought = sum(asked) if device.shards == 1 and gpu else 0
     phases = {
         "rollout": rest,
-        "annotation": rest + max(brought, *(work.annotate for work in works.values())),
+        "annotation": rest + max((brought, *asked)),
         **{
             f"update of the {name}": rest + work.update
             for name, work in works.items()
@@ -473,26 +477,12 @@ def read_shapes(config: Config) -> Shapes | tuple[str, ...]:
     used |= {"reference"} if uses_reference(config) else set()
     asked = [paths[name] for name in paths if name in used]
     asked += [path for path in rewards if not is_url(path)]
-    found = {path: _shape(path) for path in dict.fromkeys(asked)}
+    found = {path: Shape.of(read_config(path)) for path in dict.fromkeys(asked)}
     if unread := tuple(path for path, shape in found.items() if shape is None):
         return unread
     known = {path: shape for path, shape in found.items() if shape is not None}
     actor, critic, reference = (known.get(paths[name], known[paths["actor"]]) for name in paths)
     return Shapes(actor, critic, reference, tuple(known[p] for p in rewards if p in known))
-
-
-def _shape(path: str) -> Shape | None:
-    """Read the shape of a model in a folder, or of one that the hub gave before."""
-    folder = Path(model_folder(path)).expanduser()
-    file: object = folder / "config.json"
-    try:
-        if not folder.is_dir():
-            from huggingface_hub import try_to_load_from_cache
-
-            file = try_to_load_from_cache(path, "config.json")
-        return Shape.of(read_json(Path(file))) if isinstance(file, str | Path) else None
-    except (ModelError, ValueError):  # a damaged file, or what is no name for the hub
-        return None
 
 
 def device_memory(config: Config) -> int | None:

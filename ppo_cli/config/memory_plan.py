@@ -25,6 +25,7 @@ from ppo_cli.config.memory import (
     device_memory,
     read_shapes,
 )
+from ppo_cli.config.model_checks import why_logprobs_again
 from ppo_cli.config.schema import Config
 
 LORA_RANK = 16  # of the adapter that is proposed
@@ -78,6 +79,12 @@ def memory_plan(config: Config) -> PlanPart:
             if once
             else f"packed responses have a prompt each{why} (model.share_prompts)"
         )
+    why = why_logprobs_again(config)
+    layout.append(
+        f"the actor computes old log-probs: {why}"
+        if why
+        else "old log-probs are the sampler's, which computes with the actor's own weights"
+    )
     shapes, there = read_shapes(config), device_memory(config)
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.bundled import EMBEDDED, model_folder
-from ppo_cli.config.derived import critic_path, uses_critic, uses_reference
+from ppo_cli.config.derived import (
+    critic_path,
+    engine_name,
+    gpus_per_node,
+    rollout_is,
+    uses_critic,
+    uses_reference,
+)
 from ppo_cli.config.keys import Clash, table
 from ppo_cli.config.known_models import (
     SERVED,
@@ -67,6 +74,52 @@ def _heads(path: str) -> dict[str, int]:
         "key-value heads": told.get("num_key_value_heads") or attention,
     }
     return both if all(type(n) is int and n > 0 for n in both.values()) else {}
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # words of a config.json
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return a model's config.json, from a folder or as the hub gave it before; {} without one."""
+    folder = Path(model_folder(path)).expanduser()
+    file: object = folder / "config.json"
+    try:
+        if not folder.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(path, "config.json")
+        return read_json(Path(file)) if isinstance(file, str | Path) else {}
+    except (ModelError, ValueError):  # a damaged file, or what is no name for the hub
+        return {}
+
+
+def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
+    """Return why the actor computes old log-probs again; "" where the sampler's are taken.
+
+    Those are the same numbers but for rounding where the sampler computes with the actor's own
+    weights in float32. `bypass_mode` alone takes them in bfloat16 and from 4-bit weights, whose
+    rounding differs more, and of a model with experts, which rounding may send to another one.
+    """
+    algorithm, asked = config.algorithm, config.algorithm.rollout_correction.bypass_mode
+    if asked is False:
+        return "as set"
+    if engine_name(config, gpus) != "local":
+        return "the sampler has weights of its own"
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+        return "the full KL needs the actor's whole vocabulary"
+    if rollout_is(config) or algorithm.rollout_correction.rollout_rs:
+        return "rollout_is and rollout_rs compare them with the sampler's"
+    if asked:
+        return ""
+    dtype = config.model.dtype
+    if dtype == "bfloat16" or (dtype is None and gpus_per_node(config, gpus)):
+        return "in bfloat16 sampler and trainer round differently"
+    if config.model.quantization:
+        return "with 4-bit weights sampler and trainer round differently"
+    told = read_config(config.model.path)
+    if any((told.get("text_config") or told).get(name) for name in EXPERTS):
+        return "rounding may send a token to another expert"
+    return ""
 
 
 def _dividing(count: int) -> str:

@@ -30,7 +30,7 @@ from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.local_judge import local_remarks, missing_for_judge
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
-from ppo_cli.config.model_checks import broken_models, missing_models
+from ppo_cli.config.model_checks import broken_models, missing_models, why_logprobs_again
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_checks import (
     judge_remarks,
@@ -193,6 +193,11 @@ def _not_offered(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     correction = config.algorithm.rollout_correction
+    if correction.bypass_mode and (why := why_logprobs_again(config)):
+        yield (
+            "algorithm.rollout_correction.bypass_mode: the actor must compute old log-probs, as "
+            f"{why}; leave it out."
+        )
     if (correction.rollout_is_threshold_lower or 0.0) > correction.rollout_is_threshold:
         yield (
             "algorithm.rollout_correction.rollout_is_threshold_lower "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,7 @@ class Rows:
     most_R: NDArray[np.int64]
     tokens_RT: NDArray[np.int32]
     logprobs_RT: NDArray[np.float32]
+    entropies_RT: NDArray[np.float32]
 
     @classmethod
     def begin(cls, jobs: list[Job], sampling: Sampling) -> Rows:
@@ -161,6 +162,7 @@ class Rows:
             most_R=np.array([sampling.most_tokens(int(count)) for count in counts_R]),
             tokens_RT=np.empty(shape, dtype=np.int32),
             logprobs_RT=np.empty(shape, dtype=np.float32),
+            entropies_RT=np.empty(shape, dtype=np.float32),
         )
         for i, job in enumerate(jobs):
             rows.tokens_RT[i, : counts_R[i]] = job.begun.token_ids
@@ -183,6 +185,7 @@ class Rows:
 
 ARRAYS = (
     "keys_R", "counts_R", "alive_R", "stopped_R", "last_R", "most_R", "tokens_RT", "logprobs_RT",
+    "entropies_RT",
 )  # fmt: skip
 
 
@@ -209,8 +212,10 @@ class HFSampler:
         max_num_seqs: int,
         detokenize: Callable[[Sequence[int]], str],
         compute: Compute | None = None,
+        with_entropies: bool = False,
     ) -> None:
         self._model = model
+        self._with_entropies = with_entropies
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._pad_id = pad_token_id
         self.room = Room(max_num_seqs)
@@ -377,8 +382,8 @@ class HFSampler:
     def _record(self, rows: Rows, logits_RV: Tensor, sampling: Sampling) -> list[tuple[Rows, int]]:
         """Draw a token for each row, write it down, and return the living rows that end."""
         uniforms_R = compute_uniforms(rows.keys_R, rows.counts_R)
-        drawn_R, logprob_R = draw_tokens(logits_RV, sampling, uniforms_R)
-        tokens_R, logprobs_R = drawn_R.cpu().numpy(), logprob_R.cpu().numpy()
+        drawn = draw_tokens(logits_RV, sampling, uniforms_R, self._with_entropies)
+        tokens_R, logprobs_R, entropies_R = (part.cpu().numpy() for part in drawn)
         if not np.isfinite(logprobs_R[rows.alive_R]).all():
             raise ModelError(
                 "The model's logits are not finite, so that no token can be drawn. Look at the "
@@ -387,6 +392,7 @@ class HFSampler:
         live = np.flatnonzero(rows.alive_R)
         rows.tokens_RT[live, rows.counts_R[live]] = tokens_R[live]
         rows.logprobs_RT[live, rows.counts_R[live]] = logprobs_R[live]
+        rows.entropies_RT[live, rows.counts_R[live]] = entropies_R[live]
         rows.counts_R[live] += 1
         rows.last_R = np.where(rows.alive_R, tokens_R, self._pad_id)
         rows.stopped_R[live] = np.isin(tokens_R[live], self._eos_ids)
@@ -402,7 +408,7 @@ class HFSampler:
     def _rollout(self, rows: Rows, i: int, sampling: Sampling, weight_version: int) -> Rollout:
         begun = rows.jobs[i].begun
         new = slice(len(begun.token_ids), int(rows.counts_R[i]))
-        return go_on(
+        found = go_on(
             begun,
             rows.tokens_RT[i, new].tolist(),
             rows.logprobs_RT[i, new],
@@ -411,6 +417,10 @@ class HFSampler:
             weight_version=weight_version,
             detokenize=self._detokenize,
         )
+        if not self._with_entropies:
+            return found
+        before = np.empty(0, np.float32) if begun.entropies is None else begun.entropies
+        return replace(found, entropies=np.concatenate([before, rows.entropies_RT[i, new]]))
 
     @contextmanager
     def _sampling_mode(self) -> Iterator[None]:
@@ -478,7 +488,9 @@ def _compact(running: Running | None, *, at_once: bool = False) -> Running | Non
     return Running(running.rows.take(kept), running.cache, starts_R - unused)
 
 
-def sample_from(model: Any, config: Config, tokenizer: Any) -> HFSampler:
+def sample_from(
+    model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False
+) -> HFSampler:
     """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
     return HFSampler(
         model,
@@ -487,6 +499,7 @@ def sample_from(model: Any, config: Config, tokenizer: Any) -> HFSampler:
         max_num_seqs=config.rollout.max_num_seqs,
         detokenize=partial(decode_text, tokenizer),
         compute=Compute.choose(config.model.dtype),
+        with_entropies=with_entropies,
     )
 
 
@@ -523,32 +536,42 @@ def compute_uniforms(
 
 
 def draw_tokens(
-    logits_RV: Tensor, sampling: Sampling, uniforms_R: NDArray[np.float32]
-) -> tuple[Tensor, Tensor]:
-    """Return the tokens and their log-probs under the temperature, before top-k and top-p.
+    logits_RV: Tensor,
+    sampling: Sampling,
+    uniforms_R: NDArray[np.float32],
+    with_entropies: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, log-probs and entropies under the temperature, before top-k and top-p.
 
-    Temperature 0 takes the most likely token; its log-prob is that of temperature 1.
+    Temperature 0 takes the most likely token; its log-prob is that of temperature 1. Entropies
+    are zeros unless asked for.
     """
     logits_RV = logits_RV.float()
+    if sampling.temperature not in (0, 1):
+        logits_RV = logits_RV / sampling.temperature
+    probs_RV = logits_RV.softmax(-1)
     if sampling.temperature == 0:
-        logprobs_RV = logits_RV.log_softmax(-1)
         chosen_R1 = logits_RV.argmax(-1, keepdim=True)
     else:
-        logprobs_RV = (logits_RV / sampling.temperature).log_softmax(-1)
         uniforms_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None]
-        chosen_R1 = _draw(logprobs_RV, sampling, uniforms_R1)
-    return chosen_R1[:, 0], logprobs_RV.gather(-1, chosen_R1)[:, 0]
+        chosen_R1 = _draw(probs_RV, sampling, uniforms_R1)
+    chosen_R = chosen_R1[:, 0]
+    logprobs_R = probs_RV.gather(-1, chosen_R1)[:, 0].log()
+    if not with_entropies:
+        return chosen_R, logprobs_R, torch.zeros_like(logprobs_R)
+    logsumexp_R = logits_RV.gather(-1, chosen_R1)[:, 0] - logprobs_R
+    return chosen_R, logprobs_R, logsumexp_R - torch.linalg.vecdot(probs_RV, logits_RV)
 
 
-def _draw(logprobs_RV: Tensor, sampling: Sampling, uniforms_R1: Tensor) -> Tensor:
-    top_k = min(sampling.top_k, logprobs_RV.shape[-1])
+def _draw(probs_RV: Tensor, sampling: Sampling, uniforms_R1: Tensor) -> Tensor:
+    top_k = min(sampling.top_k, probs_RV.shape[-1])
     if top_k <= 0 and sampling.top_p >= 1:
-        return _invert(logprobs_RV.exp(), uniforms_R1)
+        return _invert(probs_RV, uniforms_R1)
     if top_k > 0:
-        logprobs_RK, ids_RK = logprobs_RV.topk(top_k, dim=-1)
+        probs_RK, ids_RK = probs_RV.topk(top_k, dim=-1)
+        probs_RK = probs_RK / probs_RK.sum(-1, keepdim=True)
     else:
-        logprobs_RK, ids_RK = logprobs_RV.sort(dim=-1, descending=True)
-    probs_RK = logprobs_RK.softmax(-1)
+        probs_RK, ids_RK = probs_RV.sort(dim=-1, descending=True)
     if sampling.top_p < 1:
         before_RK = probs_RK.cumsum(-1) - probs_RK
         before_RK[:, 0] = 0

@@ -100,13 +100,22 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, batch: Batch) -> Annotations:
-        """Old and reference log-probs, entropy and values of this rank's rows."""
+        """Old and reference log-probs, entropy and values of this rank's rows.
+
+        The actor is not asked for what a sampler found with the present weights.
+        """
+        known = batch.sampler_entropy_BT is not None and bool(
+            (batch.weight_version_B == self.weight_version).all()
+        )
+        asked = self._models()[known:]
+        if not asked:
+            return Annotations(torch.zeros(0, dtype=torch.int64), {})
 
         def collect(plan: Sequence[Sequence[int]]) -> Annotations:
             rows: list[Tensor] = []
             parts: list[dict[str, Tensor]] = []
             for group in plan:
-                found = self._annotations(batch, group)
+                found = self._annotations(batch, group, known)
                 if group and self._ranks.speaks:
                     rows.append(torch.as_tensor(group))
                     parts.append({name: widen(part, batch) for name, part in found.items()})
@@ -118,7 +127,7 @@ class Learner:
 
         with ExitStack() as awake:
             awake.enter_context(self.phase("annotate"))
-            for model in self._models():
+            for model in asked:
                 awake.enter_context(model.awake())
             prompts = row_prompts(batch.input_ids_BL, batch.prompt_len_B)
             return run_within_memory(
@@ -238,7 +247,7 @@ class Learner:
         return merged_tensors(model, whole, exact)
 
     def _models(self) -> list[Policy | ValueModel]:
-        """All models that an annotation asks."""
+        """All models that an annotation may ask, the actor first."""
         found: list[Policy | ValueModel] = [self.policy]
         if self._reference is not None:
             found.append(self._reference)
@@ -260,20 +269,22 @@ class Learner:
         for learner in self._learners().values():
             learner.optimizer.set_progress(self.weight_version)
 
-    def _annotations(self, batch: Batch, rows: Sequence[int]) -> dict[str, Tensor]:
+    def _annotations(self, batch: Batch, rows: Sequence[int], known: bool) -> dict[str, Tensor]:
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         compute = self._compute
         budget = self._annotate_budget
         cut = cut_slice(batch, rows, compute.device, packed=budget.packed, shared=budget.shared)
         full = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
-        seen = view_tokens(
-            self.policy, cut, compute, temperature,
-            with_entropy=True, kl_to=self._reference if full else None,
-        )  # fmt: skip
-        found = {"old_logprobs_BT": cut.spread(seen.logprobs_N)}
-        found["entropy_BT"] = cut.spread(seen.entropy_N)
-        if seen.full_kl_N is not None:
-            found["full_kl_BT"] = cut.spread(seen.full_kl_N)
+        found: dict[str, Tensor] = {}
+        if not known:
+            seen = view_tokens(
+                self.policy, cut, compute, temperature,
+                with_entropy=True, kl_to=self._reference if full else None,
+            )  # fmt: skip
+            found["old_logprobs_BT"] = cut.spread(seen.logprobs_N)
+            found["entropy_BT"] = cut.spread(seen.entropy_N)
+            if seen.full_kl_N is not None:
+                found["full_kl_BT"] = cut.spread(seen.full_kl_N)
         if self._reference is not None:
             ref = view_tokens(self._reference, cut, compute, temperature, with_entropy=False)
             found["ref_logprobs_BT"] = cut.spread(ref.logprobs_N)

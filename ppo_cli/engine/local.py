@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.config.model_checks import why_logprobs_again
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
 from ppo_cli.engine.device import set_threads
@@ -36,7 +37,10 @@ class LocalEngine:
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         for remark in self._learner.remarks:
             tell(remark)
-        self._sampler = sample_from(self._learner.policy.model, config, tokenizer)
+        self._sampler = sample_from(
+            self._learner.policy.model, config, tokenizer,
+            with_entropies=not why_logprobs_again(config),
+        )  # fmt: skip
         self._sampler.room.tell = lambda rows: tell(room_told(rows))
 
     def generate(

@@ -28,12 +28,15 @@ class Annotations:
 
 
 def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBatch:
-    """Put the shares of all ranks into one annotated batch."""
+    """Put the shares of all ranks into one annotated batch, beside what the sampler found."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, rows_RT in part.found.items():
             whole = found.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
             whole[part.row_R] = rows_RT
+    if "old_logprobs_BT" not in found and batch.sampler_entropy_BT is not None:
+        found["old_logprobs_BT"] = batch.sampler_logprobs_BT
+        found["entropy_BT"] = batch.sampler_entropy_BT
     return AnnotatedBatch(
         **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
         old_logprobs_BT=found["old_logprobs_BT"],

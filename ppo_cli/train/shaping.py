@@ -368,8 +368,6 @@ def _statistics(batch: TrainBatch) -> dict[str, float]:
     mask_BT = batch.loss_mask_BT
     if not bool(mask_BT.any()):
         return {}
-    gap = compute_mismatch(batch.old_logprobs_BT, batch.sampler_logprobs_BT, mask_BT)
-    count = float(gap.token_count)
     metrics = {
         "entropy": float(masked_mean(batch.entropy_BT, mask_BT)),
         "advantages/mean": float(masked_mean(batch.advantages_BT, mask_BT)),
@@ -379,11 +377,16 @@ def _statistics(batch: TrainBatch) -> dict[str, float]:
         "rewards/token_sum_mean": float(
             masked_sum(batch.token_rewards_BT, mask_BT) / mask_BT.any(1).sum()
         ),
-        "rollout/logprob_diff": float(gap.abs_diff_sum) / count,
-        "rollout/logprob_diff_max": float(gap.abs_diff_max),
-        "rollout/mismatch_kl": float(gap.k3_kl_sum) / count,
-        "rollout/is_weight_mean": float(masked_mean(batch.is_weight_BT, mask_BT)),
     }
+    if batch.measures_sampler:
+        gap = compute_mismatch(batch.old_logprobs_BT, batch.sampler_logprobs_BT, mask_BT)
+        count = float(gap.token_count)
+        metrics |= {
+            "rollout/logprob_diff": float(gap.abs_diff_sum) / count,
+            "rollout/logprob_diff_max": float(gap.abs_diff_max),
+            "rollout/mismatch_kl": float(gap.k3_kl_sum) / count,
+            "rollout/is_weight_mean": float(masked_mean(batch.is_weight_BT, mask_BT)),
+        }
     if batch.values_BT is not None:
         values, returns = batch.values_BT[mask_BT].numpy(), batch.returns_BT[mask_BT].numpy()
         metrics["values/mean"] = float(values.mean())

@@ -154,6 +154,7 @@ Memory
   gradient checkpointing is on: what a step needs of memory is not known here
   rows are packed without padding if a trial at the start gives the same numbers
   packed responses share their prompt
+  old log-probs are the sampler's, which computes with the actor's own weights
 """
 
 

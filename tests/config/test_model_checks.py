@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.requirements import missing_inputs, missing_parts
+from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
 
 RM = "reward.model.path=a/b"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 URL = "reward.model.path=http://h:1/classify"
 
 
@@ -120,3 +122,31 @@ def test_a_served_model_needs_the_key_that_is_named() -> None:
     assert missing_inputs(config, {"RM_KEY": "k"}) == []
     (line,) = missing_inputs(config, {"RM_KEY": " "})
     assert line == "There is no key for the reward model: set RM_KEY, as key_env says."
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("", ""),
+        ("model.dtype=bfloat16", "in bfloat16"),
+        (f"model.dtype=bfloat16 {BYPASS}=true", ""),
+        (f"{BYPASS}=false", "as set"),
+        ("trainer.engine=ray", "weights of its own"),
+        ("algorithm.kl_penalty=full", "full KL"),
+        ("algorithm.rollout_correction.rollout_is=token", "rollout_is and rollout_rs"),
+        ("model.path=./mixed", "another expert"),
+        (f"model.path=./mixed {BYPASS}=true", ""),
+    ],
+)
+def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
+    given: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "config.json").write_text('{"num_experts": 8}')
+    said = why_logprobs_again(settle(*given.split()).config, 0)
+    assert why in said and bool(why) is bool(said)
+
+
+def test_what_the_sampler_cannot_give_is_refused() -> None:
+    (line,) = refused_settings(settle(f"{BYPASS}=true", "algorithm.kl_penalty=full"))
+    assert "the full KL needs" in line and "leave it out" in line

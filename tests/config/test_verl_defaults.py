@@ -24,7 +24,8 @@ FILES = "data.train_files=a.parquet"
 # Chosen for the machine: numbers of devices and sizes that change speed and memory alone; models
 # and files of its own examples; and where metrics go.
 NOT_TAKEN = {
-    "actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
+    "actor.ppo_max_token_len_per_gpu", "algorithm.rollout_correction.bypass_mode",
+    "critic.ppo_max_token_len_per_gpu",
     "critic.model.enable_gradient_checkpointing", "critic.model.path", "critic.strategy",
     "actor.strategy", "data.train_files", "data.val_files", "model.path", "model.packing",
     "model.enable_gradient_checkpointing",

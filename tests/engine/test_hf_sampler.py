@@ -349,7 +349,7 @@ def test_draws_follow_the_distribution() -> None:
     draws = 20_000
     keys = np.array([stream_key(0, f"p{i}", 0) for i in range(draws)], dtype=np.uint64)
     uniforms = compute_uniforms(keys, np.full(draws, 3))
-    tokens, _ = draw_tokens(probs.log().expand(draws, -1), Sampling(), uniforms)
+    tokens, _, _ = draw_tokens(probs.log().expand(draws, -1), Sampling(), uniforms)
     expected = probs[:5].numpy() * draws
     seen = np.bincount(tokens.numpy(), minlength=6)
     assert seen[5] == 0
@@ -379,7 +379,7 @@ def test_one_stream_is_uniform_over_positions() -> None:
 def test_truncation_keeps_the_most_likely(cut: dict[str, Any], kept: set[int]) -> None:
     logits = torch.tensor([0.04, 0.25, 0.16, 0.55]).log().expand(4000, -1)
     uniforms = np.linspace(0, 1, 4000, endpoint=False, dtype=np.float32)
-    tokens, logprobs = draw_tokens(logits, Sampling(**cut), uniforms)
+    tokens, logprobs, _ = draw_tokens(logits, Sampling(**cut), uniforms)
     assert set(tokens.tolist()) == kept
     torch.testing.assert_close(logprobs, logits[0].log_softmax(-1)[tokens])
 
@@ -388,7 +388,7 @@ def test_the_largest_uniform_never_takes_an_impossible_token() -> None:
     logits = torch.full((1, 5), -torch.inf)
     logits[0, 1:3] = 0.0
     for uniform, token in ((0.0, 1), (1 - 2**-24, 2)):
-        drawn, _ = draw_tokens(logits, Sampling(), np.array([uniform], dtype=np.float32))
+        drawn, _, _ = draw_tokens(logits, Sampling(), np.array([uniform], dtype=np.float32))
         assert drawn.tolist() == [token]
 
 

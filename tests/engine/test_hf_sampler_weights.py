@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.lora import adapt, adapter_tensors
 from ppo_cli.engine.models import load_policy, load_tokenizer
 from ppo_cli.engine.sampler import Weights, build_sampler
 from ppo_cli.errors import MissingPart, ModelError
 from ppo_cli.records import Prompt, Rollout
+from tests.engine.packed_steps import scored
 
 SAMPLING = Sampling(n=3, max_tokens=16)
 
@@ -82,6 +86,32 @@ def test_new_weights_are_the_ones_that_sample(
     assert {rollout.weight_version for rollout in after} == {1}
     sampler.close()
     sampler.close()
+
+
+def test_old_logprobs_of_the_sampler_are_those_of_the_actor() -> None:
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    found = {}
+    for mode in ("null", "false"):
+        config = read_config(
+            f"algorithm.rollout_correction.bypass_mode={mode}", "rollout.temperature=0.8"
+        )
+        engine = LocalEngine(config, tokenizer, total_steps=2)
+        sampling = replace(SAMPLING, temperature=0.8, top_k=40)
+        drawn = sorted(engine.generate([make_prompt(tokenizer)], sampling), key=lambda r: r.sample)
+        batch = build_batch(drawn, tokenizer.pad_token_id)
+        found[mode] = engine.annotate(batch)
+        scores = scored(found[mode], seed=3)
+        sums = engine.step(MiniBatch(scores, actor=True, critic=True))
+        total, count = sums["ppo_ratio"]
+        assert total / count == pytest.approx(1, abs=1e-5) and sums["clip_fraction"][0] == 0
+        engine.publish()
+        assert engine.annotate(batch).measures_sampler  # the weights are no longer those
+    taken, computed = found.values()
+    assert computed.measures_sampler and not taken.measures_sampler
+    for name in ("old_logprobs_BT", "entropy_BT", "ref_logprobs_BT", "values_BT"):
+        torch.testing.assert_close(
+            getattr(taken, name), getattr(computed, name), atol=1e-5, rtol=1e-5, msg=name
+        )
 
 
 def test_weights_of_another_model_are_a_bug() -> None:

@@ -91,10 +91,10 @@ def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
 
 
 def test_promises_of_the_first_step(uninterrupted: Path) -> None:
-    """Ratio 1 and KL 0 before anything has moved; sampler and trainer agree."""
+    """KL 0 before anything has moved; what was not measured is not told."""
     first = metrics(uninterrupted)[1]
     assert first["step"] == 1 and abs(first["kl_divergence"]) < 1e-6
-    assert first["rollout/logprob_diff_max"] < 1e-4
+    assert not {"rollout/logprob_diff", "rollout/mismatch_kl"} & first.keys()
 
 
 def test_a_run_on_sums_scores_them_right_and_takes_the_rows_that_it_should(

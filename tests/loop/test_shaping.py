@@ -191,6 +191,11 @@ def test_statistics_are_of_the_tokens_that_count() -> None:
         "explained_variance": 1 - np.var([0.9, 0.6, -0.3]) / np.var([1.0, 1.0, 0.0]),
     }  # fmt: skip
     assert {name: step.metrics[name] for name in told} == pytest.approx(told, rel=1e-5)
+    taken = replace(annotated, sampler_logprobs_BT=annotated.old_logprobs_BT)
+    fewer = shape_step(c, taken, score_all(made, [1.0, 0.0, None]), 0.0, None)
+    assert {n for n in step.metrics if n.startswith("rollout/")} == (
+        step.metrics.keys() - fewer.metrics.keys()
+    )
 
 
 def test_rewards_within_a_response_add_up_and_a_failed_score_takes_them_along() -> None:

@@ -43,6 +43,7 @@ def make_config() -> Config:
             "model": {"path": "embedded", "dtype": "float32"},
             "rollout": {"name": "hf", "max_num_seqs": 9},
             "data": {"max_response_length": 8},
+            "algorithm": {"rollout_correction": {"bypass_mode": False}},
             "actor": {"optim": optim, "fsdp_config": {"fsdp_size": 1}},
             "trainer": TRAINER,
         }
