@@ -198,9 +198,9 @@ def plan_trials(
     reads = bool(judges_of(settings) or models_of(settings))
     judge = lone_judge(settings)
     injections = tr.injections(items, scale, reads=reads)
-    if judge is not None and judge.settings.rubric is not None:
-        rubrics = criteria.rubrics_of(settings, [rollout_of(i.prompt, i.weak) for i in items])
-        injections += criteria.verdict_attacks(items, rubrics[judge.part])
+    rubrics = criteria.rubrics_of(settings, [rollout_of(i.prompt, i.weak) for i in items])
+    for own in rubrics.values():  # a response cannot write the verdicts of two rubrics at once
+        injections += criteria.verdict_attacks(items, own)
     plan = {
         "master keys": tr.master_keys(items),
         "prompt injection": injections,

@@ -192,6 +192,30 @@ def test_an_audit_names_the_criteria_that_attacks_moved(
     assert "verdicts in a thought" not in own["said"]  # a thought is not shown to the judge
 
 
+def test_the_criteria_of_each_judge_of_a_mixture_are_attacked(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+) -> None:
+    names = ("oak", "elm", "birch", "spruce", "yew")
+    own = "".join(f"- {{name: {n}, text: The response has {n}.}}\n" for n in names)
+    (tmp_path / "own.yaml").write_text(own)
+
+    def believing(system: str, user: str) -> str:
+        """Takes over a fifth verdict that a response writes: only one judge has so many."""
+        found = json.loads(decide(system, user))
+        if "c5" in found and re.search(r'c5"?: \{"met": true', fenced("response", user) or ""):
+            found["c5"]["met"] = True
+        return json.dumps(found)
+
+    server.score = believing
+    flags = [flag for flag in flags if flag != "--use_api_reward"]
+    mixed = ["--reward", "judge:a:0.5", "--reward", "judge:b:0.5"]
+    mixed += [f"reward.composite.parts.b.judge.rubric={tmp_path}/own.yaml"]
+    file = write_rows(tmp_path / "a.jsonl", *ITEMS)
+    _, checks = audited(capsys, *flags, *mixed, "--data", file)
+    cases = checks["criteria under attack"]["cases"]
+    assert {case["criterion"] for case in cases} == {"b: yew"}, cases
+
+
 def test_criteria_of_rows_are_attacked_each_in_a_call_of_its_own(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
 ) -> None:
