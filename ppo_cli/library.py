@@ -27,6 +27,7 @@ from ppo_cli.run_folder import (
     read_metrics,
     rollout_file,
     rollout_steps,
+    run_settings,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The settings of the run."""
-        files = [self.path / "config.yaml"]
-        return resolve(flags={}, preset=None, config_files=files, overrides=[], environ={}).config
+        return run_settings(self.path)
 
     @property
     def metrics(self) -> pandas.DataFrame:

@@ -21,13 +21,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfinished
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
 from ppo_cli.redact import redact, redactor
+
+if TYPE_CHECKING:
+    from ppo_cli.config.schema import Config
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS = "rollouts"
@@ -158,6 +161,14 @@ def check_run_folder(run: Path) -> None:
             f"{run} is not a run folder: it has no {METRICS_FILE}. RUN is what --output_dir "
             "named; a run writes its first line after its first step."
         )
+
+
+def run_settings(run: Path) -> Config:
+    """Return the settings in `config.yaml` of a run, and no others; UserError as in `resolve`."""
+    from ppo_cli.config.resolve import resolve
+
+    files = [run / "config.yaml"]
+    return resolve(flags={}, preset=None, config_files=files, overrides=[], environ={}).config
 
 
 class RunFolder:

@@ -25,14 +25,12 @@ import numpy as np
 
 from ppo_cli.bridge.overrides import TRAIN, VAL, columns
 from ppo_cli.config.mixture import has_mixture
-from ppo_cli.config.resolve import resolve
-from ppo_cli.config.schema import Config
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward
-from ppo_cli.run_folder import append_line, plain
+from ppo_cli.run_folder import append_line, plain, run_settings
 
 NAME = "ppo_cli_reward"
 ROW = "ppo_cli"  # where a row's extra_info holds what verl does not hand on
@@ -88,7 +86,7 @@ class RewardServer:
     def __init__(self, folder: str, where: str) -> None:
         self._folder = Path(folder)
         os.chdir(where)
-        self._config = read_config(self._folder)
+        self._config = run_settings(self._folder)
         self._known = Known(columns(self._config))
         self._step_size = self._config.data.train_batch_size * self._config.rollout.n
         self._quiet_s = QUIET_MIXED_S if has_mixture(self._config.reward) else QUIET_S
@@ -236,13 +234,6 @@ def record(rollout: Rollout, score: Score) -> dict[str, Any]:
         "data_source": prompt.data_source, "own_score": score.value, "own_parts": parts,
         "facts": score.facts,
     }  # fmt: skip
-
-
-def read_config(folder: Path) -> Config:
-    """Read the settings in a folder of the bridge, and nothing else."""
-    return resolve(
-        flags={}, preset=None, config_files=[folder / "config.yaml"], overrides=[], environ={}
-    ).config
 
 
 def read_prompts(folder: Path) -> list[Prompt]:

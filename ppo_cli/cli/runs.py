@@ -12,7 +12,6 @@ import typer
 
 from ppo_cli.cli.screen import aligned, number, print_result, validation_value
 from ppo_cli.config.plan import arithmetic
-from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import DataError, UserError
 from ppo_cli.report.metrics import dollars
 from ppo_cli.run_folder import (
@@ -22,6 +21,7 @@ from ppo_cli.run_folder import (
     CheckpointStore,
     paid_calls,
     read_metrics,
+    run_settings,
 )
 
 DEEPEST = 3  # folders below DIR
@@ -66,10 +66,7 @@ def run_facts(run: Path) -> dict[str, Any]:
     total = None
     with suppress(UserError):
         if file.exists():
-            config = resolve(
-                flags={}, preset=None, config_files=[file], overrides=[], environ={}
-            ).config
-            total = arithmetic(config)["total_steps"]
+            total = arithmetic(run_settings(run))["total_steps"]
     step = max((int(line["step"]) for line in lines), default=0)
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
     values = [v for line in lines if (v := validation_value(line)) is not None]

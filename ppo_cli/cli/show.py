@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, validation_value
 from ppo_cli.config.plan import arithmetic
-from ppo_cli.config.resolve import DEFAULT, resolve
+from ppo_cli.config.resolve import DEFAULT
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, ppo
 from ppo_cli.report.drift import judge_drift, people_of
 from ppo_cli.report.health import limits_of
@@ -27,6 +27,7 @@ from ppo_cli.run_folder import (
     read_metrics,
     rollout_file,
     rollout_steps,
+    run_settings,
 )
 
 MOST_STEPS = 20
@@ -263,9 +264,7 @@ def how_to_go_on(run: Path, history: Sequence[Line]) -> str:
     file = run / "config.yaml"
     if not file.exists():
         return "What was paid for counts when the command of this run is given again."
-    config = resolve(
-        flags={}, preset=None, config_files=[file], overrides=[], environ={}
-    ).config  # fmt: skip
+    config = run_settings(run)
     words = ["train", "--config", str(file), "--output_dir", str(run), "--resume", "auto"]
     command, api, calls = ppo(shlex.join(words)), config.reward.api, paid_calls(run)
     sums = arithmetic(config)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.bridge.rewards import prompt_of_row, read_config, read_prompts
+from ppo_cli.bridge.rewards import prompt_of_row, read_prompts
 from ppo_cli.cli.app import main
+from ppo_cli.run_folder import run_settings
 from tests.cli.mistakes import ROW, TINY, set_desk
 
 ROWS = [ROW | {"prompt": f"What is 1 + {n}?", "ground_truth": str(1 + n)} for n in range(6)]
@@ -42,7 +43,7 @@ def test_the_folder_has_all_that_verl_needs(desk: Path, capfd: pytest.CaptureFix
     assert "trainer.nnodes=4" in lines and "algorithm.use_kl_in_reward=true" in lines
     assert f'data.train_files="{desk}/there/data/train.parquet"' in lines
     assert "trainer.test_freq=-1" in lines  # there is nothing to validate on
-    assert read_config(desk / "there").trainer.nnodes == 4
+    assert run_settings(desk / "there").trainer.nnodes == 4
     prompts = read_prompts(desk / "there")
     assert [p.text for p in prompts] == [row["prompt"] for row in ROWS]
     assert [m["role"] for m in prompts[0].messages] == ["system", "user"]

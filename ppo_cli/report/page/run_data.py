@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ppo_cli.config.plan import arithmetic
-from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.report.catalogue import plots_of, tiles_of
@@ -26,6 +25,7 @@ from ppo_cli.run_folder import (
     CheckpointStore,
     paid_calls,
     read_metrics,
+    run_settings,
 )
 
 # The metric that a trouble shows in; others are marked in the reward.
@@ -205,15 +205,13 @@ def _short(value: Any) -> float | None:
 
 def config_of(folder: Path) -> tuple[Config | None, str]:
     """The settings of a run; None and why where they cannot be read."""
-    file = folder / "config.yaml"
-    if not file.exists():
+    if not (folder / "config.yaml").exists():
         return None, "The folder has no config.yaml: ranges are those of the default settings."
     try:
-        found = resolve(flags={}, preset=None, config_files=[file], overrides=[], environ={})
+        return run_settings(folder), ""
     except UserError as error:
         said = str(error).splitlines()[0]
         return None, f"config.yaml cannot be read ({said}): ranges are those of the defaults."
-    return found.config, ""
 
 
 def settings_of(folder: Path) -> tuple[list[tuple[str, str, str]], str]:
