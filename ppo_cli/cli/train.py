@@ -74,6 +74,7 @@ def _run(resolved: Resolved, *, quiet: bool) -> None:
 
 def _drive(resolved: Resolved, screen: Screen) -> None:
     """Train from here, with the other nodes where there are any."""
+    screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
     if not several or engine_name(resolved.config) == "local":
         from ppo_cli.run.assemble import train as train_now

@@ -18,11 +18,8 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
 from ppo_cli.rewards.function import FunctionReward
-from ppo_cli.rewards.judge.compare_reward import CompareReward
-from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.mixture import CompositeReward
 from ppo_cli.rewards.rules import RuleReward, check_sources, rule_named
-from ppo_cli.rewards.served.reward import ServedModelReward
 
 
 def build_reward(
@@ -74,11 +71,17 @@ def _part(
 
 
 def _judge(api: ApiReward, name: str) -> Reward:
+    # HTTP and its certificates come with it, which a rule does without
+    from ppo_cli.rewards.judge.compare_reward import CompareReward
+    from ppo_cli.rewards.judge.reward import JudgeReward
+
     return (CompareReward if api.mode == "compare" else JudgeReward)(api, name=name)
 
 
 def _model(settings: ModelSettings, name: str, host: HostMaker) -> Reward:
     if (settings.path or "").startswith(("http://", "https://")):
+        from ppo_cli.rewards.served.reward import ServedModelReward
+
         return ServedModelReward(settings, name=name)
     # torch comes with it, which a judge or a rule does without
     from ppo_cli.rewards.local.reward import LocalModelReward
