@@ -84,6 +84,8 @@ def _usage(error: BaseException) -> str | None:
     if not hasattr(error, "format_message"):
         return None
     said = str(error.format_message())
+    # pydantic's words for a value that is no number
+    said = re.sub(r"Input should be a valid (\w+), unable to parse.*", r"this is no \1", said)
     if "Usage:" in said:  # a group without its command answers with its help
         return said
     flag = getattr(error, "option_name", None)

@@ -217,18 +217,17 @@ def check_readable(path: Path) -> None:
 
 
 def nearest_file(path: Path) -> str:
-    """Suggest the nearest name in the folder of a missing file, or say that the folder lacks."""
+    """Suggest a data file beside a missing file, or say that the folder lacks."""
     folder = path.parent
     if not folder.is_dir():
         command = ppo(f"data prepare {folder.name} --out {shlex.quote(str(folder))}")
         makes = f" `{command}` makes it." if folder.name in SETS else ""
         return f" The folder {folder} does not exist either.{makes}"
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    near = did_you_mean(path.name, names)
-    if near:
-        return near
     data = [name for name in names if file_suffix(Path(name)) in SUFFIXES]
-    return f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
+    near = did_you_mean(path.name, data)
+    there = f" Data files there: {', '.join(data[:SHOWN_FILES])}." if data else ""
+    return near or there
 
 
 def read_parquet(path: Path, at_most: int | None = None) -> Found:

@@ -71,6 +71,9 @@ MISTAKES = {
     "flag of show": Mistake(
         "show done --wurst 3", "no flag --wurst", "mean .--worst'.*ppo show --help"
     ),
+    "text for a count of show": Mistake(
+        "show done --worst few", "'--worst': this is no integer", "ppo show --help"
+    ),
     "preset": Mistake("train --preset embeded", "flag --preset.*'embeded'", "'embedded'"),
     "key": Mistake("train rolout.n=3", "'rolout.n'", "'rollout.n'"),
     "override without =": Mistake("train lr", "'lr'", "key=value|--lr"),

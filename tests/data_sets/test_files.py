@@ -124,6 +124,8 @@ def test_a_broken_file_is_told(tmp_path: Path, name: str, data: bytes, said: str
 
 def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "train.sh").write_text("x")
+    assert "Did you mean" not in refusal(tmp_path / "train.jsonl")
     assert "it holds no JSON, JSONL or parquet file" in refusal(tmp_path)
     assert "Data files" not in refusal(tmp_path / "zzz.parquet")
     (tmp_path / "train.jsonl").write_bytes(LINES)

@@ -1,0 +1,122 @@
+"""Seconds and peak memory of a step as its batch and its responses grow.
+
+    OMP_NUM_THREADS=1 python benchmarks/growth.py [--turns 2]
+
+A random Qwen2 of 10 million parameters in float32, packed rows, settings as `ppo train` has them:
+sampling, annotation and update of 8 responses of 64 tokens, of 64 such responses, and of 8 of 256
+tokens. Each size has a process of its own; they take turns. Printed are the median processor
+seconds of each verb, the peak above the loaded models in MiB, and both as ratios to the first size:
+at most the ratio of tokens is linear. Attention grows with the square of a row, and counts little
+here.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_speed import with_scores
+from step_against_trl import make_model
+from transformers import AutoTokenizer
+
+from ppo_cli.algo.batch import build_batch
+from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.schema import Config
+from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.local import LocalEngine
+from ppo_cli.records import Prompt
+
+PROMPT = 64
+SIZES = {"8 x 64 tokens": (8, 64), "64 x 64": (64, 64), "8 x 256": (8, 256)}
+Measured = dict[str, float]
+
+
+def main() -> None:
+    """Measure each size in turns, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.size:
+        print(json.dumps(measure(asked.model, *SIZES[asked.size])))
+        return
+    found: dict[str, list[Measured]] = {size: [] for size in SIZES}
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name), ends=0.0)
+        for _ in range(asked.turns):
+            for size in SIZES:
+                line = [sys.executable, __file__, "--size", size, "--model", name]
+                done = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True)
+                found[size].append(json.loads(done.stdout.splitlines()[-1]))
+    medians = {
+        size: {what: statistics.median(one[what] for one in turns) for what in turns[0]}
+        for size, turns in found.items()
+    }
+    first, (rows, tokens) = next(iter(medians.values())), next(iter(SIZES.values()))
+    for size, median in medians.items():
+        grown = SIZES[size][0] * (PROMPT + SIZES[size][1]) / (rows * (PROMPT + tokens))
+        shown = ", ".join(f"{n} {v:.2f} ({v / first[n]:.2f})" for n, v in median.items())
+        print(f"{size:14} tokens x {grown:.1f}: {shown}")
+
+
+def measure(folder: str, rows: int, tokens: int) -> Measured:
+    """Seconds of the verbs, the faster of two turns after a warm-up, and the peak in MiB."""
+    config = keep_activations(
+        Config.model_validate({
+            "model": {"path": folder, "dtype": "float32"},
+            "data": {"max_prompt_length": PROMPT, "max_response_length": tokens},
+        }),
+        lambda text: print(text, file=sys.stderr),
+    )  # fmt: skip
+    engine = LocalEngine(config, AutoTokenizer.from_pretrained(folder), total_steps=10)
+    loaded = resident()
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        Prompt(str(i), "", (), "", tuple(torch.randint(5, 8000, (PROMPT,), generator=generator)
+        .tolist())) for i in range(rows)
+    ]  # fmt: skip
+    seconds: list[Measured] = []
+    for turn in range(3):
+        sampling = Sampling(max_tokens=tokens, seed=turn)
+        drawn, generate = timed(lambda s=sampling: list(engine.generate(prompts, s)))
+        batch = build_batch(drawn, pad_token_id=1)
+        annotated, annotate = timed(lambda b=batch: engine.annotate(b))
+        minibatch = MiniBatch(with_scores(annotated), actor=True, critic=True)
+        _, step = timed(lambda m=minibatch: engine.step(m))
+        engine.publish()
+        if turn:
+            seconds.append({"generate": generate, "annotate": annotate, "step": step})
+    engine.close()
+    return {what: min(one[what] for one in seconds) for what in seconds[0]} | {
+        "MiB": resident() - loaded
+    }
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Do it, and say how many processor seconds it took."""
+    start = time.process_time()
+    found = work()
+    return found, time.process_time() - start
+
+
+def resident() -> float:
+    """The most memory that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
