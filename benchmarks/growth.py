@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/growth.py [--turns 2]
 
 A random Qwen2 of 10 million parameters in float32, packed rows, settings as `ppo train` has them:
-sampling, annotation and update of 8 responses of 64 tokens, of 64 such responses, and of 8 of 256
+sampling, annotation and update of 4 responses of 64 tokens, of 32 such responses, and of 4 of 256
 tokens. Each size has a process of its own; they take turns. Printed are the median processor
 seconds of each verb, the peak above the loaded models in MiB, and both as ratios to the first size:
 at most the ratio of tokens is linear. Attention grows with the square of a row, and counts little
@@ -38,7 +38,7 @@ from ppo_cli.engine.local import LocalEngine
 from ppo_cli.records import Prompt
 
 PROMPT = 64
-SIZES = {"8 x 64 tokens": (8, 64), "64 x 64": (64, 64), "8 x 256": (8, 256)}
+SIZES = {"4 x 64 tokens": (4, 64), "32 x 64": (32, 64), "4 x 256": (4, 256)}
 Measured = dict[str, float]
 
 

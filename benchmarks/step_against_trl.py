@@ -6,9 +6,10 @@
 Both train the same random Qwen2 of 10 million parameters in float32 on the same prompts with one
 optimizer step a batch: actor, critic and reference. `--epochs 4` takes four passes. Prompts and
 responses have many lengths (the model ends a response with probability 3/128 at each token), or
-one length with `--fixed`. TRL keeps its activations (`gradient_checkpointing=False`), as ours does
-where memory allows. A process of each runs in turn; the first step of each is left out. Printed are
-seconds a step and peak memory of each pair, and the median of the ratios.
+one length with `--fixed`; `--large` takes 135 million parameters. TRL keeps its activations
+(`gradient_checkpointing=False`), as ours does where memory allows. A process of each runs in turn;
+the first step of each is left out. Printed are seconds a step and peak memory of each pair, and the
+median of the ratios.
 
 Nothing is downloaded.
 """
@@ -32,13 +33,20 @@ STEPS = 3  # of a process; the first one warms up
 RESPONSE = 128
 VOCABULARY = 8192
 ENDS = 3 / RESPONSE
+SHAPES = {
+    False: {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 6,
+            "num_attention_heads": 5, "num_key_value_heads": 5},
+    True: {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 37,
+           "num_attention_heads": 9, "num_key_value_heads": 3},
+}  # fmt: skip
 
 
-def make_model(folder: Path, *, ends: float) -> None:
+def make_model(folder: Path, *, ends: float, large: bool = False) -> None:
     """Write a model and its tokenizer; each token ends the response with probability `ends`.
 
-    A bias of the last layer's values reaches every position unchanged, as attention weights sum to
-    one; it is led into one width of the state that only the row of the end token reads.
+    It has 10 million parameters, or 135 if `large`. A bias of the last layer's values reaches every
+    position unchanged, as attention weights sum to one; it is led into one width of the state that
+    only the row of the end token reads.
     """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -60,8 +68,7 @@ def make_model(folder: Path, *, ends: float) -> None:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCABULARY, hidden_size=320, intermediate_size=960, num_hidden_layers=6,
-            num_attention_heads=5, num_key_value_heads=5, max_position_embeddings=1024,
+            vocab_size=VOCABULARY, max_position_embeddings=1024, **SHAPES[large],
             tie_word_embeddings=True, eos_token_id=0, pad_token_id=1, bos_token_id=None,
         )
     )  # fmt: skip
@@ -72,7 +79,7 @@ def make_model(folder: Path, *, ends: float) -> None:
             attention.o_proj.weight[0, 0] = 1.0
             head = model.model.embed_tokens.weight
             head[:, 0] = 0.0
-            rows = torch.randint(2, VOCABULARY, (8, 64))
+            rows = torch.randint(2, VOCABULARY, (1 if large else 8, 64))
             low, high = 0.0, 50.0
             for _ in range(40):
                 head[0, 0] = (low + high) / 2
@@ -210,11 +217,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--fixed", action="store_true")
+    parser.add_argument("--large", action="store_true")
     asked = parser.parse_args()
     response = 64 if asked.fixed else RESPONSE
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model", ends=0.0 if asked.fixed else ENDS)
+        make_model(folder / "model", ends=0.0 if asked.fixed else ENDS, large=asked.large)
         make_prompts(folder / "prompts.jsonl", asked.batch * STEPS, fixed=asked.fixed)
         (folder / "reward.py").write_text(
             "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
