@@ -386,6 +386,8 @@ REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "reward.shaping.repetition_ngram": (4, "it belongs to reward.shaping.repetition_penalty"),
     "reward.shaping.reward_clip": (None, "scale the parts of a mixture instead"),
     "reward.shaping.normalize": ("off", "scale the parts of a mixture instead (zscore)"),
+    "reward.api.monitor.labels": (None, "a reward function of verl knows no steps"),
+    "reward.api.monitor.labels_every": (50, "it belongs to reward.api.monitor.labels"),
     "trainer.patience": (None, "verl makes all its steps"),
     "trainer.num_workers": (None, "verl trains on GPUs only; name them with --n_gpus"),
     "trainer.placement": (None, "verl puts everything on all GPUs, or see trainer.v1.* of verl"),

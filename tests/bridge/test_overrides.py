@@ -155,6 +155,7 @@ OTHER: dict[str, Any] = {
     "data.apply_chat_template": False, "algorithm.whiten_advantages": False, "ref.path": "other",
     "reward.shaping.normalize": "batch", "model.quantization": "nf4",
     "critic.model.quantization": "nf4", "trainer.placement": "train:0-5,rollout:6-7",
+    "reward.api.monitor.labels": "labels.jsonl",
 }  # fmt: skip
 
 
