@@ -45,7 +45,7 @@ GIB = 1 << 30
 # Float32 copies of a chunk's logits at once: in a backward pass, in a forward pass alone, and when
 # a token is drawn.
 BACKWARD_LOGITS, FORWARD_LOGITS, DRAWN_LOGITS = 4, 3, 4
-# One process on the CPU keeps what it frees, and glibc's aligned allocation does not fit a block
+# A process on the CPU keeps what it frees, and glibc's aligned allocation does not fit a block
 # into the hole of one of the same size: blocks of the forward passes (of an annotation, of an
 # update) are still held when those of the backward pass are added. Larger ones are given back.
 # The small gradients of adapters lie between what layers free, about an output of each module.
@@ -153,11 +153,7 @@ class Device:
     shards: int  # ranks that share each weight
     tensor: int  # ranks that share each layer
     packed: bool
-
-    @property
-    def keeps_freed(self) -> bool:
-        """Whether freed memory stays in the process (`keep_freed_memory`)."""
-        return not self.gpu and self.shards * self.tensor == 1
+    keeps_freed: bool  # whether freed memory stays in the process (`keep_freed_memory`)
 
     @property
     def width(self) -> int:
@@ -390,6 +386,7 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
         shards=rows if size == -1 else min(size, rows),
         tensor=ranks // rows,
         packed=config.model.packing is not False,
+        keeps_freed=not gpu and (ranks == 1 or config.model.enable_gradient_checkpointing is False),
     )
     reference = config.actor.fsdp_config.model_copy(
         update={"param_offload": config.ref.param_offload}

@@ -60,7 +60,7 @@ from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.sampler import Weights
-from ppo_cli.engine.sharding import full_tensor, load_spread
+from ppo_cli.engine.sharding import full_tensor, load_spread, whole_tensor
 from ppo_cli.errors import ModelError
 
 
@@ -95,7 +95,9 @@ class Learner:
         self._annotate_budget = micro_batch_budget(
             config.ref.log_prob_max_token_len_per_gpu, None, *self._models()
         )
-        if ranks.alone and self._compute.device.type == "cpu":
+        # Ranks give back what they gather layer by layer, where memory is short.
+        ample = config.model.enable_gradient_checkpointing is False
+        if self._compute.device.type == "cpu" and (ranks.alone or ample):
             keep_freed_memory()
 
     @torch.no_grad()
@@ -164,9 +166,16 @@ class Learner:
 
     @torch.no_grad()
     def weights(self) -> Weights | None:
-        """The policy's weights for a sampler, whole and on the CPU; on the first rank only."""
+        """The policy's weights for a sampler, whole and on the CPU; on the first rank only.
+
+        They may be the live ones: copy them before the next step.
+        """
+
+        def on_host(tensor: Tensor) -> Tensor:
+            return whole_tensor(tensor).cpu()
+
         tensors: dict[str, Tensor] = {}
-        for name, whole in self.published():
+        for name, whole in self.published(on_host):
             if self._ranks.rank == 0:
                 tensors[name] = whole
         if self._ranks.rank != 0:

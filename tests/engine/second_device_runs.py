@@ -55,6 +55,7 @@ LEAVES = frozenset(
         "engine/packing.py:compare_gradients",
         "engine/sharding.py:awake in modeling_utils.py:to",
         "engine/sharding.py:full_tensor",
+        "engine/learner.py:on_host",
         "rewards/local/base.py:rows_of",
         "rewards/local/checkpoint.py:pack_left",
         "rewards/local/reward.py:_move",

@@ -22,7 +22,7 @@ from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import rejoin_prompt
 from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved
 from ppo_cli.engine.cluster.worker_process import load_code, meeting_point
-from ppo_cli.engine.responses import merge_annotations
+from ppo_cli.engine.responses import Annotations, merge_annotations
 from ppo_cli.engine.sampler import room_told
 from ppo_cli.errors import ConfigError, UserError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
@@ -110,11 +110,12 @@ class Publisher:
             self._rouse()
             self._ask_learners("send_weights")
             return
-        calls = [self._cluster.ask(learner, "weights") for learner in self._learners]
-        self._cluster.waits.collect(calls)
+        ask = self._cluster.ask
+        calls = [ask(learner, "weights") for learner in self._learners]
         self._rouse()
-        # The reference travels: samplers read what the first rank laid down.
-        self._cluster.call(self._samplers, "load_weights", calls[0].ref)
+        # The reference travels: samplers read what the first rank laid down, when it has.
+        loads = [ask(one, "load_weights", "call", calls[0].ref) for one in self._samplers]
+        self._cluster.waits.collect([*calls, *loads])
 
     def _rouse(self) -> None:
         if not self._awake:
@@ -180,6 +181,14 @@ class ClusterEngine:
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
     ) -> Iterator[Rollout]:
         """Yield rollouts of all samplers as they finish."""
+        own = {prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))}
+        for sent in self.sample(prompts, sampling, begun):
+            yield from (rejoin_prompt(item, own) for item in sent)
+
+    def sample(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[list[tuple[str, Rollout]]]:
+        """Yield rollouts without their prompts, as many together as came together."""
         self._publisher.wake()
         count = len(self._samplers)
         hands = zip(
@@ -192,19 +201,20 @@ class ClusterEngine:
             if new or old:
                 words = (new, sampling, self._weight_version, old)
                 calls.append(self.cluster.ask(sampler, "generate", "stream", *words))
-        own = {prompt.uid: prompt for prompt in (*prompts, *(one.prompt for one in begun))}
         for sent in self.cluster.waits.stream(calls):
-            for item in sent:
-                if isinstance(item, Halved):
-                    self._room[item.sampler] = item.rows
-                    self._tell(room_told(item.rows, f"Sampler {item.sampler}"))
-                else:
-                    yield rejoin_prompt(item, own)
+            for halved in (item for item in sent if isinstance(item, Halved)):
+                self._room[halved.sampler] = halved.rows
+                self._tell(room_told(halved.rows, f"Sampler {halved.sampler}"))
+            yield [item for item in sent if not isinstance(item, Halved)]
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
-        """Add old and reference log-probs, entropy and values; each rank does its rows."""
+        """Add old and reference log-probs, entropy and values."""
+        return merge_annotations(batch, self.find_annotations(batch))
+
+    def find_annotations(self, batch: Batch) -> list[Annotations]:
+        """What each rank found of its rows."""
         self._publisher.sleep()
-        return merge_annotations(batch, self._learn("annotate", self.cluster.share(batch)))
+        return self._learn("annotate", self.cluster.share(batch))
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""
@@ -214,9 +224,11 @@ class ClusterEngine:
 
     def publish(self) -> None:
         """Raise the weight version and bring the new weights to all samplers."""
-        self._learn("publish")
+        # Workers do one thing after the other: nobody has to wait in between.
+        published = [self.cluster.ask(learner, "publish") for learner in self._learners]
         self._weight_version += 1
         self._publisher.send()
+        self.cluster.waits.collect(published)
 
     def save(self, directory: Path) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""

@@ -34,8 +34,9 @@ from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
 from ppo_cli.engine.cluster.ray_session import HERE_ONLY, OwnRay, import_paths
-from ppo_cli.engine.cluster.serialise import lighten_prompt, rejoin_prompt
+from ppo_cli.engine.cluster.serialise import dumps, lighten_prompt, rejoin_prompt
 from ppo_cli.engine.cluster.worker_process import KILLED, read_tail
+from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.errors import PpoError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 
@@ -121,7 +122,7 @@ class Client:
 
     def ask(self, verb: str, *args: Any) -> Answer:
         """Send a request."""
-        arguments = cloudpickle.dumps(args)
+        arguments = dumps(args)
         with self._lock:
             self._count += 1
             answer = Answer(self._count, verb)
@@ -254,15 +255,14 @@ class ApartEngine:
                 kind, value = self._take(answer)
                 if kind == "done":
                     return
-                yield rejoin_prompt(value, own)
+                yield from (rejoin_prompt(item, own) for item in value)
         finally:
             if kind == "item" and self._client is not None:
                 self._client.say(DROP, answer=answer)
 
     def annotate(self, batch: Batch) -> AnnotatedBatch:
         """Add old and reference log-probs, entropy and values."""
-        annotated: AnnotatedBatch = self._call("annotate", batch)
-        return annotated
+        return merge_annotations(batch, self._call("annotate", batch))
 
     def step(self, minibatch: MiniBatch) -> Sums:
         """Take one optimizer step on all ranks."""

@@ -5,14 +5,19 @@ Ray copies a tensor into every message; an array it lays down once, for all read
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
+from ray import cloudpickle
 from torch import Tensor
 
 from ppo_cli.records import Prompt, Rollout
@@ -32,6 +37,10 @@ def to_array(tensor: Tensor) -> tuple[NDArray[np.uint8], str, tuple[int, ...]]:
     return flat.numpy(), str(tensor.dtype).partition(".")[2], tuple(tensor.shape)
 
 
+def _reduced(tensor: Tensor) -> tuple[Any, ...]:
+    return to_tensor, (to_array(tensor),)
+
+
 def to_tensor(sent: tuple[NDArray[np.uint8], str, tuple[int, ...]]) -> Tensor:
     """Undo `to_array`, without a copy."""
     array, name, shape = sent
@@ -42,6 +51,21 @@ def to_tensor(sent: tuple[NDArray[np.uint8], str, tuple[int, ...]]) -> Tensor:
         # torch warns of memory that must not be written to.
         warnings.simplefilter("ignore")
         return torch.from_numpy(array).view(dtype).reshape(shape)
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    """Cloudpickle, for functions of a script; torch's own way makes an archive of each tensor."""
+
+    dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
+        {Tensor: _reduced}, cloudpickle.CloudPickler.dispatch_table
+    )
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle for another process of this machine; `pickle.loads` undoes it."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def lighten_prompt(prompt: Prompt) -> Prompt:

@@ -21,22 +21,22 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ray import cloudpickle
-
+from ppo_cli.algo.batch import Batch
 from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine
 from ppo_cli.engine.cluster.futures import Member, WorkerFault
 from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
-from ppo_cli.engine.cluster.serialise import shed_prompt
+from ppo_cli.engine.cluster.serialise import dumps
 from ppo_cli.engine.cluster.worker_process import ignore_signals, write_into
+from ppo_cli.engine.responses import Annotations
 from ppo_cli.errors import PpoError, travels
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact
 
 # Ray wants its joining and leaving to happen in the main thread.
 IN_MAIN_THREAD = ("build", "close")
-PASSED_ON = ("annotate", "step", "publish", "load")  # the engine's own
+PASSED_ON = ("step", "publish", "load")  # the engine's own
 TELLING = ("build", "generate")  # these may tell something before their end
 
 
@@ -89,11 +89,16 @@ class Service:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout], number: int
     ) -> Iterator[Any]:
-        """Rollouts without their prompts, which the other side has; one request at a time."""
+        """Lists of rollouts without their prompts, which the other side has.
+
+        One request at a time.
+        """
         self._told_under = number
-        rollouts: Iterator[Rollout] = self._built.generate(prompts, sampling, begun)
-        for rollout in rollouts:
-            yield shed_prompt(rollout)
+        yield from self._built.sample(prompts, sampling, begun)
+
+    def annotate(self, batch: Batch) -> list[Annotations]:
+        """What each rank found; the other side has the batch."""
+        return self._built.find_annotations(batch)
 
     def save(self, directory: Path) -> Iterator[None]:
         """Yields when the snapshot is taken, and ends when all is on disk."""
@@ -176,7 +181,7 @@ class Service:
 
     def _send(self, number: int, kind: str, value: Any) -> None:
         try:
-            told = cloudpickle.dumps(value)
+            told = dumps(value)
             with self._sending:
                 send(self._connection, number, kind, told)
         except OSError:
