@@ -37,11 +37,14 @@ def config(**model: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"path": MODEL, "lora_rank": 4, **model},
-            "algorithm": {"use_kl_in_reward": True},
+            # Log-probs of the actor itself, whatever the sampler found.
+            "algorithm": {
+                "use_kl_in_reward": True, "rollout_correction": {"bypass_mode": False},
+            },
             "critic": {"model": {"lora_rank": 3}, "optim": {"lr": 1e-2, "lr_warmup_steps": 0}},
             "actor": {"optim": {"lr": 1e-2, "lr_warmup_steps": 0}},
         }
-    )
+    )  # fmt: skip
 
 
 def engine_of(tokenizer: Any, **model: Any) -> LocalEngine:
