@@ -59,8 +59,14 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
                 "compare gives no such score; leave them out, or use --rm_mode text.",
             )
         yield from _ends(judge.key, "", judge.settings)
-        if judge.settings.monitor.model is not None:
-            yield from _ends(judge.key, "monitor.", judge.settings.monitor)
+        if (second := judge.settings.monitor).model is not None:
+            yield from _ends(judge.key, "monitor.", second)
+            if not second.model.strip():
+                yield Clash(
+                    judge.keys("monitor.model"),
+                    f"{judge.key}.monitor.model is blank; name a model of {second.type}, such as "
+                    f"{JUDGES[second.type].example}, or none for no second judge.",
+                )
 
 
 def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:

@@ -60,7 +60,9 @@ def with_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolve
         f"{key} is set, so {share:.0%} of the responses are also sent to {kind} ({model}), a "
         "second judge that rewards nothing (judge/drift); --rm_monitor_model none switches it off."
     )
-    values = {"type": kind, "model": model, "required": False}
+    values: dict[str, Any] = {"type": kind, "model": model}
+    if resolved.origins[f"{_GROUP}.required"] == DEFAULT:
+        values["required"] = False
     found = _laid(resolved, values, f"default: {key} is set")
     return replace(found, notes=(*found.notes, note))
 

@@ -75,15 +75,23 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
         return ()
     part, found = judges[0].part, list[Opinion]()
     for line in read_lines(run_dir / LABELS_FILE):
-        parts = line.get("parts") or {}
-        score = line.get("score") if part is None else parts.get(part, {}).get("raw")
-        step, label = line.get("step"), line.get("label")
-        if isinstance(score, int | float) and isinstance(label, int | float) and step:
-            found.append(Opinion(int(step), float(score), float(label)))
+        if part is not None:
+            parts = line.get("parts")
+            own = parts.get(part) if isinstance(parts, dict) else None
+            line["score"] = own.get("raw") if isinstance(own, dict) else None
+        step, score, label = (_finite(line.get(name)) for name in ("step", "score", "label"))
+        if step and score is not None and label is not None:
+            found.append(Opinion(int(step), score, label))
     labels = unit_labels(
         [one.label for one in found], *scale_ends(judges[0].settings.scale or "1-10")
     )
     return tuple(one._replace(label=label) for one, label in zip(found, labels, strict=True))
+
+
+def _finite(value: Any) -> float | None:
+    """A number of a file that people may edit; None for all else, which must not end a run."""
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if known else None
 
 
 def _seen_twice(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:

@@ -248,15 +248,14 @@ def held_out(file: str) -> list[tuple[Rollout, float]]:
     Raises DataError for a file that is bad, or has too few labels to tell a change from chance.
     """
     found = read_labels(read_answered(file), "label")
-    values = found.values if found.positive is None else found.positive
-    if (count := len(values)) < FEWEST_HELD_OUT:
+    if (count := len(found.values)) < FEWEST_HELD_OUT:
         raise DataError(
             f"{file} has {count} labelled responses; at least {FEWEST_HELD_OUT} are needed "
             "(--rm_monitor_labels)."
         )
     step = max(1.0, count / MOST_HELD_OUT)
     chosen = [int(place * step) for place in range(min(count, MOST_HELD_OUT))]
-    return [(found.rows[place].rollout, float(values[place])) for place in chosen]
+    return [(found.rows[place].rollout, float(found.values[place])) for place in chosen]
 
 
 def _unfit(value: Any) -> str:

@@ -250,7 +250,12 @@ def test_the_drift_of_a_judge_against_labels_is_told_when_the_run_is_over(run: P
     replace_lines(run / "labels.jsonl", labels[1:])
     assert "drift" not in show(run)
     replace_lines(run / "labels.jsonl", labels)
-    assert "its scores have risen by +0.40 beyond the labels that people gave" in show(run)
+    told = "its scores have risen by +0.40 beyond the labels that people gave"
+    assert told in show(run)
+    odd: list[dict[str, Any]]
+    odd = [{"step": "x"}, {"step": 1e400}, {"label": float("nan")}, {"score": "good"}]
+    replace_lines(run / "labels.jsonl", [*labels, *({**labels[0], **change} for change in odd)])
+    assert told in show(run)
     data = RunData(run, "run")
     kinds = [finding["kind"] for finding in data.read()["findings"]]
     assert "judge_drift" in kinds

@@ -55,6 +55,7 @@ def config(*given: str) -> Config:
         ("base_url=localhost:8000/v1", "http://localhost:8000/v1"),
         ("base_url=http://", "is no address"),
         ("base_url=ftp://h/v1", "is no address"),
+        ("type=openai monitor.model=", "reward.api.monitor.model is blank; name a model of openai"),
         ("monitor.model=n monitor.base_url=h:1", "reward.api.monitor.base_url 'h:1'"),
         ("mode=compare compare=ground_truth monitor.labels=f", "leave them out, or use --rm_mode"),
         ("key_env=sk-hush-hush-hush", "not the key itself"),

@@ -38,6 +38,7 @@ def test_the_key_of_another_provider_brings_a_second_judge() -> None:
     (note,) = (n for n in found.notes if "GEMINI_API_KEY" in n)
     assert "25% of the responses are also sent to gemini" in note
     assert "--rm_monitor_model none" in note
+    assert watched("reward.api.monitor.required=true").config.reward.api.monitor.required
     assert refused_settings(found, 0) == []
     told = make_plan(found)
     assert note in told.notes

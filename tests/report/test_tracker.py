@@ -98,7 +98,9 @@ def test_labels_given_while_a_run_goes_on_count_at_its_next_step(
     bad = 1 if good == 10 else 0
     labels = [label(s, 1.0, good) for s in range(1, 11)] + [label(5, 0.3, None)]
     labels += [label(80 - s, 1.0, bad if s < 5 else good) for s in range(10)]
-    replace_lines(tmp_path / "labels.jsonl", labels)
+    odd: list[dict[str, Any]] = [{"parts": None}, {"parts": "x"}, {"parts": {"judge": None}}]
+    odd = odd if "parts" in reward else []
+    replace_lines(tmp_path / "labels.jsonl", labels + [labels[0] | change for change in odd])
     tracker.step(81, {})
     assert tracker.history[-2].get("judge/drift") is None
     assert tracker.history[-1]["judge/drift"] == pytest.approx(0.5)

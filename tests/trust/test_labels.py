@@ -94,6 +94,9 @@ def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
     assert len(found) == 32 and numbers[0] == 0 and numbers[-1] == 96
     assert {b - a for a, b in pairwise(numbers)} == {3, 4}
     assert [label for _, label in found] == [float(n % 3 > 0) for n in numbers]
+    two = [row | {"label": 5 + 3 * (n % 2)} for n, row in enumerate(rows[:8])]
+    path.write_text("\n".join(map(json.dumps, two)))
+    assert [label for _, label in held_out(str(path))] == [5.0, 8.0] * 4
     path.write_text("\n".join(map(json.dumps, rows[:8])))
     assert len(held_out(str(path))) == 8
     path.write_text("\n".join(map(json.dumps, rows[:7])))
