@@ -189,6 +189,8 @@ def settings(model: str) -> Config:
             "model": {"path": model, "dtype": "float32"},
             "rollout": {"name": "hf"},
             "actor": {"use_kl_loss": True},
+            # The same work on both sides: only one process could take the sampler's log-probs.
+            "algorithm": {"rollout_correction": {"bypass_mode": False}},
             "data": {"max_prompt_length": 512, "max_response_length": 1024},
             "trainer": {"threads": 1},
         }),
