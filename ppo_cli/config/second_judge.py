@@ -39,12 +39,13 @@ def with_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolve
     named = resolved.origins[f"{_GROUP}.type"] != DEFAULT
     wanted = (resolved.config.reward.api.monitor.type,) if named else _PUBLIC
     taken = {api.type for api in judges}
+    own = {api.key_env for api in judges}  # of the first judge, whatever the variable's name says
     there = [
         (kind, key)
         for kind in wanted
         if kind not in taken and _is_public(kind, None, environ)
         for key in JUDGES[kind].keys
-        if environ.get(key, "").strip()
+        if key not in own and environ.get(key, "").strip()
     ]
     if not there:
         return resolved

@@ -382,8 +382,11 @@ class HFSampler:
     def _record(self, rows: Rows, logits_RV: Tensor, sampling: Sampling) -> list[tuple[Rows, int]]:
         """Draw a token for each row, write it down, and return the living rows that end."""
         uniforms_R = compute_uniforms(rows.keys_R, rows.counts_R)
-        drawn = draw_tokens(logits_RV, sampling, uniforms_R, self._with_entropies)
-        tokens_R, logprobs_R, entropies_R = (part.cpu().numpy() for part in drawn)
+        drawn_R, logprob_R, entropy_R = draw_tokens(
+            logits_RV, sampling, uniforms_R, self._with_entropies
+        )
+        tokens_R, logprobs_R = drawn_R.cpu().numpy(), logprob_R.cpu().numpy()
+        entropies_R = entropy_R.cpu().numpy()
         if not np.isfinite(logprobs_R[rows.alive_R]).all():
             raise ModelError(
                 "The model's logits are not finite, so that no token can be drawn. Look at the "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_checks import scale_ends, unit_labels
 from ppo_cli.config.schema import Config
+from ppo_cli.errors import DataError
 from ppo_cli.run_folder import LABELS_FILE, read_lines
 
 History = Sequence[Mapping[str, Any]]
@@ -68,13 +69,18 @@ def judge_drift(
 def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
     """Return what people said in the page of a run's responses, beside the score of its judge.
 
-    Empty where no judge scores, or where its scores only order the responses to one prompt.
+    Empty where no judge scores, where its scores only order the responses to one prompt, and where
+    labels are on a scale that no setting names.
     """
     judges = judges_of(config.reward)
     if not judges or judges[0].settings.within_group:
         return ()
-    part, found = judges[0].part, list[Opinion]()
-    for line in read_lines(run_dir / LABELS_FILE):
+    api, part, found = judges[0].settings, judges[0].part, list[Opinion]()
+    try:
+        lines = read_lines(run_dir / LABELS_FILE)
+    except DataError:  # what people have put there must not end a run
+        return ()
+    for line in lines:
         if part is not None:
             parts = line.get("parts")
             own = parts.get(part) if isinstance(parts, dict) else None
@@ -82,16 +88,20 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
         step, score, label = (_finite(line.get(name)) for name in ("step", "score", "label"))
         if step and score is not None and label is not None:
             found.append(Opinion(int(step), score, label))
-    labels = unit_labels(
-        [one.label for one in found], *scale_ends(judges[0].settings.scale or "1-10")
-    )
+    own_prompt = api.prompt_file is not None or api.scoring_prompt is not None
+    if api.scale is None and own_prompt and any(not 0 <= one.label <= 1 for one in found):
+        return ()  # on the scale of that prompt, which only the judge has read
+    labels = unit_labels([one.label for one in found], *scale_ends(api.scale or "1-10"))
     return tuple(one._replace(label=label) for one, label in zip(found, labels, strict=True))
 
 
 def _finite(value: Any) -> float | None:
     """A number of a file that people may edit; None for all else, which must not end a run."""
-    known = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if known else None
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of many digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _seen_twice(line: Mapping[str, Any], watched: tuple[str, str] | None) -> Pair | None:

@@ -243,19 +243,20 @@ FEWEST_HELD_OUT = 8
 
 
 def held_out(file: str) -> list[tuple[Rollout, float]]:
-    """Read responses with their labels (column label), evenly thinned to so many.
+    """Read responses with their labels (column label), each once, evenly thinned to so many.
 
     Raises DataError for a file that is bad, or has too few labels to tell a change from chance.
     """
     found = read_labels(read_answered(file), "label")
-    if (count := len(found.values)) < FEWEST_HELD_OUT:
+    once = {(r.rollout.prompt.text, r.rollout.text): i for i, r in enumerate(found.rows)}
+    rows = [(found.rows[i].rollout, float(found.values[i])) for i in once.values()]
+    if (count := len(rows)) < FEWEST_HELD_OUT:
         raise DataError(
-            f"{file} has {count} labelled responses; at least {FEWEST_HELD_OUT} are needed "
-            "(--rm_monitor_labels)."
+            f"{file} has {count} different labelled responses; at least {FEWEST_HELD_OUT} are "
+            "needed (--rm_monitor_labels)."
         )
     step = max(1.0, count / MOST_HELD_OUT)
-    chosen = [int(place * step) for place in range(min(count, MOST_HELD_OUT))]
-    return [(found.rows[place].rollout, float(found.values[place])) for place in chosen]
+    return [rows[int(place * step)] for place in range(min(count, MOST_HELD_OUT))]
 
 
 def _unfit(value: Any) -> str:

@@ -61,6 +61,7 @@ def test_the_key_of_another_provider_brings_a_second_judge() -> None:
         ((), TWO_KEYS | {"GOOGLE_GEMINI_BASE_URL": "http://here"}, ""),
         ((), TWO_KEYS | {"GOOGLE_GENAI_USE_VERTEXAI": "true"}, ""),
         (("reward.api.enable=false", "reward.rule=exact"), ALL_KEYS, ""),
+        (("reward.api.key_env=ANTHROPIC_API_KEY",), ALL_KEYS, "gemini/gemini-3.5-flash-lite"),
         ((MIXED.format("a", "openai"), MIXED.format("b", "claude")), ALL_KEYS,
          "gemini/gemini-3.5-flash-lite"),
         ((MIXED.format("a", "openai"), MIXED.format("b", "local")), ALL_KEYS, ""),

@@ -12,6 +12,7 @@ import pytest
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import UserError
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
+from ppo_cli.report.drift import people_of
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import replace_lines
 
@@ -105,6 +106,21 @@ def test_labels_given_while_a_run_goes_on_count_at_its_next_step(
     assert tracker.history[-2].get("judge/drift") is None
     assert tracker.history[-1]["judge/drift"] == pytest.approx(0.5)
     assert any("more than the labels that people gave" in text for text in screen.warnings)
+
+
+def test_labels_that_cannot_be_read_for_certain_say_nothing(tmp_path: Path) -> None:
+    labels = [{"step": s, "score": 1.0, "label": 5} for s in range(1, 30)]
+    replace_lines(tmp_path / "labels.jsonl", [*labels, labels[0] | {"label": 10**400}])
+
+    def people(**api: Any) -> int:
+        config = Config.model_validate({"reward": {"api": JUDGED | api}})
+        return len(people_of(tmp_path, config))
+
+    own = {"scoring_prompt": "Rate {response} from 1 to 5."}
+    assert (people(), people(**own), people(**own, scale="1-5")) == (29, 0, 29)
+    (tmp_path / "labels.jsonl").unlink()
+    (tmp_path / "labels.jsonl").mkdir()
+    assert people() == 0
 
 
 def test_phases_are_timed_and_added_up_and_start_again(tmp_path: Path) -> None:

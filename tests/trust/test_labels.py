@@ -99,8 +99,8 @@ def test_labelled_responses_are_thinned_evenly(tmp_path: Path) -> None:
     assert [label for _, label in held_out(str(path))] == [5.0, 8.0] * 4
     path.write_text("\n".join(map(json.dumps, rows[:8])))
     assert len(held_out(str(path))) == 8
-    path.write_text("\n".join(map(json.dumps, rows[:7])))
-    with pytest.raises(DataError, match="7 labelled responses; at least 8"):
+    path.write_text("\n".join(map(json.dumps, rows[:7] * 2)))  # a reading counts each once
+    with pytest.raises(DataError, match="7 different labelled responses; at least 8"):
         held_out(str(path))
     path.write_text("\n".join(json.dumps({"prompt": "a", "response": "b"}) for _ in rows))
     with pytest.raises(DataError, match="no column 'label'"):
