@@ -3,7 +3,8 @@
     python benchmarks/run.py                       # about ten minutes on two cores
     python benchmarks/run.py --trl trl/bin/python  # with TRL's trainer, see step_against_trl.py
     python benchmarks/run.py --write               # puts the table into README.md
-    python benchmarks/run.py --quick               # five minutes; exit 1: a ratio is 25 % worse
+    python benchmarks/run.py --quick               # five minutes; exit 1: a ratio is 25 % worse,
+                                                   # twice; `scripts/check --all` runs it
     OMP_NUM_THREADS=1 python benchmarks/run.py --quick --record   # what --quick compares with
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many lengths, settings as
@@ -69,9 +70,12 @@ def main() -> int:
         folder = Path(name)
         make_model(folder, ends=ENDS)
         make_prompts(folder / "prompts.jsonl", 64, fixed=False)
-        ratios = {
-            what: measure(what, pair, asked.pairs) for what, pair in pairs_of(folder, asked.quick)
-        }
+        pairs = dict(pairs_of(folder, asked.quick))
+        ratios = {what: measure(what, pair, asked.pairs) for what, pair in pairs.items()}
+        if asked.quick and not asked.record:
+            for what in worse_than_recorded(ratios):  # other work may have hit one side alone
+                again = measure(what, pairs[what], asked.pairs)
+                ratios[what] = max(ratios[what], again)
     if asked.trl:
         ratios |= against_trl(asked.trl, asked.pairs)
     table = "\n".join(
@@ -85,13 +89,16 @@ def main() -> int:
         before, _, rest = README.read_text(encoding="utf-8").partition(MARKS[0])
         after = rest.partition(MARKS[1])[2]
         README.write_text(before + MARKS[0] + table + "\n" + MARKS[1] + after, encoding="utf-8")
-    if not asked.quick:
-        return 0
+    return 1 if asked.quick and worse_than_recorded(ratios) else 0
+
+
+def worse_than_recorded(ratios: dict[str, float]) -> list[str]:
+    """Name what is slower than it was when `--record` kept it, and say so."""
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     worse = [what for what, ratio in ratios.items() if ratio < WORSE * recorded[what]]
     for what in worse:
         print(f"{what}: {ratios[what]:.2f}, recorded {recorded[what]:.2f}", file=sys.stderr)
-    return 1 if worse else 0
+    return worse
 
 
 def measure(what: str, pair: Pair, count: int) -> float:
