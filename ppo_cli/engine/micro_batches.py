@@ -106,6 +106,9 @@ def plan_micro_batches(
         else:
             low = middle + 1
     even = _fill(order, lengths, low, budget)
+    while len(even) < min(at_least, len(lengths)):  # rows of one length: 4 in 3 are 2 and 2
+        fullest = max(even, key=len)
+        even.append([fullest.pop()])
     most_padding = max(MOST_PADDING, _padding(groups, lengths, budget))
     if len(groups) >= at_least and _padding(even, lengths, budget) > most_padding:
         return groups

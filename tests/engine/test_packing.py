@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
 from torch import Tensor
@@ -320,6 +320,7 @@ def test_a_shared_prompt_lies_there_once() -> None:
     tokens=st.integers(16, 400),
     ranks=st.integers(1, 4),
 )
+@example(rows=[(1, 0)] * 4, tokens=16, ranks=3)
 @tries(max_examples=100, deadline=None)
 def test_rows_of_a_prompt_stay_together_where_they_fit(
     rows: list[tuple[int, int]], tokens: int, ranks: int
