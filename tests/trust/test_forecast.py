@@ -69,7 +69,7 @@ def test_calls_are_the_plans_times_the_votes() -> None:
 def test_labelled_responses_are_read_at_the_start_and_every_so_often() -> None:
     write("t.jsonl", 40)
     row = {"prompt": "What is 1 + 1?", "response": "2", "label": 1}
-    rows = [row | {"label": n % 2} for n in range(9)]
+    rows = [row | {"response": f"{n}", "label": n % 2} for n in range(9)]
     Path("l.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
     settings = ["reward.api.monitor.labels=l.jsonl", "reward.api.monitor.labels_every=4"]
     found, without = foretell(*settings), foretell()
