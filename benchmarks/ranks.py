@@ -48,10 +48,6 @@ from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.records import Prompt
 
-SHAPE_135M = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-}  # fmt: skip
 PARTS = ("ranks", "travel", "publish", "overhead")
 
 
@@ -113,11 +109,7 @@ def measure_travel(folder: Path, asked: Namespace) -> None:
 
 def measure_publish(folder: Path, asked: Namespace) -> None:
     """New weights for a sampler, and a plain copy of as many bytes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE_135M)).save_pretrained(folder / "135M")
-    load_tokenizer(folder / "10M").save_pretrained(folder / "135M")
+    make_model(folder / "135M", ends=0.0, large=True)
     for name in ("10M", "135M"):
         with cluster(folder, name, 1) as engine:
             size = (folder / name / "model.safetensors").stat().st_size
