@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
-from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.rewards.remote import LoopThread
 from ppo_cli.rewards.returned import Call, describe_error
 from ppo_cli.rewards.worker import Order, Ready, Task, timeout_words
 

@@ -26,13 +26,13 @@ from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Spent, ledger_of, worst_case
+from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import RUBRIC_SCALE, Material, Template, as_text, material_of
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, Draft
 from ppo_cli.rewards.judge.sanitise import cut_middle
-from ppo_cli.rewards.remote.limiter import Limits
-from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.rewards.remote import LoopThread
 from ppo_cli.trust.rows import Answered, write_rows
 from ppo_cli.trust.score import BY_HAND, POLL_S
 

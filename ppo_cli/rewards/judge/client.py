@@ -29,9 +29,9 @@ from ppo_cli.rewards.judge.calls import (
     Verdict,
 )
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill
+from ppo_cli.rewards.judge.limiter import Limits, Ticket
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_answer, reminder
-from ppo_cli.rewards.remote.limiter import Limits, Ticket
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0

@@ -35,6 +35,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Guest, ledger_of
+from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, HeldOut, Monitor, StepReport
 from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.prompt import (
@@ -50,8 +51,7 @@ from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.rounds import Entry, Round, Rules
 from ppo_cli.rewards.judge.rubric import Rubric
 from ppo_cli.rewards.judge.sanitise import content_free
-from ppo_cli.rewards.remote.limiter import Limits
-from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.rewards.remote import LoopThread
 from ppo_cli.thoughts import NO_ANSWER
 
 TRIES = 3  # for a reply that cannot be read

@@ -28,7 +28,7 @@ from ppo_cli.rewards.local.formats import (
     served_format,
     shown_messages,
 )
-from ppo_cli.rewards.remote.http import is_page, read_words
+from ppo_cli.rewards.remote import is_page, read_words
 from ppo_cli.rewards.returned import LARGEST
 from ppo_cli.rewards.self_test import conversation_of
 

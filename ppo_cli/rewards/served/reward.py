@@ -21,7 +21,7 @@ from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.rewards.remote import LoopThread
 from ppo_cli.rewards.self_test import (
     BUILT_IN,
     NO_ANSWER,

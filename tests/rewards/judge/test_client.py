@@ -18,7 +18,7 @@ from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, Price, Reservation, worst_case
-from ppo_cli.rewards.remote.loop_thread import LoopThread
+from ppo_cli.rewards.remote import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 

@@ -20,9 +20,9 @@ from ppo_cli.report import health
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
 from ppo_cli.rewards.judge.ledger import Guest, Ledger, Price, Spent
+from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
 from ppo_cli.rewards.judge.reward import JudgeReward
-from ppo_cli.rewards.remote.limiter import Limits
 from tests.judge_server import JudgeServer
 
 KEYS = {"OPENAI_API_KEY": "k", "OTHER_KEY": "k2"}

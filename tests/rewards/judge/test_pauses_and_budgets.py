@@ -16,7 +16,7 @@ from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
 from ppo_cli.rewards.judge.client import JudgeClient
 from ppo_cli.rewards.judge.ledger import Ledger, estimate_tokens, worst_case
-from ppo_cli.rewards.remote.limiter import Limits
+from ppo_cli.rewards.judge.limiter import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
 

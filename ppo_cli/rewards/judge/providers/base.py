@@ -33,7 +33,7 @@ from ppo_cli.rewards.judge.providers.failures import (
     diagnose,
     read_symptoms,
 )
-from ppo_cli.rewards.remote.http import LONGEST, one_line
+from ppo_cli.rewards.remote import LONGEST, one_line
 
 logger = logging.getLogger(__name__)
 

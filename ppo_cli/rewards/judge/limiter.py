@@ -2,7 +2,7 @@
 
 `Capacity` learns both from the calls that a server refuses; `Spacing` keeps the caps on requests
 and tokens a minute that the user set. Pure bookkeeping on a clock; who waits, and for how long, is
-for `judge.breaker`. docs/design/008-judge-limiter.md has the reasons and the figures.
+for `breaker`. docs/design/008-judge-limiter.md has the reasons and the figures.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""What judges and served reward models share: limits and the event-loop thread."""
