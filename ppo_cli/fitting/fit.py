@@ -20,7 +20,6 @@ from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
-from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.fitting.preferences import (
     EncodedPair,
     Split,
@@ -36,9 +35,11 @@ from ppo_cli.fitting.preferences import (
 from ppo_cli.fitting.training import (
     Figures,
     FitSettings,
+    ScoreNetwork,
     Trainer,
     batches,
     choose_lr,
+    load_to_fit,
     measure,
     steps_of,
 )

@@ -552,8 +552,7 @@ class RuleReward(Reward):
         if rule.slow is None:
             return self._code
         if rule.name not in self._pools:
-            from ppo_cli.rewards.pool import WorkerPool
-            from ppo_cli.rewards.worker import Task
+            from ppo_cli.rewards.pool import Task, WorkerPool
 
             load = partial(load_slow, rule.name, self._settings)
             task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MOST_MEMORY)

@@ -28,7 +28,7 @@ from ppo_cli.engine.local import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.sampler import build_sampler
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.rewards.local import load as reward_loading
+from ppo_cli.rewards.local import heads as reward_loading
 from ppo_cli.rewards.local.reward import ModelScorer, Sample
 from tests.engine.second_device import Watch, crossings, install
 from tests.rewards.local import twins

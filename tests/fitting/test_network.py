@@ -20,7 +20,7 @@ from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError
 from ppo_cli.fitting.fit import ModelFolder
-from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
+from ppo_cli.fitting.training import ScoreNetwork, load_to_fit
 from ppo_cli.rewards.local.base import Encoded, LoadedModel
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)

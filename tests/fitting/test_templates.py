@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import ModelError
-from ppo_cli.fitting.network import set_template
+from ppo_cli.fitting.training import set_template
 
 CHAT = [
     {"role": "user", "content": "Hi?"},

@@ -12,13 +12,14 @@ from torch import Tensor
 from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError, UserError
-from ppo_cli.fitting.network import ScoreNetwork, load_to_fit
 from ppo_cli.fitting.preferences import EncodedPair
 from ppo_cli.fitting.training import (
     Recipe,
+    ScoreNetwork,
     Trainer,
     batches,
     choose_lr,
+    load_to_fit,
     pair_losses,
     steps_of,
 )

@@ -23,7 +23,6 @@ STANDS = {
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "cli.models": "a command of its own; with it, reward is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",
-    "rewards.code.sandlock_launcher": "a program of its own",
     "rewards.judge.breaker": "when calls may start; with it, client is over the cap",
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
     "rewards.judge.scale_words": "which scale a text names: a reader of its own",

@@ -17,9 +17,8 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.function import load_function
-from ppo_cli.rewards.pool import WorkerPool
+from ppo_cli.rewards.pool import Task, WorkerPool
 from ppo_cli.rewards.returned import Call
-from ppo_cli.rewards.worker import Task
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -316,7 +315,7 @@ from functools import partial
 from ppo_cli.rewards.function import load_function
 from ppo_cli.rewards.pool import WorkerPool
 from ppo_cli.rewards.returned import Call
-from ppo_cli.rewards.worker import Task
+from ppo_cli.rewards.pool import Task
 load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
 pool = WorkerPool(Task("endless", load), size=1, timeout=1000)
 pool.submit(Call("", "", None, {{}}), print)

@@ -29,7 +29,8 @@ from ppo_cli.rewards.code.channel import (
     no_numbers,
     no_objects,
 )
-from ppo_cli.rewards.code.ending import (
+from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
+from ppo_cli.rewards.code.processes import (
     LARGEST_FILE_MB,
     SECONDS_TO_DIE,
     Process,
@@ -37,7 +38,6 @@ from ppo_cli.rewards.code.ending import (
     find_excess,
     remove_folder,
 )
-from ppo_cli.rewards.code.extract import RowTests, find_code, list_attempts, read_tests
 from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
 from ppo_cli.rewards.returned import LONGEST_TEXT, Call, CannotScore, describe_error
 

@@ -35,19 +35,20 @@ from typing import Any, Literal
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.code.ending import (
+from ppo_cli.rewards.code.limits import build_filter
+from ppo_cli.rewards.code.probe import SECRET
+from ppo_cli.rewards.code.processes import (
     LARGEST_FILE_MB,
     MOST_FILES_MB,
+    NUMBER,
+    READY,
     Process,
     end_process,
     find_excess,
     remove_folder,
 )
-from ppo_cli.rewards.code.limits import build_filter
-from ppo_cli.rewards.code.probe import SECRET
-from ppo_cli.rewards.code.sandlock_launcher import NUMBER, READY
 
-Role = Literal["candidate", "tester", "probe", "sandlock_launcher"]
+Role = Literal["candidate", "tester", "probe", "launcher"]
 
 _PACKAGE = "ppo_cli.rewards.code"
 _SHARED = ("limits", "channel")
@@ -55,7 +56,7 @@ _MODULES: dict[Role, tuple[str, ...]] = {
     "candidate": (*_SHARED, "candidate"),
     "tester": (*_SHARED, "tester"),
     "probe": ("limits", "probe"),
-    "sandlock_launcher": ("ending", "sandlock_launcher"),
+    "launcher": ("processes",),
 }
 _START = (
     "import sys, marshal, zlib\n"
@@ -215,7 +216,7 @@ class Launcher:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", *program("sandlock_launcher", [os.getpid()])],
+                [sys.executable, "-I", *program("launcher", [os.getpid()])],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -30,8 +30,7 @@ from ppo_cli.rewards.local.base import (
     score_batches,
 )
 from ppo_cli.rewards.local.formats import ControlToken, format_for
-from ppo_cli.rewards.local.heads import HEADS
-from ppo_cli.rewards.local.load import load_reward_model
+from ppo_cli.rewards.local.heads import HEADS, load_reward_model
 from ppo_cli.rewards.self_test import (
     LOOKED_AT,
     TURN_OFF,

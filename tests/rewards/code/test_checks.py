@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.rewards.code.ending import count_files
+from ppo_cli.rewards.code.processes import count_files
 from ppo_cli.rewards.code.tester import (
     LONGEST_SOURCE,
     RECORD,

@@ -16,7 +16,7 @@ import pytest
 
 from ppo_cli.records import Score
 from ppo_cli.rewards.code.check import Check
-from ppo_cli.rewards.code.ending import end_process
+from ppo_cli.rewards.code.processes import end_process
 from ppo_cli.rewards.code.sandboxes import ENVIRONMENT, Forked, Sandbox, interpreter
 
 ROOT = Path(__file__).resolve().parents[3]

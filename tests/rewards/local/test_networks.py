@@ -19,7 +19,7 @@ from transformers import (
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local.base import LoadedModel
-from ppo_cli.rewards.local.load import load_reward_model
+from ppo_cli.rewards.local.heads import load_reward_model
 from tests.rewards.local import straight as plain
 from tests.rewards.local import twins
 from tests.rewards.local.twin_tokenizers import llama3_tokenizer

@@ -15,8 +15,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local import checkpoint
 from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.rewards.local.checkpoint import pack_left
-from ppo_cli.rewards.local.heads import OBJECTIVES, RowWeights, find_last
-from ppo_cli.rewards.local.load import load_reward_model
+from ppo_cli.rewards.local.heads import OBJECTIVES, RowWeights, find_last, load_reward_model
 from tests.rewards.local import twins
 from tests.rewards.local.straight import armorm
 

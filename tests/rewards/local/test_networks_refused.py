@@ -12,7 +12,7 @@ import torch
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import ModelError, RewardError, UserError
-from ppo_cli.rewards.local.load import load_reward_model
+from ppo_cli.rewards.local.heads import load_reward_model
 from tests.rewards.local import twins
 
 HIDDEN = twins.HIDDEN
