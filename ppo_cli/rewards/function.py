@@ -17,9 +17,8 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.records import PlacedReward, Rollout, Score
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import STEPS, TOKENS, Call, Reward, describe_error
 from ppo_cli.rewards.pool import Refused, Task, WorkerPool, place_in
-from ppo_cli.rewards.returned import STEPS, TOKENS, Call, describe_error
 
 DEFAULT_NAME = "compute_score"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

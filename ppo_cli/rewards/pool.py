@@ -34,8 +34,8 @@ from typing import Any, BinaryIO, cast
 
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Score
+from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
 from ppo_cli.rewards.remote import LoopThread
-from ppo_cli.rewards.returned import Call, CannotScore, describe_error, read_returned
 
 MOST_OUTPUT = 2000
 SECONDS_TO_LEAVE = 1.0

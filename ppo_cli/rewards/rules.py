@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError, did_you_mean, shorten
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import Call, CannotScore, Reward, describe_error, read_returned
 from ppo_cli.rewards.checkers import (
     accepted,
     clean,
@@ -36,7 +36,6 @@ from ppo_cli.rewards.checkers import (
     unwrap_text,
 )
 from ppo_cli.rewards.code.extract import find_code, read_tests
-from ppo_cli.rewards.returned import Call, CannotScore, describe_error, read_returned
 from ppo_cli.thoughts import NO_ANSWER, split_strictly, strip_reasoning
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ import pytest
 
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
-from ppo_cli.rewards.base import Reward
+from ppo_cli.rewards.base import Call, Reward
 from ppo_cli.rewards.function import load_function
 from ppo_cli.rewards.pool import Task, WorkerPool
-from ppo_cli.rewards.returned import Call
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
@@ -314,7 +313,7 @@ import os, pathlib, signal, time
 from functools import partial
 from ppo_cli.rewards.function import load_function
 from ppo_cli.rewards.pool import WorkerPool
-from ppo_cli.rewards.returned import Call
+from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.pool import Task
 load = partial(load_function, {reward_file(code)!r}, "compute_score", {{}})
 pool = WorkerPool(Task("endless", load), size=1, timeout=1000)

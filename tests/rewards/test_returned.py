@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ppo_cli.records import Part, PlacedReward
-from ppo_cli.rewards.returned import as_plain, describe_error, read_returned
+from ppo_cli.rewards.base import as_plain, describe_error, read_returned
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import RewardError
-from ppo_cli.rewards.returned import CannotScore
+from ppo_cli.rewards.base import CannotScore
 from ppo_cli.rewards.rules import RULES, check_sources, rule_for, rule_named
 
 

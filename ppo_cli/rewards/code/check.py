@@ -19,6 +19,7 @@ from typing import Any
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
+from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, describe_error
 from ppo_cli.rewards.code.channel import (
     MOST_TRUSTED,
     Gone,
@@ -39,7 +40,6 @@ from ppo_cli.rewards.code.processes import (
     remove_folder,
 )
 from ppo_cli.rewards.code.sandboxes import Role, Sandbox, choose_sandbox, command
-from ppo_cli.rewards.returned import LONGEST_TEXT, Call, CannotScore, describe_error
 
 SECONDS_TO_START = 60.0
 SECONDS_BETWEEN_LOOKS = 0.1

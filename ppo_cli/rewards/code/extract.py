@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ppo_cli.rewards.returned import CannotScore
+from ppo_cli.rewards.base import CannotScore
 from ppo_cli.thoughts import strip_reasoning
 
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")

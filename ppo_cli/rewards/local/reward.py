@@ -19,6 +19,8 @@ from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind
 from ppo_cli.rewards.local.base import (
+    LOOKED_AT,
+    TURN_OFF,
     Batch,
     Budget,
     Encoded,
@@ -26,21 +28,17 @@ from ppo_cli.rewards.local.base import (
     LoadedModel,
     Row,
     TooLong,
-    body_dtype,
-    score_batches,
-)
-from ppo_cli.rewards.local.formats import ControlToken, format_for
-from ppo_cli.rewards.local.heads import HEADS, load_reward_model
-from ppo_cli.rewards.self_test import (
-    LOOKED_AT,
-    TURN_OFF,
     as_strict_as,
+    body_dtype,
     check_direction,
     choose_pairs,
     conversation_of,
     encode_pairs,
     one_of_each_kind,
+    score_batches,
 )
+from ppo_cli.rewards.local.formats import ControlToken, format_for
+from ppo_cli.rewards.local.heads import HEADS, load_reward_model
 
 Load = Callable[[ModelReward], LoadedModel]
 COUNTED = ("samples", "failed", "prompts_cut", "batches", "seconds")

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit, urlunsplit
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
-from ppo_cli.rewards.local.base import TooLong
+from ppo_cli.rewards.base import LARGEST
+from ppo_cli.rewards.local.base import TooLong, conversation_of
 from ppo_cli.rewards.local.formats import (
     PLACE,
     ControlToken,
@@ -29,8 +30,6 @@ from ppo_cli.rewards.local.formats import (
     shown_messages,
 )
 from ppo_cli.rewards.remote import is_page, read_words
-from ppo_cli.rewards.returned import LARGEST
-from ppo_cli.rewards.self_test import conversation_of
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
-from ppo_cli.rewards.remote import LoopThread
-from ppo_cli.rewards.self_test import (
+from ppo_cli.rewards.local.base import (
     BUILT_IN,
     NO_ANSWER,
     TURN_OFF,
@@ -33,6 +32,7 @@ from ppo_cli.rewards.self_test import (
     like,
     one_of_each_kind,
 )
+from ppo_cli.rewards.remote import LoopThread
 from ppo_cli.rewards.served.client import ADVICE, Counters, ServedModelClient
 from ppo_cli.rewards.served.protocols import (
     RAW_SWITCHES,

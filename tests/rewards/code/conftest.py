@@ -13,10 +13,10 @@ import pytest
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
+from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.check import Check, judge
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, Unsandboxed, find_fault
-from ppo_cli.rewards.returned import Call
 
 KINDS: dict[str, Callable[[], Sandbox]] = {
     "bwrap": Bubblewrap,

@@ -26,7 +26,7 @@ import sys, time
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.check import CodePool
-from ppo_cli.rewards.returned import Call
+from ppo_cli.rewards.base import Call
 sandboxes.ENVIRONMENT["PPO_TEST_TOKEN"] = sys.argv[1]
 pool = CodePool(Code(sandbox="sandlock", timeout=60), size=2)
 call = Call("code", "import time\\ndef f(n): time.sleep(50)", ["assert f(1)"], {})

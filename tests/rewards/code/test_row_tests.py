@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ppo_cli.rewards.base import CannotScore
 from ppo_cli.rewards.code.extract import RowTests, read_tests
-from ppo_cli.rewards.returned import CannotScore
 
 HUMANEVAL = {"test": "def check(candidate): ...", "entry_point": "f", "prompt": "def f(): ..."}
 

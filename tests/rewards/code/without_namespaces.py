@@ -15,10 +15,10 @@ from attacks import read_attacks
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
+from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code import limits
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.sandboxes import Sandlock, find_fault
-from ppo_cli.rewards.returned import Call
 
 TESTS = ["assert solve(3) == 9"]
 RIGHT = Call("code", "def solve(n): return n * n", TESTS, {})
