@@ -1,8 +1,12 @@
-"""The channel between tester and candidate: framed messages of plain data.
+"""The channel between tester and candidate, and its two ends.
 
-An object of the response that is no plain data stays in the candidate and travels as a number;
-the tests hold a `Remote` in its place, which no comparison ever asks whether it equals something.
-Runs inside the sandbox, so it imports nothing that would make a process start slower
+Messages are framed plain data. An object of the response that is no plain data stays in the
+candidate and travels as a number; the tests hold a `Remote` in its place, which no comparison ever
+asks whether it equals something.
+
+The candidate's process runs the response's code. It answers calls, and knows nothing of the tests;
+nothing there is trusted: the code that it runs may take over all of it. Both ends run inside
+sandboxes, so this imports nothing that would make a process start slower
 (docs/design/006-code-rewards.md).
 """
 
@@ -10,34 +14,58 @@ from __future__ import annotations
 
 import builtins
 import os
+import sys
 from struct import Struct
+
+from ppo_cli.rewards.code.limits import confine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
     from typing import Any
 
 MOST_BYTES = 8 << 20
 DEEPEST = 100
 
-_SIZE = Struct("<I")
+# Every value is a tag and a size; behind them stand so many bytes, or so many values.
+_HEAD = Struct("<BI")
 _FLOAT = Struct("<d")
 _COMPLEX = Struct("<dd")
-_CONSTANTS = {b"N"[0]: None, b"T"[0]: True, b"F"[0]: False, b"E"[0]: ...}
-_SEQUENCES: tuple[tuple[Any, bytes], ...] = (
-    (list, b"l"),
-    (tuple, b"t"),
-    (set, b"S"),
-    (frozenset, b"Z"),
-)
-# Well-known types: module, tag and items; whatever only has their name is an object like others.
-_NAMED: dict[str, tuple[str, bytes, Callable[[Any], list[Any]]]] = {
-    "range": ("builtins", b"r", lambda value: [value.start, value.stop, value.step]),
-    "Fraction": ("fractions", b"q", lambda value: [value.numerator, value.denominator]),
-    "Decimal": ("decimal", b"D", lambda value: [str(value)]),
-    "deque": ("collections", b"k", list),
+_OBJECT, _DICT = b"h"[0], b"d"[0]
+# Type, how its bytes are made, and what they make. The first that fits decides, and a subclass is
+# written as its base: methods are those of the base, whatever the subclass has in their place.
+_SCALARS: dict[int, tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    b"f"[0]: (float, _FLOAT.pack, lambda data: _FLOAT.unpack(data)[0]),
+    b"s"[0]: (
+        str,
+        lambda value: str.encode(value, "utf-8", "surrogatepass"),
+        lambda data: data.decode("utf-8", "surrogatepass"),
+    ),
+    b"B"[0]: (bool, lambda value: b"1" if value else b"", bool),
+    b"i"[0]: (
+        int,
+        lambda value: int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True),
+        lambda data: int.from_bytes(data, "little", signed=True),
+    ),
+    b"N"[0]: (type(None), lambda value: b"", lambda data: None),
+    b"E"[0]: (type(...), lambda value: b"", lambda data: ...),
+    b"b"[0]: (bytes, bytes, bytes),
+    b"a"[0]: (bytearray, bytes, bytearray),
+    b"c"[0]: (
+        complex,
+        lambda value: _COMPLEX.pack(value.real, value.imag),
+        lambda data: complex(*_COMPLEX.unpack(data)),
+    ),
 }
-_BUILDERS: dict[int, Callable[[list[Any]], Any]] = {tag[0]: kind for kind, tag in _SEQUENCES}
+_SEQUENCES: dict[int, Any] = {b"l"[0]: list, b"t"[0]: tuple, b"S"[0]: set, b"Z"[0]: frozenset}
+# Well-known types: module, name, items; whatever only has their name is an object like others.
+_NAMED: dict[int, tuple[str, str, Callable[[Any], list[Any]]]] = {
+    b"r"[0]: ("builtins", "range", lambda value: [value.start, value.stop, value.step]),
+    b"q"[0]: ("fractions", "Fraction", lambda value: [value.numerator, value.denominator]),
+    b"D"[0]: ("decimal", "Decimal", lambda value: [str(value)]),
+    b"k"[0]: ("collections", "deque", lambda value: [list(value)]),
+}
 
 
 class Unfit(Exception):
@@ -51,132 +79,85 @@ class Malformed(Exception):
 def encode(value: Any, number_of: Callable[[Any], int], most: int = MOST_BYTES) -> bytes:
     """Return a value as bytes; `number_of` gives the number of an object that is no plain data."""
     out = bytearray()
-    _Writer(out, number_of, most).write(value, 0)
+
+    def write(value: Any, depth: int) -> None:
+        if depth > DEEPEST:
+            raise Unfit(f"the value is nested more than {DEEPEST} deep")
+        for tag, (kind, to_bytes, _) in _SCALARS.items():
+            if isinstance(value, kind):
+                data = to_bytes(value)
+                head(tag, len(data))
+                out.extend(data)
+                return
+        tag, items = _taken_apart(value)
+        head(tag, number_of(value) if items is None else len(items), items or ())
+        for item in items or ():
+            write(item, depth + 1)
+
+    def head(tag: int, size: int, items: Sequence[Any] = ()) -> None:
+        if len(out) + (size if tag != _OBJECT else 0) > most:
+            raise Unfit(f"the value takes more than {most >> 20} MB")
+        out.extend(_HEAD.pack(tag, size))
+
+    write(value, 0)
     return bytes(out)
 
 
-class _Writer:
-    def __init__(self, out: bytearray, number_of: Callable[[Any], int], most: int) -> None:
-        self.out = out
-        self.number_of = number_of
-        self.most = most
-
-    def write(self, value: Any, depth: int) -> None:
-        """Write one value; a subclass of a builtin type is written as that type."""
-        if depth > DEEPEST:
-            raise Unfit(f"the value is nested more than {DEEPEST} deep")
-        if value is None or value is True or value is False or value is ...:
-            self.out += {None: b"N", True: b"T", False: b"F", ...: b"E"}[value]
-        elif isinstance(value, int):
-            size = int.bit_length(value) // 8 + 1
-            self.sized(b"i", int.to_bytes(value, size, "little", signed=True))
-        elif isinstance(value, float):
-            self.out += b"f" + _FLOAT.pack(value)
-        elif isinstance(value, str):
-            self.sized(b"s", str.encode(value, "utf-8", "surrogatepass"))
-        elif isinstance(value, (bytes, bytearray)):
-            self.sized(b"b" if isinstance(value, bytes) else b"a", bytes(value))
-        elif isinstance(value, complex):
-            self.out += b"c" + _COMPLEX.pack(value.real, value.imag)
-        else:
-            self.write_other(value, depth)
-        if len(self.out) > self.most:
-            raise Unfit(f"the value takes more than {self.most >> 20} MB")
-
-    def write_other(self, value: Any, depth: int) -> None:
-        for kind, tag in _SEQUENCES:
-            if isinstance(value, kind):
-                self.many(tag, list(kind.__iter__(value)), depth)
-                return
-        if isinstance(value, dict):
-            pairs = list(dict.items(value))
-            self.many(b"d", [item for pair in pairs for item in pair], depth)
-            return
-        named = _NAMED.get(type(value).__name__)
-        if named is not None and type(value).__module__ == named[0]:
-            self.many(named[1], named[2](value), depth)
-        else:
-            self.out += b"h" + _SIZE.pack(self.number_of(value))
-
-    def many(self, tag: bytes, items: list[Any], depth: int) -> None:
-        if len(self.out) + len(items) > self.most:
-            raise Unfit(f"the value takes more than {self.most >> 20} MB")
-        self.out += tag + _SIZE.pack(len(items))
-        for item in items:
-            self.write(item, depth + 1)
-
-    def sized(self, tag: bytes, data: bytes) -> None:
-        if len(data) > self.most:
-            raise Unfit(f"the value takes more than {self.most >> 20} MB")
-        self.out += tag + _SIZE.pack(len(data)) + data
+def _taken_apart(value: Any) -> tuple[int, list[Any] | None]:
+    """Return the tag of a value and what it holds; None for an object that is no plain data."""
+    for tag, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return tag, list(kind.__iter__(value))
+    if isinstance(value, dict):
+        return _DICT, [item for pair in dict.items(value) for item in pair]
+    for tag, (module, name, items_of) in _NAMED.items():
+        if type(value).__name__ == name and type(value).__module__ == module:
+            return tag, items_of(value)
+    return _OBJECT, None
 
 
 def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
     """Return the value behind bytes; `object_of` gives what a number stands for."""
-    reader = _Reader(data, object_of)
+    place = 0
+
+    def take(size: int) -> bytes:
+        nonlocal place
+        if size > len(data) - place:
+            raise Malformed("the value ends too early")
+        place += size
+        return data[place - size : place]
+
+    def read(depth: int) -> Any:
+        if depth > DEEPEST:
+            raise Malformed("nested too deep")
+        tag, size = _HEAD.unpack(take(_HEAD.size))
+        if tag == _OBJECT:
+            return object_of(size)
+        if tag in _SCALARS:
+            return _SCALARS[tag][2](take(size))
+        if size > len(data) - place:
+            raise Malformed("more items than bytes")
+        return _put_together(tag, [read(depth + 1) for _ in range(size)])
+
     try:
-        value = reader.read(0)
+        value = read(0)
     except Malformed:
         raise
     except Exception as error:
         raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
-    if reader.place != len(data):
+    if place != len(data):
         raise Malformed("bytes after the value")
     return value
 
 
-class _Reader:
-    def __init__(self, data: bytes, object_of: Callable[[int], Any]) -> None:
-        self.data = data
-        self.place = 0
-        self.object_of = object_of
-
-    def read(self, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise Malformed("nested too deep")
-        tag = self.take(1)[0]
-        if tag in _CONSTANTS:
-            return _CONSTANTS[tag]
-        if tag in b"fc":
-            if tag == b"f"[0]:
-                return float(_FLOAT.unpack(self.take(8))[0])
-            return complex(*_COMPLEX.unpack(self.take(16)))
-        size = int(_SIZE.unpack(self.take(4))[0])
-        if tag == b"h"[0]:
-            return self.object_of(size)
-        if tag in b"isba":
-            return self.read_scalar(tag, self.take(size))
-        if size > (len(self.data) - self.place):
-            raise Malformed("more items than bytes")
-        if tag == b"d"[0]:
-            if size % 2:
-                raise Malformed("a key without its value")
-            return {self.read(depth + 1): self.read(depth + 1) for _ in range(size // 2)}
-        return self.build(tag, [self.read(depth + 1) for _ in range(size)])
-
-    def read_scalar(self, tag: int, data: bytes) -> Any:
-        if tag == b"i"[0]:
-            return int.from_bytes(data, "little", signed=True)
-        if tag == b"s"[0]:
-            return data.decode("utf-8", "surrogatepass")
-        return data if tag == b"b"[0] else bytearray(data)
-
-    def build(self, tag: int, items: list[Any]) -> Any:
-        if tag in _BUILDERS:
-            return _BUILDERS[tag](items)
-        for name, (module, own, _) in _NAMED.items():
-            if tag == own[0]:
-                kind = getattr(__import__(module), name)
-                return kind(items) if name == "deque" else kind(*items)
-        raise Malformed(f"unknown tag {tag}")
-
-    def take(self, size: int) -> bytes:
-        end = self.place + size
-        if end > len(self.data):
-            raise Malformed("the value ends too early")
-        piece = self.data[self.place : end]
-        self.place = end
-        return piece
+def _put_together(tag: int, items: list[Any]) -> Any:
+    """Make the value that holds these; an error for a tag that does not exist."""
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](items)
+    if tag == _DICT:
+        return dict(zip(items[::2], items[1::2], strict=True))
+    module, name, _ = _NAMED[tag]
+    return getattr(__import__(module), name)(*items)
 
 
 def no_objects(value: Any) -> int:
@@ -393,3 +374,178 @@ class Remote:
 
     def __bool__(self) -> bool:
         raise TypeError("the response returned an object of its own, neither true nor false")
+
+
+MOST_OBJECTS = 200_000
+LONGEST_TEXT = 300
+# What the tests do with an object that is not a call, by the name of the request.
+PLAIN: dict[str, Any] = {
+    "get": getattr,
+    "set": setattr,
+    "item": lambda target, key: target[key],
+    "size": len,
+}
+
+
+class Candidate:
+    """The response's module, and the objects of it that the tests hold by number."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.source: Any = None
+
+    def number_of(self, value: Any) -> int:
+        """Remember an object that is no plain data."""
+        if len(self.objects) >= MOST_OBJECTS:
+            raise MemoryError("too many objects are handed over")
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def object_of(self, number: int) -> Any:
+        """Return the object behind a number."""
+        return self.objects[number]
+
+    def answer(self, request: bytes) -> bytes:
+        """Do what is asked and return the reply; whatever the code raises becomes one too."""
+        try:
+            what, *rest = decode(request, self.object_of)
+            act = PLAIN.get(what) or getattr(self, f"do_{what}")
+            return encode(("ok", act(*rest)), self.number_of)
+        except BaseException as error:
+            return encode(("raised", *describe(error)), self.number_of)
+
+    def do_load(
+        self, attempts: list[str], before: str, names: list[str], entry: str, seeded: bool
+    ) -> dict[str, Any]:
+        """Run the code and return those of the names that it defines."""
+        code = compile_first(attempts)
+        if seeded:
+            __import__("random").seed(0)
+        module = new_module("solution")
+        # Run what the question has given (imports, functions to build on), where it is Python.
+        try:
+            exec(compile(before, "<prompt>", "exec", dont_inherit=True), module.__dict__)
+        except Exception:
+            module.__dict__.clear()
+            module.__dict__["__name__"] = module.__name__
+        # The question's own beginning of the function is no answer.
+        module.__dict__.pop(entry, None)
+        exec(code, module.__dict__)
+        return {name: module.__dict__[name] for name in names if name in module.__dict__}
+
+    def do_prepare(self, attempts: list[str]) -> None:
+        """Compile a program that reads its input and prints."""
+        self.source = compile_first(attempts)
+
+    def do_run(self, text: str, seeded: bool) -> bytes:
+        """Run the program afresh on an input; return what it printed."""
+        if seeded:
+            __import__("random").seed(0)
+        return run_program(self.source, text)
+
+    def do_call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[int, Any]]:
+        """Call a function or class; one that returns nothing may have changed its arguments."""
+        before = [picture(arg) for arg in args]
+        value = target(*args, **kwargs)
+        if value is not None:
+            return value, {}
+        after = [picture(arg) for arg in args]
+        return None, {i: args[i] for i in range(len(args)) if before[i] != after[i]}
+
+    def do_iterate(self, target: Any) -> Any:
+        """Start to go through an object."""
+        return _Steps(iter(target))
+
+    def do_next(self, steps: Any) -> tuple[Any, ...]:
+        """Return the next item in a tuple, or an empty one at the end."""
+        return tuple(steps.take())
+
+
+class _Steps:
+    """An iterator that is never taken for plain data."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def take(self) -> list[Any]:
+        for item in self.iterator:
+            return [item]
+        return []
+
+
+def picture(value: Any) -> bytes | None:
+    """Return what a container holds, to see later whether that has changed."""
+    if type(value) not in (list, dict, set):
+        return None
+    try:
+        return encode(value, lambda other: 0)
+    except Exception:
+        return None
+
+
+def compile_first(attempts: list[str]) -> Any:
+    """Compile the first text that is Python; the error is that of the last."""
+    for text in attempts[:-1]:
+        try:
+            return compile(text, "<response>", "exec", dont_inherit=True)
+        except Exception:
+            continue
+    return compile(attempts[-1], "<response>", "exec", dont_inherit=True)
+
+
+def new_module(name: str) -> ModuleType:
+    """Make the module that the code runs in; dataclasses and pickle look it up by name."""
+    module = type(sys)(name)
+    sys.modules[name] = module
+    return module
+
+
+def run_program(code: Any, text: str) -> bytes:
+    """Run a program with the input on its standard input; files, so that no way to read fails."""
+    with open("input", "wb+") as given, open("output", "wb+") as printed:
+        given.write(text.encode("utf-8", "surrogatepass"))
+        given.seek(0)
+        kept = [take_over(0, given.fileno()), take_over(1, printed.fileno())]
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        try:
+            exec(code, new_module("__main__").__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        finally:
+            # Wait for threads as the end of a program does.
+            threading = sys.modules.get("threading")
+            if threading is not None:
+                for thread in threading.enumerate():
+                    if thread is not threading.current_thread() and not thread.daemon:
+                        thread.join()
+            sys.stdout.flush()
+            for fd, stream in enumerate(kept):
+                os.dup2(stream, fd)
+                os.close(stream)
+        printed.seek(0)
+        return printed.read()
+
+
+def describe(error: BaseException) -> tuple[list[str], str]:
+    """Return the names of an error's types, nearest first, and its text."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    try:
+        text = str(error)[:LONGEST_TEXT]
+    except BaseException:
+        text = ""
+    return names, text
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the tester hangs up."""
+    link = Link(take_over(0), MOST_TRUSTED)
+    confine(*map(int, arguments))
+    sys.argv = [""]
+    link.send(b"ready")
+    candidate = Candidate()
+    while True:
+        link.send(candidate.answer(link.receive()))

@@ -51,10 +51,9 @@ from ppo_cli.rewards.code.processes import (
 Role = Literal["candidate", "tester", "probe", "launcher"]
 
 _PACKAGE = "ppo_cli.rewards.code"
-_SHARED = ("limits", "channel")
 _MODULES: dict[Role, tuple[str, ...]] = {
-    "candidate": (*_SHARED, "candidate"),
-    "tester": (*_SHARED, "tester"),
+    "candidate": ("limits", "channel"),
+    "tester": ("limits", "channel", "tester"),
     "probe": ("limits", "probe"),
     "launcher": ("processes",),
 }

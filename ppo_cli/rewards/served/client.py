@@ -14,7 +14,7 @@ import random
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +47,14 @@ class Counters:
 
     def metrics(self) -> dict[str, float]:
         """Return everything under short names."""
-        counts = {
-            "requests": self.requests, "retries": self.retries, "samples": self.samples,
-            "failed": self.failed,
-        }  # fmt: skip
-        taken = {"latency_p50_s": median(self.latencies)} if self.latencies else {}
-        return counts | taken
+        counts = asdict(self)
+        taken = counts.pop("latencies")
+        return counts | ({"latency_p50_s": median(taken)} if taken else {})
 
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
+FIRST_ANSWER_S = 1.5  # at the start of a run, where nobody waits for a server that is not there
 MOST_HOPELESS = 3  # a proxy says 403 or 404 for a moment, too, while a server starts again
 ADVICE = (
     "Check the address of --reward_model, that this server serves a reward model, "
@@ -64,12 +62,14 @@ ADVICE = (
 )
 
 
+Ask = Callable[[], Awaitable[None]]  # a request; raises ServerFault
+Tell = Callable[[str], None]
+
+
 class Outage:
     """What is known of the server's health; lives on one event loop, read from any thread."""
 
-    def __init__(
-        self, url: str, outage_wait: float, witness: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, url: str, outage_wait: float, witness: Ask) -> None:
         self.down = False
         self._url = url
         self._outage_wait = outage_wait
@@ -103,14 +103,24 @@ class Outage:
             f"{again:.0f} s, for up to {more} more."
         )
 
+    async def first_answer(self, ask: Ask, *, patient: bool, tell: Tell) -> None:
+        """Ask until there is an answer: as in an outage if `patient`, else for a moment."""
+        try:
+            wait, told = (self._outage_wait, tell) if patient else (FIRST_ANSWER_S, None)
+            await self._ask(ask, wait, told)
+        except Interrupted as silent:
+            raise silent if patient else RewardError(f"{silent} {ADVICE}") from None
+        finally:
+            self.down = False
+
     async def passed(self) -> None:
         """Wait until the server is not known to be down."""
         if self._gave_up is not None:
             raise self._gave_up
-        if self.down and self._fault is not None:
-            await self.is_well(self._fault, time.monotonic())
+        if self.down:
+            await self.is_well(time.monotonic())
 
-    async def is_well(self, fault: ServerFault, since: float) -> bool:
+    async def is_well(self, since: float) -> bool:
         """Whether the server was up all along, so that a request failed on its own account.
 
         False: it was down and is back. `since` is when the request was first sent. Raises what
@@ -124,20 +134,20 @@ class Outage:
             if self._last_success >= since:
                 return True
             try:
-                return await self._ask(fault)
+                return await self._ask(self._witness, self._outage_wait)
             except PpoError as stop:
                 self._gave_up = stop
                 raise
             finally:
                 self.down = False
 
-    async def _ask(self, fault: ServerFault) -> bool:
-        """Send the witness until it is answered; True when that was at once."""
-        began, pause, hopeless = time.monotonic(), FIRST_PAUSE_S, 0
-        self._gives_up_at = began + self._outage_wait
+    async def _ask(self, ask: Ask, most_s: float, tell: Tell | None = None) -> bool:
+        """Ask until there is an answer, for so many seconds; True when it came at once."""
+        pause, hopeless = FIRST_PAUSE_S, 0
+        self._gives_up_at = time.monotonic() + most_s
         while True:
             try:
-                await self._witness()
+                await ask()
             except ServerFault as error:
                 fault = error
             else:
@@ -148,10 +158,15 @@ class Outage:
                 raise self._refused(fault)
             left = self._gives_up_at - time.monotonic()
             if left <= 0 and not hopeless:
-                raise self._silent(fault)
+                raise Interrupted(
+                    f"The reward model's server at {self._url} did not answer for {most_s:,.0f} s "
+                    f"({fault})."
+                )
             wait = max(pause, fault.retry_after or 0.0)
             wait = min(wait, max(left, 0.0)) if not hopeless else pause
             self._fault, self._next_try = fault, time.monotonic() + wait
+            if tell is not None and not self.down:
+                tell(f"The reward model's server does not answer yet ({fault}); trying again.")
             self.down = True
             await asyncio.sleep(wait)
             pause = min(2.0 * pause, LONGEST_PAUSE_S)
@@ -159,12 +174,6 @@ class Outage:
     def _refused(self, fault: ServerFault) -> PpoError:
         said = f"The reward model's server at {self._url} rejects every request ({fault})."
         return Interrupted(said) if self.proven else RewardError(f"{said} {ADVICE}")
-
-    def _silent(self, fault: ServerFault) -> Interrupted:
-        return Interrupted(
-            f"The reward model's server at {self._url} did not answer for "
-            f"{self._outage_wait:,.0f} s ({fault})."
-        )
 
 
 FIRST_BACKOFF_S = 0.2
@@ -177,14 +186,6 @@ MOST_OUTAGES = 3  # of one request, after which it is taken for what brings the 
 _PASSING = {408, 409, 424, 425, 429}
 _REJECTED = {400, 411, 413, 414, 422, 431}
 _FINAL_5XX = {501, 505}
-
-
-class OwnTroubleError(Exception):
-    """A request that fails while the server is well; `fault` is the last thing it met."""
-
-    def __init__(self, fault: ServerFault) -> None:
-        super().__init__(str(fault))
-        self.fault = fault
 
 
 class ServedModelClient:
@@ -209,10 +210,10 @@ class ServedModelClient:
         """Score samples of one group; raises only what must stop the run."""
         if self._most_rows is not None and len(samples) > self._most_rows:
             return await self._halves(samples)
-        try:
-            return await self._persist(samples)
-        except OwnTroubleError as trouble:
-            fault = trouble.fault
+        found = await self._persist(samples)
+        if isinstance(found, list):
+            return found
+        fault = found
         if len(samples) == 1:
             return [Row(None, f"{fault.cause}: {fault.words}")]
         rows = await self._halves(samples)
@@ -253,8 +254,8 @@ class ServedModelClient:
         first, second = await asyncio.gather(*parts)
         return first + second
 
-    async def _persist(self, samples: Sequence[Sample]) -> list[Row]:
-        """Send until there is an answer; raises OwnTroubleError when it is not the server's."""
+    async def _persist(self, samples: Sequence[Sample]) -> list[Row] | ServerFault:
+        """Send until there is an answer; the last fault when the server is well and gives none."""
         tries = outages = 0
         since: float | None = None
         while True:
@@ -268,15 +269,15 @@ class ServedModelClient:
             tries += 1
             enough = tries >= _most_tries(fault, len(samples))
             if fault.kind is Kind.REJECTED and len(samples) > 1:
-                raise OwnTroubleError(fault)
+                return fault
             if enough or fault.kind is Kind.HOPELESS or _is_long(fault):
-                if await self.outage.is_well(fault, since or 0.0):
+                if await self.outage.is_well(since or 0.0):
                     if enough:
-                        raise OwnTroubleError(fault)
+                        return fault
                 else:
                     outages, tries, since = outages + 1, 0, None
                     if outages >= MOST_OUTAGES:
-                        raise OwnTroubleError(fault)
+                        return fault
             self.counters.retries += 1
             await asyncio.sleep(_pause(tries, fault.retry_after))
 
@@ -312,13 +313,7 @@ class ServedModelClient:
             raise ServerFault(Kind.DOWN, "connection", words) from None
         if response.status_code != 200:
             raise self._fault_of(response.status_code, text, response.headers)
-        return self._read(text)
-
-    def _read(self, text: str) -> Any:
-        try:
-            return read_json(text)
-        except ServerFault as fault:
-            raise ServerFault(fault.kind, fault.cause, redact(fault.words)) from None
+        return read_json(text)
 
     def _fault_of(self, status: int, text: str, headers: Mapping[str, str]) -> ServerFault:
         headers = {name.lower(): value for name, value in headers.items()}

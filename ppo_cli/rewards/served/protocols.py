@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
+from ppo_cli.redact import redact
 from ppo_cli.rewards.base import LARGEST
 from ppo_cli.rewards.local.base import TooLong, conversation_of
 from ppo_cli.rewards.local.formats import (
@@ -95,7 +96,7 @@ def read_json(body: str) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError):
         what = "a web page" if is_page(body) else "something that is not JSON"
-        said = read_words(body)[:EXCERPT]
+        said = redact(read_words(body))[:EXCERPT]
         words = f"the reply is {what}: {said}" if said else "the reply is empty"
         raise ServerFault(Kind.DOWN, "bad_body", words) from None
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ppo_cli.config.known_models import find_adapter
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.local.base import (
     BUILT_IN,
@@ -33,7 +32,7 @@ from ppo_cli.rewards.local.base import (
     one_of_each_kind,
 )
 from ppo_cli.rewards.remote import LoopThread
-from ppo_cli.rewards.served.client import ADVICE, Counters, ServedModelClient
+from ppo_cli.rewards.served.client import Counters, ServedModelClient
 from ppo_cli.rewards.served.protocols import (
     RAW_SWITCHES,
     Kind,
@@ -48,45 +47,7 @@ from ppo_cli.rewards.served.protocols import (
     Writer,
 )
 
-TRIES = 4  # a server may be busy; one that is not there is told at once
-FIRST_PAUSE_S = 0.2
 SAME = 1e-3
-
-
-async def until_answered(
-    client: ServedModelClient, wire: Wire, where: str, *, outage_wait: float, patient: bool,
-    tell: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Find the model's name and score one sample; wait for the server only if `patient`."""
-    began, pause, tries, told = time.monotonic(), FIRST_PAUSE_S, 0, False
-    while True:
-        try:
-            if isinstance(wire, Vllm) and wire.model is None:
-                wire.model = model_name(await client.get(wire.models_url), tell)
-            await client.ask_witness()
-            return
-        except ServerFault as error:
-            fault = error
-        tries += 1
-        most = 1 if fault.cause == "timeout" else TRIES
-        if fault.kind is not Kind.DOWN or (not patient and tries >= most):
-            raise RewardError(
-                f"The reward model's server at {where} cannot be used ({fault}). {ADVICE}"
-            ) from None
-        left = outage_wait - (time.monotonic() - began)
-        if patient and left <= 0:
-            raise Interrupted(
-                f"The reward model's server at {where} did not answer for {outage_wait:.0f} s "
-                f"({fault})."
-            )
-        if patient and not told:
-            tell(f"The reward model's server does not answer yet ({fault}); trying again.")
-            told = True
-        asked = min(fault.retry_after or 0.0, 30.0 if patient else 1.0)
-        await asyncio.sleep(
-            min(max(pause, asked), max(left, 0.1)) if patient else max(pause, asked)
-        )
-        pause = min(2.0 * pause, 30.0)
 
 
 def model_name(listed: object, tell: Callable[[str], None]) -> str:
@@ -284,10 +245,8 @@ class ServedModelReward(Reward):
     async def _start(
         self, prompts: Sequence[Prompt], *, patient: bool, tell: Callable[[str], None]
     ) -> None:
-        await until_answered(
-            self._client, self._wire, redact(self._wire.url),
-            outage_wait=self._settings.outage_wait, patient=patient, tell=tell,
-        )  # fmt: skip
+        ask = partial(self._ask_first, tell)
+        await self._client.outage.first_answer(ask, patient=patient, tell=tell)
         most = self._settings.max_length
         pairs, samples = encode_pairs(choose_pairs(prompts), self._fitting, most)
         if isinstance(self._wire, Vllm):
@@ -298,6 +257,12 @@ class ServedModelReward(Reward):
                 check_direction(pairs, scores, "are the server's model and template right")
         self._client.counters = Counters()
         self._writer.take_counts()
+
+    async def _ask_first(self, tell: Callable[[str], None]) -> None:
+        """Find the model's name and score one sample; raises ServerFault."""
+        if isinstance(self._wire, Vllm) and self._wire.model is None:
+            self._wire.model = model_name(await self._client.get(self._wire.models_url), tell)
+        await self._client.ask_witness()
 
     # --- scoring ------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from types import ModuleType
 import pytest
 
 from ppo_cli.records import Score
-from ppo_cli.rewards.code import candidate
+from ppo_cli.rewards.code import channel
 from ppo_cli.rewards.code.sandboxes import Sandbox
 
 RunCode = Callable[..., Score]
@@ -114,7 +114,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
         words = {
             "FOLDER": folder, "HOME": Path.home(),
             "FILES": len(os.listdir(Path.home())), "PID": os.getpid(), "PORT": port,
-            "SOCKET": folder / "socket", "ABSTRACT": f"ppo{port}", "HARNESS": candidate.__file__,
+            "SOCKET": folder / "socket", "ABSTRACT": f"ppo{port}", "HARNESS": channel.__file__,
             "ADDRESS": ctypes.addressof(buffer),
         }  # fmt: skip
         yield Outside({key: str(word) for key, word in words.items()}, folder, listeners)

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.served import client, reward
+from ppo_cli.rewards.served import client
 from ppo_cli.rewards.served.reward import ServedModelReward
 from tests.reward_server import RewardServer
 
@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_BACKOFF_S", 0.005)
     monkeypatch.setattr(client, "LONGEST_BACKOFF_S", 0.02)
     monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(reward, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(client, "FIRST_ANSWER_S", 0.1)
 
 
 class Bench:
