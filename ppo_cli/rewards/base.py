@@ -20,6 +20,11 @@ from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
 
 RoundKind = Literal["train", "baseline", "validation"]
 LabelledRollouts = Sequence[tuple[Rollout, float]]
+Tell = Callable[[str], None]  # shows the user a line
+
+
+def unheard(text: str) -> None:
+    """Show a line to nobody."""
 
 
 class Reward(Protocol):
@@ -28,11 +33,7 @@ class Reward(Protocol):
     name: str
 
     def start(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        patient: bool = False,
-        tell: Callable[[str], None] = lambda text: None,
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
     ) -> None:
         """Try the reward out before any rollout, on prompts that it will have to score.
 

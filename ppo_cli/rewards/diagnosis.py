@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ppo_cli.errors import ppo, shorten
 from ppo_cli.records import Scored
-from ppo_cli.rewards import checkers
-from ppo_cli.rewards.rules import RULES
+from ppo_cli.rewards.rules import RULES, accepted
 
 MOST = 0.5
 LONGEST_GOLD = 100
@@ -156,7 +155,7 @@ def _nothing_found(nothing: Sequence[Scored], judged: Sequence[Scored]) -> str:
 
 def _gold_problem(one: Scored) -> str:
     """Say what is odd about a ground truth that its rule compares with an answer."""
-    golds = checkers.accepted(one.rollout.prompt.ground_truth)
+    golds = accepted(one.rollout.prompt.ground_truth)
     if not golds:
         return ""
     rule = RULES.get(str(one.score.info.get("rule", "")))

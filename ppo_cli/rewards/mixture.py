@@ -23,7 +23,7 @@ from typing import Any
 from ppo_cli.config.mixture import Condition, MixPart
 from ppo_cli.moments import Affine, Moments, by_moments, clipped, correlation
 from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
-from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind
+from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, unheard
 
 GROUP_EPS = 1e-6  # as in GRPO, where a group's spread divides too
 CLOSED = Score(None, "its gate is closed")  # the mark of a part that was not asked
@@ -277,11 +277,7 @@ class CompositeReward(Reward):
         self._thread.start()
 
     def start(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        patient: bool = False,
-        tell: Callable[[str], None] = lambda text: None,
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
     ) -> None:
         """Try every part out."""
         for reward in self._rewards.values():

@@ -17,9 +17,9 @@ from ppo_cli.config.reward_schema import ModelReward as ModelSettings
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.base import HostMaker, InProcess, Reward
-from ppo_cli.rewards.function import FunctionReward
+from ppo_cli.rewards.function import FunctionReward, RuleReward
 from ppo_cli.rewards.mixture import CompositeReward
-from ppo_cli.rewards.rules import RuleReward, check_sources, rule_named
+from ppo_cli.rewards.rules import check_sources, rule_named
 
 
 def build_reward(

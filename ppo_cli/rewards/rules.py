@@ -1,46 +1,168 @@
-"""The built-in rules, each declared at the function that scores, with the data_sources it serves,
-and the reward of rules: text is compared at once, algebra is for workers, code for sandboxes.
+"""The built-in rules, each declared at the function that scores, with the data_sources it serves.
 
-A rule returns a dict: `score`, and `extracted`, what it found in the reply. It raises
-`CannotScore` where the row gives it nothing to compare with."""
+First the string functions: find an answer in a reply, read it, compare it. Nothing there evaluates
+an expression, so no input can make it slow. A rule returns a dict: `score`, and `extracted`, what
+it found in the reply. It raises `CannotScore` where the row gives it nothing to compare with.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import Any
 
-from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError, did_you_mean, shorten
-from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Call, CannotScore, Reward, describe_error, read_returned
-from ppo_cli.rewards.checkers import (
-    accepted,
-    clean,
-    contains_answer,
-    find_after_hashes,
-    find_boxed,
-    find_choice,
-    find_first_number,
-    find_last_number,
-    normalise_maths,
-    normalise_words,
-    read_choice,
-    read_number,
-    repetition,
-    unwrap_text,
-)
+from ppo_cli.records import Prompt, Score
+from ppo_cli.rewards.base import Call, CannotScore, describe_error, read_returned
 from ppo_cli.rewards.code.extract import find_code, read_tests
-from ppo_cli.thoughts import NO_ANSWER, split_strictly, strip_reasoning
+from ppo_cli.thoughts import split_strictly, strip_reasoning
 
-if TYPE_CHECKING:
-    from ppo_cli.rewards.code.check import CodePool
-    from ppo_cli.rewards.pool import WorkerPool
+LAST_CHARS = 300
+LONGEST_NUMBER = 60
+
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_SIGNED = rf"(?:(?<![\w)\]}}])[-+])?\$?(?:{_NUMBER})(?:/\d+)?%?"
+_ANY_NUMBER = re.compile(rf"(?<![\d.])(?:{_SIGNED})(?!\d)")
+_HASHES = re.compile(rf"####[\s*$\\]*([-+]?\s?\$?(?:{_NUMBER})(?:/\d+)?%?)")
+_PLAIN_NUMBER = re.compile(rf"([-+]?)({_NUMBER})(?:/(\d+))?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# An escaped brace is a sign, not a bracket.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\.,;]+)")
+_CHOICE = re.compile(
+    r"(?<![A-Za-z])(?:\(([A-J])\)|\[([A-J])\]|([B-HJ]|[AI](?=[.):]|\s*$)))(?![A-Za-z'])"
+)
+_LONE_CHOICE = re.compile(r"[(\[]?([A-Ja-j])[)\]]?[.:]?")
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname|mbox)\s*\{([^{}]*)\}"
+)
+_VULGAR_FRACTION = re.compile(r"(?<=\d)[¼-¾⅐-⅞]")
+_SIGNS = str.maketrans({"⁄": "/", "−": "-", "﹣": "-", "–": "-", "’": "'", "“": '"', "”": '"'})
+_DROPPED = re.compile(
+    r"\\left|\\right|\\[!,;:]|\\ |~|\$|\\displaystyle|\^\s*\{?\\circ\}?|\\%|%|°|\s+"
+)
+
+
+def clean(text: str) -> str:
+    """Return text with full-width characters, typographic minus signs and quotes made plain."""
+    spaced = _VULGAR_FRACTION.sub(lambda match: f" {match.group()}", text)
+    return unicodedata.normalize("NFKC", spaced).translate(_SIGNS)
+
+
+def accepted(ground_truth: Any) -> list[str]:
+    """Return the accepted answers as text: a list stands for several, None for none."""
+    several = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    return [str(one) for one in several if one is not None and str(one).strip()]
+
+
+def find_boxed(text: str) -> str | None:
+    r"""Return what stands in the last \boxed{…} whose braces balance, or None."""
+    starts = {match.end() for match in _BOX.finditer(text)}
+    opened: list[int] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.end())
+        elif match.group() == "}" and opened:
+            start = opened.pop()
+            if start in starts and (last is None or start > last[0]):
+                last = (start, match.start())
+    if last is not None:
+        return text[last[0] : last[1]].strip()
+    bare = _BARE_BOX.findall(text)
+    return str(bare[-1]) if bare else None
+
+
+def find_after_hashes(text: str) -> str | None:
+    """Return the number after the last `####` in the last 300 characters, or None."""
+    found = _HASHES.findall(clean(text[-LAST_CHARS:]))
+    return str(found[-1]).strip() if found else None
+
+
+def find_last_number(text: str) -> str | None:
+    """Return the last number in the text as it is written, or None."""
+    found = None
+    for match in _ANY_NUMBER.finditer(clean(text)):
+        found = match.group().strip()
+    return found
+
+
+def find_first_number(text: str) -> str | None:
+    """Return the first number in the text as it is written, or None."""
+    match = _ANY_NUMBER.search(clean(text))
+    return match.group().strip() if match else None
+
+
+def find_choice(text: str) -> str | None:
+    """Return the last choice letter A-J that stands alone; bracketed ones come first.
+
+    "A" and "I" inside a sentence are words, not choices.
+    """
+    found = _CHOICE.findall(clean(text))
+    bracketed = [a or b for a, b, _ in found if a or b]
+    bare = [letter for _, _, letter in found if letter]
+    letters = bracketed or bare
+    return letters[-1] if letters else None
+
+
+def read_choice(text: str) -> str | None:
+    """Return the letter when the whole text is one choice such as `B`, `(b)` or `B.`."""
+    match = _LONE_CHOICE.fullmatch(unwrap_text(clean(text)).strip(" $"))
+    return match.group(1).upper() if match else None
+
+
+def read_number(text: str) -> Fraction | None:
+    """Read a whole text as one number: `1,234.50`, `$5`, `72.`, `50%` (as 50), `1/2`."""
+    plain = clean(text).strip().replace("\\$", "").replace("$", "").replace("\\%", "%")
+    plain = re.sub(r"^([-+]) ", r"\1", plain.strip()).rstrip(".").rstrip("% ").rstrip(".")
+    match = _PLAIN_NUMBER.fullmatch(plain)
+    if match is None or len(plain) > LONGEST_NUMBER:
+        return None
+    sign, size, below = match.groups()
+    if below is not None and int(below) == 0:
+        return None
+    value = Fraction(size.replace(",", "")) / int(below or 1)
+    return -value if sign == "-" else value
+
+
+def unwrap_text(text: str) -> str:
+    r"""Return LaTeX with \text{…} and its kin replaced by what they hold."""
+    return _TEXT_COMMAND.sub(r"\1", text)
+
+
+def normalise_maths(text: str) -> str:
+    """Return an answer stripped of everything that is only looks, for comparing as text."""
+    plain = unwrap_text(clean(text)).strip().rstrip(".")
+    plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    return _DROPPED.sub("", plain)
+
+
+def normalise_words(text: str) -> str:
+    """Return text in lower case, spaces made single, without an ending full stop."""
+    return " ".join(clean(text).casefold().split()).rstrip(".。").rstrip()
+
+
+def contains_answer(text: str, answer: str) -> bool:
+    """Say whether the answer stands in the text, not inside a longer word or number."""
+    wanted = normalise_words(answer)
+    if not wanted:
+        return False
+    before = r"(?<![a-z0-9])(?<!\d[.,])" if wanted[0].isascii() and wanted[0].isalnum() else ""
+    after = r"(?![a-z0-9])(?![.,]\d)" if wanted[-1].isascii() and wanted[-1].isalnum() else ""
+    return re.search(before + re.escape(wanted) + after, normalise_words(text)) is not None
+
+
+def repetition(text: str, size: int = 4) -> float:
+    """Return the share of word n-grams that have been said before, 0 to 1."""
+    words: Sequence[str] = normalise_words(text).split()
+    grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
 
 Facts = Mapping[str, Any]
 
@@ -57,22 +179,10 @@ _MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)")
 _ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
 _SENTENCE_END = re.compile(r"\n|。|\.(?=\s|$)|[;!](?=\s|$)")
 _MEMBER_OF = re.compile(r"^\s*[A-Za-z]\s*(?:\\in\b|∈)\s*")
-_SYMBOLS = str.maketrans(
-    {
-        "√": "\\sqrt",
-        "∞": "\\infty ",
-        "≤": "\\le ",
-        "≥": "\\ge ",
-        "≠": "\\ne ",
-        "π": "\\pi ",
-        "×": "\\times ",
-        "·": "\\cdot ",
-        "÷": "\\div ",
-        "∪": "\\cup ",
-        "∩": "\\cap ",
-        "±": "\\pm ",
-    }
-)
+_SYMBOLS = str.maketrans({
+    "√": "\\sqrt", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "π": "\\pi ",
+    "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm ",
+})  # fmt: skip
 _INTEGER = re.compile(r"[-+]?\d+|[-+]?\d{1,3}(?:,\d{3})+")
 
 
@@ -465,134 +575,3 @@ def check_sources(sources: Collection[str]) -> None:
     raise RewardError(
         f"No rule for data_source {named}{more}.{''.join(hints)} Known: {', '.join(known)}. {mend}"
     )
-
-
-CPU_SECONDS = 3.0
-MOST_MEMORY = 4 << 30
-
-
-def load_slow(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the slow way of a rule, with its libraries loaded before the clock runs."""
-    slow = RULES[name].slow
-    assert slow is not None
-
-    def compute_score(solution_str: str, ground_truth: Any, extra_info: Any, **_: Any) -> Any:
-        return slow(solution_str, ground_truth, extra_info, **settings)
-
-    if name == "math":
-        slow(r"\boxed{\frac{2}{4}}", "0.5", {})
-    return compute_score
-
-
-class RuleReward(Reward):
-    """Scores by rule: strings are compared at once, algebra goes to workers, code to sandboxes.
-
-    `rule` serves every row; without it each row's data_source chooses. `timeout` is by the
-    wall clock, `cpu_seconds` by the worker's own processor time; `code` limits the rule code.
-    """
-
-    name = "rule"
-
-    def __init__(
-        self,
-        rule: Rule | None = None,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        timeout: float = 10.0,
-        num_workers: int = 2,
-        cpu_seconds: float = CPU_SECONDS,
-        code: Code | None = None,
-    ) -> None:
-        from ppo_cli.rewards.code.check import CodePool
-
-        self._rule = rule
-        self._settings = dict(settings or {})
-        self._timeout = timeout
-        self._num_workers = num_workers
-        self._cpu_seconds = cpu_seconds
-        self._code = CodePool(code or Code(), size=num_workers)
-        self._pools: dict[str, WorkerPool] = {}
-        self._closed = False
-        _check_settings(rule, self._settings)
-
-    def start(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        patient: bool = False,
-        tell: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """Choose the sandbox where prompts ask for code.
-
-        RewardError when no sandbox works, or when no prompt of a rule can be scored.
-        """
-        check_prompts(self._rule, self._settings, prompts)
-        if any((self._rule or rule_for(p.data_source)) is RULES["code"] for p in prompts):
-            self._code.start(tell)
-
-    def submit(self, rollout: Rollout) -> Future[Score]:
-        """Score one rollout; most rules answer before this returns."""
-        if self._closed:
-            raise RuntimeError("this reward is closed")
-        prompt = rollout.prompt
-        rule = self._rule or rule_for(prompt.data_source)
-        if rule is None:
-            return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
-        text = rollout.whole if rule.whole else rollout.answer
-        call = Call(prompt.data_source, text, prompt.ground_truth, dict(prompt.extra_info))
-        score = answer_now(rule, call, self._settings)
-        if not rule.whole and not text and rollout.unclosed and not (score and score.failure):
-            score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})
-        if score is None:
-            return self._pool(rule).submit(call, partial(_named, rule))
-        return _done(_named(rule, score))
-
-    def _pool(self, rule: Rule) -> WorkerPool | CodePool:
-        if rule.slow is None:
-            return self._code
-        if rule.name not in self._pools:
-            from ppo_cli.rewards.pool import Task, WorkerPool
-
-            load = partial(load_slow, rule.name, self._settings)
-            task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MOST_MEMORY)
-            self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)
-        return self._pools[rule.name]
-
-    def close(self) -> None:
-        """Stop the workers."""
-        self._closed = True
-        self._code.close()
-        for pool in self._pools.values():
-            pool.close()
-
-
-def _done(score: Score) -> Future[Score]:
-    future: Future[Score] = Future()
-    future.set_result(score)
-    return future
-
-
-def _named(rule: Rule, score: Score) -> Score:
-    # How long it took stays out: the same rollout gives the same record.
-    info = {k: v for k, v in score.info.items() if k != "latency_s"} | {"rule": rule.name}
-    value = score.value
-    parts = {} if value is None else {rule.name: Part(raw=value, scaled=value)}
-    return replace(score, parts=parts, info=info)
-
-
-def _check_settings(rule: Rule | None, settings: Mapping[str, Any]) -> None:
-    if not settings:
-        return
-    if rule is None:
-        raise RewardError(
-            "reward.function_kwargs belong to --reward_function FILE:NAME or --rule NAME, "
-            "but neither is set."
-        )
-    for name in settings:
-        if name not in rule.settings:
-            known = ", ".join(rule.settings) or "none"
-            hint = did_you_mean(name, rule.settings)
-            raise RewardError(
-                f"reward.function_kwargs.{name}: the rule {rule.name} has no such setting.{hint} "
-                f"Known: {known}."
-            )

@@ -123,7 +123,7 @@ def test_bad_rows_stop_it_before_anything_is_asked(
 def test_ctrl_c_writes_what_is_there_and_exits_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.rewards.rules import RuleReward
+    from ppo_cli.rewards.function import RuleReward
 
     def settle(self: RuleReward, kind: str) -> None:
         raise KeyboardInterrupt

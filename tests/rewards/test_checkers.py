@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_cli.rewards import checkers
+from ppo_cli.rewards import rules
 
 FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
-    checkers.find_boxed: [
+    rules.find_boxed: [
         (r"so \boxed{7}", "7"),
         (r"\boxed{3} no, \boxed{7}", "7"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -29,7 +29,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("boxed{3}", None),
         ("", None),
     ],
-    checkers.find_after_hashes: [
+    rules.find_after_hashes: [
         ("a + b\n#### 72", "72"),
         ("#### 71\nno:\n#### 72", "72"),
         ("#### $1,200.", "1,200"),
@@ -47,7 +47,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("#### seventy", None),
         ("72", None),
     ],
-    checkers.find_last_number: [
+    rules.find_last_number: [
         ("12 + 30 = 42", "42"),
         ("12 - 5", "5"),
         ("12-5", "5"),
@@ -62,7 +62,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("none", None),
         ("", None),
     ],
-    checkers.read_number: [
+    rules.read_number: [
         ("72", 72),
         ("72.0", 72),
         ("72.", 72),
@@ -87,7 +87,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("abc", None),
         ("", None),
     ],
-    checkers.find_choice: [
+    rules.find_choice: [
         ("I like A. So (C)", "C"),
         ("The answer: B", "B"),
         ("(D) because B is wrong", "D"),
@@ -96,7 +96,7 @@ FOUND: dict[Callable[[str], object], list[tuple[str, object]]] = {
         ("BAD", None),
         ("It is A", "A"),
     ],
-    checkers.read_choice: [
+    rules.read_choice: [
         (text, "B") for text in ("B", "(b)", "[B]", "B.", r"\text{B}", r"\text{(B)}", " $B$ ")
     ],
 }
@@ -114,13 +114,13 @@ def test_what_is_found_in_a_text() -> None:
 
 @given(st.integers(-(10**12), 10**12))
 def test_thousands_and_trailing_zeros_do_not_matter(number: int) -> None:
-    assert checkers.read_number(f"{number:,}.00") == number
+    assert rules.read_number(f"{number:,}.00") == number
 
 
 @given(st.text())
 def test_nothing_raises_on_any_text(text: str) -> None:
-    others = (checkers.normalise_maths, checkers.normalise_words)
-    for look in (*FOUND, *others, checkers.repetition):
+    others = (rules.normalise_maths, rules.normalise_words)
+    for look in (*FOUND, *others, rules.repetition):
         look(text)
 
 
@@ -137,13 +137,13 @@ def test_contains_answer() -> None:
         ("a+b", "a+b", True),
         ("x", "", False),
     ):
-        assert checkers.contains_answer(text, answer) is found, text
+        assert rules.contains_answer(text, answer) is found, text
 
 
 def test_repetition_is_the_share_of_repeated_ngrams() -> None:
-    assert checkers.repetition("one two three four five six") == 0
-    assert checkers.repetition("a b c d a b c d") == pytest.approx(1 / 5)
-    assert checkers.repetition("too short") == 0
+    assert rules.repetition("one two three four five six") == 0
+    assert rules.repetition("a b c d a b c d") == pytest.approx(1 / 5)
+    assert rules.repetition("too short") == 0
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_repetition_is_the_share_of_repeated_ngrams() -> None:
 def test_long_hostile_text_is_read_in_linear_time(piece: str) -> None:
     text = piece * 20_000
     started = time.process_time()
-    checkers.find_boxed(text)
-    checkers.find_after_hashes(text)
-    checkers.find_last_number(text)
-    checkers.normalise_maths(text)
+    rules.find_boxed(text)
+    rules.find_after_hashes(text)
+    rules.find_last_number(text)
+    rules.normalise_maths(text)
     # Quadratic work on this text takes minutes.
     assert time.process_time() - started < 20

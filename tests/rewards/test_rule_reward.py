@@ -17,7 +17,8 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.base import Reward
 from ppo_cli.rewards.code import sandboxes
-from ppo_cli.rewards.rules import RULES, RuleReward
+from ppo_cli.rewards.function import RuleReward
+from ppo_cli.rewards.rules import RULES
 
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]

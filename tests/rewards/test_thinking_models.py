@@ -16,8 +16,9 @@ from ppo_cli.data_sets.prompts import load_prompts
 from ppo_cli.engine.models import decode_text, load_tokenizer
 from ppo_cli.records import Prompt, Rollout, Scored
 from ppo_cli.report.metrics import score_metrics
+from ppo_cli.rewards.function import RuleReward
 from ppo_cli.rewards.judge.prompt import readable
-from ppo_cli.rewards.rules import RULES, RuleReward
+from ppo_cli.rewards.rules import RULES
 from ppo_cli.thoughts import count_tokens
 from tests.rewards.thinking_models import CORPUS, RIGHT, THINKERS, WRONG, Reply, Thinker
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.records import Score
-from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, describe_error
+from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, unheard
 from ppo_cli.rewards.code.channel import (
     MOST_TRUSTED,
     Gone,
@@ -349,7 +349,7 @@ class CodePool:
         self._closed = False
         self._sandbox: Sandbox | None = None
 
-    def start(self, tell: Callable[[str], None] = lambda text: None) -> None:
+    def start(self, tell: Tell = unheard) -> None:
         """Choose the sandbox; RewardError when none works."""
         with self._lock:
             if self._sandbox is None:

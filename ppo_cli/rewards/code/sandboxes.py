@@ -28,13 +28,14 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.errors import RewardError
+from ppo_cli.rewards.base import Tell, unheard
 from ppo_cli.rewards.code.limits import build_filter
 from ppo_cli.rewards.code.probe import SECRET
 from ppo_cli.rewards.code.processes import (
@@ -456,7 +457,7 @@ _FAULTS: dict[str, str] = {}
 _PROBING = threading.Lock()
 
 
-def choose_sandbox(settings: Code, tell: Callable[[str], None] = lambda text: None) -> Sandbox:
+def choose_sandbox(settings: Code, tell: Tell = unheard) -> Sandbox:
     """Return the first sandbox that works; RewardError when none does and none is not allowed."""
     known: dict[str, Sandbox] = {"bwrap": Bubblewrap(), "sandlock": Sandlock(settings.memory_mb)}
     wanted = list(known) if settings.sandbox is None else [settings.sandbox]

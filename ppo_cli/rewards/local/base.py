@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ppo_cli.errors import RewardError, shorten
 from ppo_cli.records import Message, Prompt
+from ppo_cli.rewards.base import Tell
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def check_direction(pairs: Sequence[Pair], scores: Sequence[float], doubt: str) 
 
 
 @contextmanager
-def as_strict_as(mode: str, tell: Callable[[str], None]) -> Iterator[None]:
+def as_strict_as(mode: str, tell: Tell) -> Iterator[None]:
     """Let a failed test stop the run when `mode` is strict, and only tell it otherwise."""
     try:
         yield

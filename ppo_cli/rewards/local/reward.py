@@ -17,7 +17,7 @@ import torch
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import PpoError, RewardError, WorkerLost
 from ppo_cli.records import Message, Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind
+from ppo_cli.rewards.base import Host, HostMaker, InProcess, Reward, RoundKind, Tell, unheard
 from ppo_cli.rewards.local.base import (
     LOOKED_AT,
     TURN_OFF,
@@ -292,11 +292,7 @@ class LocalModelReward(Reward):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{name}")
 
     def start(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        patient: bool = False,
-        tell: Callable[[str], None] = lambda text: None,
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
     ) -> None:
         """Load the model, see that its format takes the prompts, and test it."""
         host = self._ready()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.errors import Interrupted, PpoError, RewardError
 from ppo_cli.redact import hide, redact
+from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.remote import read_retry_after, read_words
 from ppo_cli.rewards.served.protocols import (
     EXCERPT,
@@ -63,7 +64,6 @@ ADVICE = (
 
 
 Ask = Callable[[], Awaitable[None]]  # a request; raises ServerFault
-Tell = Callable[[str], None]
 
 
 class Outage:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ppo_cli.config.known_models import find_adapter
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward, RoundKind
+from ppo_cli.rewards.base import Reward, RoundKind, Tell, unheard
 from ppo_cli.rewards.local.base import (
     BUILT_IN,
     NO_ANSWER,
@@ -50,7 +50,7 @@ from ppo_cli.rewards.served.protocols import (
 SAME = 1e-3
 
 
-def model_name(listed: object, tell: Callable[[str], None]) -> str:
+def model_name(listed: object, tell: Tell) -> str:
     """The name under which the server knows its model, off the answer of /v1/models."""
     data = listed.get("data") if isinstance(listed, dict) else None
     items = data if isinstance(data, list) else []
@@ -69,7 +69,7 @@ def model_name(listed: object, tell: Callable[[str], None]) -> str:
 
 
 async def check_raw(
-    client: ServedModelClient, wire: Vllm, samples: Sequence[Sample], tell: Callable[[str], None]
+    client: ServedModelClient, wire: Vllm, samples: Sequence[Sample], tell: Tell
 ) -> None:
     """Make sure that no sigmoid or softmax lies over the scores, by whatever name it is put off.
 
@@ -116,7 +116,7 @@ def _differ(some: Sequence[Row], others: Sequence[Row]) -> bool:
 
 
 async def check_scores(
-    client: ServedModelClient, samples: Sequence[Sample], tell: Callable[[str], None]
+    client: ServedModelClient, samples: Sequence[Sample], tell: Tell
 ) -> list[float]:
     """Score samples, each alone; RewardError unless all have a score, the same when asked twice."""
     first, second = await score_each(client, samples), await score_each(client, samples)
@@ -171,11 +171,7 @@ class ServedModelReward(Reward):
         self._loop = LoopThread(f"served-{name}")
 
     def start(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        patient: bool = False,
-        tell: Callable[[str], None] = lambda text: None,
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
     ) -> None:
         """Ask for one tiny score, then see that scores are raw and that good is above bad."""
         for remark in self._writer.remarks():
@@ -242,9 +238,7 @@ class ServedModelReward(Reward):
             return self._writer.write(prompt, response)
         return None
 
-    async def _start(
-        self, prompts: Sequence[Prompt], *, patient: bool, tell: Callable[[str], None]
-    ) -> None:
+    async def _start(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
         ask = partial(self._ask_first, tell)
         await self._client.outage.first_answer(ask, patient=patient, tell=tell)
         most = self._settings.max_length
@@ -258,7 +252,7 @@ class ServedModelReward(Reward):
         self._client.counters = Counters()
         self._writer.take_counts()
 
-    async def _ask_first(self, tell: Callable[[str], None]) -> None:
+    async def _ask_first(self, tell: Tell) -> None:
         """Find the model's name and score one sample; raises ServerFault."""
         if isinstance(self._wire, Vllm) and self._wire.model is None:
             self._wire.model = model_name(await self._client.get(self._wire.models_url), tell)

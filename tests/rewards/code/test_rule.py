@@ -15,7 +15,8 @@ from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.sandboxes import Sandbox
-from ppo_cli.rewards.rules import RULES, RuleReward, rule_for
+from ppo_cli.rewards.function import RuleReward
+from ppo_cli.rewards.rules import RULES, rule_for
 
 MakeRollout = Callable[..., Rollout]
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
