@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ppo_cli.cli.foreign_flags import listed
+from ppo_cli.cli.app import listed
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema import Config
 

@@ -1,23 +1,181 @@
 """The `ppo` command: finds the sub-command, and turns every outcome into an exit code.
 
 Sub-commands are imported when they are called, so that `ppo --help` stays quick.
+Flags that people know from TRL, Hugging Face's Trainer, OpenRLHF and torchrun are listed in
+foreign_flags.toml: where one means the same here it is an alias, else a sentence says what to use.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ppo_cli import __version__
-from ppo_cli.cli.crash import exit_code_of
-from ppo_cli.cli.foreign_flags import translate
-from ppo_cli.errors import EXIT_STOPPED, did_you_mean
+from ppo_cli.errors import (
+    DISK_ERRNOS,
+    EXIT_BUG,
+    EXIT_STOPPED,
+    EXIT_USER,
+    FULL_DISK_ERRNOS,
+    ConfigError,
+    Interrupted,
+    PpoError,
+    UserError,
+    WorkerLost,
+    did_you_mean,
+    ppo,
+)
+from ppo_cli.redact import redact
+
+NEAR = 0.75  # below this share of equal letters a suggestion only confuses
+
+
+@cache
+def listed() -> dict[str, dict[str, str]]:
+    """Return `aliases` and `pointers`: by flag what means the same, and what to do instead."""
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text("utf-8"))
+
+
+def translate(words: Sequence[str]) -> list[str]:
+    """Replace each alias by what it stands for; a setting without a flag becomes KEY=VALUE."""
+    out: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*out, word, *rest]
+        name, equals, value = word[2:].partition("=")
+        known = word.startswith("--") and listed()["aliases"].get(name.replace("-", "_"))
+        if not known:
+            out.append(word)
+        elif known.startswith("--"):
+            out.append(f"{known}{equals}{value}")
+        elif equals or rest:
+            out.append(f"{known}={value if equals else rest.pop(0)}")
+        else:
+            out.append(word)
+    return out
+
+
+def unknown_flag(flag: str, known: Iterable[str]) -> str:
+    """Say that a flag does not exist, and what to use: a known one, or nothing that is far off."""
+    name = flag.lstrip("-").replace("-", "_")
+    names = {word.lstrip("-"): word for word in known}
+    aliases, pointers = listed()["aliases"], listed()["pointers"]
+    near = difflib.get_close_matches(name, [*names, *aliases, *pointers], n=1, cutoff=NEAR)
+    said = f"there is no flag {flag}"
+    if not near:
+        return f"{said}."
+    if near[0] in pointers:
+        return f"{said}: {pointers[near[0]].format(ppo=ppo())}."
+    return f"{said}. Did you mean '{names.get(near[0]) or aliases[near[0]]}'?"
+
+
+DEFAULT_FOLDER = Path("outputs")
+_DOCTOR = "It may be this machine: `{}` looks for what it lacks."
+_OF_THE_MACHINE = re.compile(r"\b(CUDA|NCCL|cuBLAS|driver|GLIBC|shared (object|memory))\b", re.I)
+
+
+class Crash(Exception):
+    """A bug inside a run; its cause is the bug, `folder` is the run's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
+def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
+    """Print the error on stderr as its kind requires and return the exit code."""
+    bug = error.__cause__ if isinstance(error, Crash) and error.__cause__ else error
+    if debug:
+        _say("".join(traceback.format_exception(bug)).rstrip())
+    if isinstance(bug, UserError):
+        _say(_listed(bug))
+        return bug.exit_code
+    if (usage := _usage(bug)) is not None:
+        _say(usage)
+        return EXIT_USER
+    if isinstance(bug, Interrupted | WorkerLost):
+        _say(str(bug))
+        if isinstance(bug, WorkerLost):
+            _say(_DOCTOR.format(ppo("doctor")))
+        return bug.exit_code
+    if isinstance(bug, OSError) and bug.errno in DISK_ERRNOS and not isinstance(bug, PpoError):
+        full = bug.errno in FULL_DISK_ERRNOS
+        mend = "Free some space, or write elsewhere" if full else "Choose a place that you may use"
+        why = os.strerror(bug.errno or 0).lower()
+        _say(f"error: {bug.filename or 'writing'}: {why}. {mend} (--output_dir).")
+        return EXIT_USER
+    folder = error.folder if isinstance(error, Crash) else DEFAULT_FOLDER
+    _say(f"This is a bug in ppo-cli: {type(bug).__name__}: {bug}")
+    _say(_kept(bug, folder))
+    if isinstance(bug, ImportError | OSError) or _OF_THE_MACHINE.search(str(bug)):
+        _say(_DOCTOR.format(ppo("doctor")))
+    return EXIT_BUG
+
+
+def _listed(error: UserError) -> str:
+    """Count the problems of the settings; any other error is one, however many its lines."""
+    lines = error.problems if isinstance(error, ConfigError) else ()
+    if len(lines) < 2:
+        return f"error: {error}"
+    return "\n".join([f"{len(lines)} things are wrong:", *(f"  {line}" for line in lines)])
+
+
+def _usage(error: BaseException) -> str | None:
+    """Return the message for a command line that the parser refused; None for other errors.
+
+    Recognised by their attributes: the parser's error classes are not part of typer's interface.
+    """
+    if not hasattr(error, "format_message"):
+        return None
+    said = str(error.format_message())
+    # pydantic's words for a value that is no number
+    said = re.sub(r"Input should be a valid (\w+), unable to parse.*", r"this is no \1", said)
+    if "Usage:" in said:  # a group without its command answers with its help
+        return said
+    flag = getattr(error, "option_name", None)
+    if hasattr(error, "possibilities"):
+        said = f"there is no flag {flag}.{did_you_mean(str(flag), error.possibilities or ())}"
+    context = getattr(error, "ctx", None)
+    if not said and context:  # a group without its command: its help is printed by now
+        said = f"name one of its commands: {', '.join(context.command.commands)}"
+    command = context.command_path.partition(" ")[2] if context else "COMMAND"
+    stop = "" if said.endswith((".", "?")) else "."
+    return f"error: {said}{stop} See `{ppo(f'{command} --help'.lstrip())}`."
+
+
+def _kept(bug: BaseException, folder: Path) -> str:
+    """Write the traceback into the run's logs and say where it is."""
+    text = redact("".join(traceback.format_exception(bug)))
+    path = folder / "logs" / f"crash-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError:
+        return text.rstrip()
+    return f"The traceback is in {path}; --debug shows it here."
+
+
+def _say(text: str) -> None:
+    with suppress(BrokenPipeError):  # the reader has closed the stream
+        print(redact(text), file=sys.stderr)
+
 
 # Rounds that an OpenMP thread spins before it sleeps: about half a millisecond. libgomp's own
 # 300,000 burn the CPU time that the other threads need to arrive when other work wants the CPUs.
@@ -25,23 +183,23 @@ SPINS = "10000"
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
 COMMANDS = {
-    "train": ("ppo_cli.cli.train:app", "Train a model with PPO."),
+    "train": ("ppo_cli.cli.train:train_app", "Train a model with PPO."),
     "plan": (
-        "ppo_cli.cli.plan:app",
+        "ppo_cli.cli.train:plan_app",
         "Show every setting with its origin, and the batch arithmetic.",
     ),
     "doctor": (
-        "ppo_cli.cli.doctor:app",
+        "ppo_cli.cli.train:doctor_app",
         "Look for what this machine lacks, and say what mends it.",
     ),
-    "presets": ("ppo_cli.cli.presets:app", "List the presets, show one, or copy one."),
-    "explain": ("ppo_cli.cli.explain:app", "Say what a setting or a metric is."),
+    "presets": ("ppo_cli.cli.explain:presets_app", "List the presets, show one, or copy one."),
+    "explain": ("ppo_cli.cli.explain:explain_app", "Say what a setting or a metric is."),
     "prompts": (
         "ppo_cli.cli.prompts:app",
         "List and show judge prompts, or render the request for a data row.",
     ),
-    "runs": ("ppo_cli.cli.runs:app", "List the runs in a folder: state, steps, reward, cost."),
-    "show": ("ppo_cli.cli.show:app", "Read a run folder: its steps, or the responses of one."),
+    "runs": ("ppo_cli.cli.show:runs_app", "List the runs in a folder: state, steps, reward, cost."),
+    "show": ("ppo_cli.cli.show:show_app", "Read a run folder: its steps, or the responses of one."),
     "view": ("ppo_cli.cli.page:view_app", "Serve a page about runs: curves, responses, settings."),
     "report": ("ppo_cli.cli.page:report_app", "Write that page as one HTML file."),
     "eval": (
@@ -53,7 +211,7 @@ COMMANDS = {
         "Let a model answer a prompt, a file of prompts, or you in a chat.",
     ),
     "export": (
-        "ppo_cli.cli.export:app",
+        "ppo_cli.cli.evaluate:export_app",
         "Write a trained model as one Hugging Face folder, adapters merged.",
     ),
     "bridge": (

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     add_completion=False,
-    pretty_exceptions_enable=False,
     no_args_is_help=True,
     help="Train on verl with the same settings and rewards, and read its results back.",
     epilog="Example: ppo bridge verl --out runs/on-verl --preset gsm8k --n_gpus 8",

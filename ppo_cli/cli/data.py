@@ -153,7 +153,6 @@ data_app = typer.Typer(
     help="Check prompt files, or prepare well-known sets.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.foreign_flags import translate, unknown_flag
+from ppo_cli.cli.app import translate, unknown_flag
 from ppo_cli.config.bundled import ALIASES, preset_names
 from ppo_cli.config.keys import Key, range_words, table
 from ppo_cli.config.resolve import Resolved, resolve

@@ -136,7 +136,7 @@ def check_runs(folders: list[Path], *, begun: bool) -> None:
         raise DataError("\n".join(problems))
 
 
-view_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+view_app = typer.Typer(add_completion=False)
 view_app.command(epilog="Example: ppo view outputs")(view)
-report_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+report_app = typer.Typer(add_completion=False)
 report_app.command(epilog="Example: ppo report outputs --out run.html")(report)

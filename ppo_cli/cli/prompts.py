@@ -18,7 +18,6 @@ from ppo_cli.errors import ConfigError, Interrupted, RewardError
 
 app = typer.Typer(
     add_completion=False,
-    pretty_exceptions_enable=False,
     no_args_is_help=True,
     help="Show judge prompts, render the request for a data row, or have criteria drafted.",
     epilog="Example: ppo prompts show math",

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ppo_cli.cli.crash import Crash
+from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
 from ppo_cli.cli.models import LISTING
 from ppo_cli.cli.screen import aligned, clean, duration, make_screen, number, print_result
@@ -265,7 +265,6 @@ reward_app = typer.Typer(
     help="Score files with a reward, hold it against labels, or attack it.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
 )
 
 

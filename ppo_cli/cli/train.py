@@ -1,27 +1,369 @@
-"""`ppo train`: what the plan refuses is refused, then the run."""
+"""`ppo plan`: what a run would do, and refuse; `ppo train` runs it; `ppo doctor`: the machine."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ppo_cli.cli.crash import Crash
-from ppo_cli.cli.flags import Given, add_command, switch
-from ppo_cli.cli.plan import FORK, forked, print_plan, reader, refusals, refused_rows
-from ppo_cli.config.derived import engine_name
-from ppo_cli.config.requirements import missing_gpus, refused_settings, remarks
+from ppo_cli.cli.app import Crash
+from ppo_cli.cli.flags import Given, add_command, own_flag, switch
+from ppo_cli.config.bundled import model_folder, prompt_files
+from ppo_cli.config.derived import PlanPart, engine_name, rows_missing, train_rows
+from ppo_cli.config.layers import read_yaml
+from ppo_cli.config.mixture import judges_of, rules_of
+from ppo_cli.config.model_checks import check_folder
+from ppo_cli.config.plan import Plan, arithmetic, make_plan
+from ppo_cli.config.requirements import (
+    missing_gpus,
+    missing_inputs,
+    missing_parts,
+    refused_settings,
+    remarks,
+)
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
+from ppo_cli.config.reward_schema import Composite, ModelReward
+from ppo_cli.config.schema import Config
 from ppo_cli.config.second_judge import with_second_judge
-from ppo_cli.errors import ConfigError, Interrupted, PpoError
+from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
+from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, ppo
+from ppo_cli.records import Prompt
+from ppo_cli.redact import redact
+from ppo_cli.run_folder import METRICS_FILE, find_source, read_metrics
 
 if TYPE_CHECKING:
     from ppo_cli.report.tracker import Screen
 
-EPILOG = (
+NO_FORECAST = "no forecast: "
+MOST_ROWS = 4_000  # a plan takes less than a second, however many rows there are
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+Read = Callable[[Split], Sequence[Prompt]]
+PLAN_EPILOG = (
+    "Example: ppo plan --preset gsm8k --batch_size 128   or, for programs: ppo plan --json"
+)
+
+
+def plan(given: Given) -> None:
+    """Show every setting with its origin, and the batch arithmetic."""
+    if given.on_verl:
+        from ppo_cli.cli.bridge import plan_there
+
+        plan_there(given)
+        return
+    resolved = with_second_judge(forked(given), os.environ)
+    read = reader(resolved.config)
+    problems = list(dict.fromkeys([*refusals(resolved), *refused_rows(resolved.config, read)]))
+    if refused_settings(resolved):  # there is nothing to lay out
+        raise ConfigError(problems)
+    if given.extras["json"]:
+        made, judge = _lay_out(resolved, read)
+        facts = made.as_dict() | judge.facts | {"problems": problems}
+        print(json.dumps(facts, indent=2))
+    else:
+        print_plan(resolved, read, every=bool(given.extras["all"]), problems=problems)
+    if problems:
+        raise ConfigError(problems)
+
+
+def forked(given: Given) -> Resolved:
+    """Resolve; with `--fork RUN[@STEP]` over that run's settings, from its checkpoint, elsewhere.
+
+    Once the fork has a checkpoint of its own, `--resume auto` goes on from that.
+    """
+    word = given.extras["fork"]
+    if word is None:
+        # Resolve a line for this engine; a refusal of what verl has says how it runs there.
+        try:
+            return given.resolve_node()
+        except ConfigError as error:
+            from ppo_cli.cli.bridge import runs_there
+
+            raise ConfigError([*error.problems, *runs_there(given, error.problems)]) from error
+    if not word.strip():
+        raise ConfigError("--fork names no run; name one, or RUN@STEP, or leave it out.")
+    source = find_source(word)
+    if source.run is None:
+        raise ConfigError(f"--fork {word} is no run with a config.yaml; name one, or RUN@STEP.")
+    checkpoint = Path(source.path).parent
+    flags = {
+        "trainer.resume_mode": (str(checkpoint), f"--fork {word}"),
+        "trainer.output_dir": (f"{source.run}-{checkpoint.name}", f"--fork {word}"),
+        **given.flags,
+    }
+    files = (source.run / "config.yaml", *given.config_files)
+    resolved = replace(given, flags=flags, config_files=files).resolve_node()
+    if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
+        raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
+    total, done = arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])
+    if total and total <= done:
+        raise ConfigError(
+            f"--fork {word} begins after step {done}, and this run ends with step {total}: raise "
+            f"--max_steps (or --epochs) above {done}."
+        )
+    return resolved
+
+
+def refusals(resolved: Resolved) -> list[str]:
+    """Return why a run would end before it begins, as far as no model has to be loaded for it.
+
+    GPUs and keys may be absent where a run is only planned: they are remarks of a plan.
+    """
+    config = resolved.config
+    if config.trainer.node_rank:  # node 0 has the files, and compares the rest
+        return []
+    allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
+    found = [*missing_parts(resolved), *missing_inputs(config)]
+    problems = [line for line in found if line not in allowed]
+    problems += _failing(_file_checks(config))
+    return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def reader(config: Config) -> Read:
+    """Return what reads the first MOST_ROWS prompts of a split that are on this disk, once."""
+
+    def read(split: Split) -> list[Prompt]:
+        from ppo_cli.data_sets.rows import load_sets, prompt_of
+
+        files, most = _files(config, split)
+        sets = load_sets(
+            [name for name in files if not is_hub_name(name)],
+            prompt_key=config.data.prompt_key,
+            source_key=config.data.reward_fn_key,
+            max_samples=most,
+            at_most=MOST_ROWS,
+        )
+        return [prompt_of(rows.label, row) for rows in sets for row in rows.rows]
+
+    return cache(read)
+
+
+def refused_rows(config: Config, read: Read) -> list[str]:
+    """Return why a run would end once it has read its rows: bad, too few, or without truths."""
+    if config.trainer.node_rank:
+        return []
+    from ppo_cli.trust.sources import row_checks
+
+    problems: list[str] = []
+    prompts: list[Prompt] = []
+    named = {split: _files(config, split)[0] for split in SPLITS}
+    for split, files in named.items():
+        try:
+            prompts += [] if all(map(is_hub_name, files)) else read(split)
+        except UserError as error:
+            problems.append(str(error))
+    rows = train_rows(config)
+    if rows and (said := rows_missing(config, rows)):
+        problems.append(said)
+    if not problems and prompts:
+        far = any(is_hub_name(name) for files in named.values() for name in files)
+        problems += _failing(row_checks(config.reward, prompts, all_known=not far))
+    return [redact(line) for line in dict.fromkeys(problems)]
+
+
+def _files(config: Config, split: Split) -> tuple[tuple[str, ...], int]:
+    """Return the files of a split, and the most rows that are used of them."""
+    data = config.data
+    if split == "train":
+        return prompt_files(data.train_files, split), data.train_max_samples
+    return prompt_files(data.val_files, split), data.val_max_samples
+
+
+def _failing(checks: Iterable[Callable[[], object]]) -> list[str]:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.append(str(error))
+    return problems
+
+
+def unread_rows(config: Config) -> list[str]:
+    """Say of which files a plan has read the first rows only."""
+    said = []
+    for files in (_files(config, split)[0] for split in SPLITS):
+        counts = [count_rows(name) or 0 for name in files]
+        if sum(counts) > MOST_ROWS:
+            line = ppo(shlex.join(["data", "check", *files]))
+            said.append(
+                f"Only the first {MOST_ROWS:,} of {sum(counts):,} rows were read for this plan; "
+                f"`{line}` checks them all."
+            )
+    return said
+
+
+def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield what a run does first with each file and package that is named."""
+    from ppo_cli.report.loggers import check_loggers
+
+    for name in chain.from_iterable(_files(config, split)[0] for split in SPLITS):
+        if not is_hub_name(name):
+            yield partial(check_readable, Path(name).expanduser())
+    models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
+    for flag, path in (models | {"ref.path": config.ref.path}).items():
+        if path is not None:
+            yield partial(check_folder, model_folder(path), flag)
+    rules = rules_of(config.reward)
+    if judges_of(config.reward) or any(rule.function or rule.rule for rule in rules):
+        from ppo_cli.trust.sources import file_checks
+
+        yield from file_checks(config.reward)
+    yield partial(check_loggers, config.trainer.logger)
+
+
+def print_plan(
+    resolved: Resolved, read: Read, *, every: bool = False, problems: Sequence[str] = ()
+) -> None:
+    """Print the plan for people: what was set first, then what it comes to.
+
+    Without `every`, settings at their default are counted only. Problems are printed later and
+    are left out of the notes.
+    """
+    made, judge = _lay_out(resolved, read)
+    rows = [(k, _shown(v), o) for k, (v, o) in made.values.items() if every or o != "default"]
+    rows.sort(key=lambda row: row[2] == "default")
+    lines = ["Settings", *_columns(rows)]
+    if hidden := len(made.values) - len(rows):
+        lines.append(f"  and {hidden} at their default (--all shows them)")
+    parts = {
+        "Arithmetic": made.sentences,
+        "Devices": made.placement.sentences,
+        "Memory": made.memory.sentences,
+        "Reward": made.reward.sentences,
+        "Judge": judge.sentences,
+        "Notes": made.notes,
+    }
+    for title, sentences in parts.items():
+        said = [f"  {s}" for s in sentences if s.removeprefix(NO_FORECAST) not in problems]
+        lines += ["", title, *said] if said else []
+    print("\n".join(lines), flush=True)
+
+
+def _lay_out(resolved: Resolved, read: Read) -> tuple[Plan, PlanPart]:
+    """Return the plan of a run and what its judges will take."""
+    made = make_plan(resolved)
+    notes = (*made.notes, *unread_rows(resolved.config))
+    time = _step_time(resolved.config, made.arithmetic["total_steps"])
+    made = replace(
+        made,
+        notes=notes,
+        arithmetic=made.arithmetic | time.facts,
+        sentences=(*made.sentences, *time.sentences),
+    )
+    return made, _judge_plan(resolved.config, read)
+
+
+def _step_time(config: Config, steps: int | None) -> PlanPart:
+    """Forecast the time of a step from the run in the output folder, if it is of the same model."""
+    run = Path(config.trainer.output_dir).expanduser()
+    unknown = PlanPart(
+        (f"time: not known, no run of this model was measured in {config.trainer.output_dir}",),
+        {"step_seconds": None},
+    )
+    if not (run / METRICS_FILE).is_file() or not (run / "config.yaml").is_file():
+        return unknown
+    try:
+        entries = read_yaml(run / "config.yaml", "config.yaml")
+    except ConfigError:  # not of a run that this program has written
+        return unknown
+    then = {entry.name: str(entry.raw) for entry in entries}
+    seconds = [m["time/step_s"] for m in read_metrics(run) if m.get("time/step_s") is not None]
+    if not seconds or then.get("model.path") != config.model.path:
+        return unknown
+    sizes = [then.get(name, "") for name in ("data.train_batch_size", "rollout.n")]
+    if not all(size.isdigit() for size in sizes):
+        return unknown
+    before = math.prod(map(int, sizes))
+    now = config.data.train_batch_size * config.rollout.n
+    step = statistics.median(seconds) * now / before
+    whole = "" if steps is None else f", {step * steps / 60:.3g} min for {steps:,} steps"
+    said = (
+        f"time: about {step:.3g} s a step{whole}, by the median of {len(seconds)} steps of "
+        f"{before} responses in {config.trainer.output_dir}"
+    )
+    return PlanPart((said,), {"step_seconds": step})
+
+
+def _judge_plan(config: Config, read: Read) -> PlanPart:
+    """Forecast what judges take, or say why not; empty without any."""
+    judges = judges_of(config.reward)
+    if not judges:
+        return PlanPart((), {})
+    from ppo_cli.trust.forecast import forecast
+
+    forecasts: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    for judge in judges:
+        only = {
+            "api": judge.settings, "parts": (), "composite": Composite(), "model": ModelReward(),
+        }  # fmt: skip
+        alone = config.model_copy(update={"reward": config.reward.model_copy(update=only)})
+        try:
+            found = forecast(alone, read)
+            said, facts = found.lines(), found.as_dict()
+        except UserError as error:
+            facts = {"problem": redact(str(error))}
+            said = [f"{NO_FORECAST}{facts['problem']}"]
+        if judge.only_if:
+            said.append(f"it is asked only if {judge.only_if}: so much at most")
+            facts["only_if"] = judge.only_if
+        several = judge.part not in (None, "judge")
+        lines += [f"{judge.part}: {line}" for line in said] if several else said
+        forecasts[judge.part or "judge"] = facts
+    first = next(iter(forecasts.values()))
+    whole = first if len(judges) == 1 else first | {"judges": forecasts}
+    return PlanPart(tuple(lines), {"judge": whole})
+
+
+def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+    if not rows:
+        return []
+    first = max(len(row[0]) for row in rows)
+    second = min(40, max(len(row[1]) for row in rows))
+    return [f"  {key:<{first}}  {value:<{second}}  {origin}" for key, value, origin in rows]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, list):
+        return ", ".join(_shown(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_shown(item)}' for key, item in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+FORK = own_flag(
+    "fork", str, None, "Start a new run from a checkpoint of another, with its settings.",
+    "RUN[@STEP]",
+)  # fmt: skip
+plan_app = typer.Typer(add_completion=False)
+add_command(
+    plan_app,
+    plan,
+    PLAN_EPILOG,
+    [
+        switch("all", "Also the settings at their default."),
+        FORK,
+        switch("json", "Machine-readable, to stdout."),
+    ],
+)
+
+
+TRAIN_EPILOG = (
     "Example: ppo train --preset gsm8k --lr 1e-6 actor.clip_ratio_high=0.28   "
     "Every key is a setting, with or without a flag: ppo plan --all lists them."
 )
@@ -90,14 +432,50 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
         train_now(resolved, screen, nodes)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+train_app = typer.Typer(add_completion=False)
 add_command(
-    app,
+    train_app,
     train,
-    EPILOG,
+    TRAIN_EPILOG,
     [
         switch("dry_run", "Print the plan and stop."),
         switch("quiet", "Print warnings and the summary only."),
         FORK,
     ],
+)
+
+
+def doctor(given: Given) -> None:
+    """Look at Python, packages, GPUs, vLLM, Ray, memory, disk, hub, sandboxes and judges.
+
+    Each line says ok, warn or fail, and what mends it. The exit code is 2 where one fails.
+    The flags of a training run are taken too: then its output folder and judges are looked at.
+    """
+    config = given.resolve().config
+    from ppo_cli.cli.screen import clean, fit
+    from ppo_cli.run.doctor import examine
+
+    found, as_json = [], given.extras["json"]
+    for one in examine(config, os.environ, probe=given.extras["probe"]):
+        found.append(one)
+        if not as_json:
+            lines = [f"{one.state:<5} {one.part:<14} {one.found}"]
+            lines += [f"{'':<20} -> {one.fix}"] * bool(one.fix)
+            print(fit(clean("\n".join(lines)), sys.stdout.encoding), flush=True)
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], ensure_ascii=False, indent=2))
+    if any(one.state == "fail" for one in found):
+        raise typer.Exit(EXIT_USER)
+
+
+doctor_app = typer.Typer(add_completion=False)
+add_command(
+    doctor_app,
+    doctor,
+    "Example: ppo doctor --use_api_reward --rm_api_type openai --probe",
+    [
+        switch("probe", "Also call the model hub, and each judge for a few tokens."),
+        switch("json", "Machine-readable, to stdout."),
+    ],
+    ("trainer.default_local_dir", "trainer.output_dir", "reward.api."),
 )

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.derived import val_rows
 from ppo_cli.config.keys import table
@@ -24,6 +22,9 @@ from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder import paid_calls
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class StepSums:
@@ -54,6 +55,8 @@ class StepSums:
 
 def staleness_metrics(scored: Sequence[Scored], version: int) -> dict[str, float]:
     """How many updates old the weights are that the responses were begun with."""
+    import numpy as np
+
     ages = np.array([version - s.rollout.weight_version for s in scored], dtype=float)
     return {
         "rollout/staleness_mean": float(ages.mean()),
@@ -68,6 +71,8 @@ def score_metrics(scored: Sequence[Scored], prefix: str = "") -> dict[str, float
     With a prefix (validation) the mean of each data_source is given too, and an accuracy when
     every score is 0 or 1.
     """
+    import numpy as np
+
     values = np.array([s.score.value for s in scored if s.score.judged], dtype=float)
     lengths = np.array([len(s.rollout.token_ids) for s in scored], dtype=float)
     cut = [s.rollout.finish_reason == "length" for s in scored]
@@ -108,6 +113,8 @@ def _thought_metrics(scored: Sequence[Scored], prefix: str) -> dict[str, float]:
     thinking = [r for r in rollouts if r.thoughts]
     if not thinking:
         return {}
+    import numpy as np
+
     answers = [len(r.token_ids) - r.thought_tokens for r in rollouts if not r.unclosed]
     found = {
         "thought/length_mean": float(np.mean([r.thought_tokens for r in thinking])),
@@ -131,6 +138,8 @@ def recent(lines: Sequence[Mapping[str, Any]], most: int = 100) -> dict[str, flo
     Keys are `<metric>_mean` and `<metric>_std`; main metrics are those without a `/`. What a
     step did not measure is left out. The deviation is that of the values themselves (no n - 1).
     """
+    import numpy as np
+
     steps = [line for line in lines if line["step"] > 0][-most:]
     found: dict[str, float] = {}
     for name in sorted({key for line in steps for key in line if "/" not in key} - {"step"}):
@@ -151,6 +160,8 @@ def mixture_parts(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
     """1 - Var(returns - values) / Var(returns); NaN when the returns do not vary."""
+    import numpy as np
+
     spread = float(np.var(returns)) if len(returns) else 0.0
     return 1 - float(np.var(returns - values)) / spread if spread > 1e-12 else math.nan
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.cli import app as app_module
-from ppo_cli.cli.app import COMMANDS, main
-from ppo_cli.cli.crash import Crash, exit_code_of
+from ppo_cli.cli.app import COMMANDS, Crash, exit_code_of, main
 from ppo_cli.config.keys import table
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config

@@ -138,7 +138,7 @@ def test_what_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_names_the_doctor_where_it_may_be_the_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_cli.cli.crash import exit_code_of
+    from ppo_cli.cli.app import exit_code_of
 
     monkeypatch.setenv("PPO_COMMAND", "ppo")
     for error, named in (

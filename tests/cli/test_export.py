@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.export import amount
+from ppo_cli.cli.evaluate import amount
 from ppo_cli.config.bundled import bundled_path
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from ppo_cli.cli.app import main
+from ppo_cli.cli.app import listed, main, translate, unknown_flag
 from ppo_cli.cli.flags import flag_keys, help_line, spread
-from ppo_cli.cli.foreign_flags import listed, translate, unknown_flag
 from ppo_cli.config.keys import table
 from ppo_cli.config.layers import DATA_FOLDER
 from ppo_cli.config.verl import VERSION

@@ -13,7 +13,6 @@ from tests.house.test_floors import own_imports
 
 MOST = 25
 STANDS = {
-    "cli.plan": "a command of its own",
     "engine.actor_critic": "the models that are trained; with them, learner is over the cap",
     "engine.hf_sampler": "one sampler of several",
     "engine.cluster.cluster": "the processes, whatever they hold; with it, engine is over the cap",

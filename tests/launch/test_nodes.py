@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.crash import exit_code_of as tell_and_end
+from ppo_cli.cli.app import exit_code_of as tell_and_end
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DISK_ERRNOS, ConfigError, Interrupted, WorkerLost, exit_code_of
 from ppo_cli.launch.addresses import free_port, is_literal, is_mine, listen, resolve_host

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.cli.runs import is_running
+from ppo_cli.cli.show import is_running
 from ppo_cli.errors import UserError
 from ppo_cli.run_folder import LOCK, RunFolder, differences
 

@@ -12,7 +12,7 @@ import pytest
 
 import ppo_cli
 from ppo_cli.cli.app import main
-from ppo_cli.cli.plan import reader
+from ppo_cli.cli.train import reader
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
