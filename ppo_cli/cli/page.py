@@ -42,8 +42,7 @@ def view(
     """
     folders = runs or [Path("outputs")]
     check_runs(folders, begun=True)
-    from ppo_cli.report.page.document import bokeh_files
-    from ppo_cli.report.page.server import PageServer, open_runs
+    from ppo_cli.report.page.server import PageServer, bokeh_files, open_runs
 
     bokeh_files()
     try:
@@ -93,8 +92,8 @@ def report(
         if len(runs) > 1:
             raise UserError("Several runs make one page: name its file with --out FILE.")
         out = runs[0] / "report.html"
-    from ppo_cli.report.page.document import report as page_of
     from ppo_cli.report.page.server import open_runs
+    from ppo_cli.report.page.server import report as page_of
     from ppo_cli.trust.rows import check_out
 
     check_out(out, str(runs[0]))

@@ -28,8 +28,7 @@ from ppo_cli.data_sets.files import (
     read_bytes,
     split_sources,
 )
-from ppo_cli.data_sets.messages import is_transcript, split_transcript
-from ppo_cli.data_sets.rows import read_records, read_source
+from ppo_cli.data_sets.rows import is_transcript, read_records, read_source, split_transcript
 from ppo_cli.errors import DataError, did_you_mean, ppo
 from ppo_cli.records import Message
 

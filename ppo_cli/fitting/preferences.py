@@ -19,16 +19,20 @@ from typing import Any
 
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.data_sets.files import Place, Record, Records, RowError, RowProblem, name_type
-from ppo_cli.data_sets.messages import (
+from ppo_cli.data_sets.rows import (
+    PROMPT_ALIASES,
     as_plain,
     is_transcript,
+    list_names,
     read_message,
     read_messages,
     read_plain,
     read_prompt,
+    read_records,
+    read_source,
+    sole,
     split_transcript,
 )
-from ppo_cli.data_sets.rows import PROMPT_ALIASES, list_names, read_records, read_source, sole
 from ppo_cli.errors import DataError, RewardError, did_you_mean
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance

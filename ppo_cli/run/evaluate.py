@@ -31,8 +31,7 @@ from ppo_cli.config.mixture import mixture_of
 from ppo_cli.config.reward_schema import Composite, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place
-from ppo_cli.data_sets.prompts import render_prompts
-from ppo_cli.data_sets.render import Renderer
+from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.rows import Columns, Row, RowSet
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import set_threads

@@ -17,8 +17,7 @@ from typing import Any
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
-from ppo_cli.data_sets.messages import as_plain
-from ppo_cli.data_sets.rows import list_names
+from ppo_cli.data_sets.rows import as_plain, list_names
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.prompt import check_criteria, criteria_of, material_of

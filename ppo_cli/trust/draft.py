@@ -18,7 +18,7 @@ import yaml
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.data_sets.messages import as_plain
+from ppo_cli.data_sets.rows import as_plain
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen

@@ -10,8 +10,7 @@ from typing import Any
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.messages import question_of
-from ppo_cli.data_sets.rows import Row, find_columns, read_row, read_source
+from ppo_cli.data_sets.rows import Row, find_columns, question_of, read_row, read_source
 from ppo_cli.errors import DataError, RewardError
 from ppo_cli.rewards.judge.calls import Question
 from ppo_cli.rewards.judge.prompt import (

@@ -24,9 +24,9 @@ from ppo_cli.data_sets.files import (
     name_type,
     raise_problems,
 )
-from ppo_cli.data_sets.messages import as_plain
 from ppo_cli.data_sets.rows import (
     alias_notes,
+    as_plain,
     find_columns,
     list_names,
     prompt_of,

@@ -10,8 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.data import print_report, remarks
-from ppo_cli.data_sets.check import Finding, Report
+from ppo_cli.cli.data import Finding, Report, print_report, remarks
 from ppo_cli.data_sets.files import Place, RowProblem
 from ppo_cli.data_sets.rows import load_rows
 

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from ppo_cli.cli.app import main
-from ppo_cli.cli.show import app
+from ppo_cli.cli.show import show_app
 from ppo_cli.config.dump import config_yaml
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def show(*args: Any) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
+    result = CliRunner().invoke(show_app, [str(a) for a in args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -125,7 +125,7 @@ def test_lines_of_others_do_not_break_it(tmp_path: Path) -> None:
 
 def test_it_has_an_example() -> None:
     assert "ppo show outputs --worst 5" in show("--help")
-    assert isinstance(app, typer.Typer)
+    assert isinstance(show_app, typer.Typer)
 
 
 def test_all_steps_as_csv(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

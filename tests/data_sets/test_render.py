@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.data_sets.files import Place
-from ppo_cli.data_sets.render import Rendered, Renderer
+from ppo_cli.data_sets.prompts import Rendered, Renderer
 from ppo_cli.data_sets.rows import Row
 from ppo_cli.errors import DataError
 

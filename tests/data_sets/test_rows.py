@@ -14,8 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from ppo_cli.data_sets.files import SHOWN, Place, RowProblem, raise_problems
-from ppo_cli.data_sets.messages import NotText, as_plain, question_of
-from ppo_cli.data_sets.rows import Row, RowSet, load_rows
+from ppo_cli.data_sets.rows import NotText, Row, RowSet, as_plain, load_rows, question_of
 from ppo_cli.errors import DataError
 
 ASK = [{"role": "user", "content": "1+1?"}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.data_sets.messages import split_transcript
+from ppo_cli.data_sets.rows import split_transcript
 from ppo_cli.errors import DataError
 from ppo_cli.fitting.preferences import Pair, load_pairs
 

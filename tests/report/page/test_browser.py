@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.schema import Config
-from ppo_cli.report.page.document import report
 from ppo_cli.report.page.run_data import RunData
-from ppo_cli.report.page.server import PageServer
+from ppo_cli.report.page.server import PageServer, report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import read_lines
 from tests.report.page.runs import HOSTILE, make_run

@@ -12,9 +12,9 @@ import pytest
 from ppo_cli.config.schema import Config
 from ppo_cli.report.catalogue import METRICS, plots_of, tiles_of
 from ppo_cli.report.health import Limits
-from ppo_cli.report.page.document import report
 from ppo_cli.report.page.rollouts import Rollouts, sample
 from ppo_cli.report.page.run_data import PAYS, RunData
+from ppo_cli.report.page.server import report
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.run_folder import read_lines, read_metrics, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, RAN, make_run
