@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ppo_cli.cli.screen import aligned
+from ppo_cli.cli.flags import own_flag, own_word, switch, taking
+from ppo_cli.cli.screen import table
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.derived import lowered_batches
@@ -179,7 +180,7 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
     }
     for title, rows in tables.items():
         if rows:
-            typer.echo("\n".join([title, *(f"  {line}" for line in aligned(rows)), ""]))
+            typer.echo("\n".join([*table(title, rows), ""]))
     print_lines("Please note", [*training, *remarks(report)])
     print_lines("Bad rows", bad_rows(report))
     if report.sample is not None:
@@ -294,45 +295,18 @@ data_app = typer.Typer(
     add_completion=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _DEFAULTS = Data()
 
 
-@data_app.command(
-    "check",
-    epilog="Example: ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B --max_prompt_length 1024",
-)
 def check(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            help="JSON, JSONL (.gz too) or parquet files, or hub sets.", show_default=False
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="Model whose tokenizer and chat template are used; the bundled one by default.",
-        ),
-    ] = None,
-    max_prompt_length: Annotated[
-        int, typer.Option("--max_prompt_length", min=1, help="Longest prompt, in tokens.")
-    ] = _DEFAULTS.max_prompt_length,
-    prompt_key: Annotated[
-        str, typer.Option("--prompt_key", help="Column that holds the prompt.")
-    ] = _DEFAULTS.prompt_key,
-    reward_fn_key: Annotated[
-        str, typer.Option("--reward_fn_key", help="Column that chooses the reward rule.")
-    ] = _DEFAULTS.reward_fn_key,
-    system_prompt: Annotated[
-        str | None,
-        typer.Option("--system_prompt", help="Put in front of prompts without a system message."),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="No chat template: prompts are used as they stand.")
-    ] = False,
-    as_json: Json = False,
+    files: list[str],
+    model: str | None,
+    max_prompt_length: int,
+    prompt_key: str,
+    reward_fn_key: str,
+    system_prompt: str | None,
+    raw: bool,
+    json: bool,
 ) -> None:
     """Count rows, sources and lengths, name bad rows, show one prompt; exit 2 on bad rows."""
     named = prompt_files(files, "train")
@@ -348,12 +322,33 @@ def check(
         prompt_key=prompt_key,
         source_key=reward_fn_key,
     )
-    if as_json:
+    if json:
         typer.echo(report.to_json())
     else:
         print_report(report, model or EMBEDDED, _training(report, model))
     if report.bad:
         raise typer.Exit(EXIT_USER)
+
+
+CHECK_FLAGS = [
+    own_word("files", "FILE", "JSON, JSONL (.gz too) or parquet files, or hub sets.",
+             required=True, several=True),
+    own_flag(
+        "model", str, None,
+        "Model whose tokenizer and chat template are used; the bundled one by default.",
+    ),
+    own_flag(
+        "max_prompt_length", int, _DEFAULTS.max_prompt_length, "Longest prompt, in tokens.", min=1
+    ),
+    own_flag("prompt_key", str, _DEFAULTS.prompt_key, "Column that holds the prompt."),
+    own_flag("reward_fn_key", str, _DEFAULTS.reward_fn_key, "Column that chooses the reward rule."),
+    own_flag("system_prompt", str, None, "Put in front of prompts without a system message."),
+    switch("raw", "No chat template: prompts are used as they stand."),
+    switch("json", "Print JSON."),
+]  # fmt: skip
+data_app.command(
+    epilog="Example: ppo data check train.jsonl --model Qwen/Qwen2.5-0.5B --max_prompt_length 1024"
+)(taking(check, CHECK_FLAGS))
 
 
 def _training(report: Report, model: str | None) -> list[str]:
@@ -386,7 +381,7 @@ def prepare(
         typer.Option("--source", help="File or folder with the original rows, or a hub set."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a well-known set as verl-style parquet files, ready for --train_files."""
     files = run_prepare(name, source=source, out=out, force=force)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch
+from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch, taking
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.keys import find
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
@@ -162,7 +162,7 @@ def settings_of(given: Given, sources: Sequence[ModelSource]) -> Resolved:
 
 def eval_text(found: Mapping[str, Any]) -> str:
     """The result as text: a table for each model, then the differences."""
-    from ppo_cli.cli.screen import aligned, number
+    from ppo_cli.cli.screen import number, table
 
     s = found["sampling"]
     drawn = f"temperature {s['temperature']:g}" if s["temperature"] else "greedy"
@@ -175,7 +175,7 @@ def eval_text(found: Mapping[str, Any]) -> str:
             for i, (name, estimate) in enumerate(measures.items()):
                 about = ["", ""] if i else [source, f"{facts['prompts']:,}"]
                 rows.append([*about, name, *_interval(estimate)])
-        lines += ["", model["name"], *(f"  {line}" for line in aligned(rows, left=1))]
+        lines += ["", *table(model["name"], rows, left=1)]
         facts = list(model["sources"].values())[-1]
         if facts["failed"]:
             why = next(iter(model["failures"]))
@@ -188,8 +188,7 @@ def eval_text(found: Mapping[str, Any]) -> str:
             p = facts["p"]
             shown = "-" if p is None else "<0.001" if p < 1e-3 else f"{p:.3f}"
             rows.append([source, f"{facts['prompts']:,}", *_interval(facts, "+"), shown])
-        lines += ["", f"{gap['of']} less {gap['from']}"]
-        lines += [f"  {line}" for line in aligned(rows, left=1)]
+        lines += ["", *table(f"{gap['of']} less {gap['from']}", rows, left=1)]
     return "\n".join(lines)
 
 
@@ -335,69 +334,7 @@ add_command(
 )
 
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN_OR_CHECKPOINT", show_default=False,
-        help="Run folder (its latest checkpoint is taken), checkpoint, or model folder in one.",
-    ),
-]  # fmt: skip
-Out = Annotated[
-    Path,
-    typer.Option("--out", metavar="DIR", show_default=False, help="Folder to write; new or empty."),
-]
-Checkpoint = Annotated[
-    str | None,
-    typer.Option(
-        "--checkpoint", metavar="WHICH", show_default="latest",
-        help="Checkpoint of the run: best, latest, step_000010, or a folder.",
-    ),
-]  # fmt: skip
-Dtype = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    typer.Option(
-        "--dtype", show_default="as it was saved: float32",
-        help="Type of the weights; bfloat16 takes half the space, and is what servers compute in.",
-    ),
-]  # fmt: skip
-Critic = Annotated[bool, typer.Option("--critic", help="Export the critic, not the actor.")]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base", metavar="MODEL", show_default="what the adapter names",
-        help="Base model, folder or hub name, that a LoRA adapter is merged into.",
-    ),
-]  # fmt: skip
-Force = Annotated[bool, typer.Option("--force", help="Replace the model that DIR holds.")]
-Trust = Annotated[
-    bool, typer.Option("--trust_remote_code", help="Run Python code that comes with the base.")
-]
-Push = Annotated[
-    str | None,
-    typer.Option(
-        "--push", metavar="NAME", show_default=False,
-        help="Upload the folder to this repository of the Hugging Face hub: NAME or OWNER/NAME.",
-    ),
-]  # fmt: skip
-Public = Annotated[
-    bool, typer.Option("--public", help="Everybody can read what --push uploads; else private.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def export(
-    source: Source,
-    out: Out,
-    checkpoint: Checkpoint = None,
-    dtype: Dtype = None,
-    critic: Critic = False,
-    base: Base = None,
-    force: Force = False,
-    trust_remote_code: Trust = False,
-    push: Push = None,
-    public: Public = False,
-    as_json: Json = False,
-) -> None:
+def export(source: str, out: Path, json: bool, **how: Any) -> None:
     """Write a trained model as one Hugging Face folder, tokenizer and chat template included.
 
     A LoRA adapter is merged into its base. Weights stay in float32 unless --dtype says otherwise.
@@ -406,11 +343,8 @@ def export(
     from ppo_cli.cli.screen import print_result
     from ppo_cli.run.export import export as run_export
 
-    record = run_export(
-        source, out, checkpoint=checkpoint, critic=critic, dtype=dtype, base=base, force=force,
-        trust_remote_code=trust_remote_code, push=push, public=public,
-    )  # fmt: skip
-    print_result(record, lambda: export_text(record), as_json=as_json)
+    record = run_export(Path(source), out, **how)
+    print_result(record, lambda: export_text(record), as_json=json)
 
 
 def export_text(record: dict[str, Any]) -> str:
@@ -442,5 +376,38 @@ def amount(count: int, billions: str = "B") -> str:
     return f"{count} "
 
 
+EXPORT_FLAGS = [
+    own_word(
+        "source", "RUN_OR_CHECKPOINT",
+        "Run folder (its latest checkpoint is taken), checkpoint, or model folder in one.",
+        required=True,
+    ),
+    own_flag("out", Path, ..., "Folder to write; new or empty.", "DIR", show_default=False),
+    own_flag(
+        "checkpoint", str, None,
+        "Checkpoint of the run: best, latest, step_000010, or a folder.", "WHICH",
+        show_default="latest",
+    ),
+    own_flag(
+        "dtype", Literal["float32", "bfloat16"], None,
+        "Type of the weights; bfloat16 takes half the space, and is what servers compute in.",
+        show_default="as it was saved: float32",
+    ),
+    switch("critic", "Export the critic, not the actor."),
+    own_flag(
+        "base", str, None, "Base model, folder or hub name, that a LoRA adapter is merged into.",
+        "MODEL", show_default="what the adapter names",
+    ),
+    switch("force", "Replace the model that DIR holds."),
+    switch("trust_remote_code", "Run Python code that comes with the base."),
+    own_flag(
+        "push", str, None,
+        "Upload the folder to this repository of the Hugging Face hub: NAME or OWNER/NAME.", "NAME",
+    ),
+    switch("public", "Everybody can read what --push uploads; else private."),
+    _JSON,
+]  # fmt: skip
 export_app = typer.Typer(add_completion=False)
-export_app.command(epilog="Example: ppo export outputs --out my_model --dtype bfloat16")(export)
+export_app.command(epilog="Example: ppo export outputs --out my_model --dtype bfloat16")(
+    taking(export, EXPORT_FLAGS)
+)

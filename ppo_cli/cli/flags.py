@@ -164,16 +164,24 @@ def own_file(said: str, *, required: bool = False) -> inspect.Parameter:
 
 
 def own_word(
-    name: str, metavar: str, said: str, *, required: bool = False, several: bool = False
+    name: str,
+    metavar: str,
+    said: str,
+    *,
+    required: bool = False,
+    several: bool = False,
+    shown: str | bool = False,
 ) -> inspect.Parameter:
-    """Make an argument of a command's own; one named `overrides` takes all words."""
+    """Make an argument of a command's own; one named `overrides` takes all words.
+
+    `shown` is what the help says of its default.
+    """
     kind: Any = list[str] if several else str
+    default = ... if required else None
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=typer.Argument(
-            ... if required else None, metavar=metavar, help=said, show_default=False
-        ),
+        default=typer.Argument(default, metavar=metavar, help=said, show_default=shown),
         annotation=kind if required else kind | None,
     )
 

@@ -15,8 +15,7 @@ import typer
 
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_file, own_flag, switch, taking
-from ppo_cli.cli.models import LISTING
-from ppo_cli.cli.screen import aligned, clean, duration, make_screen, number, print_result
+from ppo_cli.cli.screen import clean, duration, make_screen, number, print_result, table
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, PpoError, RewardError, ppo
@@ -26,43 +25,30 @@ BAR = 30
 Facts = Mapping[str, Any]
 Pairs = Sequence[tuple[str, str]]
 SPENT = {
-    "calls": "calls",
-    "cached": "from the cache",
-    "cost_usd": "cost",
-    "tokens": "tokens",
-    "tokens_in": "tokens in",
-    "tokens_out": "tokens out",
-}
+    "calls": "calls", "cached": "from the cache", "cost_usd": "cost", "tokens": "tokens",
+    "tokens_in": "tokens in", "tokens_out": "tokens out",
+}  # fmt: skip
 PART_COLUMNS = {
-    "weight": "weight",
-    "share": "of the spread",
-    "scored": "scored",
-    "failed": "failed",
-    "gated": "not asked",
-    "mean": "mean",
-    "std": "std",
-    "min": "min",
-    "max": "max",
+    "weight": "weight", "share": "of the spread", "scored": "scored", "failed": "failed",
+    "gated": "not asked", "mean": "mean", "std": "std", "min": "min", "max": "max",
     "length": "with length",
-}
-
+}  # fmt: skip
 CRITERIA = {
-    "rows": "rows",
-    "mean": "mean",
-    "with the rest": "with the rest",
-    "with the label": "with the label",
-    "labelled": "labelled",
-    "agree": "agree",
-    "kappa": "kappa",
-    "credited too much": "too kind",
-    "credited too little": "too harsh",
-}
+    "rows": "rows", "mean": "mean", "with the rest": "with the rest",
+    "with the label": "with the label", "labelled": "labelled", "agree": "agree",
+    "kappa": "kappa", "credited too much": "too kind", "credited too little": "too harsh",
+}  # fmt: skip
+MODEL_COLUMNS = ("model", "$ in", "$ out", "reads", "until", "price by")
 
 
 def score_lines(summary: Facts) -> list[str]:
     """What a scored file came to."""
-    lines = table("Scores", [*_counts(summary), *_spent(summary)])
-    lines += [*part_lines(summary), *_remarks(summary["remarks"])]
+    rows = _counts(summary)
+    if summary["scored"]:
+        rows += [(name, number(summary[name])) for name in ("mean", "std", "min", "max")]
+    lines = [*table("Scores", [*rows, *_spent(summary)]), *part_lines(summary)]
+    if summary["remarks"]:
+        lines += ["", *(f"  - {sentence}" for sentence in summary["remarks"])]
     lines += bars(summary["histogram"])
     if summary["rankings"] is not None:
         lines += ["", *ranking_lines(summary["rankings"])]
@@ -77,18 +63,14 @@ def ranking_lines(facts: Facts) -> list[str]:
     """How far the new scores order responses as the earlier ones did."""
     of_prompts = f"among responses to one prompt ({facts['groups']:,} prompts)"
     pairs = [
-        (f"rank correlation, {facts['rows']:,} rows", _or_dash(facts["agreement"])),
-        (of_prompts, _or_dash(facts["within"])),
-        ("their pairs in reversed order", _or_dash(facts["turned"], share=True)),
+        (f"rank correlation, {facts['rows']:,} rows", number(facts["agreement"])),
+        (of_prompts, number(facts["within"])),
+        ("their pairs in reversed order", _percent(facts["turned"])),
     ]
     for one in facts["steps"] if len(facts["steps"]) > 1 else ():
         said = f"{number(one['before'])} -> {number(one['now'])}, "
-        pairs.append((f"step {one['step']}, mean", f"{said}rank {_or_dash(one['agreement'])}"))
+        pairs.append((f"step {one['step']}, mean", f"{said}rank {number(one['agreement'])}"))
     return table("Against the scores that were there", pairs)
-
-
-def _or_dash(value: float | None, *, share: bool = False) -> str:
-    return "-" if value is None else f"{value:.0%}" if share else number(value)
 
 
 def part_lines(facts: Facts) -> list[str]:
@@ -107,35 +89,31 @@ def part_lines(facts: Facts) -> list[str]:
     return lines
 
 
-def _remarks(said: Sequence[str]) -> list[str]:
-    return ["", *(f"  - {sentence}" for sentence in said)] if said else []
-
-
 def _grid(title: str, rows: Mapping[str, Facts], columns: Mapping[str, str]) -> list[str]:
     """A table with a line for each part; columns that no part has are left out."""
     there = {key: word for key, word in columns.items() if any(key in r for r in rows.values())}
     cells = [["", *there.values()]]
     for name, row in rows.items():
         cells.append([name, *(_cell(key, row.get(key)) for key in there)])
-    return [title, *(f"  {line}" for line in aligned(cells, left=1))]
+    return table(title, cells, left=1)
 
 
 def _cell(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         value = value["value"]
-    if value is None:
-        return "-"
     if key in ("weight", "share", "agree", "credited too much", "credited too little"):
-        return f"{value:.0%}"
+        return _percent(value)
     return f"{value:,}" if isinstance(value, int) else number(value)
 
 
-def _counts(summary: Facts) -> Pairs:
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _counts(summary: Facts) -> list[tuple[str, str]]:
     rows = [("rows", f"{summary['rows']:,}"), ("scored", f"{summary['scored']:,}")]
-    rows += [(f"failed: {cause}", f"{count:,}") for cause, count in summary["failed"].items()]
-    if summary["scored"]:
-        rows += [(name, number(summary[name])) for name in ("mean", "std", "min", "max")]
-    return rows
+    failed = summary["failed"].items()
+    return rows + [(f"failed: {cause}", f"{count:,}") for cause, count in failed]
 
 
 def _spent(facts: Facts) -> Pairs:
@@ -174,10 +152,8 @@ def _example(example: Facts) -> list[str]:
 
 def calibration_lines(result: Facts) -> list[str]:
     """What calibration found: a table, then a sentence for each finding."""
-    rows = [("rows", f"{result['rows']:,}"), ("scored", f"{result['scored']:,}")]
-    rows += [(f"failed: {cause}", f"{count:,}") for cause, count in result["failed"].items()]
-    rows.append(("labels", result["labels"]))
-    lines = table("Rows", [*rows, *_spent(result["spent"])])
+    rows = [*_counts(result), ("labels", result["labels"]), *_spent(result["spent"])]
+    lines = table("Rows", rows)
     lines += ["", *table("Against the labels (95 % interval)", _estimates(result["agreement"]))]
     for name, facts in result["parts"].items():
         if "agreement" in facts:
@@ -254,11 +230,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def table(title: str, rows: Pairs) -> list[str]:
-    """A titled table as aligned text."""
-    return [title, *(f"  {line}" for line in aligned(rows))]
 
 
 reward_app = typer.Typer(
@@ -379,6 +350,36 @@ def audit(given: Given) -> None:
         raise RewardError(f"{len(failed)} of {asked} checks failed: {', '.join(failed)}.")
 
 
+def models(given: Given) -> None:
+    """List the models that a judge's key may use, with price, limit and the day they go."""
+    resolved = given.resolve()
+    from ppo_cli.trust.models import listings
+
+    chosen = resolved.origins["reward.api.type"] != "default"
+    kind = resolved.config.reward.api.type if chosen else None
+    found = list(listings(resolved.config.reward, kind))
+    if not found:
+        raise ConfigError("No key of a judge is set: set one, or name a type with --rm_api_type.")
+    lines = [line for listing in found for line in _listing_lines(listing)]
+    print_result(found, lambda: "\n".join(lines), as_json=given.extras["json"])
+    if failed := [f"{one['provider']}: {one['problem']}" for one in found if "problem" in one]:
+        raise RewardError("\n".join(failed))
+
+
+def _listing_lines(listing: Facts) -> list[str]:
+    rows = listing["models"]
+    count = "no list" if rows is None else f"{len(rows):,} models"
+    cells = [MODEL_COLUMNS, *map(_model_cells, rows)] if rows else []
+    lines = table(f"{listing['provider']}: {count}", cells, left=1)
+    return lines + [f"  {note}" for note in listing["notes"]]
+
+
+def _model_cells(row: dict[str, Any]) -> list[str]:
+    amounts = [f"{row[side]:g}" if row[side] is not None else "-" for side in ("input", "output")]
+    reads = f"{row['context']:,}" if row["context"] else "-"
+    return [row["model"], *amounts, reads, row["until"] or "-", row["source"] or "-"]
+
+
 def _settings(given: Given) -> tuple[Config, Screen]:
     """The checked settings, and a screen on stderr: stdout is for the result."""
     resolved = given.resolve()
@@ -435,11 +436,7 @@ _add(
     _FILE,
     own_flag("labels", str, None, "Column that holds the labels.", "COLUMN"),
     own_flag(
-        "criteria_labels",
-        str,
-        None,
-        "Column with labels of criteria: {name: true}.",
-        "COLUMN",
+        "criteria_labels", str, None, "Column with labels of criteria: {name: true}.", "COLUMN"
     ),
     own_flag("positive", str, None, "Which of two labels is the good one.", "VALUE"),
     own_flag("repeat", int, 3, "Fresh verdicts on each of up to 50 rows; 0: none.", "N"),
@@ -454,7 +451,13 @@ _add(
 )
 
 
-add_command(reward_app, *LISTING)
+add_command(
+    reward_app,
+    models,
+    "Example: ppo reward models --rm_api_type openai",
+    [switch("json", "Print JSON.")],
+    ("reward.api.",),
+)
 FIT_EXAMPLE = "Example: ppo reward fit --data pairs.jsonl --model Qwen/Qwen2.5-0.5B --out my_rm"
 
 FIT_FLAGS = [

@@ -182,6 +182,11 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
     ]
 
 
+def table(title: str, rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
+    """A title, and below it the rows as `aligned` gives them, indented."""
+    return [title, *(f"  {line}" for line in aligned(rows, left))]
+
+
 def _change(before: float | None, after: float, arrow: str, declined: bool) -> str:
     """Return `0.5 → 0.9`; one number where it was measured once."""
     first, last = number(before), number(after)

@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, validation_value
+from ppo_cli.cli.flags import own_flag, own_word, switch, taking
+from ppo_cli.cli.screen import COLUMNS, aligned, number, print_result, table, validation_value
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.resolve import DEFAULT
 from ppo_cli.errors import ConfigError, DataError, Interrupted, UsedUp, UserError, ppo
@@ -45,43 +46,21 @@ Line = Mapping[str, Any]
 
 
 def show(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run folder: the --output_dir of a run; several are compared.",
-            show_default="outputs",
-        ),
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", min=0, help="Show the responses of this step.")
-    ] = None,
-    worst: Annotated[
-        int | None,
-        typer.Option("--worst", min=1, help="Show the N responses with the lowest scores."),
-    ] = None,
-    val: Annotated[bool, typer.Option("--val", help="Show validation responses.")] = False,
-    last: Annotated[
-        int, typer.Option("--last", min=1, help="Rows of the table of steps.")
-    ] = MOST_STEPS,
-    summary: Annotated[
-        bool,
-        typer.Option("--summary", help="Show mean and deviation over the last 100 steps."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    csv: Annotated[
-        str | None,
-        typer.Option(
-            "--csv", metavar="[FILE.csv]", help="All steps as CSV, to stdout or into a file."
-        ),
-    ] = None,
+    runs: list[str] | None,
+    step: int | None,
+    worst: int | None,
+    val: bool,
+    last: int,
+    summary: bool,
+    json: bool,
+    csv: str | None,
 ) -> None:
     """Show the steps of a run, or the responses of one step with their scores.
 
     --worst without --step reads the newest step; responses without a score come last. Several
     runs: the settings that differ, metrics side by side, and the answers to the same prompts.
     """
-    folders = runs or [Path("outputs")]
+    folders = [Path(run) for run in runs or ["outputs"]]
     for folder in folders:
         check_run_folder(folder)
     run = folders[0]
@@ -89,20 +68,20 @@ def show(
         if csv is not None or summary:
             raise ConfigError("--csv and --summary take one run; name one.")
         compared = compare_runs(folders, step, val, worst or MOST_PROMPTS)
-        print_result(compared, lambda: comparison_text(compared), as_json=as_json)
+        print_result(compared, lambda: comparison_text(compared), as_json=json)
     elif summary:
         found = recent(read_metrics(run))
-        print_result(found, lambda: recent_table(found), as_json=as_json)
+        print_result(found, lambda: recent_table(found), as_json=json)
     elif step is not None or worst is not None or val:
         lines = read_rollouts(run, step, "val" if val else "train")
         chosen = lines if worst is None else worst_first(lines)[:worst]
-        print_result(chosen, lambda: "\n\n".join(map(rollout_text, chosen)), as_json=as_json)
+        print_result(chosen, lambda: "\n\n".join(map(rollout_text, chosen)), as_json=json)
     elif csv is not None:
         typer.echo(steps_csv(read_metrics(run), csv))
     else:
         history = read_metrics(run)
         steps = history[-last:]
-        print_result(steps, lambda: steps_text(run, steps, history), as_json=as_json)
+        print_result(steps, lambda: steps_text(run, steps, history), as_json=json)
 
 
 def compare_runs(folders: Sequence[Path], step: int | None, val: bool, most: int) -> dict[str, Any]:
@@ -171,8 +150,7 @@ def comparison_text(compared: Mapping[str, Any]) -> str:
         for name, values in part.items():
             cells = (number(v) if isinstance(v, float | int) else str(v or "-") for v in values)
             rows.append([name, *cells])
-        lines += [title, *(f"  {line}" for line in aligned(rows, left=1))] if part else []
-        lines += [""] if part else [f"{title}: none", ""]
+        lines += [*table(title, rows, left=1), ""] if part else [f"{title}: none", ""]
     if not compared["prompts"]:
         lines.append("No step whose responses all of them have answers the same prompts.")
     for row in compared["prompts"]:
@@ -353,8 +331,23 @@ def block(name: str, value: Any) -> list[str]:
     return [f"{name}:", *(f"  {row}" for row in text.split("\n"))]
 
 
+SHOW_FLAGS = [
+    own_word(
+        "runs", "[RUN]...", "Run folder: the --output_dir of a run; several are compared.",
+        several=True, shown="outputs",
+    ),
+    own_flag("step", int, None, "Show the responses of this step.", min=0),
+    own_flag("worst", int, None, "Show the N responses with the lowest scores.", min=1),
+    switch("val", "Show validation responses."),
+    own_flag("last", int, MOST_STEPS, "Rows of the table of steps.", min=1),
+    switch("summary", "Show mean and deviation over the last 100 steps."),
+    switch("json", "Print JSON."),
+    own_flag("csv", str, None, "All steps as CSV, to stdout or into a file.", "[FILE.csv]"),
+]  # fmt: skip
 show_app = typer.Typer(add_completion=False)
-show_app.command(cls=ShowCommand, epilog="Example: ppo show outputs --worst 5")(show)
+show_app.command(cls=ShowCommand, epilog="Example: ppo show outputs --worst 5")(
+    taking(show, SHOW_FLAGS)
+)
 
 
 DEEPEST = 3  # folders below DIR

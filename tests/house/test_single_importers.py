@@ -21,7 +21,6 @@ STANDS = {
     "engine.cluster.head": "a program of its own",
     "launch.member": "the other nodes' side; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",
-    "cli.models": "a command of its own; with it, reward is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",
     "rewards.judge.breaker": "when calls may start; with it, client is over the cap",
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
