@@ -27,7 +27,7 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, Batch
 from ppo_cli.cli.app import main as ppo
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.run import assemble
 

@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch
+from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, merge_annotations
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.responses import merge_annotations
 
 QWEN_0_5B = {
     "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,

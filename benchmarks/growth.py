@@ -34,7 +34,7 @@ from ppo_cli.algo.batch import build_batch
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.records import Prompt
 
 PROMPT = 64

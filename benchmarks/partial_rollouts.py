@@ -19,8 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from ppo_cli.engine.async_rollout import AheadEngine
-from ppo_cli.engine.base import Engine, Sampling, begin
-from ppo_cli.engine.sampler import go_on
+from ppo_cli.engine.base import Engine, Sampling, begin, go_on
 from ppo_cli.records import Prompt, Rollout
 
 ROWS, LONGEST, MEDIAN, SPREAD = 64, 2048, 256, 1.0

@@ -38,12 +38,12 @@ from step_against_trl import ENDS, VOCABULARY, make_model, make_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.records import Prompt
 
 HERE = Path(__file__).parent

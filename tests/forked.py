@@ -31,7 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 # the run's alone.
 SERVER = """
 import json, os, signal, socket, sys
-import ppo_cli.cli.app, ppo_cli.engine.local, ppo_cli.loop, ppo_cli.run.assemble
+import ppo_cli.cli.app, ppo_cli.engine.learner, ppo_cli.loop, ppo_cli.run.assemble
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # What the shell makes its background jobs ignore.

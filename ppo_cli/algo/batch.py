@@ -9,7 +9,7 @@ Legend: B sequences, L tokens of prompt + response (right-padded), T response to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
@@ -128,4 +128,32 @@ def build_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> Batch:
         sampler_entropy_BT=(
             None if any(r.entropies is None for r in rollouts) else torch.from_numpy(entropy_BT)
         ),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """What one rank found: its rows of the batch, and (R, T) tensors by name."""
+
+    row_R: Tensor
+    found: dict[str, Tensor]
+
+
+def merge_annotations(batch: Batch, parts: Iterable[Annotations]) -> AnnotatedBatch:
+    """Put the shares of all ranks into one annotated batch, beside what the sampler found."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, rows_RT in part.found.items():
+            whole = found.setdefault(name, torch.zeros(batch.response_mask_BT.shape))
+            whole[part.row_R] = rows_RT
+    if "old_logprobs_BT" not in found and batch.sampler_entropy_BT is not None:
+        found["old_logprobs_BT"] = batch.sampler_logprobs_BT
+        found["entropy_BT"] = batch.sampler_entropy_BT
+    return AnnotatedBatch(
+        **{name: getattr(batch, name) for name in Batch.__dataclass_fields__},
+        old_logprobs_BT=found["old_logprobs_BT"],
+        entropy_BT=found["entropy_BT"],
+        ref_logprobs_BT=found.get("ref_logprobs_BT"),
+        full_kl_BT=found.get("full_kl_BT"),
+        values_BT=found.get("values_BT"),
     )

@@ -1,17 +1,23 @@
-"""KL to the reference policy: per-token estimators, and the coefficient's control.
+"""Gaps between two policies' log-probs of the same tokens: KL to the reference, and mismatch.
 
-Legend: B sequences, T response tokens. Estimators of KL(pi || ref) from tokens sampled from pi
-follow Schulman, "Approximating KL divergence" (2020), with x = log pi - log ref.
+Estimators of KL(pi || ref) from tokens sampled from pi follow Schulman, "Approximating KL
+divergence" (2020), with x = log pi - log ref. The mismatch is between the sampler's log-probs and
+the trainer's for the same weights: kernels and precisions differ between the two, so samples come
+from a slightly other policy than the one that is trained; truncated importance weights correct for
+it (Ionides 2008; for language models Yao et al. 2025).
+Legend: B sequences, T response tokens; a mask is bool, True counts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.tokens import masked_mean, require_same_shape
+from ppo_cli.algo.tokens import masked_mean, masked_sum, require_same_shape
 
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
@@ -81,3 +87,114 @@ def penalise(token_rewards_BT: Tensor, kl_BT: Tensor, mask_BT: Tensor, coef: flo
     """Subtract coef times the KL from each token's reward; 0 outside the mask."""
     require_same_shape(token_rewards_BT=token_rewards_BT, kl_BT=kl_BT, mask_BT=mask_BT)
     return torch.where(mask_BT, token_rewards_BT - coef * kl_BT, 0.0)
+
+
+LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    """Sampler minus trainer log-prob, summed over tokens (scalars, without gradient)."""
+
+    abs_diff_sum: Tensor
+    k3_kl_sum: Tensor  # estimate of KL(sampler || trainer), never negative
+    abs_diff_max: Tensor
+    token_count: Tensor
+
+
+@torch.no_grad()
+def importance_weights(
+    old_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    level: str,
+    threshold: float,
+    lower: float | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Truncated importance weights min(trainer / sampler probability, threshold), 0 off the mask.
+
+    With `lower` a weight outside [lower, threshold] is 0 instead (IcePop, arXiv 2510.18855).
+
+    level "token": a ratio for each token. "sequence": the product over the row's tokens, the
+    same for each of them. Log-ratios (sequence: their sum) are held within 20. `normalize`
+    divides by the mean weight, over tokens or over rows that count, so call it on the whole
+    rollout batch. Raises ValueError for an unknown level, a threshold that is not positive, and
+    shapes that differ.
+    """
+    require_same_shape(
+        old_logprobs_BT=old_logprobs_BT, sampler_logprobs_BT=sampler_logprobs_BT, mask_BT=mask_BT
+    )
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}, known are {', '.join(LEVELS)}")
+    if not threshold > 0:
+        raise ValueError(f"threshold must be positive, not {threshold}")
+    log_ratio_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    if level == "sequence":
+        log_ratio_BT = log_ratio_BT.sum(1, keepdim=True).expand_as(log_ratio_BT)
+    ratio_BT = log_ratio_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND).exp()
+    if lower is None:
+        ratio_BT = ratio_BT.clamp(max=threshold)
+    else:
+        ratio_BT = torch.where((ratio_BT >= lower) & (ratio_BT <= threshold), ratio_BT, 0.0)
+    weights_BT = torch.where(mask_BT, ratio_BT, 0.0)
+    if not normalize:
+        return weights_BT
+    if level == "token":
+        mean = masked_mean(weights_BT, mask_BT)
+    else:
+        mean = masked_mean(masked_mean(weights_BT, mask_BT, 1), mask_BT.any(1))
+    # A mean of (nearly) 0 means that nothing counts: leave the zeros as they are.
+    return weights_BT / torch.where(mean > 1e-8, mean, 1.0)
+
+
+@torch.no_grad()
+def accepted_tokens(
+    old_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    limits: Sequence[tuple[str, float | None, float]],
+) -> Tensor:
+    """Return the mask without what lies too far from the sampler: (name, lowest, highest) each.
+
+    With x = log(trainer / sampler probability) held within 20, a token has k1 = -x, k2 = x^2 / 2
+    and k3 = e^x - 1 - x (Schulman 2020, "Approximating KL Divergence"). The name says which, and
+    whether it is the token's own (`token_k1`) or the sum, mean or largest of the row
+    (`seq_sum_k1`), which takes out whole rows. Limits of k1 bound exp(k1).
+    """
+    x_BT = torch.where(mask_BT, old_logprobs_BT - sampler_logprobs_BT, 0.0)
+    x_BT = x_BT.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    found = {"k1": -x_BT, "k2": 0.5 * x_BT.square(), "k3": x_BT.exp() - 1 - x_BT}
+    kept_BT = mask_BT
+    for name, low, high in limits:
+        level, kind = name.rsplit("_", 1)
+        value_BT = found[kind]
+        if level == "seq_sum":
+            value_BT = masked_sum(value_BT, mask_BT, 1)[:, None]
+        elif level == "seq_mean":
+            value_BT = masked_mean(value_BT, mask_BT, 1)[:, None]
+        elif level == "seq_max":  # of k2 and k3, which are never negative
+            value_BT = value_BT.amax(1, keepdim=True)
+        kept_BT = kept_BT & (value_BT <= (math.log(high) if kind == "k1" else high))
+        if low is not None:
+            kept_BT = kept_BT & (value_BT >= math.log(low))
+    return kept_BT
+
+
+@torch.no_grad()
+def compute_mismatch(
+    old_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor
+) -> Mismatch:
+    """Measure how far sampler and trainer are apart; zeros when nothing counts."""
+    require_same_shape(
+        old_logprobs_BT=old_logprobs_BT, sampler_logprobs_BT=sampler_logprobs_BT, mask_BT=mask_BT
+    )
+    diff_BT = torch.where(mask_BT, sampler_logprobs_BT - old_logprobs_BT, 0.0)
+    held_BT = (-diff_BT).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+    return Mismatch(
+        abs_diff_sum=diff_BT.abs().sum(),
+        k3_kl_sum=masked_sum(held_BT.exp() - held_BT - 1, mask_BT),
+        abs_diff_max=diff_BT.abs().max() if diff_BT.numel() else diff_BT.sum(),
+        token_count=mask_BT.sum(),
+    )

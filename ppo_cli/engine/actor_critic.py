@@ -35,7 +35,7 @@ from ppo_cli.engine.models import Policy, ValueModel
 from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import micro_batch_budget
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
-from ppo_cli.engine.responses import Slice, cut_slice, row_lengths, row_prompts
+from ppo_cli.engine.rows import Slice, cut_slice, row_lengths, row_prompts
 
 
 @dataclass(frozen=True)

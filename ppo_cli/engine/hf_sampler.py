@@ -30,7 +30,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Sampling, begin
+from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING, is_out_of_memory
@@ -41,8 +41,7 @@ from ppo_cli.engine.models import (
     plan_layers,
     stop_token_ids,
 )
-from ppo_cli.engine.packed_rows import BY_ROWS
-from ppo_cli.engine.sampler import Room, Weights, go_on, stop_end, stream_key
+from ppo_cli.engine.rows import BY_ROWS
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
 

@@ -2,14 +2,15 @@
 
 Every rank is given the whole batch and computes its share of the rows; whoever holds the ranks
 puts the shares together (`merge_annotations`, `merge_sums`). Ranks must call the same methods
-with the same arguments in the same order: each may hold collectives.
+with the same arguments in the same order: each may hold collectives. `LocalEngine` is the engine
+of a single rank in this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.batch import Batch
+from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
 from ppo_cli.config.algorithm_schema import CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
@@ -26,9 +27,10 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.model_checks import why_logprobs_again
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
-from ppo_cli.engine.base import MiniBatch, Sums
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
 from ppo_cli.engine.checkpoint import (
     Trained,
     model_files,
@@ -37,7 +39,8 @@ from ppo_cli.engine.checkpoint import (
     saved_model,
     take_snapshot,
 )
-from ppo_cli.engine.device import Compute, keep_freed_memory
+from ppo_cli.engine.device import Compute, keep_freed_memory, set_threads
+from ppo_cli.engine.hf_sampler import sample_from
 from ppo_cli.engine.lora import (
     adapt,
     adapter_tensors,
@@ -58,10 +61,10 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.engine.packing import Loaded, micro_batch_budget, pack
 from ppo_cli.engine.profiling import Profiler
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.responses import Annotations, cut_slice, row_lengths, row_prompts
-from ppo_cli.engine.sampler import Weights
+from ppo_cli.engine.rows import cut_slice, row_lengths, row_prompts
 from ppo_cli.engine.sharding import full_tensor, load_spread, whole_tensor
 from ppo_cli.errors import ModelError
+from ppo_cli.records import Prompt, Rollout
 
 
 class Learner:
@@ -393,3 +396,61 @@ def widen(part_RT: Tensor, batch: Batch) -> Tensor:
     """Rows of a slice, as wide as the whole batch, on the CPU."""
     missing = batch.response_mask_BT.shape[1] - part_RT.shape[1]
     return torch.nn.functional.pad(part_RT.cpu(), (0, missing))
+
+
+class LocalEngine:
+    """Holds every model in this process; the sampler reads the actor's own weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        total_steps: int,
+        profiles: Path | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        set_threads(config.trainer.threads)
+        self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
+        for remark in self._learner.remarks:
+            tell(remark)
+        self._sampler = sample_from(
+            self._learner.policy.model, config, tokenizer,
+            with_entropies=not why_logprobs_again(config),
+        )  # fmt: skip
+        self._sampler.room.tell = lambda rows: tell(room_told(rows))
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, begun: Sequence[Rollout] = ()
+    ) -> Iterator[Rollout]:
+        """Yield rollouts as they finish."""
+        awake = self._learner.policy.awake()
+        # Greedy responses (validations, baselines) belong to no phase of training.
+        phase = self._learner.phase("rollout") if sampling.temperature else nullcontext()
+        with phase, tell_out_of_memory("Sampling", "rollout.max_num_seqs"), awake:
+            version = self._learner.weight_version
+            yield from self._sampler.generate(prompts, sampling, version, begun)
+
+    def annotate(self, batch: Batch) -> AnnotatedBatch:
+        """Add old and reference log-probs, entropy and values."""
+        return merge_annotations(batch, [self._learner.annotate(batch)])
+
+    def step(self, minibatch: MiniBatch) -> Sums:
+        """Take one optimizer step with the actor, the critic or both."""
+        return merge_sums([self._learner.step(minibatch)])
+
+    def publish(self) -> None:
+        """Raise the weight version and move the learning-rate schedules on."""
+        self._learner.publish()
+
+    def save(self, directory: Path) -> Future[None]:
+        """Take a snapshot; `actor/`, `critic/` and `state/` are written in the background."""
+        return self._learner.begin_save(directory, room=[self._sampler.room.left()])
+
+    def load(self, directory: Path) -> None:
+        """Take back weights, optimizers, budgets and the weight version, exactly."""
+        for rows in self._learner.load(directory)[:1]:
+            self._sampler.room.resume(rows)
+
+    def close(self) -> None:
+        """Nothing here outlives the process."""

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from ppo_cli.config.known_models import absent_folder
 from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
-from ppo_cli.engine.packed_rows import PackedRows, Packing
+from ppo_cli.engine.rows import PackedRows, Packing
 from ppo_cli.errors import ModelError, first_line
 from ppo_cli.thoughts import FAMILIES
 

@@ -2,7 +2,7 @@
 
 Each response has its own seed, so that it is the same in whatever batch it is drawn. Log-probs
 are those under the sampling temperature and before top-k and top-p: vLLM gives them raw, and
-its workers divide the logits first (`weight_transfer.worker.WorkerExtension`).
+its workers divide the logits first (`weight_transfer.WorkerExtension`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from transformers import AutoConfig, GenerationConfig
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Sampling, begin
+from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.lora import LoRA, write_adapter
 from ppo_cli.engine.micro_batches import is_out_of_memory
 from ppo_cli.engine.models import decode_text, stop_token_ids
-from ppo_cli.engine.sampler import Room, Weights, go_on, stop_end, stream_key
-from ppo_cli.engine.weight_transfer.gloo_group import GLOO
+from ppo_cli.engine.ranks import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 
-EXTENSION = "ppo_cli.engine.weight_transfer.worker.WorkerExtension"
+EXTENSION = "ppo_cli.engine.weight_transfer.WorkerExtension"
 TRANSFERS = {"memory": "ppo_memory", "gloo": GLOO, "nccl": "nccl", "ipc": "ipc"}
 # What vLLM raises for models and settings that it does not take; all else is a bug.
 REFUSALS = (
@@ -195,7 +194,7 @@ class VLLMSampler:
         self.finish_weight_update(weights.version)
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Meet a trainer that sends weights between processes (`trainer.Sender`)."""
+        """Meet a trainer that sends weights between processes (`weight_transfer.Sender`)."""
         self._rpc("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:

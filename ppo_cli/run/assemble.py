@@ -37,7 +37,7 @@ from ppo_cli.config.second_judge import as_begun
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import decode_text
 from ppo_cli.engine.models import load_tokenizer as _load_tokenizer
 from ppo_cli.errors import DataError, Interrupted, UserError, WorkerLost, ppo

@@ -33,10 +33,9 @@ from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.rows import Columns, Row, RowSet
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import Sampler, Sampling, build_sampler
 from ppo_cli.engine.device import set_threads
 from ppo_cli.engine.export import write_model
-from ppo_cli.engine.sampler import Sampler, build_sampler
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact

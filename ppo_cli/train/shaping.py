@@ -15,8 +15,15 @@ from torch import Tensor
 from ppo_cli.algo.advantages import compute_advantages, place_scores
 from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
 from ppo_cli.algo.estimators import ESTIMATORS
-from ppo_cli.algo.kl import adapt_coef, mean_kl, penalise, token_kl
-from ppo_cli.algo.mismatch import accepted_tokens, compute_mismatch, importance_weights
+from ppo_cli.algo.kl import (
+    accepted_tokens,
+    adapt_coef,
+    compute_mismatch,
+    importance_weights,
+    mean_kl,
+    penalise,
+    token_kl,
+)
 from ppo_cli.algo.tokens import masked_mean, masked_sum
 from ppo_cli.config.algorithm_schema import Algorithm
 from ppo_cli.config.derived import rejections, rollout_is

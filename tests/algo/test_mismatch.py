@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_cli.algo import mismatch
+from ppo_cli.algo import kl
 
 NAN = float("nan")
 SAMPLER = torch.tensor([[-1.0, NAN, -1.0], [-1.0, -1.0, NAN], [NAN, NAN, NAN]])
@@ -23,7 +23,7 @@ quick = settings(max_examples=12, deadline=None, derandomize=True, database=None
 
 
 def weights(level: str, threshold: float, normalize: bool = False) -> Tensor:
-    return mismatch.importance_weights(
+    return kl.importance_weights(
         OLD, SAMPLER, MASK, level=level, threshold=threshold, normalize=normalize
     )
 
@@ -52,32 +52,32 @@ def test_normalised_weights_by_hand() -> None:
 def test_the_row_mean_does_not_depend_on_lengths() -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     old = torch.tensor([[math.log(3.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
-    found = mismatch.importance_weights(
+    found = kl.importance_weights(
         old, torch.zeros(2, 3), mask, level="sequence", threshold=9, normalize=True
     )
     close(found, [[1.5, 1.5, 1.5], [0.5, 0, 0]])
 
 
-@pytest.mark.parametrize("level", mismatch.LEVELS)
+@pytest.mark.parametrize("level", kl.LEVELS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_nothing_counts_gives_zeros(level: str, normalize: bool) -> None:
-    found = mismatch.importance_weights(
+    found = kl.importance_weights(
         OLD, SAMPLER, MASK & False, level=level, threshold=2.0, normalize=normalize
     )
     assert found.tolist() == [[0.0] * 3] * 3
 
 
-@pytest.mark.parametrize("level", mismatch.LEVELS)
+@pytest.mark.parametrize("level", kl.LEVELS)
 def test_huge_log_ratios_stay_finite(level: str) -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     for gap in (900.0, -900.0):
-        found = mismatch.importance_weights(
+        found = kl.importance_weights(
             torch.full((1, 2), gap), torch.zeros(1, 2), mask, level=level, threshold=1e12
         )
         assert found.tolist() == [pytest.approx([math.exp(math.copysign(20, gap))] * 2)]
 
 
-@pytest.mark.parametrize("level", mismatch.LEVELS)
+@pytest.mark.parametrize("level", kl.LEVELS)
 @quick
 @given(seed=st.integers(0, 10_000), normalize=st.booleans())
 def test_padding_row_order_and_gradient(level: str, seed: int, normalize: bool) -> None:
@@ -85,20 +85,20 @@ def test_padding_row_order_and_gradient(level: str, seed: int, normalize: bool) 
     old, sampler = torch.randn(2, 6, 4, generator=g)
     mask = torch.rand(6, 4, generator=g) < 0.6
     options = {"level": level, "threshold": 2.0, "normalize": normalize}
-    plain = mismatch.importance_weights(old.requires_grad_(), sampler, mask, **options)
+    plain = kl.importance_weights(old.requires_grad_(), sampler, mask, **options)
     assert not plain.requires_grad
     order = torch.randperm(6, generator=g)
     padded = [
         torch.cat([x, torch.full((6, 2), filler, dtype=x.dtype)], 1)[order]
         for x, filler in ((old, NAN), (sampler, NAN), (mask, False))
     ]
-    wide = mismatch.importance_weights(*padded, **options)
+    wide = kl.importance_weights(*padded, **options)
     torch.testing.assert_close(wide[:, :4], plain[order])
     assert wide[:, 4:].abs().max() == 0
 
 
 def test_mismatch_by_hand() -> None:
-    found = mismatch.compute_mismatch(OLD, SAMPLER, MASK)
+    found = kl.compute_mismatch(OLD, SAMPLER, MASK)
     two = math.log(2)
     assert int(found.token_count) == 4
     assert float(found.abs_diff_sum) == pytest.approx(4 * two)
@@ -109,7 +109,7 @@ def test_mismatch_by_hand() -> None:
 
 def test_mismatch_of_nothing_is_zero() -> None:
     for old, sampler, mask in ((OLD, SAMPLER, MASK & False), (OLD[:0], SAMPLER[:0], MASK[:0])):
-        found = mismatch.compute_mismatch(old, sampler, mask)
+        found = kl.compute_mismatch(old, sampler, mask)
         sums = (found.abs_diff_sum, found.k3_kl_sum, found.abs_diff_max)
         assert [float(s) for s in sums] == [0, 0, 0]
         assert int(found.token_count) == 0
@@ -121,15 +121,15 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="threshold must be positive, not 0"):
         weights("token", 0)
     with pytest.raises(ValueError, match="shapes differ"):
-        mismatch.compute_mismatch(OLD, SAMPLER[:, :1], MASK)
+        kl.compute_mismatch(OLD, SAMPLER[:, :1], MASK)
     with pytest.raises(ValueError, match="shapes differ"):
-        mismatch.importance_weights(OLD, SAMPLER[:1], MASK, level="token", threshold=2.0)
+        kl.importance_weights(OLD, SAMPLER[:1], MASK, level="token", threshold=2.0)
 
 
 def test_what_is_too_far_from_the_sampler_is_rejected_by_token_or_by_row() -> None:
     # Trainer over sampler: row 0 has 2 and 4, row 1 has 1/2 and 1; exp(k1) is the inverse.
     def kept(*limits: tuple[str, float | None, float]) -> list[list[bool]]:
-        found: list[list[bool]] = mismatch.accepted_tokens(OLD, SAMPLER, MASK, limits).tolist()
+        found: list[list[bool]] = kl.accepted_tokens(OLD, SAMPLER, MASK, limits).tolist()
         return found
 
     none, whole = [False, False, False], MASK.tolist()
@@ -146,5 +146,5 @@ def test_what_is_too_far_from_the_sampler_is_rejected_by_token_or_by_row() -> No
 
 
 def test_weights_outside_of_a_window_are_0() -> None:
-    found = mismatch.importance_weights(OLD, SAMPLER, MASK, level="token", threshold=3.0, lower=0.7)
+    found = kl.importance_weights(OLD, SAMPLER, MASK, level="token", threshold=3.0, lower=0.7)
     close(found, [[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])

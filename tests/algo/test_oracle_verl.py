@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.algo import advantages, kl, losses, mismatch, tokens
+from ppo_cli.algo import advantages, kl, losses, tokens
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.derived import REJECTIONS
 
@@ -421,7 +421,7 @@ def test_logprobs_and_entropy(torch_functional: Any, record_property: Any) -> No
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("level", mismatch.LEVELS)
+@pytest.mark.parametrize("level", kl.LEVELS)
 def test_importance_weights(
     level: str, normalize: bool, correction: Any, record_property: Any
 ) -> None:
@@ -429,7 +429,7 @@ def test_importance_weights(
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(8.0 if case.seed % 10 == 0 else 0.4)
         threshold = case.uniform(1.0, 5.0)
-        mine = mismatch.importance_weights(
+        mine = kl.importance_weights(
             old_BT,
             sampler_BT,
             case.mask_BT,
@@ -451,7 +451,7 @@ def test_rejection(name: str, correction: Any, record_property: Any) -> None:
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(0.4)
         high = case.uniform(1.1, 3.0) if name.endswith("k1") else case.uniform(0.02, 0.6)
-        mine = mismatch.accepted_tokens(
+        mine = kl.accepted_tokens(
             old_BT, sampler_BT, case.mask_BT,
             [(name, 1 / high if name.endswith("k1") else None, high)],
         )  # fmt: skip
@@ -467,7 +467,7 @@ def test_window_of_weights(correction: Any, record_property: Any) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(0.6)
-        mine = mismatch.importance_weights(
+        mine = kl.importance_weights(
             old_BT, sampler_BT, case.mask_BT, level="token", threshold=4.0, lower=0.3
         )
         other, _ = correction.compute_rollout_correction_weights(
@@ -482,7 +482,7 @@ def test_mismatch_diagnostics(correction: Any, record_property: Any) -> None:
     def compare(case: Case) -> float:
         old_BT = case.normal() - 2
         sampler_BT = old_BT + case.normal(0.4)
-        mine = mismatch.compute_mismatch(old_BT, sampler_BT, case.mask_BT)
+        mine = kl.compute_mismatch(old_BT, sampler_BT, case.mask_BT)
         other = correction.compute_offpolicy_metrics(old_BT, sampler_BT, case.float_mask_BT)
         return largest_difference(mine.k3_kl_sum / mine.token_count, other["k3_kl"])
 

@@ -21,8 +21,7 @@ import torch
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.async_rollout import AheadEngine
-from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, begin
-from ppo_cli.engine.sampler import go_on
+from ppo_cli.engine.base import Engine, MiniBatch, Sampling, Sums, begin, go_on
 from ppo_cli.errors import WorkerLost
 from ppo_cli.records import Prompt, Rollout
 

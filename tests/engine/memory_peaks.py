@@ -25,7 +25,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.memory import Shapes, count_memory, read_shapes
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.records import Prompt
 

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch, merge_annotations
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE, Ranks, gather_objects
-from ppo_cli.engine.responses import merge_annotations
 from ppo_cli.engine.sharding import full_tensor
 from ppo_cli.records import Prompt, Rollout
 

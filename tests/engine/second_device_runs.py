@@ -22,11 +22,10 @@ from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.base import MiniBatch, Sampling, build_sampler
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.sampler import build_sampler
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.local import heads as reward_loading
 from ppo_cli.rewards.local.reward import ModelScorer, Sample

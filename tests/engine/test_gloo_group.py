@@ -14,7 +14,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.weight_transfer.gloo_group import GlooGroup, join_store, open_store
+from ppo_cli.engine.ranks import GlooGroup, join_store, open_store
 
 WAIT_S = 20.0
 SENT = [

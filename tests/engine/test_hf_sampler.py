@@ -28,10 +28,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ppo_cli.engine import hf_sampler
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler, KVCache, compute_uniforms, draw_tokens
-from ppo_cli.engine.sampler import stream_key
 from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 

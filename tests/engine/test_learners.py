@@ -20,7 +20,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import (
     Policy,
     ValueModel,
@@ -29,7 +29,7 @@ from ppo_cli.engine.models import (
     load_value_model,
 )
 from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.responses import cut_slice
+from ppo_cli.engine.rows import cut_slice
 from ppo_cli.records import Prompt, Rollout
 from tests.rounding import assert_near
 

@@ -16,8 +16,7 @@ from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.export import write_model
-from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.lora import PREFIX, adapt, adapter_tensors, merged_tensors
 from ppo_cli.engine.models import adapted, load_tokenizer, load_value_model
 from ppo_cli.errors import ModelError

@@ -38,13 +38,12 @@ from transformers import (
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.micro_batches import Budget, share_micro_batches
 from ppo_cli.engine.models import Policy, load_policy, load_tokenizer, load_value_model
-from ppo_cli.engine.packed_rows import BY_ROWS, PackedRows, Packing, attend_by_rows
 from ppo_cli.engine.packing import MASKED_TOKENS, compare_gradients, micro_batch_budget, pack
 from ppo_cli.engine.ranks import ALONE, Ranks
-from ppo_cli.engine.responses import cut_slice
+from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows, cut_slice
 from ppo_cli.errors import ModelError
 from ppo_cli.records import Prompt
 from tests.engine.packed_steps import MIXED, RATE, gaps, make_batch, settings, take_steps
@@ -439,7 +438,7 @@ def test_the_kernel_of_gpus_is_called_as_its_documentation_says(
     policy, rows = made("llama"), token_rows()
     plain = hidden_of(policy, rows)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr("ppo_cli.engine.packed_rows._has_kernel", lambda *_: True)
+    monkeypatch.setattr("ppo_cli.engine.rows._has_kernel", lambda *_: True)
     found = hidden_of(policy, rows)
     assert calls == [[0, 7, 8, 20, 27, 29]] * 2  # once a layer
     assert_near(found, plain, terms=TERMS)

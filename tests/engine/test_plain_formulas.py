@@ -21,11 +21,10 @@ from transformers import (
     Qwen2ForTokenClassification,
 )
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch
+from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, merge_annotations
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.responses import merge_annotations
 from tests.engine.packed_steps import MIXED, make_batch
 from tests.rounding import allowed, assert_near
 

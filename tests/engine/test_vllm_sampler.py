@@ -22,11 +22,10 @@ from ppo_cli.atomic import lives
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
-from ppo_cli.engine.base import Sampling, begin
+from ppo_cli.engine.base import Sampling, Weights, begin, build_sampler, stream_key
 from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.models import load_tokenizer
-from ppo_cli.engine.sampler import Weights, build_sampler, stream_key
 from ppo_cli.engine.vllm_sampler import CPU_CACHE_BYTES, VLLMSampler
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout

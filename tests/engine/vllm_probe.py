@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.resolve import resolve
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.lora import adapt, adapter_tensors
 from ppo_cli.engine.models import decode_text, load_policy, load_tokenizer, stop_token_ids
-from ppo_cli.engine.sampler import Weights, build_sampler
 from ppo_cli.engine.vllm_sampler import VLLMSampler
 from ppo_cli.errors import DataError, ModelError
 from ppo_cli.records import Prompt, Rollout
@@ -219,7 +218,7 @@ def probe_lora(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 def probe_client() -> dict[str, Any]:
     """How two samplers of two GPUs each are led through an exchange; no GPU takes part."""
-    from ppo_cli.engine.weight_transfer.trainer import SamplerClient, Sender, TensorSource
+    from ppo_cli.engine.weight_transfer import SamplerClient, Sender, TensorSource
 
     calls: list[tuple[str, list[tuple[Any, ...]]]] = []
 
@@ -245,7 +244,7 @@ def probe_client() -> dict[str, Any]:
 
 def probe_gloo(config: Config, tokenizer: Any) -> dict[str, Any]:
     """A learner's merged weights go to a sampler through a group of their own."""
-    from ppo_cli.engine.weight_transfer.trainer import SamplerClient, TensorSource, connect
+    from ppo_cli.engine.weight_transfer import SamplerClient, TensorSource, connect
 
     prompts, plain = make_prompts(tokenizer), SAMPLINGS["plain"]
     learner = Learner(config, tokenizer, total_steps=1)

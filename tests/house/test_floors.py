@@ -164,7 +164,7 @@ def test_breaches_are_seen() -> None:
     assert breaches("engine.local", "from ppo_cli.rewards.base import Reward")
     assert breaches("engine.local", "def f():\n    from ppo_cli import loop")
     assert breaches("loop", "from ppo_cli.engine.base import Engine") == []
-    assert breaches("loop", "from ppo_cli.engine.local import LocalEngine")
+    assert breaches("loop", "from ppo_cli.engine.learner import LocalEngine")
     assert breaches("config.schema", "def f():\n    import torch")
     assert breaches("rewards.rules", "import importlib\nimportlib.import_module('torch')")
     assert breaches("rewards.rules", "import sympy")

@@ -12,8 +12,7 @@ from typing import Any
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.launch.addresses import Line
-from ppo_cli.launch.member import Membership, find_head
-from ppo_cli.launch.nodes import Nodes
+from ppo_cli.launch.nodes import Membership, Nodes, find_head
 from ppo_cli.launch.preflight import NodeFacts, fingerprint, run_key
 from ppo_cli.launch.rendezvous import VARIABLE, Rendezvous, Secret
 

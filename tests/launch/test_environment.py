@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppo_cli.errors import ConfigError
-from ppo_cli.launch.environment import (
+from ppo_cli.launch.addresses import (
     expand_hosts,
     node_variables,
     outside_step,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ppo_cli.errors import ConfigError, WorkerLost
-from ppo_cli.launch import member as member_room
+from ppo_cli.launch import nodes as member_room
 from ppo_cli.launch import rendezvous as room
-from ppo_cli.launch.member import Membership, find_head
+from ppo_cli.launch.nodes import Membership, find_head
 from tests.launch.meeting import HEAD, KEY, SETTINGS, FakeRay, Meeting, why
 
 

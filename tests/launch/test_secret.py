@@ -12,7 +12,7 @@ import pytest
 
 from ppo_cli.errors import ConfigError
 from ppo_cli.launch.addresses import Line, is_loopback, listen
-from ppo_cli.launch.member import Membership, find_head
+from ppo_cli.launch.nodes import Membership, find_head
 from ppo_cli.launch.ray_process import RayProcess
 from ppo_cli.launch.rendezvous import VARIABLE, Secret
 from ppo_cli.redact import redact

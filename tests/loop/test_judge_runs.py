@@ -327,7 +327,7 @@ def test_no_failed_verdict_enters_a_loss_or_a_mean(
     """Looks at the very tensors that the engine is stepped with."""
     from ppo_cli.config.resolve import resolve
     from ppo_cli.engine.base import MiniBatch, Sums
-    from ppo_cli.engine.local import LocalEngine
+    from ppo_cli.engine.learner import LocalEngine
     from ppo_cli.report.tracker import Screen
     from ppo_cli.run.assemble import train as train_here
 

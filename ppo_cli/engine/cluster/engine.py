@@ -12,18 +12,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ppo_cli.algo.batch import AnnotatedBatch, Batch
+from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
 from ppo_cli.config.derived import Placement, weight_transfer
 from ppo_cli.config.schema import Config
-from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums
-from ppo_cli.engine.cluster.cluster import Cluster
-from ppo_cli.engine.cluster.futures import Call, Member, late
+from ppo_cli.engine.base import MiniBatch, Sampling, Sums, merge_sums, room_told
+from ppo_cli.engine.cluster.cluster import (
+    USE_MEMORY,
+    Call,
+    Cluster,
+    ExchangePlan,
+    Halved,
+    Member,
+    late,
+)
 from ppo_cli.engine.cluster.ray_session import node_answers
 from ppo_cli.engine.cluster.serialise import rejoin_prompt
-from ppo_cli.engine.cluster.weight_exchange import USE_MEMORY, ExchangePlan, Halved
 from ppo_cli.engine.cluster.worker_process import load_code, meeting_point
-from ppo_cli.engine.responses import Annotations, merge_annotations
-from ppo_cli.engine.sampler import room_told
 from ppo_cli.errors import ConfigError, UserError, WorkerLost
 from ppo_cli.records import Prompt, Rollout
 

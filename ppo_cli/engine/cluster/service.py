@@ -21,15 +21,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from ppo_cli.algo.batch import Batch
+from ppo_cli.algo.batch import Annotations, Batch
 from ppo_cli.config.schema import Transfer
 from ppo_cli.engine.base import Sampling
+from ppo_cli.engine.cluster.cluster import Member, WorkerFault
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.futures import Member, WorkerFault
 from ppo_cli.engine.cluster.remote import BEAT, BEAT_S, DROP, STOP, receive, send
 from ppo_cli.engine.cluster.serialise import dumps
 from ppo_cli.engine.cluster.worker_process import ignore_signals, write_into
-from ppo_cli.engine.responses import Annotations
 from ppo_cli.errors import PpoError, travels
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.redact import redact

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.engine.cluster import remote as clients
-from ppo_cli.engine.cluster.futures import WorkerFault
+from ppo_cli.engine.cluster.cluster import WorkerFault
 from ppo_cli.engine.cluster.ray_session import import_paths
 from ppo_cli.engine.cluster.remote import DROP, GONE, Answer, ApartEngine, Client, limit_silence
 from ppo_cli.engine.cluster.service import portable

@@ -20,7 +20,7 @@ from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import DataError, ModelError, WorkerLost
 from ppo_cli.records import Prompt, Rollout

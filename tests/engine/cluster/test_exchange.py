@@ -24,7 +24,7 @@ from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.weight_exchange import ExchangePlan
+from ppo_cli.engine.cluster.workers import ExchangePlan
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt

@@ -19,12 +19,11 @@ from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster import engine as cluster_engine
 from ppo_cli.engine.cluster import remote, service, worker_process, workers
-from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.cluster import Call, Cluster, Member, reported
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.futures import Call, Member, reported
 from ppo_cli.engine.cluster.remote import Answer, ApartEngine
 from ppo_cli.engine.cluster.worker_process import Outcome, Worker
-from ppo_cli.engine.local import LocalEngine
+from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.ranks import ALONE
 from ppo_cli.records import Prompt
@@ -107,7 +106,7 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     monkeypatch.setattr("ppo_cli.engine.cluster.serialise.send_tensors_as_arrays", lambda: None)
     monkeypatch.setattr(worker_process, "own_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr(cluster_engine, "POLL_S", 0.01)
-    monkeypatch.setattr("ppo_cli.engine.local.set_threads", lambda wanted: None)
+    monkeypatch.setattr("ppo_cli.engine.learner.set_threads", lambda wanted: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     return asked

@@ -19,8 +19,7 @@ import pytest
 
 from ppo_cli.config.known_models import hub_cache
 from ppo_cli.engine.cluster import _prepare_ray
-from ppo_cli.engine.cluster.head import end_session
-from ppo_cli.engine.cluster.ray_session import OwnRay
+from ppo_cli.engine.cluster.ray_session import OwnRay, end_session
 from ppo_cli.errors import Interrupted
 from ppo_cli.launch.addresses import free_port
 from ppo_cli.launch.ray_process import RayProcess
@@ -119,7 +118,7 @@ def test_an_owner_that_dies_while_it_starts_is_noticed(tmp_path: Path) -> None:
     wish = {"folder": place, "num_cpus": 1, "num_gpus": 0, "object_store_memory": 100_000_000}
     with (tmp_path / "log").open("w+") as log:
         head = subprocess.Popen(
-            [sys.executable, "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
+            [sys.executable, "-m", "ppo_cli.engine.cluster.ray_session", json.dumps(wish)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             start_new_session=True, cwd=ROOT,
         )  # fmt: skip

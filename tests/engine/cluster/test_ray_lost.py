@@ -101,7 +101,7 @@ def foreign(tmp_path: Path) -> Iterator[tuple[int, str]]:
     folder.mkdir()
     wish = {"folder": str(folder), "num_cpus": 1, "num_gpus": 0, "object_store_memory": 100_000_000}
     with subprocess.Popen(
-        [sys.executable, "-m", "ppo_cli.engine.cluster.head", json.dumps(wish)],
+        [sys.executable, "-m", "ppo_cli.engine.cluster.ray_session", json.dumps(wish)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         start_new_session=True, cwd=ROOT,
     ) as head:  # fmt: skip

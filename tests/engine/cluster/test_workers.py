@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.derived import Placement
-from ppo_cli.engine.cluster.cluster import Cluster
+from ppo_cli.engine.cluster.cluster import Cluster, Member, WorkerFault, lost
 from ppo_cli.engine.cluster.engine import ClusterEngine
-from ppo_cli.engine.cluster.futures import Member, WorkerFault, lost
 from ppo_cli.engine.cluster.worker_process import _failure
 from ppo_cli.errors import DISK_ERRNOS, FULL_DISK_ERRNOS, ConfigError, WorkerLost
 

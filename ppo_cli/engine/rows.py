@@ -1,10 +1,12 @@
-"""Rows that lie end to end in one: where each begins, and attention that stays inside of it.
+"""Rows of a batch as a model takes them: padded, or end to end in one, and what is read of them.
 
-In the place of an attention mask goes the list of ends: each row is then attended to by itself,
-and the work grows with the rows, not with the square of what they hold together. A row may go on
-from the first tokens of another: the prompt of several responses is then computed once, but for
-attention (the idea of PrefixGrouper, arXiv 2506.05433).
-Legend: B rows, L the tokens that lie there, h heads, d size of a head.
+Only response tokens meet the vocabulary: prompt positions cost no logits. Where rows lie end to
+end, the list of their ends goes in the place of an attention mask: each row is then attended to by
+itself, and the work grows with the rows, not with the square of what they hold together. A row may
+go on from the first tokens of another: the prompt of several responses is then computed once, but
+for attention (the idea of PrefixGrouper, arXiv 2506.05433).
+Legend: B rows, L tokens, T response tokens, N response tokens of all rows, H hidden size, h heads,
+d size of a head.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from ppo_cli.algo.batch import Batch, TrainBatch
 
 BY_ROWS = "sdpa_by_rows"  # a model's attention that takes ends of rows for a mask
 ENDS = torch.int32  # real masks are bool or floating
@@ -150,3 +154,111 @@ def _dtype(states: Tensor) -> torch.dtype:
 
 AttentionInterface.register(BY_ROWS, attend_by_rows)
 AttentionMaskInterface.register(BY_ROWS, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows of a batch on the compute device, cut to their longest row.
+
+    `targets_N` are the ids of the response tokens, rows after rows.
+    With `packed` the ids are one row, in which the rows lie end to end. An `idle`
+    slice is there only because other ranks have work in this turn: its row is computed like
+    any other, and counts for nothing.
+    """
+
+    row_B: Tensor
+    input_ids_BL: Tensor
+    response_mask_BT: Tensor
+    position_BT: Tensor  # where the token's log-prob and value are read
+    targets_N: Tensor
+    width: int
+    idle: bool = False
+    packed: PackedRows | None = None
+
+    def pick(self, states_BLX: Tensor) -> Tensor:
+        """Values at the positions before each response token, rows after rows: (N, …)."""
+        if self.packed is not None:
+            # Rows share the last token of a prompt: the gradient adds up in the same order always.
+            return states_BLX[0].index_select(0, self.position_BT[self.response_mask_BT])
+        row_B1 = torch.arange(states_BLX.shape[0], device=states_BLX.device)[:, None]
+        picked: Tensor = states_BLX[row_B1, self.position_BT][self.response_mask_BT]
+        return picked
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """Put values of response tokens into rows, zero elsewhere: (B, T)."""
+        rows = torch.zeros(self.response_mask_BT.shape, device=values_N.device)
+        return rows.masked_scatter(self.response_mask_BT, values_N.float())
+
+    def take(self, tensor_BT: Tensor) -> Tensor:
+        """The same rows of a whole-batch response tensor, cut to the same width."""
+        return tensor_BT[self.row_B][:, : self.width].to(self.input_ids_BL.device)
+
+    def loss_mask_BT(self, batch: TrainBatch) -> Tensor:
+        """The response tokens of these rows that enter a loss; none when idle."""
+        mask_BT = self.take(batch.loss_mask_BT)
+        return torch.zeros_like(mask_BT) if self.idle else mask_BT
+
+
+def cut_slice(
+    batch: Batch,
+    rows: Sequence[int],
+    device: torch.device,
+    *,
+    packed: bool = False,
+    shared: bool = False,
+) -> Slice:
+    """Take rows of a batch, without the padding that they do not need, or `packed` without any.
+
+    With `shared`, too, a prompt of several packed rows lies there once, before the first of them.
+    No rows give an idle slice of the shortest row.
+    """
+    idle = not rows
+    if idle:
+        rows = [int((batch.prompt_len_B + batch.response_len_B).argmin())]
+    row_B = torch.as_tensor(rows)
+    prompt_len_B = batch.prompt_len_B[row_B]
+    response_len_B = batch.response_len_B[row_B]
+    length_B = prompt_len_B + response_len_B
+    length = int(length_B.max())
+    width = int(response_len_B.max())
+    position_BT = prompt_len_B[:, None] - 1 + torch.arange(width)[None, :]
+    ids_BL = batch.input_ids_BL[row_B, :length]
+    mask_BT = batch.response_mask_BT[row_B, :width]
+    targets_N = ids_BL.gather(1, (position_BT + 1).clamp(max=length - 1))[mask_BT]
+    ends = None
+    if packed:
+        lead_B = torch.arange(len(rows))
+        if shared:
+            first: dict[bytes, int] = {}
+            prompts = row_prompts(ids_BL, prompt_len_B)
+            lead_B = torch.tensor([first.setdefault(p, at) for at, p in enumerate(prompts)])
+        shared_B = torch.where(lead_B == torch.arange(len(rows)), 0, prompt_len_B)
+        own_B = length_B - shared_B
+        ends = PackedRows.of(own_B.tolist(), device, lead_B.tolist(), shared_B.tolist())
+        at_L = torch.arange(length)[None, :]
+        ids_BL = ids_BL[(at_L >= shared_B[:, None]) & (at_L < length_B[:, None])][None]
+        start_B = own_B.cumsum(0) - own_B
+        position_BT += (start_B - shared_B)[:, None]
+        position_BT[:, 0] = start_B[lead_B] + prompt_len_B - 1
+    return Slice(
+        row_B=row_B,
+        input_ids_BL=ids_BL.to(device),
+        response_mask_BT=mask_BT.to(device),
+        position_BT=position_BT.clamp(max=ids_BL.shape[1] - 1).to(device),
+        targets_N=targets_N.to(device),
+        width=width,
+        idle=idle,
+        packed=ends,
+    )
+
+
+def row_prompts(ids_BL: Tensor, prompt_len_B: Tensor) -> list[bytes]:
+    """The ids of each row's prompt, to tell which rows have the same."""
+    rows = zip(ids_BL.numpy(), prompt_len_B.tolist(), strict=True)
+    return [ids_L[:length].tobytes() for ids_L, length in rows]
+
+
+def row_lengths(batch: Batch) -> list[int]:
+    """Prompt and response tokens of each row."""
+    lengths: list[int] = (batch.prompt_len_B + batch.response_len_B).tolist()
+    return lengths

@@ -1,1 +1,0 @@
-"""vLLM's weight transfer: the trainer's side and the worker's side."""
