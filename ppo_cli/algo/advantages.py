@@ -124,10 +124,13 @@ def grpo(
     a group of one has mean 0 and std 1.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    return _spread(_standardised(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
+    return _spread(_centred(scores_B, mask_BT, group_B, norm_by_std), mask_BT)
 
 
-def _standardised(scores_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool) -> Tensor:
+def _centred(
+    scores_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm_by_std: bool = False
+) -> Tensor:
+    """Scores minus their group's mean, over its spread with `norm_by_std`."""
     result_B = torch.zeros_like(scores_B)
     for at in _groups(mask_BT, group_B):
         scores = scores_B[at]
@@ -152,7 +155,7 @@ def gdpo(
     sum_B = torch.zeros_like(parts_BK[:, 0])
     for k in range(parts_BK.shape[1]):
         weight = 1.0 if weights is None else weights[k]
-        sum_B += weight * _standardised(parts_BK[:, k], mask_BT, group_B, norm_by_std)
+        sum_B += weight * _centred(parts_BK[:, k], mask_BT, group_B, norm_by_std)
     whitened_BT = masked_whiten(sum_B[:, None].expand(mask_BT.shape), mask_BT)
     return whitened_BT, whitened_BT.clone()
 
@@ -178,10 +181,8 @@ def reinforce_plus_plus_baseline(
     A group of one has mean 0.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    result_B = torch.zeros_like(scores_B)
-    for at in _groups(mask_BT, group_B):
-        result_B[at] = scores_B[at] - _group_mean(scores_B[at])
-    whitened_BT = masked_whiten(result_B[:, None].expand(mask_BT.shape), mask_BT)
+    centred_B = _centred(scores_B, mask_BT, group_B)
+    whitened_BT = masked_whiten(centred_B[:, None].expand(mask_BT.shape), mask_BT)
     return whitened_BT, whitened_BT.clone()
 
 
@@ -247,11 +248,8 @@ def gpg(token_rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> tuple[Ten
     The factor makes up for groups that teach nothing. A group of one has mean 0.
     """
     scores_B = masked_sum(token_rewards_BT, mask_BT, 1)
-    result_B = torch.zeros_like(scores_B)
-    for at in _groups(mask_BT, group_B):
-        result_B[at] = scores_B[at] - _group_mean(scores_B[at])
-    scored = int((scores_B != 0).sum())
-    return _spread(result_B * (int(mask_BT.any(1).sum()) / max(scored, 1)), mask_BT)
+    factor = int(mask_BT.any(1).sum()) / max(int((scores_B != 0).sum()), 1)
+    return _spread(_centred(scores_B, mask_BT, group_B) * factor, mask_BT)
 
 
 def _groups(mask_BT: Tensor, group_B: Tensor) -> list[Tensor]:

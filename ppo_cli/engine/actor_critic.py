@@ -113,6 +113,7 @@ class ModelLearner:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self._reference = reference
         self._asked = [model] if reference is None else [model, reference]
         self.budget = micro_batch_budget(
             settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu, *self._asked
@@ -201,7 +202,6 @@ class ActorLearner(ModelLearner):
     ) -> None:
         super().__init__(policy, reference, settings, optimizer, compute, longest_response, ranks)
         self._policy = policy
-        self._reference = reference
         self._settings = settings
         self._temperature = temperature
         self._chosen_BT: Tensor | None = None  # of the mini-batch under way

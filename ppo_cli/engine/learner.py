@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.algo.batch import AnnotatedBatch, Annotations, Batch, merge_annotations
-from ppo_cli.config.algorithm_schema import CriticModel, Sharding
+from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_path,
@@ -358,15 +358,11 @@ class Learner:
         return reference
 
     def _build_actor(self, total_steps: int) -> ActorLearner:
-        s = self._config.actor
-        optimizer = Optimizer(
-            self.policy.model, s.optim, total_steps=total_steps, grad_clip=s.grad_clip,
-            clip_grad_value=s.clip_grad_value, ranks=self._ranks,
-            offload=s.fsdp_config.optimizer_offload,
-        )  # fmt: skip
+        c = self._config
+        optimizer = self._build_optimizer(self.policy.model, c.actor, total_steps)
         return ActorLearner(
-            self.policy, self._reference, s, optimizer, self._compute,
-            self._config.rollout.temperature, self._config.data.max_response_length, self._ranks,
+            self.policy, self._reference, c.actor, optimizer, self._compute,
+            c.rollout.temperature, c.data.max_response_length, self._ranks,
         )  # fmt: skip
 
     def _build_critic(self, total_steps: int) -> CriticLearner | None:
@@ -381,14 +377,15 @@ class Learner:
         value_model = self._load(
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter
         )
-        optimizer = Optimizer(
-            value_model.model, c.critic.optim, total_steps=total_steps,
-            grad_clip=c.critic.grad_clip, clip_grad_value=c.critic.clip_grad_value,
-            ranks=self._ranks, offload=c.critic.fsdp_config.optimizer_offload,
-        )  # fmt: skip
-        return CriticLearner(
-            value_model, c.critic, optimizer, self._compute, c.data.max_response_length,
-            self._ranks,
+        optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
+        longest = c.data.max_response_length
+        return CriticLearner(value_model, c.critic, optimizer, self._compute, longest, self._ranks)
+
+    def _build_optimizer(self, model: Any, settings: Actor | Critic, total_steps: int) -> Optimizer:
+        return Optimizer(
+            model, settings.optim, total_steps=total_steps, grad_clip=settings.grad_clip,
+            clip_grad_value=settings.clip_grad_value, ranks=self._ranks,
+            offload=settings.fsdp_config.optimizer_offload,
         )  # fmt: skip
 
 

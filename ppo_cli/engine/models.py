@@ -71,13 +71,16 @@ class Around(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class _Asked:
     """What policies and value models have in common: being asked where their weights are."""
 
+    model: Any
     backbone: nn.Module
-    around: Around | None
-    packing: Packing | None
-    shares_prompts: bool
+    head: Callable[[Tensor], Tensor]
+    around: Around | None = None
+    packing: Packing | None = None
+    shares_prompts: bool = False  # rows of one prompt compute it once
 
     def hidden_BLH(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Last hidden states of right-padded rows, where causal attention needs no mask.
@@ -107,24 +110,12 @@ class _Asked:
 class Policy(_Asked):
     """A causal language model, split where its vocabulary begins."""
 
-    model: Any
-    backbone: nn.Module
-    head: Callable[[Tensor], Tensor]
-    around: Around | None = None
-    packing: Packing | None = None
-    shares_prompts: bool = False  # rows of one prompt compute it once
-
 
 @dataclass(frozen=True)
 class ValueModel(_Asked):
     """A backbone with one number a token."""
 
-    model: Any
-    backbone: nn.Module
     head: nn.Module
-    around: Around | None = None
-    packing: Packing | None = None
-    shares_prompts: bool = False  # rows of one prompt compute it once
 
     def values_BL(self, input_ids_BL: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Values at each position, in float32."""

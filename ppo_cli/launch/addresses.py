@@ -15,7 +15,6 @@ import os
 import re
 import select
 import socket
-import subprocess
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -61,15 +60,9 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[str]:
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     if not listed:
         return []
-    try:
+    with contextlib.suppress(ConfigError):
         return expand_hosts(listed)
-    except ConfigError:
-        command = ["scontrol", "show", "hostnames", listed]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return []
-        return done.stdout.split()
+    return []
 
 
 def expand_hosts(listed: str) -> list[str]:
@@ -255,7 +248,6 @@ def words(value: object, longest: int = 200) -> str:
 
 RAY_PORT = 6379
 PROBE_S = 3.0
-WHO_S = 1.0
 
 
 def resolve_host(host: str) -> str:
@@ -309,7 +301,13 @@ def listen(master: str | None, port: int) -> socket.socket:
         return socket.create_server((door, port), family=_family(address), backlog=64)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(_who_holds(address or "127.0.0.1", port)) from error
+            ray = " (Ray's own port: is an old `ray start --head` running?)"
+            raise ConfigError(
+                f"port {port} is in use, by another run or program"
+                f"{ray if port == RAY_PORT else ''}. Each node is started once; for a second run "
+                f"beside it say MASTER_PORT={port + 1000 if port < 64000 else port - 1000} on "
+                "every node."
+            ) from error
         why = os.strerror(error.errno or 0)
         raise ConfigError(f"port {port} cannot be opened: {why}; MASTER_PORT=…") from error
 
@@ -334,26 +332,6 @@ def reaches(address: str, port: int, own: str | None = None) -> bool:
             return True
     except OSError:
         return False
-
-
-def _who_holds(address: str, port: int) -> str:
-    """Say who has the port: another run of ours, an old Ray, or something else."""
-    other = f"MASTER_PORT={port + 1000 if port < 64000 else port - 1000}"
-    answer: Message | None = None
-    with (
-        contextlib.suppress(OSError),
-        contextlib.closing(Line(socket.create_connection((address, port), PROBE_S))) as line,
-    ):
-        line.send("who")
-        answer = line.read(WHO_S)
-    if answer is not None and answer.get("type") == "ppo":
-        pid = words(answer.get("pid"), 20)
-        return (
-            f"a run is going on here already: process {pid} is node 0 on port {port}. Each "
-            f"node is started once; for a second run beside it say {other} on every node."
-        )
-    ray = " (Ray's own port: is an old `ray start --head` running?)" if port == RAY_PORT else ""
-    return f"port {port} is in use by another program{ray}: say {other} on every node."
 
 
 def own_address(environ_address: str | None) -> str | None:

@@ -276,8 +276,8 @@ def _examine(meeting: Rendezvous, environ: Mapping[str, str], deadline: float, t
     if problems:
         # First who is missing: those that are refused go away.
         lacking = [f"{name} is not here yet." for name in meeting.missing()]
-        meeting.refuse_all(problems)
-        raise ConfigError([problem.text for problem in problems] + lacking)
+        meeting.refuse_all()
+        raise ConfigError(problems + lacking)
 
 
 def _await(

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -52,14 +51,6 @@ class NodeFacts:
     ray: Text
     torch: Text
     vllm: Text
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that keeps the run from starting, and the node that it is about."""
-
-    rank: int
-    text: str
 
 
 def facts_here(config: Config, environ: Mapping[str, str], rank: int, host: str) -> NodeFacts:
@@ -111,14 +102,9 @@ def different_keys(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[s
     return [*changed, *other]
 
 
-def compare(
-    head: NodeFacts,
-    node: NodeFacts,
-    different: Iterable[str],
-    labels: Mapping[int, str],
-) -> list[Problem]:
-    """Return what does not fit between node 0 and another."""
-    who, said = labels.get(node.rank, f"node {node.rank}"), []
+def compare(head: NodeFacts, node: NodeFacts, different: Iterable[str], who: str) -> list[str]:
+    """Return what does not fit between node 0 and another, which the texts call `who`."""
+    said = []
     if node.nnodes != head.nnodes:
         said.append(f"{who} was started with NNODES={node.nnodes}, node 0 with {head.nnodes}.")
     names = {"ppo": "ppo-cli", "python": "Python", "ray": "ray", "torch": "torch", "vllm": "vllm"}
@@ -139,12 +125,12 @@ def compare(
         more = len(keys) - MOST_KEYS_NAMED
         shown = ", ".join(keys[:MOST_KEYS_NAMED]) + (f" and {more} more" if more > 0 else "")
         said.append(f"{who} was started with other settings: {shown}.")
-    return [Problem(node.rank, text) for text in said]
+    return said
 
 
-def own_problems(node: NodeFacts, labels: Mapping[int, str]) -> list[Problem]:
+def own_problems(node: NodeFacts, who: str) -> list[str]:
     """Return what one node lacks by itself."""
-    who, said = labels.get(node.rank, f"node {node.rank}"), []
+    said = []
     if node.ray == _ABSENT:
         said.append(f"{who} has no ray: pip install ray there.")
     if node.gpus < node.wanted_gpus:
@@ -152,7 +138,7 @@ def own_problems(node: NodeFacts, labels: Mapping[int, str]) -> list[Problem]:
             f"{who} shows {node.gpus} GPUs, but N_GPUS is {node.wanted_gpus}; see nvidia-smi and "
             "CUDA_VISIBLE_DEVICES there."
         )
-    return [Problem(node.rank, text) for text in said]
+    return said
 
 
 def describe(node: NodeFacts, label: str) -> str:

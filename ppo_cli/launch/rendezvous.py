@@ -22,7 +22,6 @@ from ppo_cli.errors import ConfigError
 from ppo_cli.launch.addresses import Broken, Line, Message, reaches, words
 from ppo_cli.launch.preflight import (
     NodeFacts,
-    Problem,
     compare,
     different_keys,
     own_problems,
@@ -119,7 +118,6 @@ PROTOCOL = 1
 HELLO_S = 10.0
 BEAT_S = 1.0
 SILENCE_S = 10.0
-MOST_CONNECTIONS = 4096
 HERE = ("here", "checked", "started", "ready")  # a node's phases until it is gone
 
 
@@ -132,7 +130,7 @@ class Member:
     different: list[str]
     phase: str = "here"
     why: str = ""
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def where(self) -> str:
@@ -162,7 +160,6 @@ class Rendezvous:
         self._hosts, self._tell = hosts, tell
         self._secret = secret or Secret({})
         self._closed = threading.Event()
-        self._open = 0
         for task in (self._accept, self._beat):
             threading.Thread(target=task, daemon=True, name=f"nodes-{task.__name__}").start()
 
@@ -200,20 +197,18 @@ class Rendezvous:
         for member in waiting:
             self._send(member, "check", address=address)
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[str]:
         """Return all that keeps the nodes that are here from starting together."""
-        labels = {rank: self.label(rank) for rank in range(self.facts.nnodes)}
-        found = own_problems(self.facts, labels)
+        found = own_problems(self.facts, self.label(self.facts.rank))
         for rank in sorted(self.members):
-            found += self._problems_of(self.members[rank], labels)
+            found += self._problems_of(self.members[rank])
         return found
 
-    def refuse_all(self, problems: list[Problem]) -> None:
+    def refuse_all(self) -> None:
         """Tell each node what is wrong with it, or that the run does not start."""
-        for rank, member in self.members.items():
-            own = [problem.text for problem in problems if problem.rank == rank]
-            rest = f"The run does not start; node 0 ({self.facts.host}) says why."
-            self._send(member, "stop", problems=own or [rest])
+        rest = f"The run does not start; node 0 ({self.facts.host}) says why."
+        for member in self.members.values():
+            self._send(member, "stop", problems=self._problems_of(member) or [rest])
 
     def start_all(self) -> None:
         """Let every node start its Ray; later ones are started when they come and fit."""
@@ -255,24 +250,15 @@ class Rendezvous:
                 continue
             except OSError:
                 return
-            if self._open >= MOST_CONNECTIONS:
-                sock.close()
-                continue
-            self._open += 1
             threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
 
     def _meet(self, sock: socket.socket) -> None:
-        try:
-            with contextlib.suppress(OSError), contextlib.closing(Line(sock)) as line:
-                self._greet(line)
-        finally:
-            self._open -= 1
+        with contextlib.suppress(OSError), contextlib.closing(Line(sock)) as line:
+            self._greet(line)
 
     def _greet(self, line: Line) -> None:
         hello = line.read(HELLO_S)
-        if hello is not None and hello["type"] == "who":
-            line.send("ppo", pid=os.getpid(), host=self.facts.host)
-        elif hello is not None and hello["type"] == "hello":
+        if hello is not None and hello["type"] == "hello":
             member = self._admit(hello, line)
             if isinstance(member, str):
                 line.send("refused", why=member)
@@ -375,25 +361,22 @@ class Rendezvous:
                 f"node 0 ({self.facts.host}) cannot reach {self.label(rank)} on port "
                 f"{words(port, 10)}; open the ports above 1024 between the nodes in the firewall."
             )
-        member.problems = [Problem(rank, text) for text in found]
+        member.problems = found
         self._enter(member, "checked")
         if not self.started:
             return
-        labels = {rank: self.label(rank) for rank in range(self.facts.nnodes)}
-        problems = self._problems_of(member, labels)
+        problems = self._problems_of(member)
         if problems:
             for problem in problems:
-                self._tell(problem.text)
-            self._send(member, "stop", problems=[problem.text for problem in problems])
+                self._tell(problem)
+            self._send(member, "stop", problems=problems)
         else:
             self._start(member)
 
-    def _problems_of(self, member: Member, labels: Mapping[int, str]) -> list[Problem]:
-        return [
-            *own_problems(member.facts, labels),
-            *compare(self.facts, member.facts, member.different, labels),
-            *member.problems,
-        ]
+    def _problems_of(self, member: Member) -> list[str]:
+        who = self.label(member.facts.rank)
+        fit = compare(self.facts, member.facts, member.different, who)
+        return [*own_problems(member.facts, who), *fit, *member.problems]
 
     def _start(self, member: Member) -> None:
         self._enter(member, "started")

@@ -104,25 +104,16 @@ def test_the_slow_are_not_waited_for(meeting: Meeting, monkeypatch: pytest.Monke
         assert stranger.recv(100) == b""
 
 
-def test_it_says_who_it_is(meeting: Meeting) -> None:
-    line = meeting.raw()
-    line.send("who")
-    answer = line.read(5)
-    line.close()
-    assert answer is not None
-    assert (answer["type"], answer["host"]) == ("ppo", "host-a")
-
-
 def test_all_problems_of_all_nodes_reach_both_sides(meeting: Meeting) -> None:
     one, two = meeting.guest(1, ray="2.59.0", torch="2.12.0"), meeting.guest(2)
     meeting.offer()
     meeting.until(lambda: len(meeting.room.in_phase("checked")) == 2)
     problems = meeting.room.problems()
-    assert [p.rank for p in problems] == [1, 1]
-    meeting.room.refuse_all(problems)
+    assert len(problems) == 2
+    meeting.room.refuse_all()
     first, second = one.end(), two.end()
     assert isinstance(first, ConfigError)
-    assert first.problems == tuple(p.text for p in problems)
+    assert first.problems == tuple(problems)
     assert "node 0 (host-a) says why" in str(second)
 
 
@@ -131,7 +122,7 @@ def test_a_port_that_node_1_cannot_reach(meeting: Meeting) -> None:
     meeting.guest(1)
     meeting.offer()
     meeting.until(lambda: meeting.room.in_phase("checked"))
-    said = meeting.room.problems()[0].text
+    said = meeting.room.problems()[0]
     assert said.startswith("node 1 (host-b, 127.0.0.1) cannot reach 127.0.0.1:")
     assert "firewall" in said
 
@@ -150,7 +141,7 @@ def test_a_node_that_node_0_cannot_reach(meeting: Meeting) -> None:
     line = meeting.hello(1)
     line.send("checked", reaches=True, listens=1)
     meeting.until(lambda: meeting.room.in_phase("checked"))
-    assert "node 0 (host-a) cannot reach node 1" in meeting.room.problems()[0].text
+    assert "node 0 (host-a) cannot reach node 1" in meeting.room.problems()[0]
     line.close()
 
 
