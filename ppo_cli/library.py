@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.keys import table
-from ppo_cli.config.plan import Plan, make_plan
+from ppo_cli.config.plan import Plan, make_plan, with_second_judge
 from ppo_cli.config.requirements import missing_gpus, missing_inputs, missing_parts
 from ppo_cli.config.resolve import Resolved, resolve
 from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.schema import Config
-from ppo_cli.config.second_judge import with_second_judge
 from ppo_cli.errors import ConfigError
 from ppo_cli.run_folder import (
     check_run_folder,

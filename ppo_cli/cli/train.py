@@ -36,7 +36,7 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.second_judge import with_second_judge
+from ppo_cli.config.plan import with_second_judge
 from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
 from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, ppo
 from ppo_cli.records import Prompt

@@ -1,15 +1,23 @@
-"""The settings as a flat table, read from the schema: key, type, range, help, flag, variable."""
+"""The settings as a flat table, read from the schema, and how raw values become typed ones.
+
+Every layer hands its values over as text, so there is one way in which a number, a switch or
+a list is read, wherever it was written: strict, but friendly. A list is items that are apart
+already (YAML); a tuple is what a repeated flag collected, and each text of it may hold several.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
+import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -168,12 +176,12 @@ def range_words(key: Key) -> str:
     if key.choices:
         return "one of " + ", ".join(offered(key.choices))
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    said = [f"{words[name]} {_number(limit)}" for name, limit in key.limits if name in words]
+    said = [f"{words[name]} {_shown(limit)}" for name, limit in key.limits if name in words]
     said += ["not empty" for name, _ in key.limits if name == "min_length"]
     return ", ".join(said)
 
 
-def _number(limit: float) -> str:
+def _shown(limit: float) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
@@ -217,3 +225,264 @@ def _without_none(kind: Any) -> tuple[Any, bool]:
     rest = tuple(a for a in get_args(kind) if a is not type(None))
     optional = len(rest) < len(get_args(kind))
     return (rest[0] if len(rest) == 1 else Union[rest]), optional  # noqa: UP007
+
+
+# Far more than settings need, few enough to be read in a second.
+MOST_NODES = 100_000
+YES = frozenset({"true", "yes", "on", "1"})
+NO = frozenset({"false", "no", "off", "0"})
+UNSET = frozenset({"null", "none", "~"})
+
+
+class Quoted(str):
+    """A text that was written in quotes: a setting that takes text takes it as it stands."""
+
+    __slots__ = ()
+
+
+def given_text(raw: str) -> str:
+    """Return what a variable or an override says, without quotes around the whole of it."""
+    text = raw.strip()
+    mark = text[:1]
+    if len(text) >= 2 and mark in ("'", '"') and text.find(mark, 1) == len(text) - 1:
+        return Quoted(text[1:-1])
+    return text
+
+
+def is_unset(raw: Any) -> bool:
+    """Tell whether a raw value is null, in any of its spellings."""
+    return raw is None or (isinstance(raw, str) and raw.lower() in UNSET)
+
+
+def read_value(key: Key, raw: Any) -> Any:
+    """Turn a raw value into the type of its setting; ValueError says in words what is wrong.
+
+    Quotes make no list, number, switch or null into text, except where text is wanted.
+    """
+    texts = key.kind is str or key.is_list
+    if (key.optional or key.is_list) and is_unset(raw) and not (texts and isinstance(raw, Quoted)):
+        return None if key.optional else ()
+    if raw is None:
+        raise ValueError("cannot be null")
+    return _read(key.kind, raw)
+
+
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
+    """Parse a YAML document; raises YAMLError, also for aliases that do not come to an end.
+
+    An anchor may be used again, but neither inside itself nor so often that the whole would have
+    more than MOST_NODES values.
+    """
+    try:
+        root: yaml.Node | None = yaml.compose(text, Loader=loader)
+        if root is not None:
+            _count_nodes(root, {})
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    return root
+
+
+def load_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
+    """Return the value of a YAML document with `parse_yaml`'s limits; raises YAMLError.
+
+    A key that stands twice in one group is refused: PyYAML by itself takes the last.
+    """
+    root = parse_yaml(text, loader)
+    if root is None:
+        return None
+    for key in repeated_keys(root):
+        raise _refused(key, f"the key '{key.value}' stands twice in one group")
+    maker = loader("")
+    try:
+        return maker.construct_document(root)
+    except (ValueError, RecursionError) as error:  # a date such as 2001-99-99
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        maker.dispose()
+
+
+def _count_nodes(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values a node stands for with its aliases written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    size = sizes.get(id(node), -1)
+    if size > 0:
+        return size
+    if size == 0:
+        raise _refused(node, "what stands here contains itself by an alias (*)")
+    sizes[id(node)] = 0
+    pairs = isinstance(node, yaml.MappingNode)
+    inner = [item for pair in node.value for item in pair] if pairs else node.value
+    size = 1 + sum(_count_nodes(item, sizes) for item in inner)
+    if size > MOST_NODES:
+        raise _refused(node, f"with its aliases (*) it holds more than {MOST_NODES} values")
+    sizes[id(node)] = size
+    return size
+
+
+def repeated_keys(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Yield each key below a node that its group has already."""
+    if isinstance(node, yaml.ScalarNode):
+        return
+    seen: set[str] = set()
+    for item in node.value:
+        if isinstance(node, yaml.MappingNode):
+            key, item = item
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                yield key
+            seen.add(str(key.value))
+        yield from repeated_keys(item)
+
+
+def _refused(node: yaml.Node, why: str) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(None, None, why, node.start_mark)
+
+
+def read_free(raw: Any) -> Any:
+    """Read a value of a free-form setting: YAML's types, quotes keep text as text."""
+    if isinstance(raw, Quoted):
+        return str(raw)
+    if isinstance(raw, list):
+        return [read_free(item) for item in raw]
+    if not isinstance(raw, str):
+        return raw
+    try:
+        return load_yaml(raw)
+    except yaml.YAMLError:
+        raise ValueError(f"'{raw}' is not a value; put text that has signs into quotes") from None
+
+
+def _read(kind: Any, raw: Any) -> Any:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return _choice(tuple(get_args(kind)), raw)
+    if origin is tuple:
+        return _list(get_args(kind), raw)
+    if origin in (Union, types.UnionType):
+        several = isinstance(raw, list | tuple) or _bracketed(raw)
+        several = several or ("," in str(raw) and not isinstance(raw, Quoted))
+        return _list((str, ...), raw) if several else _text(raw)
+    if origin is dict:
+        return _mapping(raw)
+    return _SCALARS[kind](raw)
+
+
+def _scalar(raw: Any, wanted: str) -> str:
+    if isinstance(raw, list | tuple | dict):
+        raise ValueError(f"is a {'group' if isinstance(raw, dict) else 'list'}, not {wanted}")
+    return str(raw).strip()
+
+
+def _text(raw: Any) -> str:
+    return _utf8(_scalar(raw, "one text"))
+
+
+def _utf8(text: str) -> str:
+    if not text.isprintable() and re.search("[\0\ud800-\udfff]", text):
+        shown = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+        raise ValueError(f"'{shown}' is not text in UTF-8")
+    return text
+
+
+def _number(raw: Any) -> float:
+    text = _scalar(raw, "a number")
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a number") from None
+    if isinstance(raw, bool) or "_" in text:
+        raise ValueError(f"'{text}' is not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"'{text}' is not a finite number")
+    return value
+
+
+def _whole(raw: Any) -> int:
+    text = _scalar(raw, "a whole number")
+    try:
+        return int("" if isinstance(raw, bool) or "_" in text else text)
+    except ValueError:
+        pass
+    value = _number(raw)
+    if value != int(value):
+        raise ValueError(f"'{text}' is not a whole number")
+    return int(value)
+
+
+def _switch(raw: Any) -> bool:
+    text = _scalar(raw, "true or false")
+    if text.lower() in YES:
+        return True
+    if text.lower() in NO:
+        return False
+    raise ValueError(f"'{text}' is neither true nor false")
+
+
+def _choice(choices: tuple[Any, ...], raw: Any) -> Any:
+    text = _scalar(raw, "one word")
+    if text in choices:
+        return text
+    known = offered(choices)
+    near = did_you_mean(text, known)
+    raise ValueError(f"'{text}' is not one of {', '.join(known)}.{near}")
+
+
+def _list(items: tuple[Any, ...], raw: Any) -> tuple[Any, ...]:
+    parts = listed(raw, text=items[0] is str)
+    if items[1:] == (...,):
+        if items[0] is str:  # in quotes, spaces around an item are a part of it
+            return tuple(_utf8(str(p)) if isinstance(p, Quoted) else _text(p) for p in parts)
+        return tuple(_read(items[0], part) for part in parts)
+    if len(parts) != len(items):
+        raise ValueError(f"takes {len(items)} values, not {len(parts)}")
+    return tuple(_read(kind, part) for kind, part in zip(items, parts, strict=True))
+
+
+def listed(raw: Any, *, text: bool = False) -> list[Any]:
+    """Return the items of a list in any of its spellings; ValueError where it is none.
+
+    Where items are `text`, a comma inside quotes is a part of the item.
+    """
+    if isinstance(raw, tuple):
+        return [part for item in raw for part in listed(item, text=text)]
+    if isinstance(raw, list):
+        return raw
+    if not isinstance(raw, str):
+        return [raw]
+    if _bracketed(raw):
+        return _flow(raw)
+    if text and isinstance(raw, Quoted):
+        return [raw]
+    return [part.strip() for part in raw.split(",") if part.strip()]
+
+
+def _bracketed(raw: Any) -> bool:
+    return isinstance(raw, str) and raw[:1] in ("[", "(") and raw[-1:] in ("]", ")")
+
+
+def _flow(raw: str) -> list[Any]:
+    try:
+        parsed = load_yaml(f"[{raw[1:-1]}]", yaml.BaseLoader)
+    except yaml.YAMLError:
+        raise ValueError(f"'{raw}' is not a list such as [a, b]") from None
+    return [Quoted(item) for item in parsed]
+
+
+def _mapping(raw: Any) -> dict[str, Any]:
+    value = raw
+    if isinstance(raw, str):
+        try:
+            value = load_yaml(raw)
+        except yaml.YAMLError:
+            value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"'{raw}' is not a group such as {{name: value}}")
+    return {str(k): v for k, v in value.items()}
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    str: _text,
+    float: _number,
+    int: _whole,
+    bool: _switch,
+}

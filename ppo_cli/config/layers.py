@@ -14,11 +14,19 @@ import yaml
 
 from ppo_cli.config.bundled import EMBEDDED, preset_path
 from ppo_cli.config.derived import gpu_count
-from ppo_cli.config.keys import find, table
+from ppo_cli.config.keys import (
+    Quoted,
+    find,
+    given_text,
+    is_unset,
+    listed,
+    parse_yaml,
+    repeated_keys,
+    table,
+)
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.reward_schema import Reward
-from ppo_cli.config.values import Quoted, given_text, is_unset, listed, parse_yaml, repeated_keys
 from ppo_cli.errors import ConfigError, did_you_mean
 
 LARGEST_FILE = 2**20  # bytes; the largest preset has 3,000

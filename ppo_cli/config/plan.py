@@ -1,11 +1,20 @@
-"""The plan of a run: values with origins, batch arithmetic, reward calls, the mixture."""
+"""Resolved settings before a run: a second judge by default, the plan, and all of them as YAML.
+
+The plan has values with origins, batch arithmetic, reward calls and the mixture. The second judge
+reads a share of the responses and rewards none (rewards/judge/monitor.py). Only commands that train
+or plan a training ask for one: it is no part of resolving.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.algorithm_schema import Trained
@@ -20,17 +29,110 @@ from ppo_cli.config.derived import (
     uses_critic,
     val_rows,
 )
-from ppo_cli.config.keys import value_of
-from ppo_cli.config.known_models import find_adapter
+from ppo_cli.config.keys import table, value_of
+from ppo_cli.config.known_models import JUDGES, asked_at, find_adapter
+from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.memory_plan import memory_plan
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of
 from ppo_cli.config.model_checks import template_remark
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings, remarks
-from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_schema import Reward
+from ppo_cli.config.resolve import DEFAULT, Resolved
+from ppo_cli.config.reward_schema import ApiReward, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, UserError
 from ppo_cli.redact import mask_secrets, redact
+
+# Providers that need no more than a key.
+_PUBLIC = ("claude", "openai", "gemini", "dashscope")
+_GROUP = "reward.api.monitor"
+
+
+def with_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolved:
+    """Return the settings with a second judge, where none was asked for and one can be had.
+
+    None where a budget is set: what nobody asked for must not use it up. All judges of the run
+    must be at public addresses: what is judged at an own server may not be meant for others.
+    """
+    judges = [judge.settings for judge in judges_of(resolved.config.reward)]
+    asked = (resolved.origins[f"{_GROUP}.{name}"] for name in ("model", "base_url", "key_env"))
+    if resolved.verl or not judges or any(origin != DEFAULT for origin in asked):
+        return resolved
+    if any(api.monitor.model or not _is_public(api.type, api, environ) for api in judges):
+        return resolved
+    named = resolved.origins[f"{_GROUP}.type"] != DEFAULT
+    wanted = (resolved.config.reward.api.monitor.type,) if named else _PUBLIC
+    taken = {api.type for api in judges}
+    own = {api.key_env for api in judges}  # of the first judge, whatever the variable's name says
+    there = [
+        (kind, key)
+        for kind in wanted
+        if kind not in taken and _is_public(kind, None, environ)
+        for key in JUDGES[kind].keys
+        if key not in own and environ.get(key, "").strip()
+    ]
+    if not there:
+        return resolved
+    kind, key = there[0]
+    model, share = JUDGES[kind].example, judges[0].monitor.share
+    if any(api.counts_dollars or api.budget_tokens is not None for api in judges):
+        note = (
+            f"{key} is set, but there is a budget, so no second judge reads along unasked: "
+            f"--rm_monitor_type {kind} --rm_monitor_model {model} names one."
+        )
+        return replace(resolved, notes=(*resolved.notes, note))
+    note = (
+        f"{key} is set, so {share:.0%} of the responses are also sent to {kind} ({model}), a "
+        "second judge that rewards nothing (judge/drift); --rm_monitor_model none switches it off."
+    )
+    values: dict[str, Any] = {"type": kind, "model": model}
+    if resolved.origins[f"{_GROUP}.required"] == DEFAULT:
+        values["required"] = False
+    found = _laid(resolved, values, f"default: {key} is set")
+    return replace(found, notes=(*found.notes, note))
+
+
+def as_begun(resolved: Resolved, checkpoint: Path | None, tell: Callable[[str], None]) -> Resolved:
+    """Return the settings with the second judge, or none, that the run of a checkpoint began with.
+
+    A drift is measured against one and the same judge, and a run that has sent its responses to
+    one provider does not begin to send them to another. What was asked for stays.
+    """
+    monitor = resolved.config.reward.api.monitor
+    if checkpoint is None or monitor.model is None or monitor.required:
+        return resolved
+    file = checkpoint.parents[1] / "config.yaml"
+    try:
+        then = {e.name: e.raw for e in read_yaml(file, file.name)}
+    except ConfigError:  # not of a run that this program has written
+        return resolved
+    names = ("type", "model", "required")
+    values: dict[str, Any] = {name: table()[f"{_GROUP}.{name}"].default for name in names}
+    if then.get(f"{_GROUP}.required") == "false":
+        values = {name: str(then[f"{_GROUP}.{name}"]) for name in ("type", "model")}
+    found = _laid(resolved, values, "as the run began")
+    now = found.config.reward.api.monitor
+    if now == monitor:
+        return resolved
+    tell(f"This run began with {now.model or 'no model'} as its second judge, and goes on so.")
+    return found
+
+
+def _is_public(kind: str, api: ApiReward | None, environ: Mapping[str, str]) -> bool:
+    """Whether a judge is asked at the public address of its provider."""
+    moved = any(environ.get(name, "").strip() for name in JUDGES[kind].url_variables)
+    own = api is not None and api.base_url is not None
+    return kind in _PUBLIC and asked_at(kind, environ) == kind and not moved and not own
+
+
+def _laid(resolved: Resolved, values: Mapping[str, Any], origin: str) -> Resolved:
+    """Return the settings with these values of the second judge."""
+    reward = resolved.config.reward
+    monitor = reward.api.monitor.model_copy(update=dict(values))
+    api = reward.api.model_copy(update={"monitor": monitor})
+    config = resolved.config.model_copy(update={"reward": reward.model_copy(update={"api": api})})
+    origins = resolved.origins | {f"{_GROUP}.{name}": origin for name in values}
+    return replace(resolved, config=config, origins=origins)
+
 
 SHOWN = ("name", "kind", "weight", "scaling", "mean", "std", "clip", "only_if", "on_failure")
 
@@ -260,3 +362,41 @@ def _singular(line: str) -> str:
     """Say `1 epoch` for `1 epochs`."""
     things = "prompt|response|mini-batch|micro-batch|epoch|step|validation|row|optimizer step"
     return re.sub(rf"(?<![\d,])1 ((?:actor |training )?(?:{things}))(?:es|s)\b", r"1 \1", line)
+
+
+HEAD = "# Resolved settings, each with where it came from. Use again: ppo train --config FILE\n"
+
+
+def config_yaml(resolved: Resolved) -> str:
+    """Return every setting as YAML with its origin as a comment, without secrets."""
+    return HEAD + "\n".join(_yaml_lines(resolved)) + "\n"
+
+
+def _yaml_lines(resolved: Resolved) -> Iterator[str]:
+    opened: set[str] = set()
+    for key, origin in resolved.origins.items():
+        *groups, leaf = key.split(".")
+        for depth, group in enumerate(groups):
+            if (name := ".".join(groups[: depth + 1])) not in opened:
+                opened.add(name)
+                yield f"{'  ' * depth}{group}:"
+        value = _as_yaml(mask_secrets(value_of(resolved.config, key)))
+        yield f"{'  ' * len(groups)}{leaf}: {value}  # {redact(origin)}"
+
+
+class _OnOneLine(yaml.SafeDumper):
+    """Writes texts in quotes, so that none is taken for something else."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
+
+
+_OnOneLine.add_representer(str, _OnOneLine.represent_str)
+
+
+def _as_yaml(value: Any) -> str:
+    text: str = yaml.dump(
+        value, Dumper=_OnOneLine, default_flow_style=True, width=10**9, allow_unicode=True,
+        line_break="\n", sort_keys=False,
+    )  # fmt: skip
+    return text.removesuffix("...\n").strip()

@@ -31,6 +31,8 @@ from ppo_cli.config.keys import (
     nested,
     place,
     range_words,
+    read_free,
+    read_value,
     refusals,
     sections,
     suggest,
@@ -44,7 +46,6 @@ from ppo_cli.config.model_checks import head_clashes, model_clashes
 from ppo_cli.config.reading import Demand, Late
 from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
-from ppo_cli.config.values import read_free, read_value
 from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults
 from ppo_cli.errors import ConfigError
 from ppo_cli.redact import redact

@@ -17,10 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ppo_cli.config.keys import find, sections, suggest, table
+from ppo_cli.config.keys import find, is_unset, sections, suggest, table
 from ppo_cli.config.layers import Entry, Reset
 from ppo_cli.config.reading import Late, Lookup, Reading
-from ppo_cli.config.values import is_unset
 from ppo_cli.config.verl_turns import PRECISIONS, TURNED
 
 WRAPPER = "actor_rollout_ref."

@@ -11,10 +11,9 @@ from typing import Final
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 from ppo_cli.config.derived import gpu_count, read_placement, usual_gpus
-from ppo_cli.config.keys import table
+from ppo_cli.config.keys import NO, YES, is_unset, listed, table
 from ppo_cli.config.layers import Entry
 from ppo_cli.config.reading import Late, Lookup, Reading
-from ppo_cli.config.values import NO, YES, is_unset, listed
 
 BUDGET: Final = "ref.log_prob_max_token_len_per_gpu"
 PRECISIONS: Final = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ppo_cli.config.dump import config_yaml
 from ppo_cli.config.keys import table
+from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.requirements import EFFECTS, idle_settings, missing_parts, remarks
 from ppo_cli.errors import ConfigError
 from tests.config.settling import settle

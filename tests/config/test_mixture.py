@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.dump import config_yaml
 from ppo_cli.config.mixture import MixPart, mixture_of, rule_settings
+from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.requirements import missing_parts, remarks
 from ppo_cli.config.reward_schema import Reward
 from ppo_cli.errors import ConfigError

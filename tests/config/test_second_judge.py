@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.dump import config_yaml
-from ppo_cli.config.plan import make_plan
+from ppo_cli.config.plan import as_begun, config_yaml, make_plan, with_second_judge
 from ppo_cli.config.requirements import missing_inputs, refused_settings
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.second_judge import as_begun, with_second_judge
 from tests.config.settling import settle
 
 JUDGE = ("reward.api.enable=true", "reward.api.type=openai", "reward.api.model=m")

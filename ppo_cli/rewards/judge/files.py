@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from ppo_cli.config.keys import load_yaml
 from ppo_cli.config.layers import read_settings_text
-from ppo_cli.config.values import load_yaml
 from ppo_cli.errors import RewardError, did_you_mean
 
 M = TypeVar("M", bound=BaseModel)

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
+from ppo_cli.config.keys import load_yaml
 from ppo_cli.config.layers import read_settings_text
-from ppo_cli.config.values import load_yaml
 from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
 

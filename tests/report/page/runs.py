@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_cli.config.dump import config_yaml
+from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import resolve
 from ppo_cli.records import Part, Prompt, Rollout, Score, Scored
 from ppo_cli.report.tracker import Screen, Tracker
