@@ -67,7 +67,7 @@ def read(
     as_json: bool = typer.Option(False, "--json", help="Machine-readable, to stdout."),
 ) -> None:
     """Turn what verl logged into metrics.jsonl and rollouts/, for ppo show and ppo view."""
-    from ppo_cli.bridge.folder import read_back
+    from ppo_cli.bridge.rewards import read_back
 
     steps, responses = read_back(Path(folder))
     if as_json:

@@ -7,9 +7,10 @@ its declaration, so that it is written down once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 
@@ -41,6 +42,33 @@ def setting(
 def section(kind: type[Section]) -> Any:
     """Declare a nested section with its own defaults."""
     return Field(default_factory=kind, description=(kind.__doc__ or "").splitlines()[0])
+
+
+def checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Refuse a value that is set where `check` raises a ValueError, which says what is wrong."""
+
+    def refuse(value: Any) -> Any:
+        if value is not None:
+            check(value)
+        return value
+
+    return AfterValidator(refuse)
+
+
+def not_zero(number: int) -> None:
+    """Refuse a 0 where -1 stands for never, or for all."""
+    if number == 0:
+        raise ValueError("0 means nothing; use -1 or 1 and up")
+
+
+NotZero = Annotated[int, checked(not_zero)]
+
+
+def _decays(betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"must each be at least 0 and below 1, but are {betas[0]:g} and {betas[1]:g}"
+        )
 
 
 if TYPE_CHECKING:
@@ -76,7 +104,9 @@ class Optim(Section):
     )
     min_lr_ratio: float = setting(0.0, "Floor of the cosine, as a share of lr.", ge=0.0, le=1.0)
     weight_decay: float = setting(0.01, "Decoupled weight decay.", ge=0.0, le=1.0)
-    betas: tuple[float, float] = setting((0.9, 0.999), "AdamW's moment decays.")
+    betas: Annotated[tuple[float, float], checked(_decays)] = setting(
+        (0.9, 0.999), "AdamW's moment decays."
+    )
     eps: float = setting(1e-8, "AdamW's epsilon.", gt=0.0, le=1e-2)
 
 
@@ -105,7 +135,7 @@ class CriticOptim(Optim):
 class Sharding(Section):
     """How a model is spread over devices (FSDP2)."""
 
-    fsdp_size: int = setting(-1, "Devices in a sharding group; -1 is all of them.", ge=-1)
+    fsdp_size: NotZero = setting(-1, "Devices in a sharding group; -1 is all of them.", ge=-1)
     param_offload: bool = setting(False, "Keep parameters in host memory between uses.")
     optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between steps.")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after the forward pass.")

@@ -299,9 +299,6 @@ def _shards(config: Config, gpus: int) -> Iterator[Clash]:
     if uses_critic(config) and config.critic.fsdp_config.fsdp_size != -1:
         sizes["critic.fsdp_config.fsdp_size"] = config.critic.fsdp_config.fsdp_size
     for key, size in sizes.items():
-        if size == 0:
-            yield Clash((key,), f"{key} 0 means nothing; use -1 for all ranks, or 1 and up.")
-            return
         if size > 0 and ranks % size and engine_name(config, gpus) == "ray":
             yield Clash(
                 (key, "trainer.tensor_parallel_size", *_rank_keys(config, gpus)),

@@ -41,6 +41,33 @@ class Entry:
     origin: str
 
 
+class Reset:
+    """The raw value of `~key`: back to the schema's default."""
+
+
+Lookup = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Late:
+    """A raw value that depends on other settings; computed once these are known.
+
+    One that `yields` gives way to a plain value for the same setting.
+    """
+
+    compute: Callable[[Lookup], Any]
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Something that must hold of the whole configuration, because a setting said so."""
+
+    origin: str
+    holds: Callable[[Lookup], bool]
+    otherwise: str
+
+
 def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
     """Return the entries of a settings file; `label` names the file in origins."""
     root = _compose(_text(path, label), label)
@@ -375,10 +402,6 @@ EMBEDDED_NOTE_GPUS = EMBEDDED_NOTE.replace("No GPU and no", "No")
 PROMPTS_NOTE = (
     "No --train_files: training on the prompts that ship with ppo-cli, sums such as 93 + 58."
 )
-
-
-class Reset:
-    """The raw value of `~key`: back to the schema's default."""
 
 
 @dataclass

@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from ppo_cli.config.algorithm_schema import Section, setting
+from ppo_cli.config.algorithm_schema import Section, checked, setting
 from ppo_cli.config.keys import Clash, Key, keys_of, nested, place, read_value, refusals
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward, Reward
@@ -57,49 +57,6 @@ else:
     ScalingName = Literal[tuple(SCALINGS)]
 
 
-class MixPart(Section):
-    """A part of a mixture; what it does not set of its source is the run's own setting.
-
-    Its contribution is weight x clip(scale(raw)). `rule`, `function` and `function_kwargs` are
-    for a part of kind rule, `model` (settings below reward.model) and `judge` (below
-    reward.api) for the other two: values by dotted key, read already.
-    """
-
-    name: str
-    kind: Kind
-    weight: float = setting(1.0, "How much the part counts.")
-    scaling: ScalingName = setting(
-        "zscore", "; ".join(f"{name}: {way.help}" for name, way in SCALINGS.items()) + "."
-    )
-    mean: float | None = setting(None, "Mean for affine, centre for sigmoid.")
-    std: float | None = setting(None, "Spread for affine, width for sigmoid.", gt=0.0)
-    clip: float | None = setting(
-        None, "The scaled value is cut at minus and plus this; unset: 5 with zscore, else off.",
-        gt=0.0,
-    )  # fmt: skip
-    only_if: str | None = setting(
-        None, "Count the part only where another one's raw score is such: `format >= 1`."
-    )
-    on_failure: Literal["fail", "renormalise"] = setting(
-        "fail", "When it fails: the sample fails, or the other parts share its weight."
-    )
-    rule: str | None = None
-    function: str | None = None
-    function_kwargs: dict[str, Any] = Field(default_factory=dict)
-    model: dict[str, Any] = Field(default_factory=dict)
-    judge: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def gate(self) -> Condition | None:
-        """What `only_if` says."""
-        return None if self.only_if is None else read_condition(self.only_if)
-
-    @property
-    def bound(self) -> float | None:
-        """Where scaled values are cut."""
-        return SCALINGS[self.scaling].bound if self.clip is None else self.clip
-
-
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne,
     ">": operator.gt, "<": operator.lt,
@@ -132,6 +89,49 @@ def read_condition(text: str) -> Condition:
     if found is None or not math.isfinite(number):
         raise ValueError(f"'{text}' is not a condition; write PART >= NUMBER, such as format >= 1")
     return Condition(found[1], found[2], number)
+
+
+class MixPart(Section):
+    """A part of a mixture; what it does not set of its source is the run's own setting.
+
+    Its contribution is weight x clip(scale(raw)). `rule`, `function` and `function_kwargs` are
+    for a part of kind rule, `model` (settings below reward.model) and `judge` (below
+    reward.api) for the other two: values by dotted key, read already.
+    """
+
+    name: str
+    kind: Kind
+    weight: float = setting(1.0, "How much the part counts.")
+    scaling: ScalingName = setting(
+        "zscore", "; ".join(f"{name}: {way.help}" for name, way in SCALINGS.items()) + "."
+    )
+    mean: float | None = setting(None, "Mean for affine, centre for sigmoid.")
+    std: float | None = setting(None, "Spread for affine, width for sigmoid.", gt=0.0)
+    clip: float | None = setting(
+        None, "The scaled value is cut at minus and plus this; unset: 5 with zscore, else off.",
+        gt=0.0,
+    )  # fmt: skip
+    only_if: Annotated[str | None, checked(read_condition)] = setting(
+        None, "Count the part only where another one's raw score is such: `format >= 1`."
+    )
+    on_failure: Literal["fail", "renormalise"] = setting(
+        "fail", "When it fails: the sample fails, or the other parts share its weight."
+    )
+    rule: str | None = None
+    function: str | None = None
+    function_kwargs: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=dict)
+    judge: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def gate(self) -> Condition | None:
+        """What `only_if` says."""
+        return None if self.only_if is None else read_condition(self.only_if)
+
+    @property
+    def bound(self) -> float | None:
+        """Where scaled values are cut."""
+        return SCALINGS[self.scaling].bound if self.clip is None else self.clip
 
 
 S = TypeVar("S", bound=Section)
@@ -326,12 +326,6 @@ class _Reader:
                 given[word] = {leaf: given[word]}
         values = self._read(MixPart, given, key, known)
         weight, kind = values.pop("weight", None), values.pop("kind", None)
-        try:
-            if values.get("only_if") is not None:
-                read_condition(values["only_if"])
-        except ValueError as error:
-            self._wrong(f"{key}.only_if", f"{key}.only_if: {error}.")
-            del values["only_if"]
         if weight is not None:
             self._weigh(part, weight, f"{key}.weight", f"{key}.weight")
         part.settings = values

@@ -27,7 +27,7 @@ from ppo_cli.config.known_models import (
     tensor_names,
 )
 from ppo_cli.config.mixture import Scorer, models_of
-from ppo_cli.config.reward_checks import VARIABLE, is_address
+from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.redact import redact
@@ -128,16 +128,12 @@ def _dividing(count: int) -> str:
     return " or ".join(part for part in (", ".join(sizes[:-1]), sizes[-1]) if part)
 
 
-_DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
-
-
 def model_clashes(config: Config, gpus: int) -> Iterator[Clash]:
     """Return every clash between the settings of a reward model."""
     for model in models_of(config.reward):
         if model.settings.path is not None:
             yield from _path(model)
             yield from _device(model, gpus)
-            yield from _asked(model)
 
 
 def missing_models(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -170,12 +166,11 @@ def _path(model: Scorer) -> Iterator[Clash]:
             "'embedded' is a small model to train, not a reward model; "
             f"`{ppo('reward fit')}` makes one from it.",
         )
-    elif "://" in path and not is_address(path):
-        yield Clash(
-            model.keys("path"),
-            f"{model.key}.path '{redact(path)}' is no address; write it with http:// or "
-            "https://, such as http://localhost:8000.",
-        )
+    elif "://" in path:
+        try:
+            check_address(path)
+        except ValueError as error:
+            yield Clash(model.keys("path"), f"{model.key}.path {error}.")
     if adapter is not None and (adapter in SERVED) is not is_url(path):
         what = "reads a server's answers" if adapter in SERVED else "reads a model in a folder"
         mend = "http://HOST:PORT" if adapter in SERVED else "vllm, openrlhf or rerank"
@@ -190,34 +185,14 @@ def _device(model: Scorer, gpus: int) -> Iterator[Clash]:
     device = model.settings.device
     if device is None or is_url(str(model.settings.path)):
         return
-    found = _DEVICE.fullmatch(device)
-    number = int(found[1] or 0) if found else 0
-    if found is None:
-        said = f"'{device}' is no device; use cpu, cuda or cuda:1."
-    elif device == "cpu" or number < gpus:
+    found = DEVICE.fullmatch(device)
+    if found is None or device == "cpu" or int(found[1] or 0) < gpus:
         return
-    elif gpus == 0:
+    if gpus == 0:
         said = f"is {device}, but no GPU is visible here; use cpu, or leave it out."
     else:
         said = f"is {device}, but the last of {gpus} GPU(s) is cuda:{gpus - 1}."
     yield Clash(model.keys("device"), f"{model.key}.device {said}")
-
-
-def _asked(model: Scorer) -> Iterator[Clash]:
-    """Check how the model is asked: the template, and the name of its key."""
-    template, name = model.settings.template, model.settings.key_env
-    if template is not None and "{response}" not in template:
-        yield Clash(
-            model.keys("template"),
-            f"{model.key}.template has no {{response}}, so every response would get one score; "
-            "write it as '{prompt} {response}'.",
-        )
-    if name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):
-        yield Clash(
-            model.keys("key_env"),
-            f"{model.key}.key_env takes the name of a variable, such as RM_KEY, not the key "
-            "itself.",
-        )
 
 
 def _unreadable(model: Scorer) -> str:

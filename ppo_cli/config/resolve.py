@@ -40,10 +40,18 @@ from ppo_cli.config.keys import (
     value_of,
 )
 from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.layers import FILE, Entry, Gathered, Reset, gather, reward_files_here
+from ppo_cli.config.layers import (
+    FILE,
+    Demand,
+    Entry,
+    Gathered,
+    Late,
+    Reset,
+    gather,
+    reward_files_here,
+)
 from ppo_cli.config.mixture import has_mixture
 from ppo_cli.config.model_checks import head_clashes, model_clashes
-from ppo_cli.config.reading import Demand, Late
 from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
 from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults
@@ -228,13 +236,6 @@ def _losses(config: Config) -> Iterator[Clash]:
                 f"{who}.optim.min_lr_ratio is the floor of the cosine; use it with "
                 f"{who}.optim.lr_scheduler_type=cosine.",
             )
-        beta1, beta2 = part.optim.betas
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            yield Clash(
-                (f"{who}.optim.betas",),
-                f"{who}.optim.betas must each be at least 0 and below 1, but are "
-                f"{beta1:g} and {beta2:g}.",
-            )
 
 
 def _kl(config: Config) -> Iterator[Clash]:
@@ -254,16 +255,6 @@ def _kl(config: Config) -> Iterator[Clash]:
 
 
 def _schedule(config: Config) -> Iterator[Clash]:
-    for word in config.trainer.profile_steps:
-        first, dash, last = word.partition("-")
-        numbers = [first, last] if dash else [first]
-        readable = all(n.isascii() and n.isdigit() and int(n) > 0 for n in numbers)
-        if not readable or int(numbers[-1]) < int(first):
-            yield Clash(
-                ("trainer.profile_steps",),
-                f"trainer.profile_steps {word!r} names no steps. Use a number from 1, a list (2,5) "
-                "or a range (2-4): --profile 3.",
-            )
     warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
     if steps is not None and 0 < steps <= warmup:
         yield Clash(
@@ -271,10 +262,6 @@ def _schedule(config: Config) -> Iterator[Clash]:
             f"trainer.critic_warmup {warmup} never lets the actor train in {steps} step(s); use "
             f"{steps - 1} or less, or more --max_steps.",
         )
-    freqs = {"save_freq": config.trainer.save_freq, "test_freq": config.trainer.test_freq}
-    for key, freq in freqs.items():
-        if freq == 0:
-            yield Clash((f"trainer.{key}",), f"trainer.{key} 0 means nothing; use -1 or 1 and up.")
     if config.trainer.patience is not None and config.trainer.test_freq < 1:
         yield Clash(
             ("trainer.patience", "trainer.test_freq"),
@@ -285,9 +272,6 @@ def _schedule(config: Config) -> Iterator[Clash]:
             ("trainer.patience", "data.val_files"),
             "--patience watches validation, but there are no validation prompts: --val_files FILE.",
         )
-    if config.data.train_max_samples == 0:
-        text = "data.train_max_samples 0 leaves no prompts; use -1 for all."
-        yield Clash(("data.train_max_samples",), text)
 
 
 def _reward(config: Config) -> Iterator[Clash]:

@@ -5,9 +5,7 @@ And what a judge cannot start without."""
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from urllib.parse import urlsplit
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.keys import Clash
@@ -26,13 +24,7 @@ from ppo_cli.config.mixture import (
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import did_you_mean, ppo
-from ppo_cli.redact import redact
 
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")
-# Blanks and control characters, which a parser of addresses may pass over in silence.
-_NOT_IN_URL = re.compile(r"[\s\x00-\x1f\x7f\\<>\"^`{|}]")
-_MOST_LEVELS = 1001
 LIMITS = ("budget_usd", "budget_tokens", "max_rpm", "max_tpm")
 MIXTURE = ("reward.parts", "reward.composite.parts", "reward.composite.weights")
 
@@ -42,7 +34,6 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
     for judge in judges_of(config.reward):
         yield from _model(judge)
         yield from _prices(judge)
-        yield from _scale(judge)
         yield from _decision(judge)
         if judge.settings.batch_wait is not None:
             yield Clash(
@@ -58,15 +49,9 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
                 "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode "
                 "compare gives no such score; leave them out, or use --rm_mode text.",
             )
-        yield from _ends(judge.key, "", judge.settings)
+        yield from _keyless(judge.key, "", judge.settings)
         if (second := judge.settings.monitor).model is not None:
-            yield from _ends(judge.key, "monitor.", second)
-            if not second.model.strip():
-                yield Clash(
-                    judge.keys("monitor.model"),
-                    f"{judge.key}.monitor.model is blank; name a model of {second.type}, such as "
-                    f"{JUDGES[second.type].example}, or none for no second judge.",
-                )
+            yield from _keyless(judge.key, "monitor.", second)
 
 
 def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
@@ -131,19 +116,6 @@ def _by_default(judge: Judge, config: Config) -> str:
     return f"{judge.name.capitalize()} is {api.model} ({api.type}); --rm_model names another."
 
 
-def scale_ends(text: str) -> tuple[int, int]:
-    """Return the ends of a scale such as `1-10`; ValueError says what is wrong."""
-    found = _SCALE.fullmatch(text)
-    if found is None:
-        raise ValueError(f"'{text}' is not LOW-HIGH in whole numbers, such as 1-10")
-    low, high = int(found[1]), int(found[2])
-    if low >= high:
-        raise ValueError(f"'{text}' does not rise; write the lower number first, such as 1-10")
-    if high - low >= _MOST_LEVELS:
-        raise ValueError(f"'{text}' has more than {_MOST_LEVELS} levels; take a shorter one")
-    return low, high
-
-
 def unit_labels(values: Sequence[float], low: float, high: float) -> list[float]:
     """Bring labels to [0, 1], where scores are: thumbs and shares are there already.
 
@@ -178,13 +150,6 @@ def _prices(judge: Judge) -> Iterator[Clash]:
         )
 
 
-def _scale(judge: Judge) -> Iterator[Clash]:
-    try:
-        scale_ends(judge.settings.scale or "1-10")
-    except ValueError as error:
-        yield Clash(judge.keys("scale"), f"{judge.key}.scale (--rm_scale): {error}.")
-
-
 def _decision(judge: Judge) -> Iterator[Clash]:
     kind = judge.settings.type
     if judge.settings.mode == "decision" and JUDGES[kind].decides is None:
@@ -201,21 +166,10 @@ def _decision(judge: Judge) -> Iterator[Clash]:
         )
 
 
-COMPARED = ("pairs", "list", "base", "ground_truth")
-_OF_ROW = re.compile(r"extra_info(\.[\w-]{1,80})+")
-
-
 def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
     """Check what is compared; scores within a group teach only what looks at the group."""
-    api, n, key = judge.settings, config.rollout.n, f"{judge.key}.compare"
+    api, n = judge.settings, config.rollout.n
     kind = config.algorithm.adv_estimator
-    if api.compare not in COMPARED and not _OF_ROW.fullmatch(api.compare):
-        near = did_you_mean(api.compare, COMPARED)
-        yield Clash(
-            judge.keys("compare"),
-            f"{key} (--rm_compare): '{api.compare}' is not one of {', '.join(COMPARED)} and "
-            f"extra_info.NAME.{near}",
-        )
     if api.rubric is not None:
         yield Clash(
             judge.keys("mode", "rubric"),
@@ -247,39 +201,15 @@ def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
         )
 
 
-def _ends(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
-    """Check what is the same for a judge and its monitor: address and name of the key."""
-    key = f"{place}.{group}"
-    if judge.base_url is not None and not is_address(judge.base_url):
+def _keyless(place: str, group: str, judge: ApiReward | Monitor) -> Iterator[Clash]:
+    """Refuse the name of a key where a provider takes none."""
+    if judge.key_env is not None and not JUDGES[judge.type].keys:
+        key = f"{place}.{group}key_env"
         yield Clash(
-            (f"{key}base_url", f"reward.api.{group}base_url"),
-            f"{key}base_url {redact(judge.base_url)!r} is no address; write it with http:// or "
-            "https:// and without blanks, such as http://localhost:8000/v1.",
+            (key, f"reward.api.{group}key_env"),
+            f"{key} is set, and a judge at {judge.type} takes no key, but Google's credentials: "
+            "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login.",
         )
-    name = judge.key_env
-    if name is not None and not JUDGES[judge.type].keys:
-        yield Clash(
-            (f"{key}key_env", f"reward.api.{group}key_env"),
-            f"{key}key_env is set, and a judge at {judge.type} takes no key, but "
-            "Google's credentials: GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth "
-            "application-default login.",
-        )
-    elif name is not None and (not VARIABLE.fullmatch(name) or redact(name) != name):
-        usual = JUDGES[judge.type].keys[0]
-        yield Clash(
-            (f"{key}key_env", f"reward.api.{group}key_env"),
-            f"{key}key_env takes the name of a variable, such as {usual}, not the key itself.",
-        )
-
-
-def is_address(url: str) -> bool:
-    """Tell whether a text is the address of a server: no blanks, a host, a port if a colon."""
-    try:
-        parts = urlsplit(url.strip())
-        whole = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
-        return parts.scheme in ("http", "https") and whole and not _NOT_IN_URL.search(url.strip())
-    except ValueError:
-        return False
 
 
 def _missing_key(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from ppo_cli.config.algorithm_schema import Section, section, setting
+from ppo_cli.config.algorithm_schema import Section, checked, section, setting
 from ppo_cli.config.known_models import HEADS, JUDGES, SERVED
+from ppo_cli.errors import did_you_mean
+from ppo_cli.redact import redact
 
 if TYPE_CHECKING:
     Adapter = str
@@ -17,13 +21,84 @@ else:
     JudgeType = Literal[tuple(JUDGES)]
 
 
+# Blanks and control characters, which a parser of addresses may pass over in silence.
+_NOT_IN_URL = re.compile(r"[\s\x00-\x1f\x7f\\<>\"^`{|}]")
+_SCALE = re.compile(r"\s*(-?\d{1,6})\s*(?:-|–|—|~|:|to|\.\.\.?)\s*(-?\d{1,6})\s*")
+_MOST_LEVELS = 1001
+COMPARED = ("pairs", "list", "base", "ground_truth")
+_OF_ROW = re.compile(r"extra_info(\.[\w-]{1,80})+")
+DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
+
+
+def check_address(url: str) -> None:
+    """Raise ValueError for what is no address: blanks, no host, a colon without a port."""
+    try:
+        parts = urlsplit(url.strip())
+        whole = bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
+        fits = parts.scheme in ("http", "https") and whole
+    except ValueError:
+        fits = False
+    if not fits or _NOT_IN_URL.search(url.strip()):
+        raise ValueError(
+            f"{redact(url)!r} is no address; write it with http:// or https:// and without blanks, "
+            "such as http://localhost:8000/v1"
+        )
+
+
+def _is_variable(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name) or redact(name) != name:
+        raise ValueError("takes the name of a variable, such as OPENAI_API_KEY, not the key itself")
+
+
+def scale_ends(text: str) -> tuple[int, int]:
+    """Return the ends of a scale such as `1-10`; ValueError says what is wrong."""
+    found = _SCALE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"'{text}' is not LOW-HIGH in whole numbers, such as 1-10")
+    low, high = int(found[1]), int(found[2])
+    if low >= high:
+        raise ValueError(f"'{text}' does not rise; write the lower number first, such as 1-10")
+    if high - low >= _MOST_LEVELS:
+        raise ValueError(f"'{text}' has more than {_MOST_LEVELS} levels; take a shorter one")
+    return low, high
+
+
+def _is_compared(word: str) -> None:
+    if word not in COMPARED and not _OF_ROW.fullmatch(word):
+        near = did_you_mean(word, COMPARED)
+        known = ", ".join(COMPARED)
+        raise ValueError(f"'{word}' is not one of {known} and extra_info.NAME.{near}")
+
+
+def _not_blank(name: str) -> None:
+    if not name.strip():
+        raise ValueError("is blank; name a model, or none for no second judge")
+
+
+def _has_response(template: str) -> None:
+    if "{response}" not in template:
+        raise ValueError(
+            "has no {response}, so every response would get one score; write it as '{prompt} "
+            "{response}'"
+        )
+
+
+def _is_device(name: str) -> None:
+    if not DEVICE.fullmatch(name):
+        raise ValueError(f"'{name}' is no device; use cpu, cuda or cuda:1")
+
+
+Address = Annotated[str | None, checked(check_address)]
+Variable = Annotated[str | None, checked(_is_variable)]
+
+
 class Monitor(Section):
     """A second judge that is only compared with the first; it rewards nothing."""
 
     type: JudgeType = setting(
         "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type"
     )
-    model: str | None = setting(
+    model: Annotated[str | None, checked(_not_blank)] = setting(
         None, "Model of a second judge that only monitors; unset: a cheap one of another provider "
         "whose key is set, where there is no budget. none: no second judge.",
         flag="--rm_monitor_model",
@@ -32,10 +107,10 @@ class Monitor(Section):
         True, "End a run at its start when the second judge cannot be used; unset: not for one "
         "that nobody named.",
     )  # fmt: skip
-    base_url: str | None = setting(
+    base_url: Address = setting(
         None, "Endpoint of the monitoring judge.", flag="--rm_monitor_base_url"
     )
-    key_env: str | None = setting(None, "Variable that holds the monitoring judge's key.")
+    key_env: Variable = setting(None, "Variable that holds the monitoring judge's key.")
     share: float = setting(
         0.1, "Share of the responses that the second judge reads too.",
         flag="--rm_monitor_share", gt=0.0, le=1.0,
@@ -84,11 +159,11 @@ class ApiReward(Section):
         flag="--rm_model",
         env="RM_MODEL",
     )
-    base_url: str | None = setting(
+    base_url: Address = setting(
         None, "Endpoint to use instead of the provider's own.", flag="--rm_base_url",
         env="RM_BASE_URL",
     )  # fmt: skip
-    key_env: str | None = setting(
+    key_env: Variable = setting(
         None, "Variable that holds the key, if not the provider's usual one.",
         flag="--rm_key_env",
     )  # fmt: skip
@@ -114,7 +189,7 @@ class ApiReward(Section):
         "one", "All criteria in one call, or a call each: dearer, and harder to fool.",
         flag="--rm_rubric_calls",
     )  # fmt: skip
-    scale: str | None = setting(
+    scale: Annotated[str | None, checked(scale_ends)] = setting(
         None, "Lowest and highest score, LOW-HIGH; unset, what the prompt says, else 1-10.",
         flag="--rm_scale",
     )  # fmt: skip
@@ -126,7 +201,7 @@ class ApiReward(Section):
         "text", "Read a written verdict, ask a decision endpoint for probabilities, or compare "
         "responses with each other.", flag="--rm_mode",
     )  # fmt: skip
-    compare: str = setting(
+    compare: Annotated[str, checked(_is_compared)] = setting(
         "pairs", "What is compared: pairs of responses to a prompt, a list of all of them, or each "
         "with the starting model's greedy one (base), the row's ground_truth or extra_info.NAME.",
         flag="--rm_compare",
@@ -243,7 +318,7 @@ class ModelReward(Section):
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "Precision of the body (the head is float32); unset: bfloat16 on a GPU, else float32."
     )
-    device: str | None = setting(
+    device: Annotated[str | None, checked(_is_device)] = setting(
         None, "Where it runs: cpu, cuda, cuda:1; unset takes a GPU where there is one.",
         flag="--reward_model_device",
     )  # fmt: skip
@@ -261,7 +336,7 @@ class ModelReward(Section):
     turns: Literal["all", "last"] = setting(
         "all", "Show the whole conversation, or only the last question and its response."
     )
-    template: str | None = setting(
+    template: Annotated[str | None, checked(_has_response)] = setting(
         None, "Text with {prompt} and {response} in place of the chat template."
     )
     outputs: tuple[float, ...] = setting(
@@ -271,7 +346,7 @@ class ModelReward(Section):
         "strict", "See before the run that good answers score above bad ones; warn only tells.",
         flag="--reward_model_self_test",
     )  # fmt: skip
-    key_env: str | None = setting(None, "Variable that holds the key of a served model.")
+    key_env: Variable = setting(None, "Variable that holds the key of a served model.")
     model_name: str | None = setting(
         None, "Name of the model at its server; unset: what the server says."
     )

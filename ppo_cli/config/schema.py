@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, field_validator
+from pydantic import AfterValidator
 
-from ppo_cli.config.algorithm_schema import Actor, Algorithm, Critic, Ref, Section, section, setting
+from ppo_cli.config.algorithm_schema import (
+    Actor,
+    Algorithm,
+    Critic,
+    NotZero,
+    Ref,
+    Section,
+    checked,
+    section,
+    setting,
+)
 from ppo_cli.config.reward_schema import Reward
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -94,7 +104,9 @@ class Data(Section):
     apply_chat_template_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the chat template, such as {enable_thinking: false}."
     )
-    train_max_samples: int = setting(-1, "Use only the first N training rows; -1 is all.", ge=-1)
+    train_max_samples: NotZero = setting(
+        -1, "Use only the first N training rows; -1 is all.", ge=-1
+    )
     val_max_samples: int = setting(-1, "Use only the first N validation rows; -1 is all.", ge=-1)
 
 
@@ -120,6 +132,11 @@ class EngineKwargs(Section):
     )
 
 
+def _no_empty_text(stop: tuple[str, ...]) -> None:
+    if "" in stop:
+        raise ValueError("has an empty text, which would end every response at once")
+
+
 class Rollout(Section):
     """How training samples."""
 
@@ -135,7 +152,7 @@ class Rollout(Section):
     )  # fmt: skip
     top_p: float = setting(1.0, "Nucleus size; 1 is off.", flag="--top_p", gt=0.0, le=1.0)
     top_k: int = setting(-1, "Candidates; -1 is off.", flag="--top_k", ge=-1)
-    stop: tuple[str, ...] = setting(
+    stop: Annotated[tuple[str, ...], checked(_no_empty_text)] = setting(
         (), "Texts that end a response, which keeps them, in validation too: [Observation:]."
     )
     partial_tokens: int | None = setting(
@@ -166,12 +183,16 @@ class Rollout(Section):
     seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
     val_kwargs: ValSampling = section(ValSampling)
 
-    @field_validator("stop")
-    @classmethod
-    def _no_empty_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError("has an empty text, which would end every response at once")
-        return stop
+
+def _are_steps(words: tuple[str, ...]) -> None:
+    for word in words:
+        first, dash, last = word.partition("-")
+        numbers = [first, last] if dash else [first]
+        readable = all(n.isascii() and n.isdigit() and int(n) > 0 for n in numbers)
+        if not readable or int(numbers[-1]) < int(first):
+            raise ValueError(
+                f"{word!r} names no steps; use a number from 1, a list (2,5) or a range (2-4)"
+            )
 
 
 class Trainer(Section):
@@ -192,10 +213,10 @@ class Trainer(Section):
         "auto", "auto, never, or the checkpoint folder to go on from.", flag="--resume"
     )
     seed: int = setting(42, "Seed of everything.", flag="--seed", env="SEED", ge=0, lt=2**31)
-    save_freq: int = setting(
+    save_freq: NotZero = setting(
         50, "Steps between checkpoints; -1 saves only at the end.", flag="--save_freq", ge=-1
     )
-    test_freq: int = setting(
+    test_freq: NotZero = setting(
         -1, "Steps between validations; -1 validates at start and end.", flag="--test_freq", ge=-1
     )
     val_before_train: bool = setting(True, "Validate before the first step.")
@@ -252,7 +273,7 @@ class Trainer(Section):
     placement: str | None = setting(
         None, "Which devices do what: train:0-5,rollout:6,reward:5,judge:7.", flag="--placement"
     )
-    profile_steps: tuple[str, ...] = setting(
+    profile_steps: Annotated[tuple[str, ...], checked(_are_steps)] = setting(
         (), "Training steps to profile: 3, 2,5 or 2-4; traces and tables go to profile/.",
         flag="--profile",
     )  # fmt: skip

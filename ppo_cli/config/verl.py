@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ppo_cli.config.keys import find, is_unset, sections, suggest, table
-from ppo_cli.config.layers import Entry, Reset
-from ppo_cli.config.reading import Late, Lookup, Reading
-from ppo_cli.config.verl_turns import PRECISIONS, TURNED
+from ppo_cli.config.layers import Entry, Late, Lookup, Reset
+from ppo_cli.config.verl_turns import PRECISIONS, TURNED, Reading, plain
 
 WRAPPER = "actor_rollout_ref."
 ON: Final = ("true", "1")
@@ -82,10 +81,10 @@ def verl_values() -> dict[str, set[str]]:
     read = json.loads(path.read_text(encoding="utf-8"))
     found: dict[str, set[str]] = defaultdict(set)
     for name, values in read["engines"].items():
-        found[name.removeprefix(WRAPPER)] |= {_plain(value) for value in values}
+        found[name.removeprefix(WRAPPER)] |= {plain(value) for value in values}
     for row in read["versions"].values():
         for name, value in row["set"].items():
-            found[name.removeprefix(WRAPPER)].add(_plain(value))
+            found[name.removeprefix(WRAPPER)].add(plain(value))
     for name in list(found):
         for own in _renamed(name):
             found[own] |= found[name]
@@ -163,7 +162,7 @@ def taken_as(generation: Generation) -> str:
 
 def _switches(entry: Entry) -> tuple[str, ...]:
     """Return what an entry switches on: `rollout.mtp.enable`, `model_engine=veomni`."""
-    word, given = _plain(entry.raw), entry.name.removeprefix(WRAPPER)
+    word, given = plain(entry.raw), entry.name.removeprefix(WRAPPER)
     names = () if word in (*OFF, "disabled", "sync") else _renamed(given) or (given,)
     return tuple(on for name in names for on in (name, f"{name}={word}"))
 
@@ -174,7 +173,7 @@ class Translator(Reading):
     def translate(self, layer: Sequence[Entry]) -> list[Entry]:
         """Return the layer in our own names; what has to be said about it is added to the lists."""
         self._by = {}
-        self.function_file = self.function_name = None
+        self.function = {}
         self._on |= {part for entry in layer for part in _switches(entry)}
         for entry in layer:
             self.given = entry.name
@@ -186,6 +185,18 @@ class Translator(Reading):
             self.note(self.sized.pop(part), said)
         self.flush()
         return [entry for _, entry in self._by.values()]
+
+    def refuse(self, entry: Entry, key: str, said: str) -> None:
+        """Report a key that cannot be had; keys of one reason are told in one sentence."""
+        self._refused.setdefault((entry.origin, said), []).append(key)
+
+    def flush(self) -> None:
+        """Write down what was said of keys of one layer."""
+        for (origin, said), keys in self._refused.items():
+            self.problems.append(f"{origin}: {_some(keys)} {said}.")
+        for (origin, said), keys in self._told.items():
+            self.notes.append(f"{origin}: {_some(keys)}: {said}.")
+        self._refused, self._told = {}, {}
 
     def _one(self, entry: Entry) -> None:
         name = entry.name
@@ -211,7 +222,7 @@ class Translator(Reading):
             self._foreign(entry, name, foreign_names())
 
     def _foreign(self, entry: Entry, name: str, names: ForeignNames) -> None:
-        own_value = _plain(entry.raw) in verl_values().get(name, ())
+        own_value = plain(entry.raw) in verl_values().get(name, ())
         if renamed := _renamed(name):
             for own in renamed:
                 key = find(own)
@@ -247,7 +258,7 @@ class Translator(Reading):
             self.put(entry, name, entry.raw)
 
     def _same(self, entry: Entry, allowed: Sequence[str], said: str) -> None:
-        if _plain(entry.raw) not in allowed:
+        if plain(entry.raw) not in allowed:
             shown = "null" if entry.raw is None else entry.raw
             self.refuse(entry, f"{entry.name}={shown}", f"cannot be honoured: {said}")
 
@@ -268,12 +279,12 @@ class Translator(Reading):
 
     def _function(self) -> None:
         """Join verl's path and name of a reward function."""
-        file, name = self.function_file, self.function_name
+        file, name = self.function.get("path"), self.function.get("name")
         if file is not None:
-            tail = "" if name is None or is_unset(name.raw) else f":{name.raw}"
+            tail = "" if name is None else f":{name.raw}"
             self.given = "custom_reward_function.path"
             self.put(file, "reward.function", f"{file.raw}{tail}")
-        elif name is not None and not is_unset(name.raw) and str(name.raw) != "compute_score":
+        elif name is not None and str(name.raw) != "compute_score":
             self.problem(
                 name, "a function is named without its file; use --reward_function FILE:NAME."
             )
@@ -315,12 +326,6 @@ def _below(said: Mapping[str, str], name: str) -> str:
     return next((said[group] for group in groups if group in said), "")
 
 
-def _plain(raw: Any) -> str:
-    """Return a value in one spelling: 1e-3 and 0.001 are the same, as are None and nothing."""
-    text = re.sub(r"[\s'\"]", "", str(raw)).lower()
-    if text in ("", "none", "[]", "{}"):
-        return "null"
-    try:
-        return f"{float(text):g}"
-    except ValueError:
-        return text
+def _some(keys: list[str]) -> str:
+    """List keys, and count those after the third where there are many."""
+    return ", ".join(keys) if len(keys) < 5 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"

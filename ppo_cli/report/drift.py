@@ -9,7 +9,8 @@ from statistics import fmean, pvariance
 from typing import Any, NamedTuple
 
 from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.reward_checks import scale_ends, unit_labels
+from ppo_cli.config.reward_checks import unit_labels
+from ppo_cli.config.reward_schema import scale_ends
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
 from ppo_cli.run_folder import LABELS_FILE, read_lines

@@ -40,7 +40,7 @@ FILE = "data.train_files=x.jsonl"
         ("trainer.test_freq=0", "use -1 or 1 and up"),
         ("trainer.patience=2 data.val_files=x", "--test_freq 10"),
         ("trainer.patience=2 trainer.test_freq=5 data.val_files=[]", "--val_files FILE"),
-        ("data.train_max_samples=0", "use -1 for all"),
+        ("data.train_max_samples=0", "use -1 or 1 and up"),
         ("reward.function=a.py reward.rule=gsm8k", "Keep one, or mix them without --rule: --re"),
     ],
 )

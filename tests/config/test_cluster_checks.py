@@ -99,7 +99,7 @@ SIZE = "fsdp_config.fsdp_size"
         (f"{EIGHT} trainer.placement=train:0-5,rollout:6-7 actor.{SIZE}=4", "6 rank(s)"),
         (f"{EIGHT} actor.{SIZE}=4 critic.{SIZE}=2", "one mesh of ranks serves both models"),
         (f"{EIGHT} critic.{SIZE}=4", "one mesh of ranks serves both models"),
-        (f"actor.{SIZE}=0", "0 means nothing; use -1 for all ranks"),
+        (f"actor.{SIZE}=0", "0 means nothing; use -1"),
         # Samplers
         (f"{SPAN}=2", "none is used. Use --rollout_tp 1, or name the GPUs with --n_gpus"),
         (f"{EIGHT} {SPAN}=2 rollout.name=hf", "the hf sampler uses one GPU"),

@@ -58,7 +58,8 @@ CONFIGS = st.fixed_dictionaries(
             },
         ),
         "actor": st.fixed_dictionaries(
-            {}, optional={"fsdp_config": st.fixed_dictionaries({"fsdp_size": st.integers(-1, 4)})}
+            {},
+            optional={"fsdp_config": st.fixed_dictionaries({"fsdp_size": st.integers(1, 4)})},
         ),
         "reward": st.fixed_dictionaries({}, optional={"model": st.just({"path": "a/b"})}),
     }

@@ -10,7 +10,8 @@ from ppo_cli.config.keys import table
 from ppo_cli.config.known_models import JUDGES, retirement
 from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
 from ppo_cli.config.resolve import Resolved
-from ppo_cli.config.reward_checks import judge_remarks, missing_keys, scale_ends
+from ppo_cli.config.reward_checks import judge_remarks, missing_keys
+from ppo_cli.config.reward_schema import scale_ends
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError
 from tests.config import settling
@@ -55,11 +56,11 @@ def config(*given: str) -> Config:
         ("base_url=localhost:8000/v1", "http://localhost:8000/v1"),
         ("base_url=http://", "is no address"),
         ("base_url=ftp://h/v1", "is no address"),
-        ("type=openai monitor.model=", "reward.api.monitor.model is blank; name a model of openai"),
+        ("type=openai monitor.model=", "reward.api.monitor.model is blank; name a model, or none"),
         ("monitor.model=n monitor.base_url=h:1", "reward.api.monitor.base_url 'h:1'"),
         ("mode=compare compare=ground_truth monitor.labels=f", "leave them out, or use --rm_mode"),
         ("key_env=sk-hush-hush-hush", "not the key itself"),
-        ("key_env=AIzaHushhushhushhushhushhush", "such as DASHSCOPE_API_KEY"),
+        ("key_env=AIzaHushhushhushhushhushhush", "not the key itself"),
         ("monitor.model=n monitor.key_env=a-b", "reward.api.monitor.key_env takes the name"),
     ],
 )

@@ -191,7 +191,7 @@ def test_a_wrong_flag_is_told_with_its_mend(given: str, said: str) -> None:
         ("parts.judge={judge: {enable: true}}", "enable: there is no such setting."),
         ("parts.judge={judge: {scale: ten}}", "'ten' is not LOW-HIGH"),
         ("parts.judge={judge: {type: openai}}", "--rm_model gpt-6-luna"),
-        ("parts.judge={judge: {base_url: 'h:1'}}", "judge.base_url 'h:1' is no address"),
+        ("parts.judge={judge: {base_url: 'h:1'}}", "judge.base_url: 'h:1' is no address"),
         ("parts.judge={judge: {type: claude, mode: decision, model: m}}", "--rm_mode text"),
         ("parts.model={model: {path: a/b, offlod: true}}", "Did you mean 'offload'?"),
         ("parts.model={model: {path: a/b, max_length: 3}}", "must be at least 8, but is 3"),

@@ -10,7 +10,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from ppo_cli.config.reward_checks import scale_ends
+from ppo_cli.config.reward_schema import scale_ends
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 
