@@ -184,40 +184,32 @@ def _kind(node: yaml.Node) -> str:
 API = "reward.api."
 SWITCH = f"{API}enable"
 FILE = "reward.config_file"
-SECTIONS = ("api", "api_reward", "api_reward_config")
-ALIASES = {
-    "api_type": "type",
-    "provider": "type",
-    "model_name": "model",
-    "api_base": "base_url",
-    "endpoint": "base_url",
-    "api_key_env": "key_env",
-    "preset": "prompt_preset",
-    "prompt": "scoring_prompt",
-    "rpm": "max_rpm",
-    "tpm": "max_tpm",
-    "max_concurrency": "concurrency",
-    "num_votes": "votes",
-    "enabled": "enable",
-}
-# Sections beside the judge's: what they stand for, and other words for their settings.
-GROUPS = {
-    "composite": "composite",
-    "composite_reward": "composite",
+# What a section of a reward file stands for, other words in it, and an example.
+SECTIONS = {
+    **dict.fromkeys(("api", "api_reward", "api_reward_config"), "api"),
+    **dict.fromkeys(("composite", "composite_reward"), "composite"),
+    **dict.fromkeys(("shaping", "reward_shaping"), "shaping"),
+    **dict.fromkeys(("code", "code_reward"), "code"),
     "reward_model": "model",
-    "shaping": "shaping",
-    "reward_shaping": "shaping",
-    "code": "code",
-    "code_reward": "code",
 }
 OTHER_WORDS = {
-    "composite": {"enabled": "enable"},
-    "model": {
-        "model_path": "path",
-        "name": "path",
-        "model": "path",
+    "api": {
+        "api_type": "type",
+        "provider": "type",
+        "model_name": "model",
+        "api_base": "base_url",
+        "endpoint": "base_url",
         "api_key_env": "key_env",
+        "preset": "prompt_preset",
+        "prompt": "scoring_prompt",
+        "rpm": "max_rpm",
+        "tpm": "max_tpm",
+        "max_concurrency": "concurrency",
+        "num_votes": "votes",
+        "enabled": "enable",
     },
+    "composite": {"enabled": "enable"},
+    "model": {"model_path": "path", "name": "path", "model": "path", "api_key_env": "key_env"},
 }
 EXAMPLES = {
     "composite": "weights: {judge: 0.7, rule: 0.3}",
@@ -252,9 +244,6 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
         except ValueError as error:
             problems.append(f"{entry.origin}: {error}")
             continue
-        if entry.raw == {} and name in ("reward.composite.parts", "reward.composite.weights"):
-            example = "weights: {judge: 0.7, rule: 0.3}"
-            problems.append(f"{entry.origin}: {entry.name} is empty; write {example}.")
         if earlier := found.get(name):
             line = earlier.origin.rsplit(" ", 1)[-1]
             problems.append(f"{entry.origin}: {name} was set on line {line} already; keep one.")
@@ -275,46 +264,28 @@ def _own_name(entry: Entry, given: list[Entry], *, rules: bool) -> str:
     rooted = path[0] == "reward" and len(path) > 1
     if rooted:
         parts, path = parts[1:], path[1:]
-    if "function_kwargs" not in path and any(_SECRET.search(part) for part in _words(path)):
+    section = SECTIONS.get(path[0], "") if len(path) > 1 else ""
+    # Names of parts, and arguments of a function, are free.
+    named = path[3:] if section == "composite" and path[1] in ("parts", "weights") else path
+    if "function_kwargs" not in path and any(_SECRET.search(part) for part in named):
         raise ValueError(_no_secrets(entry, given))
-    if path[0] in GROUPS and len(path) > 1:
-        return _in_group(entry, GROUPS[path[0]], path[1:], parts[1:])
-    inside = path[0] in SECTIONS and len(path) > 1
-    name = _api_name(path[1:]) if inside else _name(path, parts, rooted=rooted, rules=rules)
-    if name is None or (path[0] in ("reward", *GROUPS) and not entry.raw):
-        raise ValueError(_unknown(entry, path[1:] if inside else path))
-    return name
-
-
-def _words(path: list[str]) -> list[str]:
-    """Return the words of a key that name settings; names of parts are free."""
-    in_parts = GROUPS.get(path[0]) == "composite" and path[1:2] in (["parts"], ["weights"])
-    return path[3:] if in_parts else path
-
-
-def _in_group(entry: Entry, group: str, path: list[str], parts: list[str]) -> str:
-    """Return the setting of a key inside a section such as `reward_model:`."""
-    if group == "model" and path in (["enable"], ["enabled"]):
+    if path == ["timeout"] and rules and not rooted:
+        raise ValueError(
+            "timeout may be the judge's or the rule's; write api.timeout or reward.timeout."
+        )
+    empty = path[0] in ("reward", *SECTIONS) and not entry.raw
+    groups = ["reward.", API] if rooted else [API, "reward."]
+    if section:
+        groups, path, parts = [f"reward.{section}."], path[1:], parts[1:]
+        empty = section == "composite" and entry.raw == {}
+    if section == "model" and path in (["enable"], ["enabled"]):
         return MODEL_SWITCH
-    inside = f"reward.{group}."
-    leaf = OTHER_WORDS.get(group, {}).get(path[0], path[0])
-    name = f"{inside}{'.'.join([leaf, *parts[1:]])}"
-    if find(name) is not None and (name in table() or group == "composite"):
-        return name
-    known = _by_flag(path, inside=inside)
-    if known is None:
-        raise ValueError(_unknown_in(entry, group, path))
-    return known
-
-
-def _unknown_in(entry: Entry, group: str, path: list[str]) -> str:
-    own = [name.rsplit(".", 1)[-1] for name in table() if name.startswith(f"reward.{group}.")]
-    near = did_you_mean(path[0], [*own, *OTHER_WORDS.get(group, {})])
-    if group == "composite" and not near:
-        near = " Parts are named below weights or parts, such as weights: {judge: 0.7}."
-    elif not near:
-        near = f" Known: {', '.join(own)}."
-    return f"there is no setting '{path[0]}' in {entry.name.rsplit('.', 1)[0]}.{near}"
+    found = [_setting(group, path, parts) for group in groups]
+    found.append(_by_flag(path, groups[0] if section else "reward."))
+    name = next((name for name in found if name is not None), None)
+    if name is None or empty:
+        raise ValueError(_unknown(entry, path, section, empty=empty))
+    return name
 
 
 def _plain(word: str) -> str:
@@ -322,26 +293,17 @@ def _plain(word: str) -> str:
     return word.lower().replace("-", "_").strip("_")
 
 
-def _name(path: list[str], parts: list[str], *, rooted: bool, rules: bool) -> str | None:
-    """Return the setting that a key outside the judge's sections stands for."""
-    own = ".".join(["reward", path[0], *parts[1:]])
-    if path == ["timeout"] and rules and not rooted:
-        raise ValueError(
-            "timeout may be the judge's or the rule's; write api.timeout or reward.timeout."
-        )
-    known = own if own != FILE and find(own) is not None else None
-    judge = None if path[0] == "function_kwargs" else _api_name(path)
-    return (known or judge if rooted else judge or known) or _by_flag(path)
+def _setting(group: str, path: list[str], parts: list[str]) -> str | None:
+    """Return the setting of a key in a group; free words below it stay as `parts` has them."""
+    own = group.removeprefix("reward.").removesuffix(".")
+    leaf = OTHER_WORDS.get(own, {}).get(path[0], path[0])
+    names = (f"{group}{'.'.join([leaf, *path[1:]])}", f"{group}{'.'.join([leaf, *parts[1:]])}")
+    known = names[0] if names[0] in table() else names[1]
+    return known if find(known) is not None and known != FILE else None
 
 
-def _api_name(path: list[str]) -> str | None:
-    """Return the judge's setting under a schema name, an alias or a flag's name."""
-    leaf = ALIASES.get(path[0], path[0]) if len(path) == 1 else ".".join(path)
-    return f"{API}{leaf}" if f"{API}{leaf}" in table() else _by_flag(path, inside=API)
-
-
-def _by_flag(path: list[str], inside: str = "reward.") -> str | None:
-    own = (k for k in table().values() if k.name.startswith(inside) and k.name != FILE)
+def _by_flag(path: list[str], group: str) -> str | None:
+    own = (k for k in table().values() if k.name.startswith(group) and k.name != FILE)
     return next((k.name for k in own if [k.flag] == [f"--{word}" for word in path]), None)
 
 
@@ -370,19 +332,26 @@ def _no_secrets(entry: Entry, given: list[Entry]) -> str:
     )
 
 
-def _unknown(entry: Entry, path: list[str]) -> str:
-    if path[0] in (*SECTIONS, *GROUPS, "reward", "monitor") and len(path) == 1:
-        example = EXAMPLES.get(GROUPS.get(path[0], ""), "model: NAME")
+def _unknown(entry: Entry, path: list[str], section: str, *, empty: bool) -> str:
+    """Say why a key of a reward file, `path` below its section, is no setting."""
+    group = section or SECTIONS.get(path[0], "")
+    if empty or (len(path) == 1 and path[0] in (*SECTIONS, "reward", "monitor")):
+        example = EXAMPLES.get(group, "model: NAME")
         return f"{entry.name} is a group of settings; write them below it, such as {example}."
-    owner = _api_name(path[:1]) or _by_flag(path[:1])
+    owner = _setting(API, path[:1], path[:1]) or _by_flag(path[:1], "reward.")
     if owner is not None and len(path) > 1:
         return f"{entry.name}: {owner} is one value, not a group."
     if find(entry.name) is not None and not entry.name.startswith("reward."):
         return f"{entry.name} is not a setting of the reward; put it in a --config file."
-    known = [k for k in table().values() if k.name.startswith("reward.")]
+    known = [k for k in table().values() if k.name.startswith(f"reward.{section}")]
     words = [k.name.rsplit(".", 1)[-1] for k in known]
+    if section:
+        near = did_you_mean(path[0], [*words, *OTHER_WORDS.get(section, {})])
+        where = ".".join(entry.name.split(".")[: -len(path)])
+        near = near or f" Known: {', '.join(words)}."
+        return f"there is no setting '{path[0]}' in {where}.{near}"
     flags = [k.flag.removeprefix("--") for k in known if k.flag]
-    near = did_you_mean(path[-1], [*words, *flags, *ALIASES, *SECTIONS, *GROUPS])
+    near = did_you_mean(path[-1], [*words, *flags, *OTHER_WORDS["api"], *SECTIONS])
     return f"there is no setting '{entry.name}' of the reward.{near}"
 
 

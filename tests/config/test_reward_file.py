@@ -83,6 +83,7 @@ def test_every_spelling_sets_up_the_same_judge(text: str) -> None:
         ("reward: {num_workers: 4}", "num_workers", 4),
         ("num_workers: 4", "num_workers", 4),
         ("function_kwargs: {api_key: k, Deep: 1}", "function_kwargs", {"api_key": "k", "Deep": 1}),
+        ("api: {local: {engine_kwargs: {Deep: 1}}}", "api.local.engine_kwargs", {"Deep": 1}),
     ],
 )
 def test_a_line_reaches_its_setting(line: str, key: str, value: object) -> None:
@@ -143,13 +144,16 @@ def test_rules_and_functions_may_stand_in_the_file() -> None:
         ("model: m\nprompt_preset: maths\n", "Did you mean 'math'?"),
         ("model: m\ngate: maybe\n", "'maybe' is neither true nor false"),
         ("votes: 3\ntype: openai\n", "r.yaml line 1: the judge has no model"),
-        ("composite_reward:\n  judge: {weight: 1}\n", "no setting 'judge' in composite_reward.j"),
-        ("composite_reward: {judge: 0.7}\n", "named below weights or parts, such as weights: {j"),
+        (
+            "composite_reward:\n  judge: {weight: 1}\n",
+            "no setting 'judge' in composite_reward",
+        ),
+        ("composite_reward: {judge: 0.7}\n", "Known: enable, weights, parts."),
         ("composite_reward: {wieghts: {a: 1}}\n", "Did you mean 'weights'?"),
         ("composite_reward:\n", "write them below it, such as weights: {judge: 0.7"),
         (
             "composite_reward: {parts: {}}\n",
-            "composite_reward.parts is empty; write weights",
+            "composite_reward.parts is a group of settings; write them below it, such as weights",
         ),
         ("model: m\nreward: {composite_reward: []}\n", "is a group of settings"),
         ("reward_model:\n", "r.yaml line 1: reward_model is a group of settings"),

@@ -320,7 +320,7 @@ def test_what_we_do_anyway_is_taken_and_anything_else_refused(
         ("actor.clip_ratio_low=1.5", "must be below 1"),
         (
             "algorithm.adv_estimator=grpo_passk",
-            "algorithm.adv_estimator 'grpo_passk' is not offered",
+            "adv_estimator 'grpo_passk' is not offered",
         ),
         ("algorithm.adv_estimator=gdpo rollout.n=2", "algorithm.gdpo_reward_keys=[a,b]"),
         ("algorithm.gdpo_reward_keys=[a,b]", "--adv_estimator gdpo"),
