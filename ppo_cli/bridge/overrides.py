@@ -67,6 +67,20 @@ def _by_key() -> dict[str, tuple[str, ...]]:
     return {key: tuple(theirs) for key, theirs in found.items()}
 
 
+# What settings of ours come to in verl, where that is more than another name.
+ELSE: Final[dict[str, Callable[[Config], Values]]] = {}
+
+
+def _writes(names: str) -> Callable[[Callable[[Config], Values]], Callable[[Config], Values]]:
+    """Declare which of our settings a function writes in verl's words."""
+
+    def declare(write: Callable[[Config], Values]) -> Callable[[Config], Values]:
+        ELSE.update(dict.fromkeys(names.split(), write))
+        return write
+
+    return declare
+
+
 def _both(part: str, value: Any) -> Values:
     """Give actor, critic and reference the same setting of sharding."""
     return {
@@ -76,6 +90,7 @@ def _both(part: str, value: Any) -> Values:
     }
 
 
+@_writes("model.path critic.model.path")
 def _models(config: Config) -> Values:
     """Name models by whole paths; the tokenizer is the actor's."""
     actor, critic = _there(config.model.path), _there(critic_path(config))
@@ -94,6 +109,7 @@ def _there(path: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else path
 
 
+@_writes("model.dtype")
 def _precision(config: Config) -> Values:
     """Compute in one precision; weights are kept in float32. verl runs on GPUs only."""
     dtype = config.model.dtype or "bfloat16"
@@ -111,6 +127,7 @@ def _precision(config: Config) -> Values:
     )
 
 
+@_writes("model.attn_implementation model.packing")
 def _attention(config: Config) -> Values:
     """Name the kernel; rows are packed when asked for, or with the kernel that is made for it."""
     kernel = config.model.attn_implementation
@@ -126,6 +143,7 @@ def _attention(config: Config) -> Values:
     }
 
 
+@_writes("model.enable_gradient_checkpointing critic.model.enable_gradient_checkpointing")
 def _recompute(config: Config) -> Values:
     actor = config.model.enable_gradient_checkpointing
     critic = config.critic.model.enable_gradient_checkpointing
@@ -136,6 +154,10 @@ def _recompute(config: Config) -> Values:
     }
 
 
+@_writes(
+    "actor.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size_per_gpu "
+    "ref.log_prob_max_token_len_per_gpu"
+)
 def _micro_batches(config: Config) -> Values:
     """Cut by tokens where no size is set, else by the size; log-probs always by tokens.
 
@@ -155,6 +177,7 @@ def _micro_batches(config: Config) -> Values:
     return found
 
 
+@_writes("actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c")
 def _clips(config: Config) -> Values:
     actor = "actor_rollout_ref.actor"
     bound = config.actor.clip_ratio_c
@@ -166,6 +189,7 @@ def _clips(config: Config) -> Values:
     }
 
 
+@_writes("actor.grad_clip critic.grad_clip")
 def _grad_clip(config: Config) -> Values:
     found: Values = {}
     for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
@@ -174,6 +198,7 @@ def _grad_clip(config: Config) -> Values:
     return found
 
 
+@_writes("model.lora_rank model.lora_alpha critic.model.lora_alpha")
 def _lora(config: Config) -> Values:
     """An adapter's sampler loads the weights once; else the trainer sends them all."""
     rank = config.model.lora_rank
@@ -185,15 +210,22 @@ def _lora(config: Config) -> Values:
     }
 
 
+@_writes("actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps")
 def _optimizers(config: Config) -> Values:
-    """Name the package of each optimizer as well."""
+    """Name the package of each optimizer as well, and its epsilon."""
     impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
     return {
         "actor_rollout_ref.actor.optim.optimizer_impl": impl[config.actor.optim.optimizer],
         "critic.optim.optimizer_impl": impl[config.critic.optim.optimizer],
+        "actor_rollout_ref.actor.optim.override_optimizer_config.eps": config.actor.optim.eps,
+        "critic.optim.override_optimizer_config.eps": config.critic.optim.eps,
     }
 
 
+@_writes(
+    "data.val_files data.val_max_samples trainer.save_freq trainer.test_freq "
+    "trainer.val_before_train"
+)
 def _validation(config: Config) -> Values:
     """-1 validates and saves at the end here, and never in verl."""
     often, there = config.trainer.test_freq, bool(config.data.val_files)
@@ -208,6 +240,7 @@ def _validation(config: Config) -> Values:
     }
 
 
+@_writes("trainer.resume_mode")
 def _resume(config: Config) -> Values:
     mode = config.trainer.resume_mode
     word = {"auto": "auto", "never": "disable"}.get(mode, "resume_path")
@@ -215,12 +248,17 @@ def _resume(config: Config) -> Values:
     return {"trainer.resume_mode": word, "trainer.resume_from_path": path}
 
 
+@_writes("algorithm.filter_groups.metric")
 def _filter(config: Config) -> Values:
     """verl's `reward` has the penalties in it, `score` is what the reward function said."""
     said = config.algorithm.filter_groups.metric or "score"
     return {"algorithm.filter_groups.metric": "reward" if said == "seq_reward" else said}
 
 
+@_writes(
+    "algorithm.rollout_correction.rollout_is_threshold "
+    "algorithm.rollout_correction.rollout_is_threshold_lower"
+)
 def _window(config: Config) -> Values:
     correction = config.algorithm.rollout_correction
     low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
@@ -228,6 +266,7 @@ def _window(config: Config) -> Values:
     return {"algorithm.rollout_correction.rollout_is_threshold": value}
 
 
+@_writes("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
 def _overlong(config: Config) -> Values:
     """The penalty of long responses is the dapo manager's, which counts their tokens."""
     shaping = config.reward.shaping
@@ -244,6 +283,7 @@ def _overlong(config: Config) -> Values:
     }
 
 
+@_writes("actor.loss_scale_factor critic.loss_scale_factor")
 def _scale_factor(config: Config) -> Values:
     return {
         "actor_rollout_ref.actor.loss_scale_factor": _plain(config.actor.loss_scale_factor),
@@ -256,92 +296,49 @@ def _plain(number: float | None) -> float | None:
     return int(number) if number is not None and float(number).is_integer() else number
 
 
-def _free(name: str, key: str) -> Callable[[Config], Values]:
-    return lambda config: {f"{name}.{k}": v for k, v in value_of(config, key).items()}
+@_writes(
+    "data.train_files data.train_max_samples data.prompt_key data.reward_fn_key rollout.name "
+    "rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size trainer.logger "
+    "algorithm.rollout_correction.bypass_mode trainer.output_dir "
+    "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
+)
+def _others(config: Config) -> Values:
+    """What needs one line: other files and columns, defaults filled in, and free-form groups."""
+    sampler, temperature = "actor_rollout_ref.rollout", config.rollout.val_kwargs.temperature
+    template, vllm = config.data.apply_chat_template_kwargs, config.rollout.engine_kwargs.vllm
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    return {
+        "data.train_files": TRAIN,
+        "data.train_max_samples": -1,
+        "data.prompt_key": "prompt",
+        "data.reward_fn_key": "data_source",
+        f"{sampler}.name": config.rollout.name or "vllm",
+        f"{sampler}.seed": sampler_seed(config),
+        f"{sampler}.val_kwargs.temperature": temperature,
+        f"{sampler}.val_kwargs.do_sample": temperature > 0,
+        "critic.ppo_mini_batch_size": critic_mini_batch(config),
+        "algorithm.rollout_correction.bypass_mode": bool(bypass),
+        "trainer.default_local_dir": "verl/checkpoints",
+        "trainer.logger": ["file", *config.trainer.logger],
+        **{f"data.apply_chat_template_kwargs.{name}": said for name, said in template.items()},
+        **{f"{sampler}.engine_kwargs.vllm.{name}": said for name, said in vllm.items()},
+    }
 
 
+@_writes("trainer.critic_warmup")
 def _steps(config: Config) -> Values:
     """verl's actor trains from step N on, counted from 1."""
     warmup = config.trainer.critic_warmup
     return {"trainer.critic_warmup": warmup + 1 if warmup else 0}
 
 
+@_writes("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights")
 def _gdpo(config: Config) -> Values:
     given = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     names = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
     return {name: list(value) for name, value in zip(names, given, strict=True) if value}
 
 
-# What a setting of ours comes to in verl, where that is more than another name.
-ELSE: Final[dict[str, Callable[[Config], Values]]] = {
-    "model.path": _models,
-    "critic.model.path": _models,
-    "model.dtype": _precision,
-    "model.attn_implementation": _attention,
-    "model.packing": _attention,
-    "model.enable_gradient_checkpointing": _recompute,
-    "critic.model.enable_gradient_checkpointing": _recompute,
-    "model.lora_rank": _lora,
-    "model.lora_alpha": _lora,
-    "critic.model.lora_alpha": _lora,
-    "actor.optim.optimizer": _optimizers,
-    "critic.optim.optimizer": _optimizers,
-    "data.train_files": lambda c: {"data.train_files": TRAIN},
-    "data.val_files": _validation,
-    "data.train_max_samples": lambda c: {"data.train_max_samples": -1},
-    "data.val_max_samples": _validation,
-    "data.prompt_key": lambda c: {"data.prompt_key": "prompt"},
-    "data.reward_fn_key": lambda c: {"data.reward_fn_key": "data_source"},
-    "data.apply_chat_template_kwargs": _free(
-        "data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs"
-    ),
-    "rollout.engine_kwargs.vllm": _free(
-        "actor_rollout_ref.rollout.engine_kwargs.vllm", "rollout.engine_kwargs.vllm"
-    ),
-    "rollout.name": lambda c: {"actor_rollout_ref.rollout.name": c.rollout.name or "vllm"},
-    "rollout.seed": lambda c: {"actor_rollout_ref.rollout.seed": sampler_seed(c)},
-    "rollout.val_kwargs.temperature": lambda c: {
-        "actor_rollout_ref.rollout.val_kwargs.temperature": c.rollout.val_kwargs.temperature,
-        "actor_rollout_ref.rollout.val_kwargs.do_sample": c.rollout.val_kwargs.temperature > 0,
-    },
-    "actor.ppo_micro_batch_size_per_gpu": _micro_batches,
-    "critic.ppo_micro_batch_size_per_gpu": _micro_batches,
-    "ref.log_prob_max_token_len_per_gpu": _micro_batches,
-    "critic.ppo_mini_batch_size": lambda c: {"critic.ppo_mini_batch_size": critic_mini_batch(c)},
-    "actor.grad_clip": _grad_clip,
-    "critic.grad_clip": _grad_clip,
-    "actor.loss_scale_factor": _scale_factor,
-    "critic.loss_scale_factor": _scale_factor,
-    "actor.optim.eps": lambda c: {
-        "actor_rollout_ref.actor.optim.override_optimizer_config.eps": c.actor.optim.eps
-    },
-    "critic.optim.eps": lambda c: {
-        "critic.optim.override_optimizer_config.eps": c.critic.optim.eps
-    },
-    "actor.clip_ratio": _clips,
-    "actor.clip_ratio_low": _clips,
-    "actor.clip_ratio_high": _clips,
-    "actor.clip_ratio_c": _clips,
-    "algorithm.filter_groups.metric": _filter,
-    "algorithm.rollout_correction.bypass_mode": lambda c: {
-        "algorithm.rollout_correction.bypass_mode": bool(
-            c.algorithm.rollout_correction.bypass_mode
-        )
-    },
-    "algorithm.rollout_correction.rollout_is_threshold": _window,
-    "algorithm.rollout_correction.rollout_is_threshold_lower": _window,
-    "algorithm.gdpo_reward_keys": _gdpo,
-    "algorithm.gdpo_reward_weights": _gdpo,
-    "reward.shaping.overlong_buffer": _overlong,
-    "reward.shaping.overlong_penalty": _overlong,
-    "trainer.critic_warmup": _steps,
-    "trainer.output_dir": lambda c: {"trainer.default_local_dir": "verl/checkpoints"},
-    "trainer.resume_mode": _resume,
-    "trainer.save_freq": _validation,
-    "trainer.test_freq": _validation,
-    "trainer.val_before_train": _validation,
-    "trainer.logger": lambda c: {"trainer.logger": ["file", *c.trainer.logger]},
-}  # fmt: skip
 # What is verl's own and this bridge needs, whatever the settings.
 ALWAYS: Final[Values] = {
     "trainer.rollout_data_dir": "verl/rollouts",

@@ -204,10 +204,7 @@ class Actor(Trained):
         lt=1.0,
     )
     clip_ratio_low: float | None = setting(
-        None,
-        "Lower clip range, when it differs from clip_ratio.",
-        usual=(0.05, 0.5),
-        gt=0.0,
+        None, "Lower clip range, when it differs from clip_ratio.", usual=(0.05, 0.5), gt=0.0
     )
     clip_ratio_high: float | None = setting(
         None,
@@ -359,8 +356,7 @@ class Algorithm(Section):
     )
     gdpo_reward_weights: tuple[float, ...] = setting((), "Their weights; unset is 1 for each.")
     use_kl_in_reward: bool = setting(
-        True,
-        "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss.",
+        True, "Subtract kl_coef times the KL from token rewards; unset it is off with a KL loss."
     )
     kl_penalty: KlKind = setting("kl", "Estimator of the KL penalty in the reward.")
     kl_ctrl: KlControl = section(KlControl)

@@ -176,8 +176,7 @@ class Rollout(Section):
     enforce_eager: bool = setting(False, "No compiled graphs in the sampler.")
     enable_prefix_caching: bool = setting(True, "Share the cache of equal prompts.")
     weight_transfer: Literal["auto", Transfer] = setting(
-        "auto",
-        "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
+        "auto", "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory."
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs)
     seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
