@@ -24,54 +24,40 @@ from ppo_cli.config.derived import (
     uses_critic,
 )
 from ppo_cli.config.keys import Clash, value_of
-from ppo_cli.config.local_judge import local_clashes, local_judge
+from ppo_cli.config.reward_checks import local_clashes, local_judge
 from ppo_cli.config.schema import Config
 
 KEY = "rollout.weight_transfer"
-LEAVE = "or leave it out"
 
 
 def _transfer(config: Config, gpus: int) -> Iterator[Clash]:
     """Check `rollout.weight_transfer`; the placement must be readable."""
-    way = config.rollout.weight_transfer
+    way, shared = config.rollout.weight_transfer, shared_samplers(config)
     if way in ("auto", "memory"):
         return
-    said = f"{KEY} {way}"
     if sampler_name(config, gpus) != "vllm":
-        yield Clash(
-            (KEY, "rollout.name"),
-            f"{said} is a way to vLLM, and the sampler here is hf; use --rollout_name vllm, "
-            f"{LEAVE}.",
-        )
+        key = "rollout.name"
+        said = "is a way to vLLM, and the sampler here is hf; use --rollout_name vllm"
     elif publishes_adapter(config):
-        yield Clash(
-            (KEY, "model.lora_rank", "model.lora_merge"),
-            f"{said} takes whole weights, but only the LoRA adapter travels here; use "
-            f"model.lora_merge=true, {LEAVE}.",
+        key = "model.lora_merge"
+        said = "takes whole weights, but only the LoRA adapter travels; use model.lora_merge=true"
+    elif way == "gloo":
+        return
+    elif gpus_per_node(config, gpus) == 0:
+        key = "trainer.n_gpus_per_node"
+        said = "goes from GPU to GPU, and none is used; use memory or gloo"
+    elif shared != (wanted := {"ipc": "all", "nccl": "none"}[way]):
+        key = PLACEMENT
+        use = {"all": "ipc", "none": "nccl", "some": "memory or gloo"}[shared]
+        said = (
+            f"needs {wanted} of the samplers on GPUs that train, and here {shared} of them are; "
+            f"use {use}"
         )
-    elif way != "gloo" and gpus_per_node(config, gpus) == 0:
-        yield Clash(
-            (KEY, "trainer.n_gpus_per_node"),
-            f"{said} goes from GPU to GPU, and none is used; use memory or gloo, or name the "
-            "GPUs with --n_gpus.",
-        )
-    elif wrong := SHARED_GPUS.get((way, shared_samplers(config))):
-        yield Clash((KEY, PLACEMENT), f"{said} {wrong}, {LEAVE}.")
+    else:
+        return
+    yield Clash((KEY, key), f"{KEY} {way} {said}, or leave it out.")
 
 
-SOME = (
-    "needs samplers that all share the GPUs that train (ipc) or all have their own (nccl), and "
-    "here some of their GPUs train too; use memory or gloo"
-)
-# What is wrong with a way of the weights between GPUs, by how many samplers share GPUs that train.
-SHARED_GPUS = {
-    ("nccl", "some"): SOME,
-    ("ipc", "some"): SOME,
-    ("nccl", "all"): "needs samplers on GPUs of their own, and here they share those that train; "
-    "use ipc",
-    ("ipc", "none"): "needs samplers on the GPUs that train, and here they have their own; use "
-    "nccl",
-}
 PLACEMENT = "trainer.placement"
 SPAN = "rollout.tensor_model_parallel_size"
 SHARED = "models are sharded with FSDP2, and layers split with --tensor_parallel_size"
@@ -116,39 +102,35 @@ def _not_offered(config: Config) -> Iterator[Clash]:
 def _nodes(config: Config, joined: bool) -> Iterator[Clash]:
     """Check the nodes; a Ray cluster that is `joined` has them already."""
     trainer = config.trainer
-    if trainer.nnodes > 1 and trainer.node_rank is None and not joined:
-        address = "" if trainer.master_addr else " and the address of the first"
-        flag = "" if trainer.master_addr else " --master_addr HOST"
-        yield Clash(
-            ("trainer.nnodes", "trainer.node_rank"),
-            f"{trainer.nnodes} nodes need the rank of this one{address}: --node_rank 0{flag} on "
-            "the first; or name a Ray cluster that has them in RAY_ADDRESS.",
-        )
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
         yield Clash(
             ("trainer.node_rank", "trainer.nnodes"),
             f"trainer.node_rank {trainer.node_rank} does not exist among {trainer.nnodes} node(s); "
             f"ranks go from 0 to {trainer.nnodes - 1}.",
         )
-    if trainer.nnodes > 1 and trainer.master_addr is None and trainer.node_rank:
+    if trainer.nnodes == 1 or trainer.node_rank == 0 or (trainer.node_rank is None and joined):
+        return
+    lacking: dict[str, str] = {}
+    if trainer.node_rank is None:
+        lacking["the rank of this one"] = "--node_rank 0"
+    if trainer.master_addr is None:
+        lacking["the address of the first"] = "--master_addr HOST"
+    if lacking:
         yield Clash(
-            ("trainer.nnodes", "trainer.master_addr"),
-            f"{trainer.nnodes} nodes need the address of the first: --master_addr HOST.",
+            ("trainer.nnodes", "trainer.node_rank", "trainer.master_addr"),
+            f"{trainer.nnodes} nodes need {' and '.join(lacking)}: {' '.join(lacking.values())} "
+            "(the first has rank 0); or name a Ray cluster that has them in RAY_ADDRESS.",
         )
 
 
 def _counts(config: Config, gpus: int) -> Iterator[Clash]:
     trainer = config.trainer
-    if trainer.num_workers is not None and trainer.n_gpus_per_node:
+    used = gpus if trainer.n_gpus_per_node is None else trainer.n_gpus_per_node
+    if trainer.num_workers is not None and used:
         yield Clash(
             ("trainer.num_workers", "trainer.n_gpus_per_node"),
-            "trainer.num_workers counts ranks without GPUs; with --n_gpus leave it out.",
-        )
-    elif trainer.num_workers is not None and trainer.n_gpus_per_node is None and gpus:
-        yield Clash(
-            ("trainer.num_workers",),
-            f"trainer.num_workers counts ranks without GPUs, but {gpus} GPU(s) are visible; use "
-            f'--n_gpus {gpus}, or hide them with CUDA_VISIBLE_DEVICES="".',
+            f"trainer.num_workers counts ranks without GPUs, but {used} GPU(s) are used; leave it "
+            'out, or hide them with CUDA_VISIBLE_DEVICES="".',
         )
 
 
@@ -269,27 +251,15 @@ def _slots(config: Config, roles: Roles, gpus: int) -> Iterator[Clash]:
 def _ranks(config: Config, gpus: int) -> Iterator[Clash]:
     ranks, tensor = learner_ranks(config, gpus), config.trainer.tensor_parallel_size
     if ranks % tensor:
+        more = -(-ranks // tensor) * tensor
         yield Clash(
             ("trainer.tensor_parallel_size", *_rank_keys(config, gpus)),
             f"{ranks} learner rank(s) cannot be split into groups of "
-            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or "
-            f"{_more(config, gpus, ranks)}.",
+            f"trainer.tensor_parallel_size {tensor}; use a divisor of {ranks}, or {more} ranks "
+            "(train in --placement, else --n_gpus on each node, or without GPUs --num_workers).",
         )
         return
     yield from _shards(config, gpus)
-
-
-def _more(config: Config, gpus: int, ranks: int) -> str:
-    """Say how to have as many ranks as --tensor_parallel_size divides, no fewer than now."""
-    tensor, nodes = config.trainer.tensor_parallel_size, config.trainer.nnodes
-    per_node = gpus_per_node(config, gpus)
-    if config.trainer.placement is not None:
-        return f"{-(-ranks // tensor) * tensor} for train in --placement"
-    if per_node:
-        # Of `tensor` numbers in a row one is divisible, whatever the number of nodes.
-        fits = next(n for n in range(per_node, per_node + tensor) if n * nodes % tensor == 0)
-        return f"--n_gpus {fits}"
-    return f"--num_workers {-(-ranks // tensor) * tensor}"
 
 
 def _shards(config: Config, gpus: int) -> Iterator[Clash]:

@@ -301,19 +301,14 @@ def is_url(path: str) -> bool:
 def find_adapter(path: str, wanted: str | None = None) -> Found:
     """Choose how the reward model at `path` (folder, hub name or URL) is read.
 
-    `wanted` overrides the choice where the checkpoint can be read so.
+    `wanted`, an adapter of such a path (config/model_checks.py sees to that), overrides the choice
+    where the checkpoint can be read so.
     """
     if is_url(path):
         return _served(path, wanted)
-    if wanted in SERVED:
-        raise RewardError(
-            f"{KEY} {wanted} is for a model behind an address such as http://host:8000, and "
-            f"{path} is none."
-        )
     folder = find_folder(path)
     if folder is None:
         if wanted is not None:
-            _check_name(wanted)
             return Found(wanted, f"{KEY} says so; its files are not here yet")
         for name, head in HEADS.items():
             if any(fnmatchcase(path.lower(), pattern) for pattern in head.hub_names):
@@ -382,7 +377,6 @@ def _choose(signs: Signs, wanted: str | None) -> Found:
         )
     if wanted is None or wanted == found.adapter:
         return found
-    _check_name(wanted)
     if not signs.heads(*HEADS[wanted].tensors):
         raise ModelError(
             f"{KEY} {wanted} cannot read {signs.folder}: {found.reason}. Leave {KEY} out "
@@ -456,17 +450,8 @@ HEADS = {
 }
 
 
-def _check_name(wanted: str) -> None:
-    if wanted not in HEADS:
-        raise RewardError(f"{KEY}: there is no adapter {wanted}.{did_you_mean(wanted, HEADS)}")
-
-
 def _served(url: str, wanted: str | None) -> Found:
-    shown = redact(url)
     if wanted is not None:
-        if wanted not in SERVED:
-            known = ", ".join(SERVED)
-            raise RewardError(f"{KEY} {wanted} does not go with {shown}; a server's are {known}.")
         return Found(wanted, f"{KEY} says so")
     path = urlsplit(url).path.rstrip("/")
     for adapter, endings in SERVED.items():
@@ -474,8 +459,8 @@ def _served(url: str, wanted: str | None) -> Found:
             if path.endswith(ending):
                 return Found(adapter, f"its address ends in {ending}")
     raise RewardError(
-        f"{shown} does not say how the server is asked; say it with --reward_model_adapter: vllm, "
-        "openrlhf or rerank (or let the address end in /classify, /get_reward or /rerank)."
+        f"{redact(url)} does not say how the server is asked; say it with --reward_model_adapter: "
+        "vllm, openrlhf or rerank (or let the address end in /classify, /get_reward or /rerank)."
     )
 
 

@@ -116,14 +116,6 @@ class Shape:
         """Numbers that the linear modules of a layer give for a token."""
         return 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.inner
 
-    def activations(self) -> int:
-        """Count the numbers that autograd keeps of a token, in float32.
-
-        A layer keeps inputs, quotients and results of two norms (6 hidden), queries, keys,
-        values and results of attention with its normaliser, and four states of the MLP.
-        """
-        return self.layers * (6 * self.hidden + self._attention + 4 * self.inner) + 2 * self.hidden
-
     @property
     def _attention(self) -> int:
         return 2 * self.queries + 2 * self.keys + self.heads
@@ -131,6 +123,8 @@ class Shape:
     def layer_bytes(self, device: Device) -> int:
         """Bytes that autograd keeps of a token in one layer.
 
+        These are inputs, quotients and results of two norms (6 hidden), queries, keys, values and
+        results of attention with its normaliser, and four states of the MLP.
         In bfloat16, norms compute in float32. Without sharding the states between layers are
         float32 too, and each of five linear modules keeps its own copy of what it is given.
         """

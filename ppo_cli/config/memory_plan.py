@@ -14,7 +14,6 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
-from ppo_cli.config.local_judge import judge_place
 from ppo_cli.config.memory import (
     AMPLE,
     GIB,
@@ -26,6 +25,7 @@ from ppo_cli.config.memory import (
     read_shapes,
 )
 from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config.reward_checks import judge_place
 from ppo_cli.config.schema import Config
 
 LORA_RANK = 16  # of the adapter that is proposed

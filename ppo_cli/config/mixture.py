@@ -196,17 +196,14 @@ WEIGHTS = "reward.composite.weights"
 PARTS = "reward.composite.parts"
 KINDS = ("judge", "model", "rule")
 # Which kind of part a setting belongs to.
-SOURCES = dict.fromkeys(("rule", "function", "function_kwargs"), "rule") | {
-    "model": "model",
+SOURCES = {
+    "rule": "rule", "function": "rule", "function_kwargs": "rule", "model": "model",
     "judge": "judge",
-}
+}  # fmt: skip
 # Names of scores that people have for a kind; rm_score may be either of two.
 SCORES = {
-    "judge_score": "judge",
-    "api_score": "judge",
-    "rule_score": "rule",
-    "function_score": "rule",
-}
+    "judge_score": "judge", "api_score": "judge", "rule_score": "rule", "function_score": "rule",
+}  # fmt: skip
 EITHER = ("rm_score", "model_score")
 _NEAR = {"function": "rule", "api": "judge", "llm": "judge", "rm": "model"}
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -443,15 +440,9 @@ def _number(raw: Any) -> float | None:
 
 OF_PROVIDER = ("model", "base_url", "key_env", "price_input", "price_output")
 OF_CHECKPOINT = (
-    "adapter",
-    "revision",
-    "tokenizer",
-    "max_length",
-    "template",
-    "outputs",
-    "key_env",
+    "adapter", "revision", "tokenizer", "max_length", "template", "outputs", "key_env",
     "model_name",
-)
+)  # fmt: skip
 
 
 def mixture_of(reward: Reward) -> tuple[MixPart, ...]:

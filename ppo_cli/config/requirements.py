@@ -28,12 +28,13 @@ from ppo_cli.config.derived import (
 from ppo_cli.config.device_checks import cluster_remarks
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
-from ppo_cli.config.local_judge import local_remarks, missing_for_judge
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
 from ppo_cli.config.model_checks import broken_models, missing_models, why_logprobs_again
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_checks import (
     judge_remarks,
+    local_remarks,
+    missing_for_judge,
     missing_for_sdks,
     missing_keys,
     mixture_remarks,
@@ -164,14 +165,14 @@ OURS_OF_VLLM: Final = {
     "seed": "rollout.seed",
     "trust_remote_code": "model.trust_remote_code",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
-    "enforce_eager": "rollout.enforce_eager",
-    "enable_prefix_caching": "rollout.enable_prefix_caching",
-    "enable_lora": "model.lora_rank",
-    "max_loras": "model.lora_rank",
-    "max_lora_rank": "model.lora_rank",
+    **{
+        name: f"rollout.{name}"
+        for name in (
+            "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager",
+            "enable_prefix_caching",
+        )
+    },
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "model.lora_rank"),
     **dict.fromkeys(
         (
             "skip_tokenizer_init", "generation_config", "distributed_executor_backend",
@@ -218,35 +219,28 @@ def _not_offered(config: Config) -> Iterator[str]:
 
 def _missing_packages(config: Config, gpus: int) -> Iterator[str]:
     """Name the packages that this run needs and Python does not find; nothing is imported."""
-    if engine_name(config, gpus) == "ray" and not has_package("ray"):
-        yield "Several processes need the package ray, which is not installed: pip install ray."
-    ranks = (config.model.lora_rank, uses_critic(config) and config.critic.model.lora_rank)
-    if any(ranks) and not has_package("peft"):
-        yield "LoRA needs the package peft, which is not installed: pip install peft."
-    trained = {"actor": config.actor.optim, "critic": config.critic.optim}
-    asking = [
+    lora = config.model.lora_rank or (uses_critic(config) and config.critic.model.lora_rank)
+    optims = {"actor": config.actor.optim, "critic": config.critic.optim}
+    in_bits = [
         f"{name}.optim.optimizer AdamW8bit"
-        for name, optim in trained.items()
+        for name, optim in optims.items()
         if optim.optimizer == "AdamW8bit"
-    ] + [f"{key} nf4" for key in quantised(config)]
-    if asking and not has_package("bitsandbytes"):
-        yield (
-            f"{' and '.join(asking)} needs the package bitsandbytes, which is not installed: pip "
-            "install bitsandbytes, or leave that out."
-        )
+    ]
+    in_bits += [f"{key} nf4" for key in quantised(config)]
     span = config.rollout.tensor_model_parallel_size
-    if has_package("vllm"):
-        return
-    if config.rollout.name == "vllm":
-        yield (
-            "The vLLM sampler needs the package vllm, which is not installed: run "
-            "`scripts/setup vllm`, or use --rollout_name hf."
-        )
-    elif span > 1:
-        yield (
-            f"A sampler of {span} GPUs needs the package vllm, which is not installed: run "
-            "`scripts/setup vllm`, or use --rollout_tp 1."
-        )
+    vllm = "`scripts/setup vllm`, or use --rollout_"
+    needs = (
+        ("ray", engine_name(config, gpus) == "ray", "Several processes need", "pip install ray"),
+        ("peft", lora, "LoRA needs", "pip install peft"),
+        ("bitsandbytes", in_bits, f"{' and '.join(in_bits)} needs",
+         "pip install bitsandbytes, or leave that out"),
+        ("vllm", config.rollout.name == "vllm", "The vLLM sampler needs", f"run {vllm}name hf"),
+        ("vllm", config.rollout.name != "vllm" and span > 1, f"A sampler of {span} GPUs needs",
+         f"run {vllm}tp 1"),
+    )  # fmt: skip
+    for name, needed, who, mend in needs:
+        if needed and not has_package(name):
+            yield f"{who} the package {name}, which is not installed: {mend}."
 
 
 def missing_gpus(
@@ -255,22 +249,13 @@ def missing_gpus(
     """Say why a number of GPUs cannot be had; of a running cluster this machine may know none."""
     there = gpu_count() if gpus is None else gpus
     wanted = config.trainer.n_gpus_per_node
-    if wanted is None or wanted == there or environ.get("RAY_ADDRESS"):
+    if wanted is None or 0 < wanted <= there or wanted == there or environ.get("RAY_ADDRESS"):
         return []
-    key = "trainer.n_gpus_per_node"
     if wanted == 0:
-        return [
-            f"{key} is 0, but {there} GPU(s) are visible and would be used; "
-            'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out.'
-        ]
-    if there == 0:
-        return [
-            f"{key} is {wanted}, but no GPU is visible here; leave --n_gpus out to train on the "
-            "CPU."
-        ]
-    if wanted > there:
-        return [f"{key} is {wanted}, but {there} GPU(s) are visible; use {there}."]
-    return []
+        mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
+    else:
+        mend = f"use {there}" if there else "leave --n_gpus out to train on the CPU"
+    return [f"trainer.n_gpus_per_node is {wanted}, but {there} GPU(s) are visible; {mend}."]
 
 
 @dataclass(frozen=True)

@@ -471,10 +471,8 @@ def _name_judge(draft: _Draft) -> None:
     model = JUDGES[kind].default
     if not unnamed or model is None or "reward.api.model" in draft.broken:
         return
-    entry = Entry("reward.api.model", model, f"default of {kind}")
-    draft.entries[entry.name] = entry
-    _read(draft, entry, entry.raw)
-    draft.notes.append(f"The judge is {entry.raw} ({kind}); --rm_model names another.")
+    _fill(draft, "reward.api.model", model, f"default of {kind}")
+    draft.notes.append(f"The judge is {model} ({kind}); --rm_model names another.")
 
 
 def _one_kl(draft: _Draft) -> None:
@@ -483,8 +481,12 @@ def _one_kl(draft: _Draft) -> None:
     parts = estimator in ESTIMATORS and ESTIMATORS[estimator].parts
     if (_value(draft, "actor.use_kl_loss") or parts) and name not in draft.entries:
         why = f"default with {'gdpo' if parts else 'actor.use_kl_loss'}"
-        draft.entries[name] = entry = Entry(name, "false", why)
-        _read(draft, entry, entry.raw)
+        _fill(draft, name, "false", why)
+
+
+def _fill(draft: _Draft, name: str, raw: str, origin: str) -> None:
+    draft.entries[name] = entry = Entry(name, raw, origin)
+    _read(draft, entry, raw)
 
 
 def _value(draft: _Draft, name: str) -> Any:

@@ -28,10 +28,10 @@ from ppo_cli import __version__
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import engine_name, gen_batch, placement_of, rows_missing
 from ppo_cli.config.keys import value_of
-from ppo_cli.config.local_judge import with_devices
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.reward_checks import with_devices
 from ppo_cli.config.schema import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
 from ppo_cli.engine.async_rollout import AheadEngine

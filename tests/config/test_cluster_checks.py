@@ -77,18 +77,18 @@ SIZE = "fsdp_config.fsdp_size"
         (
             "trainer.num_workers=3 trainer.tensor_parallel_size=2",
             "3 learner rank(s) cannot be split into groups of trainer.tensor_parallel_size 2; use "
-            "a divisor of 3, or --num_workers 4.",
+            "a divisor of 3, or 4 ranks",
         ),
-        ("trainer.tensor_parallel_size=2", "or --num_workers 2"),
-        (f"{EIGHT} trainer.tensor_parallel_size=3", "or --n_gpus 9"),
+        ("trainer.tensor_parallel_size=2", "or 2 ranks"),
+        (f"{EIGHT} trainer.tensor_parallel_size=3", "or 9 ranks"),
         (
             "trainer.n_gpus_per_node=7 trainer.nnodes=2 trainer.node_rank=0 "
             "trainer.tensor_parallel_size=4",
-            "use a divisor of 14, or --n_gpus 8.",
+            "use a divisor of 14, or 16 ranks",
         ),
         (
             f"{EIGHT} trainer.placement=train:0-4,rollout:5-7 trainer.tensor_parallel_size=2",
-            "use a divisor of 5, or 6 for train in --placement.",
+            "use a divisor of 5, or 6 ranks",
         ),
         (f"trainer.num_workers=4 actor.{SIZE}=3", "4 rank(s) that share the rows cannot"),
         (
@@ -153,7 +153,7 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
     ("given", "gpus", "said"),
     [
         ("trainer.engine=verl", 0, "Use --engine ray, or --engine local for one process"),
-        ("trainer.n_gpus_per_node=1", 0, "no GPU is visible"),
+        ("trainer.n_gpus_per_node=1", 0, "0 GPU(s) are visible; leave --n_gpus out"),
         ("trainer.n_gpus_per_node=4", 2, "2 GPU(s) are visible; use 2"),
         ("rollout.name=vllm", 0, "run `scripts/setup vllm`, or use --rollout_name hf"),
         (f"{EIGHT} {SPAN}=2", 8, "run `scripts/setup vllm`, or use --rollout_tp 1"),
@@ -275,7 +275,7 @@ def test_launchers_may_name_the_first_of_one_node() -> None:
 def test_workers_beside_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_cli.config.resolve.gpu_count", lambda environ: 2)
     (line,) = problems("trainer.num_workers=2")
-    assert "use --n_gpus 2, or hide them" in line
+    assert "but 2 GPU(s) are used; leave it out, or hide them" in line
 
 
 def test_offloading_needs_a_gpu_or_several_processes() -> None:

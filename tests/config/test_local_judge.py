@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config import local_judge as own
+from ppo_cli.config import reward_checks as own
 from ppo_cli.config.derived import describe, placement_of, read_placement
-from ppo_cli.config.local_judge import (
+from ppo_cli.config.reward_checks import (
     judge_place,
     local_remarks,
     missing_for_judge,

@@ -92,8 +92,6 @@ def test_an_unknown_name_says_that_it_is_a_guess(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert find_adapter("someone/some-rm").reason == "by default; its files are not here yet"
     assert find_adapter("someone/some-rm", "pair").adapter == "pair"
-    with pytest.raises(RewardError, match="Did you mean 'armorm'"):
-        find_adapter("someone/some-rm", "armor")
 
 
 def test_a_snapshot_in_the_cache_says_more_than_a_name(
@@ -143,8 +141,6 @@ def test_an_address_that_says_nothing() -> None:
         find_adapter("http://me:hunter22@host:8000")
     assert "hunter22" not in str(e.value)
     assert find_adapter("http://host:8000", "vllm").adapter == "vllm"
-    with pytest.raises(RewardError, match="does not go with"):
-        find_adapter("http://host:8000", "seqcls")
 
 
 def test_a_named_adapter_must_be_possible(tmp_path: Path) -> None:
@@ -157,10 +153,6 @@ def test_a_named_adapter_must_be_possible(tmp_path: Path) -> None:
     for path, wanted in [(starling, "seqcls"), (score, "armorm"), (score, "pair")]:
         with pytest.raises(ModelError, match=f"{wanted} cannot read"):
             find_adapter(path, wanted)
-    with pytest.raises(RewardError, match="is for a model behind an address"):
-        find_adapter(score, "vllm")
-    with pytest.raises(RewardError, match="no adapter armour"):
-        find_adapter(score, "armour")
 
 
 def test_no_reward_model_at_all(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from ppo_cli import keeper
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.known_models import JUDGES, weight_files
-from ppo_cli.config.local_judge import (
+from ppo_cli.config.reward_checks import (
     has_bfloat16,
     longest_request,
     server_environment,
