@@ -24,7 +24,7 @@ from ppo_cli.config.derived import PlanPart, engine_name, rows_missing, train_ro
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import check_folder
-from ppo_cli.config.plan import Plan, arithmetic, make_plan
+from ppo_cli.config.plan import Plan, arithmetic, make_plan, with_second_judge
 from ppo_cli.config.requirements import (
     missing_gpus,
     missing_inputs,
@@ -36,7 +36,6 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
-from ppo_cli.config.plan import with_second_judge
 from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
 from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, ppo
 from ppo_cli.records import Prompt
