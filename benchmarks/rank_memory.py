@@ -87,7 +87,7 @@ def measure(rank: int, size: int, steps: int, folder: Path) -> None:
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
     from ppo_cli.engine.models import load_tokenizer
-    from ppo_cli.engine.ranks import ALONE, join_ranks, leave_ranks
+    from ppo_cli.engine.ranks import ALONE, join_ranks
 
     torch.set_num_threads(1)
     if rank < 0:
@@ -118,7 +118,8 @@ def measure(rank: int, size: int, steps: int, folder: Path) -> None:
     seconds = (time.monotonic() - started) / steps
     found = {"baseline": baseline, "loaded": loaded, "peak": memory("VmHWM"), "seconds": seconds}
     (folder / f"{rank}-of-{size}.json").write_text(json.dumps(found))
-    leave_ranks()
+    if size > 1:
+        torch.distributed.destroy_process_group()
 
 
 def make_model(folder: Path) -> None:

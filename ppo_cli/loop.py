@@ -20,8 +20,11 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.records import Scored
 from ppo_cli.report.metrics import resume_line, score_metrics, staleness_metrics
 from ppo_cli.train.shaping import place_steps, shape_scores, shape_step
-from ppo_cli.train.state import MOST_UNSCORED, VALIDATION, Job, RunState, stream_seed
 from ppo_cli.train.steps import (
+    MOST_UNSCORED,
+    VALIDATION,
+    Job,
+    RunState,
     baselines_of_rows,
     explain_zero_reward,
     gather,
@@ -29,6 +32,7 @@ from ppo_cli.train.steps import (
     roll_out,
     sample_first,
     sample_step,
+    stream_seed,
     submit_baselines,
     update,
 )

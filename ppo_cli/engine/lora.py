@@ -247,7 +247,7 @@ def _hold_in_4_bits(model: Any) -> None:
     normal weights. Embeddings, output layer and value head stay in float32.
     """
     bnb = import_bitsandbytes("model.quantization nf4")
-    for name, layer in _linear_modules(model)[0].items():
+    for name, layer in _linear_modules(model).items():
         if isinstance(layer, Conv1D):
             raise ModelError(
                 f"model.quantization: {name} is no linear layer of torch, and only those can be "
@@ -282,7 +282,7 @@ def _choose_targets(
 
     A single word may be a name or a pattern: PEFT itself would take any word as a pattern.
     """
-    linear, kept_out = _linear_modules(model)
+    linear = _linear_modules(model)
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         return ALL_LINEAR, list(linear.values())
     names = [name for name, _ in model.named_modules()]
@@ -300,23 +300,25 @@ def _choose_targets(
     for word, meant in found.items():
         if not meant:
             raise _unknown_target(word, linear, key)
-        _check_fit(word, meant, linear, kept_out, key)
+        for name in meant:
+            if name not in linear:
+                raise ModelError(
+                    f"{key}: '{word}' means {name}, which LoRA cannot adapt. It adapts the linear "
+                    f"layers between embeddings and output layer, here: {_leaves(linear)}."
+                )
     return wanted, [linear[name] for meant in found.values() for name in meant]
 
 
-def _linear_modules(model: Any) -> tuple[dict[str, nn.Module], set[str]]:
-    """Linear modules by name, and the names of embeddings and heads, never adapted."""
+def _linear_modules(model: Any) -> dict[str, nn.Module]:
+    """Linear modules by name, without embeddings and heads, which are never adapted."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if (head := value_head(model)) is not None:
         ends.append(getattr(model, head))
-    linear: dict[str, nn.Module] = {}
-    kept_out = set()
-    for name, module in model.named_modules():
-        if any(module is end for end in ends):
-            kept_out.add(name)
-        elif isinstance(module, nn.Linear | Conv1D):
-            linear[name] = module
-    return linear, kept_out
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not any(module is end for end in ends)
+    }
 
 
 def _named(word: str, names: Iterable[str]) -> list[str]:
@@ -330,23 +332,6 @@ def _matches(pattern: str, name: str, key: str) -> bool:
         raise ModelError(
             f"{key}: '{pattern}' is neither the name of a module nor a pattern: {error}."
         ) from error
-
-
-def _check_fit(
-    word: str, found: list[str], linear: Mapping[str, Any], kept_out: set[str], key: str
-) -> None:
-    """Refuse what LoRA cannot adapt here."""
-    for name in found:
-        if name in kept_out:
-            raise ModelError(
-                f"{key}: '{word}' means {name}, but embeddings and output layer stay as "
-                "they are. Name layers between them."
-            )
-        if name not in linear:
-            raise ModelError(
-                f"{key}: '{word}' means {name}, which is no linear layer. LoRA adapts these here: "
-                f"{_leaves(linear)}."
-            )
 
 
 def _unknown_target(word: str, linear: Iterable[str], key: str) -> ModelError:

@@ -124,12 +124,6 @@ def join_ranks(
     return Ranks(rank=rank, size=size, tensor_size=tensor_size, mesh=mesh, flags=flags)
 
 
-def leave_ranks() -> None:
-    """Part from the other ranks. Safe to call twice."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def gather_objects(ranks: Ranks, value: Any) -> list[Any]:
     """The value of each rank, in rank order, on every rank."""
     if ranks.alone:

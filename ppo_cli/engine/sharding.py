@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppo_cli.config.algorithm_schema import Sharding
-from ppo_cli.engine.device import Compute
+from ppo_cli.engine.device import M_MMAP_THRESHOLD, Compute
 from ppo_cli.engine.models import Policy, ValueModel, Work
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.errors import ModelError
@@ -123,7 +123,6 @@ def _placeholder(tensor: Tensor) -> Tensor:
     return empty
 
 
-M_MMAP_THRESHOLD = -3  # from malloc.h
 LARGE_BLOCK = 1_000_000  # bytes
 
 # It advises against layouts that FSDP2 itself makes of tensor-parallel weights.

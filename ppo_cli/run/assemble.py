@@ -58,8 +58,7 @@ from ppo_cli.run_folder import (
     read_metrics,
 )
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.train.state import Job, RunState, read_state
-from ppo_cli.train.steps import train_sampling
+from ppo_cli.train.steps import Job, RunState, read_state, train_sampling
 from ppo_cli.trust.sources import labelled_rollouts
 
 Build = Callable[[], Engine]

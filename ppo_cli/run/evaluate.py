@@ -42,7 +42,7 @@ from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
-from ppo_cli.train.state import VALIDATION, stream_seed
+from ppo_cli.train.steps import VALIDATION, stream_seed
 from ppo_cli.trust.compare import Answers, ByPrompt, compare
 from ppo_cli.trust.score import Watch, counted, score_all, started
 

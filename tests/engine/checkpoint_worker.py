@@ -17,7 +17,7 @@ from ppo_cli.engine.checkpoint import Trained, restore, saved_model, take_snapsh
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.engine.ranks import Ranks, join_ranks, leave_ranks
+from ppo_cli.engine.ranks import Ranks, join_ranks
 from ppo_cli.engine.sharding import full_tensor, load_spread
 from ppo_cli.errors import ModelError
 
@@ -72,11 +72,11 @@ def write(rank: int, size: int, folder: Path) -> None:
     if rank == 0:
         torch.save(truth, folder / "truth.pt")
     refuse_damage(folder, ranks, parts)
-    leave_ranks()
+    torch.distributed.destroy_process_group()
     # The same checkpoint, read by ranks that hold every layer together.
     ranks = join(rank, size, folder, "meet-tensor", tensor_size=2)
     copy(folder, ranks, "tensor")
-    leave_ranks()
+    torch.distributed.destroy_process_group()
 
 
 def refuse_damage(folder: Path, ranks: Ranks, parts: list[Trained]) -> None:
@@ -108,7 +108,7 @@ def main(rank: int, size: int, folder: Path, what: str) -> None:
         return
     ranks = join(rank, size, folder, "meet-read")
     copy(folder, ranks, "copied")
-    leave_ranks()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

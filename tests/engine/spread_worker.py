@@ -34,7 +34,6 @@ from ppo_cli.engine.ranks import (
     Ranks,
     gather_objects,
     join_ranks,
-    leave_ranks,
     sum_over,
     together,
 )
@@ -408,7 +407,7 @@ def main() -> None:
             except Exception:
                 found[name] = {"error": traceback.format_exc()}
                 break
-        leave_ranks()
+        torch.distributed.destroy_process_group()
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 

@@ -13,7 +13,6 @@ from ppo_cli.engine.ranks import (
     Ranks,
     gather_objects,
     join_ranks,
-    leave_ranks,
     sum_over,
     together,
 )
@@ -26,8 +25,6 @@ def test_alone_talks_to_nobody() -> None:
     assert together(ALONE, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         together(ALONE, lambda: 1 // 0)
-    leave_ranks()
-    leave_ranks()
 
 
 def test_tensor_parallel_neighbours_share_rows_and_one_speaks() -> None:

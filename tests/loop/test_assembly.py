@@ -19,7 +19,7 @@ from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
 from ppo_cli.run import assemble
 from ppo_cli.run.assemble import Engines, start_engine
-from ppo_cli.train.state import RunState
+from ppo_cli.train.steps import RunState
 from tests.loop.scripted import Screen, ScriptedReward
 from tests.loop.scripted import prompts as scripted_prompts
 

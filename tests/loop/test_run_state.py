@@ -11,7 +11,7 @@ import pytest
 from ppo_cli.errors import UserError
 from ppo_cli.moments import Moments
 from ppo_cli.report.metrics import StepSums
-from ppo_cli.train.state import RunState, read_state, stream_seed
+from ppo_cli.train.steps import RunState, read_state, stream_seed
 
 
 def validated(*values: float) -> RunState:
