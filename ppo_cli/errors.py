@@ -169,6 +169,15 @@ def travels(error: BaseException) -> bool:
     return True
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a smaller batch could work."""
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    said = f"{type(error).__name__} {error}"  # torch has an error of its own for it
+    signs = ("OutOfMemory", "not enough memory", "can't allocate memory", "out of memory")
+    return any(sign in said for sign in (*signs, "ALLOC_FAILED"))
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text without its end, or its type when it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -33,7 +33,7 @@ from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.lora import adapt, load_adapter
-from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING, is_out_of_memory
+from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
 from ppo_cli.engine.models import (
     adapted,
     decode_text,
@@ -42,7 +42,7 @@ from ppo_cli.engine.models import (
     stop_token_ids,
 )
 from ppo_cli.engine.rows import BY_ROWS
-from ppo_cli.errors import DataError, ModelError
+from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 
 BUSY_SHARE = 0.75

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ppo_cli.engine.ranks import ALONE, OutOfMemoryElsewhere, Ranks
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, is_out_of_memory
 
 Result = TypeVar("Result")
 
@@ -193,15 +193,6 @@ def _fill(
         else:
             group.append(index)
     return groups
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that a smaller micro-batch could work."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    signs = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 @contextmanager

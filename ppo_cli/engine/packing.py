@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.micro_batches import Budget, is_out_of_memory
+from ppo_cli.engine.micro_batches import Budget
 from ppo_cli.engine.models import Policy, ValueModel, plan_layers
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows
-from ppo_cli.errors import ModelError, first_line
+from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 
 Loaded = TypeVar("Loaded", Policy, ValueModel)
 

@@ -44,7 +44,6 @@ from ppo_cli.fitting.training import (
     steps_of,
 )
 from ppo_cli.report.tracker import Screen
-from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.signals import StopOnSignal
 
 RECORD_FILE = "fit.json"
@@ -107,7 +106,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     split, dropped = read_split(settings, screen)
     recipe = settings.recipe
-    loaded = load_to_fit(
+    network = load_to_fit(
         model_folder(settings.model),
         compute=Compute.choose(recipe.dtype),
         seed=recipe.seed,
@@ -115,17 +114,17 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
         template=settings.template,
         max_length=settings.max_length,
     )
-    form = whole_format(loaded, settings.model)
+    form = whole_format(network.tokenizer, settings.model)
     sides: list[tuple[EncodedPair, ...]] = []
     with screen.phase("encode", len(split.train) + len(split.held_out)) as advance:
         for what, pairs in (("training", split.train), ("held-out", split.held_out)):
-            found = encode_pairs(form, pairs, loaded.max_length, advance)
+            found = encode_pairs(form, pairs, network.max_length, advance)
             if not settings.skip_bad_rows:
                 refuse_refused(found)
-            tell(screen, tell_left_out(found, what, loaded.max_length))
+            tell(screen, tell_left_out(found, what, network.max_length))
             dropped.update(too_long=len(found.too_long), refused=len(found.refused))
             sides.append(found.pairs)
-    return Fit(settings, loaded, sides[0], sides[1], +dropped, folder, screen).run()
+    return Fit(settings, network, sides[0], sides[1], +dropped, folder, screen).run()
 
 
 def read_split(settings: FitSettings, screen: Screen) -> tuple[Split, Counter[str]]:
@@ -154,15 +153,14 @@ class Fit:
     def __init__(
         self,
         settings: FitSettings,
-        loaded: LoadedModel,
+        network: ScoreNetwork,
         train: Sequence[EncodedPair],
         held_out: Sequence[EncodedPair],
         dropped: Mapping[str, int],
         folder: ModelFolder,
         screen: Screen,
     ) -> None:
-        assert isinstance(loaded.network, ScoreNetwork)
-        self._network, self._loaded = loaded.network, loaded
+        self._network = network
         self._settings, self._folder, self._screen = settings, folder, screen
         self._train, self._held_out, self._dropped = train, held_out, dropped
         self._lr = choose_lr(settings.recipe, self._network.size())
@@ -246,7 +244,7 @@ class Fit:
         if better:
             self._best, self._best_step = figures, self._step
             record = self._record(finished=False)
-            self._folder.write(self._network.module, self._loaded.tokenizer, record)
+            self._folder.write(self._network.module, self._network.tokenizer, record)
 
     def _measure(self) -> Figures:
         with self._screen.phase("held out", 2 * len(self._held_out)) as advance:
@@ -278,7 +276,7 @@ class Fit:
             "scores": {"mean": self._best.mean, "std": self._best.std},
             "history": self._history,
             "recipe": asdict(self._settings.recipe) | {"lr": self._lr},
-            "max_length": self._loaded.max_length,
+            "max_length": self._network.max_length,
             "torch": torch.__version__.split("+")[0],
         }  # fmt: skip
 

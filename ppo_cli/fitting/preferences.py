@@ -36,9 +36,10 @@ from ppo_cli.data_sets.rows import (
 from ppo_cli.errors import DataError, RewardError, did_you_mean
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
-from ppo_cli.rewards.local.base import Encoded, Format, LoadedModel
+from ppo_cli.rewards.local.base import Encoded, Format
 from ppo_cli.rewards.local.formats import ControlToken, format_for
 
+Messages = tuple[Message, ...]
 RESPONSE, SCORE = "response", "score"
 CHOSEN, REJECTED, PROMPT, MARGIN = "chosen", "rejected", "prompt", "margin"
 SHOWN = 5
@@ -54,7 +55,7 @@ class Pair:
     """Two responses to one prompt; `margin` is by how much the chosen one should lead."""
 
     place: Place
-    messages: tuple[Message, ...]
+    messages: Messages
     chosen: str
     rejected: str
     margin: float = 0.0
@@ -126,43 +127,35 @@ def load_pairs(sources: Iterable[str], *, skip_bad_rows: bool = False) -> PairSe
     return PairSet(kept, tuple(notes), dropped)
 
 
-@dataclass(frozen=True)
-class ScoredRow:
-    """A response with its score; None for a score that failed."""
-
-    place: Place
-    messages: tuple[Message, ...]
-    response: str
-    score: float | None
-
-
 def rank(raw: Records, prompt: str) -> tuple[list[Pair], list[RowProblem], str]:
     """Return the pairs of a file of scored responses, its bad rows, and what was found.
 
     The same text counts once, and equal scores make no pair.
     """
     rows, problems = read_records(raw, partial(read_scored, prompt=prompt))
-    groups: dict[str, dict[str, tuple[float, ScoredRow]]] = {}
-    for row in rows:
-        if row.score is not None:
-            group = groups.setdefault(text_of(row.messages), {})
-            group.setdefault(row.response, (row.score, row))
+    groups: dict[str, dict[str, tuple[float, Place, Messages]]] = {}
+    for place, messages, response, score in rows:
+        if score is not None:
+            group = groups.setdefault(text_of(messages), {})
+            group.setdefault(response, (score, place, messages))
     found = [
-        Pair(better.place, better.messages, better.response, worse.response)
+        Pair(place, messages, better, worse)
         for group in groups.values()
-        for (high, better), (low, worse) in combinations(
-            sorted(group.values(), key=lambda scored: -scored[0]), 2
+        for (better, (high, place, messages)), (worse, (low, _, _)) in combinations(
+            sorted(group.items(), key=lambda scored: -scored[1][0]), 2
         )
         if high > low
     ]
     told = f"{raw.source}: {len(found)} pairs out of scored responses to {len(groups)} prompts"
-    unscored = sum(row.score is None for row in rows)
+    unscored = sum(score is None for *_, score in rows)
     lost = f", {unscored} without a score left out" if unscored else ""
     return found, problems, f"{told}{lost}."
 
 
-def read_scored(place: Place, record: Record, prompt: str) -> ScoredRow:
-    """Turn one record into a scored response; whatever is wrong with it is a RowError."""
+def read_scored(
+    place: Place, record: Record, prompt: str
+) -> tuple[Place, Messages, str, float | None]:
+    """Read a prompt's messages, a response and its score, None for one that failed; or RowError."""
     given = read_prompt(record.get(prompt), prompt)
     messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
     response = read_plain(record.get(RESPONSE), RESPONSE)
@@ -172,7 +165,7 @@ def read_scored(place: Place, record: Record, prompt: str) -> ScoredRow:
     number = isinstance(score, int | float) and not isinstance(score, bool)
     if score is not None and not (number and math.isfinite(score)):
         raise RowError(SCORE, f"is {score!r}, not a number")
-    return ScoredRow(place, messages, response, None if score is None else float(score))
+    return place, messages, response, None if score is None else float(score)
 
 
 def read_pair(place: Place, record: Record, prompt: str) -> Pair:
@@ -194,7 +187,7 @@ def read_pair(place: Place, record: Record, prompt: str) -> Pair:
     return Pair(place, messages, chosen, rejected, read_margin(record.get(MARGIN)))
 
 
-def read_side(value: Any, column: str) -> tuple[tuple[Message, ...], str]:
+def read_side(value: Any, column: str) -> tuple[Messages, str]:
     """Return the turns before a response (none for a bare one) and the response."""
     plain = read_plain(value, column)
     if isinstance(plain, str):
@@ -211,7 +204,7 @@ def read_side(value: Any, column: str) -> tuple[tuple[Message, ...], str]:
     return messages[:-1], str(messages[-1]["content"])
 
 
-def read_given(value: Any, column: str) -> tuple[Message, ...]:
+def read_given(value: Any, column: str) -> Messages:
     """Return the messages of a prompt column: text, messages, or a transcript."""
     prompt = read_prompt(value, column)
     if not isinstance(prompt, str):
@@ -222,9 +215,7 @@ def read_given(value: Any, column: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": prompt},)
 
 
-def shared_opening(
-    chosen: tuple[Message, ...], rejected: tuple[Message, ...]
-) -> tuple[Message, ...]:
+def shared_opening(chosen: Messages, rejected: Messages) -> Messages:
     """Return the turns that both dialogues share, all but their last."""
     for before, column in ((chosen, CHOSEN), (rejected, REJECTED)):
         if not before:
@@ -337,12 +328,12 @@ class EncodedSet:
     refused: tuple[str, ...]
 
 
-def whole_format(loaded: LoadedModel, path: str) -> Format:
+def whole_format(tokenizer: Any, path: str) -> Format:
     """Return the format that will score, without its limit: it would cut prompts to fit.
 
     Two responses of different length would then be read under different prompts.
     """
-    return format_for(loaded.tokenizer, ModelReward(path=path), NO_LIMIT)
+    return format_for(tokenizer, ModelReward(path=path), NO_LIMIT)
 
 
 def encode_pairs(

@@ -29,8 +29,9 @@ from ppo_cli.engine.optimizer import Optimizer
 from ppo_cli.errors import ModelError, did_you_mean, first_line
 from ppo_cli.fitting.preferences import EncodedPair
 from ppo_cli.report.tracker import Advance
-from ppo_cli.rewards.local.base import Encoded, LoadedModel, Scores, pad
-from ppo_cli.rewards.local.heads import hard_limit
+from ppo_cli.rewards.local.base import Encoded, pad
+from ppo_cli.rewards.local.checkpoint import last_BH
+from ppo_cli.rewards.local.heads import hard_limit, hidden_states
 
 TRANSCRIPT = (
     "{%- for message in messages -%}"
@@ -91,18 +92,19 @@ PAD_WORD = "<|pad|>"
 
 @dataclass
 class ScoreNetwork:
-    """A sequence classifier with one row; with a frozen body, what it says is kept."""
+    """A sequence classifier with one row; with a frozen body, what it says is kept.
+
+    `max_length` is the most tokens of a sample; `notes` are for the user.
+    """
 
     module: Any
     compute: Compute
+    tokenizer: Any
+    max_length: int
     pad_token_id: int
     frozen: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
     _known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-
-    def score(self, ids_BL: Tensor, mask_BL: Tensor, type_ids_BL: Tensor | None = None) -> Scores:
-        """Score a padded batch."""
-        return Scores(self._head(self._last_hidden_BH(ids_BL, mask_BL)))
 
     def score_samples(self, samples: Sequence[Encoded]) -> Tensor:
         """Score samples of any length, (B,) in float32."""
@@ -118,17 +120,9 @@ class ScoreNetwork:
 
     def _read_BH(self, samples: Sequence[Encoded]) -> Tensor:
         ids_BL, mask_BL, _ = pad(samples, self.pad_token_id, self.compute.device)
-        return self._last_hidden_BH(ids_BL, mask_BL.long())
-
-    def _last_hidden_BH(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
         with self.compute.autocast():
-            out = self.module.base_model(
-                input_ids=ids_BL, attention_mask=mask_BL, use_cache=False
-            ).last_hidden_state
-        places_L = torch.arange(ids_BL.shape[1], device=ids_BL.device)
-        last_B = (mask_BL * places_L).argmax(dim=1)
-        hidden_BH: Tensor = out[torch.arange(len(last_B), device=out.device), last_B]
-        return hidden_BH.float()
+            hidden_BLH = hidden_states(self.module.base_model, ids_BL, mask_BL)
+        return last_BH(hidden_BLH, mask_BL)
 
     def _head(self, hidden_BH: Tensor) -> Tensor:
         with torch.autocast(hidden_BH.device.type, enabled=False):
@@ -148,31 +142,22 @@ def load_to_fit(
     frozen: bool = False,
     template: str | None = None,
     max_length: int | None = None,
-) -> LoadedModel:
+) -> ScoreNetwork:
     """Load a causal LM, or a reward model to go on from, ready to be fitted."""
     tokenizer = load_tokenizer(path)
     set_template(tokenizer, path, template)
     model, fresh = load_classifier(path)
     generator = torch.Generator().manual_seed(seed)
     pad = choose_pad(tokenizer, model)
-    notes = []
     if fresh:
         start_head(model.score, generator, zero=frozen)
-    else:
-        notes.append(f"{path} has a score head already: the fit goes on from it.")
     if frozen:
         model.base_model.requires_grad_(False)
     model.to(compute.device)
     model.eval()
-    network = ScoreNetwork(model, compute, pad, frozen, notes)
-    return LoadedModel(
-        adapter="seqcls",
-        reason="it is being fitted",
-        network=network,
-        tokenizer=tokenizer,
-        max_length=fitting_length(model.config, tokenizer, max_length),
-        pad_token_id=pad,
-    )
+    longest = fitting_length(model.config, tokenizer, max_length)
+    notes = () if fresh else (f"{path} has a score head already: the fit goes on from it.",)
+    return ScoreNetwork(model, compute, tokenizer, longest, pad, frozen, notes)
 
 
 def load_classifier(path: str) -> tuple[Any, bool]:

@@ -182,12 +182,6 @@ def read_placed(form: str, value: Any) -> tuple[PlacedReward, ...]:
     return tuple(_step(f"{form}[{place}]", item) for place, item in enumerate(items))
 
 
-def read_bare_list(value: list[Any]) -> tuple[PlacedReward, ...]:
-    """Read a list that was returned by itself: of numbers by token, of pairs by step."""
-    is_pairs = isinstance(value[0], Mapping | list | tuple)
-    return read_placed(STEPS if is_pairs else TOKENS, value)
-
-
 def _step(where: str, item: Any) -> PlacedReward:
     if isinstance(item, Mapping):
         end, value = _first(item, ENDS), _first(item, VALUES)
@@ -231,7 +225,9 @@ def read_returned(value: Any) -> Score:
     """
     try:
         if isinstance(value, list) and value:
-            return _summed(read_bare_list(value))
+            # By itself: of pairs by step, of numbers by token.
+            form = STEPS if isinstance(value[0], Mapping | list | tuple) else TOKENS
+            return _summed(read_placed(form, value))
         if isinstance(value, Mapping):
             return _read_mapping(value)
     except ValueError as problem:

@@ -110,7 +110,10 @@ def main(descriptor: int) -> None:
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     connection.send(Ready(is_async))
-    (_serve_async if is_async else _serve)(connection, function, task.cpu_limit)
+    if is_async:
+        asyncio.run(_answer_orders(connection, function))
+    else:
+        _serve(connection, function, task.cpu_limit)
 
 
 def _read_orders(connection: Connection, take: Callable[[Order | None], Any]) -> None:
@@ -156,10 +159,6 @@ def _call(function: Callable[..., Any], call: Call) -> Score:
 
 async def _wait(value: Any) -> Any:
     return await value
-
-
-def _serve_async(connection: Connection, function: Callable[..., Any], _: float | None) -> None:
-    asyncio.run(_answer_orders(connection, function))
 
 
 async def _answer_orders(connection: Connection, function: Callable[..., Any]) -> None:

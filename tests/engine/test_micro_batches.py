@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from ppo_cli.engine.micro_batches import (
     Budget,
-    is_out_of_memory,
     plan_micro_batches,
     run_within_memory,
 )
-from ppo_cli.errors import UserError
+from ppo_cli.errors import UserError, is_out_of_memory
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 

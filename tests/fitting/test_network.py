@@ -21,20 +21,15 @@ from ppo_cli.engine.device import Compute
 from ppo_cli.errors import ModelError
 from ppo_cli.fitting.fit import ModelFolder
 from ppo_cli.fitting.training import ScoreNetwork, load_to_fit
-from ppo_cli.rewards.local.base import Encoded, LoadedModel
+from ppo_cli.rewards.local.base import Encoded
 
 FLOAT32 = Compute(torch.device("cpu"), torch.float32)
 EMBEDDED_FOLDER = model_folder(EMBEDDED)
 SAMPLES = [Encoded((5, 6, 7, 8)), Encoded((9,)), Encoded((5, 6, 11))]
 
 
-def load(path: str = EMBEDDED_FOLDER, **options: Any) -> LoadedModel:
+def load(path: str = EMBEDDED_FOLDER, **options: Any) -> ScoreNetwork:
     return load_to_fit(path, **{"compute": FLOAT32, "seed": 1, **options})
-
-
-def network_of(loaded: LoadedModel) -> ScoreNetwork:
-    assert isinstance(loaded.network, ScoreNetwork)
-    return loaded.network
 
 
 @torch.no_grad()
@@ -55,26 +50,21 @@ def save_causal(folder: Path, tokenizer: Any, vocab: int) -> str:
 
 
 def test_the_head_goes_by_the_seed() -> None:
-    heads = [network_of(load(seed=seed)).module.score.weight for seed in (1, 1, 2)]
+    heads = [load(seed=seed).module.score.weight for seed in (1, 1, 2)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert heads[0].std().item() == pytest.approx(129**-0.5, rel=0.3)
-    assert network_of(load(frozen=True)).module.score.weight.abs().max() == 0
+    assert load(frozen=True).module.score.weight.abs().max() == 0
 
 
-def test_a_batch_scores_like_its_samples_on_either_side() -> None:
-    network = network_of(load())
+def test_a_batch_scores_like_its_samples() -> None:
+    network = load()
     alone = [scores(network, [sample])[0] for sample in SAMPLES]
     assert scores(network, SAMPLES) == pytest.approx(alone, abs=1e-5)
     assert len({round(score, 4) for score in alone}) == 3
-    ids = torch.tensor([[5, 6, 7, 8], [0, 0, 0, 9]])
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1]])
-    with torch.no_grad():
-        left = network.score(ids, mask).score_B
-    assert left.tolist() == pytest.approx(alone[:2], abs=1e-5)
 
 
 def test_a_frozen_body_is_read_once_and_learns_nothing() -> None:
-    network = network_of(load(frozen=True))
+    network = load(frozen=True)
     with torch.no_grad():
         network.module.score.weight.fill_(0.1)
     first = scores(network, SAMPLES)
@@ -87,23 +77,22 @@ def test_a_frozen_body_is_read_once_and_learns_nothing() -> None:
 
 
 def test_the_saved_folder_is_a_plain_sequence_classifier(tmp_path: Path) -> None:
-    loaded = load()
-    network = network_of(loaded)
-    ModelFolder(tmp_path / "rm").write(network.module, loaded.tokenizer, {})
+    network = load()
+    ModelFolder(tmp_path / "rm").write(network.module, network.tokenizer, {})
     model, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "rm", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert model.config.num_labels == 1 and model.config.pad_token_id == loaded.pad_token_id
+    assert model.config.num_labels == 1 and model.config.pad_token_id == network.pad_token_id
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    assert tokenizer.chat_template == loaded.tokenizer.chat_template
+    assert tokenizer.chat_template == network.tokenizer.chat_template
     batch = tokenizer.pad({"input_ids": [list(s.ids) for s in SAMPLES]}, return_tensors="pt")
     with torch.no_grad():
         theirs = model.eval()(**batch).logits[:, 0]
     assert theirs.tolist() == pytest.approx(scores(network, SAMPLES), abs=1e-5)
-    again = network_of(load(str(tmp_path / "rm"), seed=9))
+    again = load(str(tmp_path / "rm"), seed=9)
     assert torch.equal(again.module.score.weight, network.module.score.weight)
-    assert again.notes == [f"{tmp_path / 'rm'} has a score head already: the fit goes on from it."]
+    assert again.notes == (f"{tmp_path / 'rm'} has a score head already: the fit goes on from it.",)
 
 
 def test_the_head_of_a_value_model_is_not_taken(tmp_path: Path, tokenizer: Any) -> None:
@@ -112,12 +101,12 @@ def test_the_head_of_a_value_model_is_not_taken(tmp_path: Path, tokenizer: Any) 
     torch.nn.init.constant_(critic.score.weight, 7.0)
     critic.save_pretrained(tmp_path / "critic")
     tokenizer.save_pretrained(tmp_path / "critic")
-    head = network_of(load(str(tmp_path / "critic"))).module.score
+    head = load(str(tmp_path / "critic")).module.score
     assert head.weight.abs().max() < 2 and head.bias is None
 
 
 def test_dropout_is_off_even_in_training_mode(tmp_path: Path, tokenizer: Any) -> None:
-    network = network_of(load(save_causal(tmp_path / "lm", tokenizer, 300)))
+    network = load(save_causal(tmp_path / "lm", tokenizer, 300))
     network.module.train()
     assert scores(network, SAMPLES) == scores(network, SAMPLES)
 
@@ -130,14 +119,13 @@ def test_a_pad_token_of_its_own(
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     path = save_causal(tmp_path / "lm", tokenizer, vocab)
-    loaded = load(path)
-    network = network_of(loaded)
-    assert loaded.tokenizer.pad_token != tokenizer.eos_token and loaded.pad_token_id == 260
+    network = load(path)
+    assert network.tokenizer.pad_token != tokenizer.eos_token and network.pad_token_id == 260
     assert network.module.config.pad_token_id == 260
     rows = network.module.get_input_embeddings().weight.shape[0]
     assert rows == max(vocab, 261) == network.module.config.vocab_size
-    ModelFolder(tmp_path / "rm").write(network.module, loaded.tokenizer, {})
-    again = network_of(load(str(tmp_path / "rm")))
+    ModelFolder(tmp_path / "rm").write(network.module, network.tokenizer, {})
+    again = load(str(tmp_path / "rm"))
     assert scores(again, SAMPLES) == pytest.approx(scores(network, SAMPLES), abs=1e-6)
 
 
@@ -145,8 +133,8 @@ def test_an_unused_unknown_token_pads(tmp_path: Path, make_tokenizer: Callable[.
     tokenizer = make_tokenizer()
     tokenizer.unk_token = "<pad>"
     tokenizer.pad_token = tokenizer.eos_token
-    loaded = load(save_causal(tmp_path / "lm", tokenizer, 300))
-    assert loaded.tokenizer.pad_token == "<pad>" and loaded.pad_token_id == 259
+    network = load(save_causal(tmp_path / "lm", tokenizer, 300))
+    assert network.tokenizer.pad_token == "<pad>" and network.pad_token_id == 259
 
 
 def test_the_longest_sample() -> None:

@@ -43,9 +43,7 @@ def make_pairs(count: int) -> list[EncodedPair]:
 
 
 def fresh_network(*, frozen: bool = False) -> ScoreNetwork:
-    loaded = load_to_fit(model_folder(EMBEDDED), compute=FLOAT32, seed=1, frozen=frozen)
-    assert isinstance(loaded.network, ScoreNetwork)
-    return loaded.network
+    return load_to_fit(model_folder(EMBEDDED), compute=FLOAT32, seed=1, frozen=frozen)
 
 
 def gradient(recipe: Recipe, pairs: list[EncodedPair]) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ STANDS = {
     "rewards.judge.providers.claude": "a provider, found by its name; platforms has it elsewhere",
     "rewards.judge.providers.failures": "what goes wrong; with it, base is over the cap",
     "rewards.judge.providers.gemini": "a provider, found by its name; platforms has it elsewhere",
-    "rewards.local.checkpoint": "weights by their names; with it, heads is over the cap",
     "rewards.mixture": "the mixture itself; registry builds rewards of every kind",
     "rewards.pool": "what worker processes run; with it, function is over the cap",
     "rewards.served.client": "one client for all protocols: retries, halves, outages",

@@ -256,28 +256,17 @@ class Peer:
         """Send a request, wait for the answer, raise what the response's code raised."""
         self.asked += 1
         self._link.send(encode(request, _number, MOST_SENT))
-        answer = self._decode(self._link.receive())
-        if answer[0] == "raised":
-            self.raised = _error(answer[1], answer[2])
-            raise self.raised
-        return answer[1]
-
-    def _decode(self, data: bytes) -> tuple[Any, ...]:
         try:
-            answer = decode(data, lambda number: Remote(self, number))
+            answer = decode(self._link.receive(), lambda number: Remote(self, number))
         except (Malformed, MemoryError) as error:
             raise Gone(f"an answer that cannot be read ({error})") from None
-        good = type(answer) is tuple and (
-            (len(answer) == 2 and answer[0] == "ok")
-            or (len(answer) == 3 and answer[0] == "raised" and _is_error(*answer[1:]))
-        )
-        if not good:
-            raise Gone("an answer that cannot be read")
-        return tuple(answer)
-
-
-def _is_error(names: Any, text: Any) -> bool:
-    return type(names) is list and type(text) is str and all(type(n) is str for n in names)
+        match answer:
+            case ("ok", value):
+                return value
+            case ("raised", list(names), str(text)) if all(type(name) is str for name in names):
+                self.raised = _error(names, text)
+                raise self.raised
+        raise Gone("an answer that cannot be read")
 
 
 def _number(value: Any) -> int:
@@ -369,8 +358,7 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         raise TypeError("the response returned an object of its own, which equals nothing")
 
-    def __ne__(self, other: object) -> bool:
-        raise TypeError("the response returned an object of its own, which equals nothing")
+    __ne__ = __eq__
 
     def __bool__(self) -> bool:
         raise TypeError("the response returned an object of its own, neither true nor false")

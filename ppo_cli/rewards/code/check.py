@@ -126,10 +126,6 @@ class Launched(contextlib.ExitStack):
         return find_excess(self._sandbox.name, pid, self._folder, most)
 
 
-class Unscored(Exception):
-    """The response could not be judged, through no fault of its own."""
-
-
 class Lost(Exception):
     """What watches over the sandboxes died while the tests ran, and the tests with it."""
 
@@ -148,29 +144,31 @@ class Verdict:
 
 
 class Check:
-    """One response under test: `run` in one thread, `stop` from any."""
+    """One response under test. Soon after `stopped` is set, `run` raises CannotScore."""
 
-    def __init__(self, sandbox: Sandbox, settings: Code) -> None:
-        self._sandbox = sandbox
-        self._settings = settings
+    def __init__(
+        self, sandbox: Sandbox, settings: Code, stopped: threading.Event | None = None
+    ) -> None:
+        self.sandbox = sandbox
+        self.settings = settings
+        self._stopped = stopped or threading.Event()
         self._nonce = secrets.token_hex(16)
-        self._stopped = False
         self._ready = False
         self._written = 0
         self._words = bytearray()
         self._reports = bytearray()
 
     def run(self, tests: RowTests, attempts: Sequence[str]) -> Verdict:
-        """Run the tests of a row against the code; Unscored when that was not possible.
+        """Run the tests of a row against the code; CannotScore when that was not possible.
 
         Who watches over the sandboxes watches over several. When it dies, nobody knows who is to
         blame, so each is run once more with a watcher of its own.
         """
         job = {**asdict(tests), "attempts": list(attempts), "nonce": self._nonce}
         try:
-            return self._run_in(self._sandbox, job)
+            return self._run_in(self.sandbox, job)
         except Lost:
-            with contextlib.closing(self._sandbox.apart()) as own:
+            with contextlib.closing(self.sandbox.apart()) as own:
                 try:
                     return self._run_in(own, job)
                 except Lost:
@@ -181,12 +179,12 @@ class Check:
         self._words.clear()
         self._reports.clear()
         try:
-            with Launched(sandbox, self._settings) as launched:
+            with Launched(sandbox, self.settings) as launched:
                 self._send(launched, encode(job, no_objects, MOST_TRUSTED))
                 try:
                     verdict = self._watch(launched)
-                except Unscored:
-                    if launched.is_lost() and not self._stopped:
+                except CannotScore:
+                    if launched.is_lost() and not self._stopped.is_set():
                         raise Lost from None
                     raise
                 if not verdict.finished and launched.is_lost():
@@ -195,11 +193,7 @@ class Check:
         except OSError as error:
             if self._ready:
                 return Verdict(reason=f"broke its sandbox: {error}"[:LONGEST_WORDS])
-            raise Unscored(f"the sandbox does not start: {error}") from None
-
-    def stop(self) -> None:
-        """End the check early; `run` raises Unscored soon."""
-        self._stopped = True
+            raise CannotScore(f"the sandbox does not start: {error}") from None
 
     def _send(self, launched: Launched, job: bytes) -> None:
         """Hand the tester its job. It reads this first, and the candidate waits meanwhile."""
@@ -214,21 +208,21 @@ class Check:
         deadline = time.monotonic() + SECONDS_TO_START
         look = 0.0
         while True:
-            if self._stopped:
-                raise Unscored("the run ended before this response was scored")
+            if self._stopped.is_set():
+                raise CannotScore("the run ended before this response was scored")
             if time.monotonic() >= deadline:
                 if not self._ready:
-                    raise Unscored(f"the sandbox took more than {SECONDS_TO_START:g} s to start")
-                return Verdict(reason=f"timed out after {self._settings.timeout:g} s")
+                    raise CannotScore(f"the sandbox took more than {SECONDS_TO_START:g} s to start")
+                return Verdict(reason=f"timed out after {self.settings.timeout:g} s")
             open_ones = self._read(launched, min(deadline, time.monotonic() + 0.1))
             for what, facts in self._take_reports():
                 if what != "ready":
                     return self._conclude(launched, what, facts)
-                self._ready, deadline = True, time.monotonic() + self._settings.timeout
+                self._ready, deadline = True, time.monotonic() + self.settings.timeout
             if not open_ones:
                 return self._closed(launched)
-            if self._written > self._settings.output_kb << 10:
-                return Verdict(reason=f"wrote more than {self._settings.output_kb} KB of output")
+            if self._written > self.settings.output_kb << 10:
+                return Verdict(reason=f"wrote more than {self.settings.output_kb} KB of output")
             if self._ready and time.monotonic() >= look:
                 look = time.monotonic() + SECONDS_BETWEEN_LOOKS
                 excess = launched.find_excess()
@@ -279,10 +273,10 @@ class Check:
             raise self._not_started(launched.tester)
         return Verdict(reason="the tests ended before they were done")
 
-    def _not_started(self, process: Process) -> Unscored:
+    def _not_started(self, process: Process) -> CannotScore:
         words = " ".join(self._words.decode("utf-8", "replace").split())
         code = _wait(process)
-        return Unscored(f"the sandbox did not start (exit code {code}): {words[-500:]}")
+        return CannotScore(f"the sandbox did not start (exit code {code}): {words[-500:]}")
 
     def _conclude(self, launched: Launched, what: str, facts: dict[str, Any]) -> Verdict:
         """Turn the tester's last word into a verdict."""
@@ -290,7 +284,7 @@ class Check:
             self._read(launched, 0.0)
             raise self._not_started(launched.candidate)
         if what == "row":
-            raise Unscored(str(facts["text"]))
+            raise CannotScore(str(facts["text"]))
         passed, total, first = facts["passed"], facts["total"], facts["first"]
         if what == "gone":
             return Verdict(passed, total, self._say_gone(launched, facts["text"]))
@@ -305,7 +299,7 @@ class Check:
     def _with_limit(self, text: str) -> str:
         if not text.startswith("MemoryError"):
             return text
-        return text.replace("MemoryError", f"MemoryError (over {self._settings.memory_mb} MB)", 1)
+        return text.replace("MemoryError", f"MemoryError (over {self.settings.memory_mb} MB)", 1)
 
     def _say_gone(self, launched: Launched, text: str) -> str:
         """Say how the candidate's process ended."""
@@ -316,12 +310,12 @@ class Check:
         if code is None:
             return "closed its channel before the tests were done"
         if number == signal.SIGXCPU:
-            return f"killed: computed for more than {self._settings.cpu_seconds} s"
+            return f"killed: computed for more than {self.settings.cpu_seconds} s"
         if number == signal.SIGKILL:
-            limits = f"{self._settings.cpu_seconds} s or {self._settings.memory_mb} MB"
+            limits = f"{self.settings.cpu_seconds} s or {self.settings.memory_mb} MB"
             return f"killed: most likely over {limits}"
         if number > 0:
-            return f"crashed before the tests were done ({_signal_name(number)})"
+            return f"crashed before the tests were done ({signal.strsignal(number) or number})"
         return f"exited before the tests were done (exit code {code})"
 
 
@@ -332,61 +326,42 @@ def _wait(process: Process) -> int | None:
         return None
 
 
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
-
-
 class CodePool:
     """Runs checks on `size` threads; every future resolves to a Score."""
 
     def __init__(self, settings: Code, *, size: int) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="code")
-        self._lock = threading.Lock()
-        self._running: set[Check] = set()
-        self._closed = False
+        self._starting = threading.Lock()
+        self._stopped = threading.Event()
         self._sandbox: Sandbox | None = None
 
     def start(self, tell: Tell = unheard) -> None:
         """Choose the sandbox; RewardError when none works."""
-        with self._lock:
+        with self._starting:
             if self._sandbox is None:
                 self._sandbox = choose_sandbox(self._settings, tell)
 
     def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
         """Queue one response; `finish` turns what came back into the score."""
-        if self._closed:
+        if self._stopped.is_set():
             raise RuntimeError("this reward is closed")
         self.start()
         return self._threads.submit(lambda: finish(self._judge(call)))
 
     def close(self) -> None:
         """Stop what runs; responses that are not judged yet fail."""
-        with self._lock:
-            self._closed = True
-            for check in self._running:
-                check.stop()
+        self._stopped.set()
         self._threads.shutdown()
         if self._sandbox is not None:
             self._sandbox.close()
 
     def _judge(self, call: Call) -> Score:
         assert self._sandbox is not None
-        check = Check(self._sandbox, self._settings)
-        with self._lock:
-            if self._closed:
-                check.stop()
-            self._running.add(check)
-        try:
-            return judge(call, check, self._settings, self._sandbox.name)
-        finally:
-            with self._lock:
-                self._running.discard(check)
+        return judge(call, Check(self._sandbox, self._settings, self._stopped))
 
 
-def judge(call: Call, check: Check, settings: Code, sandbox: str) -> Score:
+def judge(call: Call, check: Check) -> Score:
     """Test one response; what it does wrong is a 0 with a reason, what we do wrong a failure.
 
     1 when all tests passed; with `score=share` the part that did. Not finished: 0.
@@ -394,13 +369,17 @@ def judge(call: Call, check: Check, settings: Code, sandbox: str) -> Score:
     try:
         tests = read_tests(call.ground_truth, call.extra_info)
         code = find_code(call.solution_str, tests.entry_point)
-        info = {"extracted": code[:LONGEST_TEXT], "code_chars": len(code), "sandbox": sandbox}
+        info = {
+            "extracted": code[:LONGEST_TEXT],
+            "code_chars": len(code),
+            "sandbox": check.sandbox.name,
+        }
         verdict = check.run(tests, list_attempts(code, tests.before, tests.entry_point))
-    except (CannotScore, Unscored) as problem:
+    except CannotScore as problem:
         return Score.failed(str(problem))
     except Exception as error:
         return Score.failed(f"raised {describe_error(error)}")
     share = verdict.passed / verdict.total if verdict.finished else 0.0
-    value = share if settings.score == "share" else float(share == 1.0)
-    counts: dict[str, Any] = {"passed": verdict.passed, "total": verdict.total}
+    value = share if check.settings.score == "share" else float(share == 1.0)
+    counts = {"sandbox": check.sandbox.name, "passed": verdict.passed, "total": verdict.total}
     return Score(value, reason=verdict.reason, info={**info, **counts})

@@ -343,7 +343,9 @@ def run_forked(launcher: int, channel: int, streams: list[int], files_limited: b
         os.setsid()
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == launcher:
-            plan, command = read_order(channel)
+            # What to run: a length, then that many bytes.
+            with open(channel, "rb", closefd=False) as file:
+                plan, command = json.loads(file.read(*NUMBER.unpack(file.read(NUMBER.size))))
             if files_limited:
                 limit_files(plan["cwd"])
             drop_privileges()
@@ -359,13 +361,6 @@ def run_forked(launcher: int, channel: int, streams: list[int], files_limited: b
         traceback.print_exc()
     finally:
         os._exit(code & 0xFF)
-
-
-def read_order(channel: int) -> tuple[dict[str, Any], list[str]]:
-    """Read what to run: a length, then that many bytes."""
-    with open(channel, "rb", closefd=False) as file:
-        plan, command = json.loads(file.read(*NUMBER.unpack(file.read(NUMBER.size))))
-    return plan, command
 
 
 def run(plan: dict[str, Any], command: list[str]) -> int:

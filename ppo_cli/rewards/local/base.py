@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ppo_cli.errors import RewardError, shorten
+from ppo_cli.errors import RewardError, is_out_of_memory, shorten
 from ppo_cli.records import Message, Prompt
 from ppo_cli.rewards.base import Tell
 
@@ -187,14 +187,6 @@ def body_dtype(module: nn.Module) -> torch.dtype:
     for weight in module.parameters():
         sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller batch could work."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    signs = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _try(loaded: LoadedModel, samples: Sequence[Encoded]) -> Scores | None:

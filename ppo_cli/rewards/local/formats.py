@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from ppo_cli.config.reward_schema import ModelReward
@@ -406,14 +407,8 @@ class TemplateFormat(LiteralFormat):
     """
 
     def __init__(self, tokenizer: Any, settings: ModelReward, max_length: int) -> None:
-        template = settings.template or ""
-        if "{response}" not in template:
-            raise RewardError(
-                "reward.model.template has no {response}: it needs {prompt} and {response} where "
-                "the question and the response belong."
-            )
         self._before, self._behind = _around(tokenizer)
-        super().__init__(tokenizer, template, settings, max_length)
+        super().__init__(tokenizer, settings.template or "", settings, max_length)
 
     def finish(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Put the tokenizer's own BOS and EOS around the ids."""
@@ -534,16 +529,23 @@ def format_for(
     return (usual if settings.template is None else TemplateFormat)(tokenizer, settings, most)
 
 
+# What loaders raise for files that are absent, cut off, or not what they should be.
+DAMAGED = (OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError)
+
+
+def load_part(loader: Any, source: str | None, what: str, mend: str) -> Any:
+    """Load a part of a model; a failure names its fix."""
+    try:
+        return loader.from_pretrained(source, trust_remote_code=False)
+    except DAMAGED as error:
+        raise ModelError(f"{what}: {first_line(error)}. {mend}") from error
+
+
 def served_format(settings: ModelReward) -> TextFormat:
     """Load `settings.tokenizer`, and write samples with its chat template or the user's."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load: "
-            f"{first_line(error)}. "
-            "Give a folder, or a name on the hub."
-        ) from error
+    what = f"The tokenizer {settings.tokenizer} (reward.model.tokenizer) does not load"
+    mend = "Give a folder, or a name on the hub."
+    tokenizer = load_part(AutoTokenizer, settings.tokenizer, what, mend)
     named = settings.model_copy(update={"path": settings.tokenizer})
     made = ChatFormat if settings.template is None else TemplateFormat
     return made(tokenizer, named, settings.max_length or NO_LIMIT)

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from ppo_cli.config.known_models import Found, find_adapter, find_folder, is_url, read_json
+from ppo_cli.config.known_models import Found, find_adapter, find_folder, read_json
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import ModelError, RewardError, first_line
+from ppo_cli.errors import ModelError, first_line
 from ppo_cli.rewards.local.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.local.checkpoint import (
     Checkpoint,
@@ -41,7 +40,14 @@ from ppo_cli.rewards.local.checkpoint import (
     load_module,
     pack_left,
 )
-from ppo_cli.rewards.local.formats import ChatFormat, FormatClass, PairFormat, StarlingFormat
+from ppo_cli.rewards.local.formats import (
+    DAMAGED,
+    ChatFormat,
+    FormatClass,
+    PairFormat,
+    StarlingFormat,
+    load_part,
+)
 
 
 @dataclass(frozen=True)
@@ -114,14 +120,10 @@ class RowWeights:
 
 def row_weights(path: object, rows: int, config: Any, outputs: Sequence[float]) -> RowWeights:
     """Settle how the rows of a head count; several need weights from the settings."""
-    if outputs and len(outputs) != rows:
+    if len(outputs) != rows and (outputs or rows > 1):
         raise ModelError(
-            f"reward.model.outputs holds {len(outputs)} weights, and the head of {path} has "
-            f"{rows} output{'s' if rows > 1 else ''}."
-        )
-    if rows > 1 and not outputs:
-        raise ModelError(
-            f"{path} has {rows} outputs; say how they count with reward.model.outputs="
+            f"{path} has {rows} output{'s' if rows > 1 else ''}, and reward.model.outputs holds "
+            f"{len(outputs)} weights; say how they count with reward.model.outputs="
             f"[{','.join(['1', *['0'] * (rows - 1)])}] or other weights."
         )
     labels = getattr(config, "id2label", None) or {}
@@ -463,16 +465,11 @@ def _position_offset(config: Any) -> int:
     return 0
 
 
-# What loaders raise for files that are absent, cut off, or not what they should be.
-DAMAGED = (OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError)
-
-
 def load_reward_model(settings: ModelReward) -> LoadedModel:
     """Load body, head and tokenizer of `settings.path`, onto its device, ready to score."""
-    if settings.path is None or is_url(settings.path):
-        raise RewardError(f"{settings.path} is no local reward model; give --reward_model FOLDER.")
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, settings.dtype or usual)
     folder = _folder(settings)
     found = find_adapter(str(folder), settings.adapter)
     config = _load_config(folder, settings.tokenizer, found)
@@ -504,31 +501,7 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
 
 def choose_device(name: str | None) -> torch.device:
     """The device that was named, or a GPU where there is one."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise RewardError(
-            f"--reward_model_device {name} is no device; give cpu, cuda or cuda:1."
-        ) from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RewardError(
-            f"--reward_model_device {name}: this machine has {torch.cuda.device_count()} GPUs that "
-            "PyTorch can use; give cpu, or the number of one of them."
-        )
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise RewardError(
-            f"--reward_model_device {name}: reward models run on cpu or cuda, not {device.type}."
-        )
-    return device
-
-
-def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """Precision of the body: bfloat16 on a GPU, float32 elsewhere, unless it was named."""
-    if name is None:
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _folder(settings: ModelReward) -> Path:
@@ -557,21 +530,13 @@ def _load_config(folder: Path, base: str | None, found: Found) -> Any:
             )
         source = base
     what = f"The config of {source} cannot be read as {found.adapter}"
-    return _read(AutoConfig, source, what, "Code that lies with a model is never run.")
+    return load_part(AutoConfig, source, what, "Code that lies with a model is never run.")
 
 
 def _load_tokenizer(folder: Path, named: str | None) -> Any:
     source = named or str(folder)
     what = f"The tokenizer of the reward model {source} does not load"
-    return _read(AutoTokenizer, source, what, "Name another with reward.model.tokenizer.")
-
-
-def _read(loader: Any, source: str, what: str, mend: str) -> Any:
-    """Load a part of a model; a failure names its fix."""
-    try:
-        return loader.from_pretrained(source, trust_remote_code=False)
-    except DAMAGED as error:
-        raise ModelError(f"{what}: {first_line(error)}. {mend}") from error
+    return load_part(AutoTokenizer, source, what, "Name another with reward.model.tokenizer.")
 
 
 def _pad_token_id(tokenizer: Any, config: Any) -> int:

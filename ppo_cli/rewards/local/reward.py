@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -255,19 +256,6 @@ class _Entry:
         return Sample(rollout.key, conversation_of(rollout.prompt), rollout.text)
 
 
-@dataclass(eq=False)
-class _Round:
-    """What was submitted up to a settling; one that is given up is not scored to its end."""
-
-    entries: list[_Entry]
-    given_up: bool = False
-
-    def give_up(self) -> None:
-        self.given_up = True
-        for entry in self.entries:
-            entry.future.cancel()
-
-
 class LocalModelReward(Reward):
     """Scores with a reward model that `host` gives a place; see ModelReward for every setting."""
 
@@ -285,7 +273,7 @@ class LocalModelReward(Reward):
         self._host: Host | None = None
         self._budget = Budget(settings.batch_tokens)  # the host's, and kept when that is lost
         self._pending: list[_Entry] = []
-        self._rounds: list[_Round] = []
+        self._rounds: list[list[_Entry]] = []  # settled, and not scored to their end
         self._tally: dict[str, float] = defaultdict(float)  # since the metrics were taken
         self._closed = False
         # One thread: batches run in their order, and the tokenizer has one user at a time.
@@ -316,9 +304,8 @@ class LocalModelReward(Reward):
         """Score what was submitted, in the background."""
         entries, self._pending = self._pending, []
         if entries:
-            settled = _Round(entries)
-            self._rounds.append(settled)
-            self._thread.submit(self._score, settled).add_done_callback(partial(_drop, settled))
+            self._rounds.append(entries)
+            self._thread.submit(self._score, entries)
 
     def measure(self) -> dict[str, float]:
         """`NAME/…` metrics since the last call."""
@@ -369,35 +356,35 @@ class LocalModelReward(Reward):
 
     def _give_up_all(self) -> None:
         pending, self._pending = self._pending, []
-        for under_way in [*self._rounds, _Round(pending)]:
-            under_way.give_up()
+        for entry in chain(pending, *self._rounds):
+            entry.future.cancel()
 
-    def _score(self, settled: _Round) -> None:
+    def _score(self, entries: list[_Entry]) -> None:
         """Bring the futures of a round to their scores; what breaks the round breaks them all."""
         try:
-            self._score_batches(settled)
+            self._score_batches(entries)
         except Exception as error:
-            for entry in settled.entries:
+            for entry in entries:
                 if not entry.future.done():
                     entry.future.set_exception(error)
             if isinstance(error, WorkerLost):
                 self._leave_host()
         finally:
-            for entry in settled.entries:  # closed half-way
+            for entry in entries:  # closed half-way
                 entry.future.cancel()
-            self._rounds.remove(settled)
+            self._rounds.remove(entries)
 
-    def _score_batches(self, settled: _Round) -> None:
-        if settled.given_up:
+    def _score_batches(self, entries: list[_Entry]) -> None:
+        if _given_up(entries):
             return
-        started, host, entries = time.perf_counter(), self._ready(), settled.entries
+        started, host = time.perf_counter(), self._ready()
         samples = [entry.sample for entry in entries]
         begun: Begun = host.call("begin", samples, self._budget.tokens)
         self._tally["prompts_cut"] += begun.prompts_cut
         for entry, failure in zip(entries, begun.failures, strict=True):
             if failure is not None:
                 self._resolve(entry, Score.failed(failure))
-        while not self._closed and not settled.given_up:
+        while not self._closed and not _given_up(entries):
             found: tuple[Batch, int] | None = host.call("next_batch")
             if found is None:
                 return
@@ -430,7 +417,6 @@ class LocalModelReward(Reward):
         entry.future.set_result(score)
 
 
-def _drop(settled: _Round, done: Future[None]) -> None:
-    """Cancel a round that was never begun."""
-    if done.cancelled():
-        settled.give_up()
+def _given_up(entries: Sequence[_Entry]) -> bool:
+    """Whether nobody waits for a round any more; it is not scored to its end."""
+    return any(entry.future.cancelled() for entry in entries)

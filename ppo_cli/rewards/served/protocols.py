@@ -142,7 +142,10 @@ def weighed(values: Any, weights: Sequence[float]) -> Row:
     if not isinstance(values, list) or not values:
         return Row(None, f"no number: the server's outputs are {shown(values)}")
     if len(values) != max(1, len(weights)):
-        raise RewardError(_wrong_head(len(values), len(weights)))
+        raise RewardError(
+            f"The served reward model gives {len(values)} outputs, and reward.model.outputs has "
+            f"{len(weights)} weights. Give one weight for each (for good/bad classes: [-1, 1])."
+        )
     numbers = [finite(value) for value in values]
     if not weights:
         return row_of(values[0])
@@ -167,18 +170,6 @@ def finite(value: Any) -> float | None:
 def shown(value: Any) -> str:
     """A short form of a value for a message."""
     return shorten(repr(value), EXCERPT)
-
-
-def _wrong_head(rows: int, weights: int) -> str:
-    if not weights:
-        return (
-            f"The served reward model has {rows} outputs, and nothing says how they make a score. "
-            "Give one weight for each with reward.model.outputs (for good/bad classes: [-1, 1])."
-        )
-    return (
-        f"reward.model.outputs has {weights} weights, but the served reward model gives "
-        f"{rows} outputs. Give one weight for each."
-    )
 
 
 _NAMES = r"s|bos|eos|pad|unk|mask|sep|cls|sop|eop|start_of_turn|end_of_turn|end_of_text|turn"

@@ -88,6 +88,6 @@ def run_code(any_sandbox: Sandbox) -> Callable[..., Score]:
         chosen = sandbox or any_sandbox
         code = Code(**{**LIMITS, **settings})
         call = Call("code", response, truth, {})
-        return judge(call, Check(chosen, code), code, chosen.name)
+        return judge(call, Check(chosen, code))
 
     return run

@@ -315,11 +315,6 @@ def test_a_templates_own_control_words_count(
     assert ids == tuple(words(text, add_special_tokens=False)["input_ids"])
 
 
-def test_a_template_without_a_response_is_refused(format_of: FormatOf) -> None:
-    with pytest.raises(RewardError, match=r"no \{response\}"):
-        format_of("llama3", template="{prompt}")
-
-
 @pytest.mark.parametrize(("asked", "used"), [(None, 512), (100, 100), (9000, 512)])
 def test_the_shorter_length_counts(loaded: Make, asked: int | None, used: int) -> None:
     settings = ModelReward(path="m", max_length=asked)

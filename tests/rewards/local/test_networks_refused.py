@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import ModelError, RewardError, UserError
+from ppo_cli.errors import ModelError, UserError
 from ppo_cli.rewards.local.heads import load_reward_model
 from tests.rewards.local import twins
 
@@ -272,16 +272,6 @@ def test_one_output_with_a_config_that_counts_two(tmp_path: Path) -> None:
     assert loaded.network.score(ids, torch.ones_like(ids)).objectives == {}
 
 
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [("gpu", "is no device"), ("cuda:99", "this machine has"), ("meta", "run on cpu or cuda")],
-)
-def test_a_device_that_is_not_there(device: str, words: str, tmp_path: Path) -> None:
-    folder = twins.skywork_llama_twin(tmp_path)
-    with pytest.raises(RewardError, match=words):
-        load_reward_model(ModelReward(path=str(folder), device=device))
-
-
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     folder = twins.skywork_llama_twin(tmp_path)
     for file in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
@@ -308,8 +298,3 @@ def test_a_hub_model_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="could not be loaded: there is no such folder here"):
         load_reward_model(ModelReward(path="nobody/no-such-reward-model", device="cpu"))
-
-
-def test_a_served_model_is_not_loaded() -> None:
-    with pytest.raises(RewardError, match="no local reward model"):
-        load_reward_model(ModelReward(path="http://host/classify"))
