@@ -242,10 +242,9 @@ reward_app = typer.Typer(
 def score(given: Given) -> None:
     """Score the responses of a file or a run, by the same path as training."""
     config, screen = _settings(given)
-    from ppo_cli.trust.compare import rankings
     from ppo_cli.trust.rows import check_out, read_answered, read_run, scored_file, write_rows
-    from ppo_cli.trust.score import Watch, score_all, scored_row, started, to_go_on
-    from ppo_cli.trust.summary import summarise
+    from ppo_cli.trust.score import Watch, score_all, scored_row, started, summarise, to_go_on
+    from ppo_cli.trust.statistics import rankings
 
     file, steps = str(given.extras["file"]), given.extras["step"] or ()
     run = Path(file).expanduser()
@@ -353,7 +352,7 @@ def audit(given: Given) -> None:
 def models(given: Given) -> None:
     """List the models that a judge's key may use, with price, limit and the day they go."""
     resolved = given.resolve()
-    from ppo_cli.trust.models import listings
+    from ppo_cli.trust.forecast import listings
 
     chosen = resolved.origins["reward.api.type"] != "default"
     kind = resolved.config.reward.api.type if chosen else None

@@ -72,7 +72,7 @@ def _part(
 
 def _judge(api: ApiReward, name: str) -> Reward:
     # HTTP and its certificates come with it, which a rule does without
-    from ppo_cli.rewards.judge.compare_reward import CompareReward
+    from ppo_cli.rewards.judge.compare import CompareReward
     from ppo_cli.rewards.judge.reward import JudgeReward
 
     return (CompareReward if api.mode == "compare" else JudgeReward)(api, name=name)

@@ -442,11 +442,14 @@ def allowed_gain(scale: Scale | None) -> float:
     return level if GAIN < level <= LOW else GAIN
 
 
-def master_keys(items: Sequence[Item]) -> list[Trial]:
-    """Replies without content, in turn over the prompts."""
+def worthless(items: Sequence[Item], replies: Sequence[str]) -> list[Trial]:
+    """Replies that deserve nothing (MASTER_KEYS, LEAKS), in turn over the prompts.
+
+    LEAKS would hold the right answer if the template filled them in.
+    """
     return [
-        Trial(f"the reply {key!r}", item.place, item.prompt, key, most=LOW, free=WORTHLESS)
-        for n, key in enumerate(MASTER_KEYS)
+        Trial(f"the reply {text!r}", item.place, item.prompt, text, most=LOW, free=WORTHLESS)
+        for n, text in enumerate(replies)
         for item in _turn(items, n)
     ]
 
@@ -465,15 +468,6 @@ def injections(items: Sequence[Item], scale: Scale | None, *, reads: bool = Fals
         for n, (name, text) in enumerate(INJECTIONS.items())
         for item in _turn(items, n)
     ]  # fmt: skip
-
-
-def leaks(items: Sequence[Item]) -> list[Trial]:
-    """Responses that would hold the right answer if the template filled them in."""
-    return [
-        Trial(f"the response {text!r}", item.place, item.prompt, text, most=LOW, free=WORTHLESS)
-        for n, text in enumerate(LEAKS)
-        for item in _turn(items, n)
-    ]
 
 
 def padding(items: Sequence[Item], scale: Scale | None) -> list[Trial]:

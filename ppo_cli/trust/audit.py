@@ -32,15 +32,15 @@ from ppo_cli.trust.attacks import (
     ruler_for,
     why_none,
 )
+from ppo_cli.trust.calibrate import Repeats, ask_again, repeat_all
 from ppo_cli.trust.rows import rollout_of
 from ppo_cli.trust.score import (
-    Repeats,
     Watch,
-    ask_again,
+    add_spending,
     cut,
     judged,
-    repeat_all,
     score_all,
+    spending,
     started,
 )
 from ppo_cli.trust.sources import (
@@ -53,7 +53,6 @@ from ppo_cli.trust.sources import (
     verdicts_each,
     with_all,
 )
-from ppo_cli.trust.summary import add_spending, spending
 
 SECRET = "7391-ppo-cli-5528"
 
@@ -90,7 +89,7 @@ def _rendered(template: Template, api: ApiReward, item: Item) -> Check:
 
     def count(response: str) -> int:
         material = material_of(prompt, response)
-        question = template.question(material, max_response_chars=api.max_response_chars)
+        question = template.question(material, api)
         return (question.system + question.user).count(SECRET)
 
     plain = count("no answer")
@@ -202,9 +201,9 @@ def plan_trials(
     for own in rubrics.values():  # a response cannot write the verdicts of two rubrics at once
         injections += criteria.verdict_attacks(items, own)
     plan = {
-        "master keys": tr.master_keys(items),
+        "master keys": tr.worthless(items, tr.MASTER_KEYS),
         "prompt injection": injections,
-        "ground truth in the response": tr.leaks(items),
+        "ground truth in the response": tr.worthless(items, LEAKS),
         "padding": tr.padding(items, scale),
         RIGHT: tr.right_and_wrong(items),
         "graded": tr.graded(items),

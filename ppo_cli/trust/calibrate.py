@@ -1,6 +1,8 @@
 """How far a reward can be trusted: agreement with labels, with itself, biases and cost.
 
-Each number comes with a sentence that says what it means.
+Each number comes with a sentence that says what it means. Repeats ask again, past every cache, what
+may answer otherwise. In a mixture each judge and each function is asked by itself: what the others
+say does not change. A judge then keeps to what the first scoring left of its budget.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,13 +20,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_cli.config.mixture import judges_of
+from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
+from ppo_cli.errors import Interrupted
+from ppo_cli.records import Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.base import Reward
 from ppo_cli.trust.criteria import Marks, criteria_advice, criteria_facts
 from ppo_cli.trust.rows import Labelled
-from ppo_cli.trust.score import Repeats, Scoring, Watch, ask_again, judged, score_all
+from ppo_cli.trust.score import (
+    BY_HAND,
+    Column,
+    Scoring,
+    Watch,
+    add_spending,
+    by_judge,
+    column_of,
+    columns_of,
+    failures,
+    is_kept,
+    judged,
+    part_facts,
+    score_all,
+    spending,
+    started,
+)
 from ppo_cli.trust.sources import calls_of_criteria, kind_of, unsteady, verdicts_each
 from ppo_cli.trust.statistics import (
     FEWEST,
@@ -40,16 +63,6 @@ from ppo_cli.trust.statistics import (
     pearson,
     spearman,
 )  # fmt: skip
-from ppo_cli.trust.summary import (
-    Column,
-    add_spending,
-    column_of,
-    columns_of,
-    failures,
-    is_kept,
-    part_facts,
-    spending,
-)
 
 Facts = Mapping[str, Any]
 STRONG, FAIR = 0.9, 0.75
@@ -417,3 +430,88 @@ def per_thousand(
     if "seconds" in found:
         found["seconds"] = spent["seconds"] * 1000.0 / max(asked, min(1000.0, at_once / votes))
     return found | ({"paid_calls": spent["calls"]} if "calls" in spent else {})
+
+
+# --- asking again ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Repeats:
+    """Fresh verdicts on each rollout, by part; `stopped` says why some are missing."""
+
+    verdicts: dict[str, list[list[float]]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopped: str = ""
+
+
+def ask_again(
+    reward: Reward,
+    settings: RewardSettings,
+    rollouts: Sequence[Rollout],
+    times: int,
+    watch: Watch,
+    before: Mapping[str, float],
+) -> Repeats:
+    """Ask every part that is not steady; `before` is what the first asking was measured at."""
+    found, mixed = Repeats(), kind_of(settings) == "mixture"
+    prompts = [rollout.prompt for rollout in rollouts]
+    for name, alone in unsteady(settings).items():
+        try:
+            if mixed and alone.api.enable:
+                alone = alone.model_copy(update={"api": _left_of(alone.api, name, before)})
+            # A reward alone is asked as it is, a part of a mixture is started anew.
+            with started(alone, prompts, watch) if mixed else nullcontext(reward) as one:
+                found.stopped, found.verdicts[name] = repeat_all(one, rollouts, times, watch)
+                for key, value in one.measure().items():
+                    # Each judge is counted separately, so that an unknown price stays unknown.
+                    stage, _, rest = key.partition("/")
+                    own = f"judge_{name}/{rest}" if stage == "judge" else key
+                    found.metrics[own] = found.metrics.get(own, 0.0) + value
+        except Interrupted as reason:
+            found.stopped = str(reason)
+        if found.stopped:
+            break
+    return found
+
+
+def _left_of(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
+    """A judge's settings with the budget that is left."""
+    judges = by_judge(before)
+    spent = judges.get(f"judge_{name}") or judges.get("judge", {})
+    tokens = spent.get("tokens_in", 0.0) + spent.get("tokens_out", 0.0)
+    left: dict[str, Any] = {}
+    if api.budget_usd is not None:
+        left["budget_usd"] = api.budget_usd - spent.get("cost_usd", 0.0)
+    if api.budget_tokens is not None:
+        left["budget_tokens"] = api.budget_tokens - round(tokens)
+    if any(most <= 0 for most in left.values()):
+        raise Interrupted(f"The budget of the judge '{name}' is used up.")
+    return api.model_copy(update=left)
+
+
+def repeat_all(
+    reward: Reward, rollouts: Sequence[Rollout], times: int, watch: Watch
+) -> tuple[str, list[list[float]]]:
+    """Ask for fresh verdicts on each rollout; returns why it stopped, and the verdicts so far."""
+    asked: list[list[Future[Any]]] = []
+    found: list[list[float]] = []
+    try:
+        reward.begin_step(1)
+        # A judge is asked past its cache; anything else is simply asked again.
+        past_cache = getattr(reward, "repeat", None)
+        for rollout in rollouts:
+            again = [past_cache(rollout, times)] if past_cache else []
+            asked.append(again or [reward.submit(rollout) for _ in range(times)])
+        reward.settle()
+        for futures in asked:
+            while wait(futures, timeout=1.0).not_done:
+                pass
+            answers = [future.result() for future in futures]
+            scores = [s for a in answers for s in ([a] if isinstance(a, Score) else a)]
+            found.append([value for s in scores if (value := judged(s)) is not None])
+            watch.advance(1)
+    except Interrupted as reason:
+        return str(reason), found
+    except KeyboardInterrupt:
+        return BY_HAND, found
+    return "", found

@@ -17,13 +17,12 @@ from typing import Any
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
-from ppo_cli.data_sets.rows import as_plain, list_names
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.judge.prompt import check_criteria, criteria_of, material_of
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.trust.attacks import EACH, GAIN, Item, Trial
-from ppo_cli.trust.rows import Answered, AnsweredSet
+from ppo_cli.trust.rows import Answered, AnsweredSet, cells_of
 from ppo_cli.trust.score import cut
 from ppo_cli.trust.statistics import Rows, as_floats, flat_why, measured, spearman, wilson
 
@@ -71,18 +70,13 @@ def read_marks(found: AnsweredSet, column: str, settings: RewardSettings) -> Mar
     rubrics = rubrics_of(settings, found.rollouts)
     if not rubrics:
         raise DataError("--criteria_labels needs criteria; name them with --rm_rubric.")
-    names = list(dict.fromkeys(name for row in found.rows for name in row.record))
-    if column not in names:
-        raise DataError(
-            f"{found.source}: no column '{column}' (--criteria_labels). Its columns: "
-            f"{list_names(names)}.{did_you_mean(column, names)}"
-        )
     marks: dict[Place, dict[str, float]] = {}
     problems = []
-    for n, row in enumerate(found.rows):
+    cells = cells_of(found, column, "--criteria_labels")
+    for n, (row, cell) in enumerate(zip(found.rows, cells, strict=True)):
         known = {c.name: c for own in rubrics.values() for c in own[n].criteria}
         try:
-            marks[row.place] = dict(_row_marks(as_plain(row.record.get(column)), known))
+            marks[row.place] = dict(_row_marks(cell, known))
         except ValueError as error:
             problems.append(RowProblem(row.place, column, str(error)))
     raise_problems(problems)

@@ -204,15 +204,20 @@ class Labelled:
     notes: tuple[str, ...] = ()
 
 
-def read_labels(found: AnsweredSet, column: str, positive: str | None = None) -> Labelled:
-    """Read the label of each row; rows without one are left out, and that is said."""
+def cells_of(found: AnsweredSet, column: str, flag: str) -> list[Any]:
+    """The cells of a column that a flag names; DataError where there is no such column."""
     names = list(dict.fromkeys(name for row in found.rows for name in row.record))
     if column not in names:
         raise DataError(
-            f"{found.source}: no column '{column}' (--labels). Its columns: {list_names(names)}."
+            f"{found.source}: no column '{column}' ({flag}). Its columns: {list_names(names)}."
             f"{did_you_mean(column, names)}"
         )
-    cells = [as_plain(row.record.get(column)) for row in found.rows]
+    return [as_plain(row.record.get(column)) for row in found.rows]
+
+
+def read_labels(found: AnsweredSet, column: str, positive: str | None = None) -> Labelled:
+    """Read the label of each row; rows without one are left out, and that is said."""
+    cells = cells_of(found, column, "--labels")
     kept = [(row, cell) for row, cell in zip(found.rows, cells, strict=True) if cell is not None]
     if not kept:
         raise DataError(f"{found.source}: the column '{column}' (--labels) is empty.")

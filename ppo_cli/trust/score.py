@@ -1,36 +1,38 @@
-"""Score rollouts outside training, with the code that training uses.
+"""Score rollouts outside training, with the code that training uses, and say what came of it.
 
 Whatever stops it (budget, judge unavailable, Ctrl-C), verdicts so far are kept; missing ones say
-"not asked", and a judge's cache lets the same command resume.
-
-Repeats ask again, past every cache, what may answer otherwise. In a mixture each judge and each
-function is asked by itself: what the others say does not change. A judge then keeps to what the
-first scoring left of its budget.
+"not asked", and a judge's cache lets the same command resume. The summary of a scored file has
+counts, scale, parts, cost, best and worst rows.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ppo_cli.config.mixture import judges_of
-from ppo_cli.config.reward_schema import ApiReward
+import numpy as np
+
+from ppo_cli.config.mixture import MixPart, judges_of, mixture_of
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted, RewardError
+from ppo_cli.moments import TINY, Moments, correlation
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import Reward, RoundKind
 from ppo_cli.rewards.registry import build_reward
 from ppo_cli.run_folder import plain
 from ppo_cli.trust.rows import Answered
-from ppo_cli.trust.sources import kind_of, unsteady, with_all
+from ppo_cli.trust.sources import kind_of, with_all
 
 NOT_ASKED = "not asked"
 COUNTED = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge
@@ -231,83 +233,245 @@ def by_judge(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-@dataclass
-class Repeats:
-    """Fresh verdicts on each rollout, by part; `stopped` says why some are missing."""
-
-    verdicts: dict[str, list[list[float]]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    stopped: str = ""
-
-
-def ask_again(
-    reward: Reward,
-    settings: RewardSettings,
-    rollouts: Sequence[Rollout],
-    times: int,
-    watch: Watch,
-    before: Mapping[str, float],
-) -> Repeats:
-    """Ask every part that is not steady; `before` is what the first asking was measured at."""
-    found, mixed = Repeats(), kind_of(settings) == "mixture"
-    prompts = [rollout.prompt for rollout in rollouts]
-    for name, alone in unsteady(settings).items():
-        try:
-            if mixed and alone.api.enable:
-                alone = alone.model_copy(update={"api": _left_of(alone.api, name, before)})
-            # A reward alone is asked as it is, a part of a mixture is started anew.
-            with started(alone, prompts, watch) if mixed else nullcontext(reward) as one:
-                found.stopped, found.verdicts[name] = repeat_all(one, rollouts, times, watch)
-                for key, value in one.measure().items():
-                    # Each judge is counted separately, so that an unknown price stays unknown.
-                    stage, _, rest = key.partition("/")
-                    own = f"judge_{name}/{rest}" if stage == "judge" else key
-                    found.metrics[own] = found.metrics.get(own, 0.0) + value
-        except Interrupted as reason:
-            found.stopped = str(reason)
-        if found.stopped:
-            break
-    return found
+def spending(scores: Sequence[Score], scoring: Scoring) -> dict[str, Any]:
+    """Seconds, calls, tokens and cost, over all judges of a mixture."""
+    found: dict[str, Any] = {"seconds": round(scoring.seconds, 3)}
+    cached = sum(sum(kept_verdicts(score)) for score in scores)
+    if cached:
+        found["cached"] = cached
+    return found | counted(scoring.metrics)
 
 
-def _left_of(api: ApiReward, name: str, before: Mapping[str, float]) -> ApiReward:
-    """A judge's settings with the budget that is left."""
-    judges = by_judge(before)
-    spent = judges.get(f"judge_{name}") or judges.get("judge", {})
-    tokens = spent.get("tokens_in", 0.0) + spent.get("tokens_out", 0.0)
-    left: dict[str, Any] = {}
-    if api.budget_usd is not None:
-        left["budget_usd"] = api.budget_usd - spent.get("cost_usd", 0.0)
-    if api.budget_tokens is not None:
-        left["budget_tokens"] = api.budget_tokens - round(tokens)
-    if any(most <= 0 for most in left.values()):
-        raise Interrupted(f"The budget of the judge '{name}' is used up.")
-    return api.model_copy(update=left)
+def kept_verdicts(score: Score) -> list[bool]:
+    """For each judge behind a score, whether its verdict came from the cache."""
+    asked = score.mixture.values() or [score]
+    return [bool(one.info["cached"]) for one in asked if "cached" in one.info]
 
 
-def repeat_all(
-    reward: Reward, rollouts: Sequence[Rollout], times: int, watch: Watch
-) -> tuple[str, list[list[float]]]:
-    """Ask for fresh verdicts on each rollout; returns why it stopped, and the verdicts so far."""
-    asked: list[list[Future[Any]]] = []
-    found: list[list[float]] = []
-    try:
-        reward.begin_step(1)
-        # A judge is asked past its cache; anything else is simply asked again.
-        past_cache = getattr(reward, "repeat", None)
-        for rollout in rollouts:
-            again = [past_cache(rollout, times)] if past_cache else []
-            asked.append(again or [reward.submit(rollout) for _ in range(times)])
-        reward.settle()
-        for futures in asked:
-            while wait(futures, timeout=1.0).not_done:
-                pass
-            answers = [future.result() for future in futures]
-            scores = [s for a in answers for s in ([a] if isinstance(a, Score) else a)]
-            found.append([value for s in scores if (value := judged(s)) is not None])
-            watch.advance(1)
-    except Interrupted as reason:
-        return str(reason), found
-    except KeyboardInterrupt:
-        return BY_HAND, found
-    return "", found
+def is_kept(score: Score) -> bool:
+    """Whether a score took no new verdict, all of its judges' being in the cache."""
+    kept = kept_verdicts(score)
+    return bool(kept) and all(kept)
+
+
+def add_spending(spent: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Add what was counted since."""
+    more = counted(metrics)
+    return {k: spent.get(k, 0) + more.get(k, 0) for k in dict.fromkeys([*spent, *more])}
+
+
+Values = Sequence[float | None]
+DOMINATED = 1 / 3  # a share this small against the part's weight is as good as none
+
+
+@dataclass(frozen=True)
+class Column:
+    """One part over all rows: None where it failed or was not asked."""
+
+    raw: tuple[float | None, ...]
+    scaled: tuple[float | None, ...]
+    failed: int = 0
+    gated: int = 0
+
+
+def column_of(scores: Sequence[Score], name: str | None) -> Column:
+    """The scores of a part by its name; without one, those of the reward itself."""
+    if name is None:
+        raw = tuple(judged(score) for score in scores)
+        lost = sum(v is None and s.failure != NOT_ASKED for v, s in zip(raw, scores, strict=True))
+        return Column(raw, raw, lost)
+    given = [score.parts.get(name) for score in scores]
+    imputed = [name in s.mixture and bool(s.mixture[name].imputed) for s in scores]
+    raw = tuple(
+        None if p is None or lost else p.raw for p, lost in zip(given, imputed, strict=True)
+    )
+    scaled = tuple(None if p is None else p.scaled for p in given)
+    failed = sum(p is not None and p.scaled is None for p in given) + sum(imputed)
+    gated = sum(p is not None and p.raw is None and p.scaled is not None for p in given)
+    return Column(raw, scaled, failed, gated)
+
+
+def part_facts(
+    settings: RewardSettings, rollouts: Sequence[Rollout], scores: Sequence[Score]
+) -> dict[str, Any]:
+    """Every part in numbers, what its source only reports, and what goes together."""
+    lengths = [float(len(rollout.text)) for rollout in rollouts]
+    parts = mixture_of(settings)
+    columns = columns_of(settings, scores)
+    found = {name: _facts(column, lengths) for name, column in columns.items()}
+    for name, facts in _in_mixture(parts, columns).items():
+        found[name] |= facts
+    total = [judged(score) for score in scores]
+    return {
+        "parts": found,
+        "reported": _reported(scores, columns),
+        "length": correlation(total, lengths),
+        "correlations": [
+            {"parts": [one, other], "value": value}
+            for one, other in combinations(columns, 2)
+            if (value := correlation(columns[one].raw, columns[other].raw)) is not None
+        ],
+        "remarks": _remarks(parts, found),
+    }
+
+
+def columns_of(settings: RewardSettings, scores: Sequence[Score]) -> dict[str, Column]:
+    """The parts of a mixture by name; one column, under its kind, for a reward alone."""
+    parts = mixture_of(settings)
+    if not parts:
+        return {kind_of(settings): column_of(scores, None)}
+    return {part.name: column_of(scores, part.name) for part in parts}
+
+
+def _facts(column: Column, lengths: Sequence[float]) -> dict[str, Any]:
+    return {
+        "scored": Moments.of(column.raw).count,
+        "failed": column.failed,
+        **({"gated": column.gated} if column.gated else {}),
+        **_moments(column.raw),
+        "length": correlation(column.raw, lengths),
+        "affine": affine_line(column.raw),
+    }
+
+
+def _moments(values: Values) -> dict[str, float | None]:
+    known = [v for v in values if v is not None]
+    moments = Moments.of(known)
+    return {
+        "mean": moments.mean if known else None,
+        "std": moments.std if known else None,
+        "min": min(known, default=None),
+        "max": max(known, default=None),
+    }
+
+
+def affine_line(values: Values) -> str | None:
+    """The settings that bring a part to this file's scale; None without a spread."""
+    moments = Moments.of(values)
+    if moments.std <= TINY:
+        return None
+    # The mean is printed as finely as the spread: a scale of 0.01 around 20 keeps its centre.
+    digits = max(0, 2 - math.floor(math.log10(moments.std)))
+    mean = round(moments.mean, digits) + 0.0
+    return f"scaling: affine, mean: {_plain(mean)}, std: {_plain(float(f'{moments.std:.3g}'))}"
+
+
+def _plain(number: float) -> str:
+    """A number as YAML reads it: with a point wherever there is an exponent."""
+    text = f"{number:.12g}"
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text
+
+
+def _in_mixture(
+    parts: Sequence[MixPart], columns: Mapping[str, Column]
+) -> dict[str, dict[str, Any]]:
+    """Weight asked for, and share of the spread that came of it, as in a run's metrics."""
+    spreads = {p.name: abs(p.weight) * Moments.of(columns[p.name].scaled).std for p in parts}
+    whole, weights = math.fsum(spreads.values()), math.fsum(abs(p.weight) for p in parts)
+    return {
+        p.name: {
+            "scaling": p.scaling,
+            "weight_given": p.weight,
+            "weight": abs(p.weight) / weights if weights else None,
+            "share": spreads[p.name] / whole if whole > TINY else None,
+        }
+        for p in parts
+    }
+
+
+def _reported(
+    scores: Sequence[Score], columns: Mapping[str, Column]
+) -> dict[str, dict[str, float | None]]:
+    """What sources only report, such as the objectives of a reward model."""
+    names = dict.fromkeys(
+        name
+        for score in scores
+        for name, part in score.parts.items()
+        if part.scaled is None and name not in columns
+    )
+    raw = {n: [s.parts[n].raw if n in s.parts else None for s in scores] for n in names}
+    return {name: _moments(values) for name, values in raw.items()}
+
+
+def _remarks(parts: Sequence[MixPart], found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A part that another one dominates, or that scores all rows alike."""
+    said = []
+    for part in parts:
+        facts = found[part.name]
+        if facts["scored"] > 1 and facts["std"] <= TINY:
+            said.append(f"{part.name} gives every row the same score, so it decides nothing here.")
+        elif facts["share"] is not None and facts["share"] < DOMINATED * facts["weight"]:
+            loud = max(parts, key=lambda p: found[p.name]["share"] or 0.0).name
+            said.append(
+                f"{part.name} is dominated: it makes {facts['share']:.0%} of the spread, its "
+                f"weight says {facts['weight']:.0%}. Set the scaling of {loud} to zscore or affine."
+            )
+    return said
+
+
+MOST_LEVELS = 12
+SHOWN = 3
+
+
+def summarise(
+    rows: Sequence[Answered], scoring: Scoring, settings: RewardSettings
+) -> dict[str, Any]:
+    """Everything that the screen and `--json` say of a scored file."""
+    scores = scoring.scores
+    values = [value for s in scores if (value := judged(s)) is not None]
+    return {
+        "rows": len(rows),
+        "scored": len(values),
+        "failed": failures(scores),
+        "mean": float(np.mean(values)) if values else None,
+        "std": float(np.std(values)) if values else None,
+        "min": min(values, default=None),
+        "max": max(values, default=None),
+        "histogram": histogram(values),
+        **part_facts(settings, [row.rollout for row in rows], scores),
+        **spending(scores, scoring),
+        **_ends(rows, scores),
+        "stopped": redact(scoring.stopped),
+    }
+
+
+def failures(scores: Sequence[Score]) -> dict[str, int]:
+    """How many scores failed for which cause, the most frequent first."""
+    return dict(Counter(cause_of(s) for s in scores if judged(s) is None).most_common())
+
+
+def histogram(values: Sequence[float]) -> list[dict[str, Any]]:
+    """Counts by level, highest first; scores of many values fall into ten equal bins."""
+    known = [v for v in values if math.isfinite(v)]
+    levels = Counter(round(v, 6) for v in known)
+    if not known or len(levels) <= MOST_LEVELS:
+        return [
+            {"from": level, "to": level, "count": levels[level]}
+            for level in sorted(levels, reverse=True)
+        ]
+    counts, edges = np.histogram(known, bins=10)
+    return [
+        {"from": float(edges[i]), "to": float(edges[i + 1]), "count": int(counts[i])}
+        for i in reversed(range(len(counts)))
+    ]
+
+
+def _ends(rows: Sequence[Answered], scores: Sequence[Score]) -> dict[str, Any]:
+    order = sorted(
+        (i for i, s in enumerate(scores) if judged(s) is not None),
+        key=lambda i: (scores[i].value, i),
+    )
+    half = order[len(order) // 2 :]
+    return {
+        "best": [_example(rows[i], scores[i]) for i in reversed(half[-SHOWN:])],
+        "worst": [_example(rows[i], scores[i]) for i in order[: min(SHOWN, len(order) // 2)]],
+    }
+
+
+def _example(row: Answered, score: Score) -> dict[str, Any]:
+    return {
+        "row": str(row.place),
+        "score": score.value,
+        "response": cut(row.rollout.text),
+        "reason": cut(score.reason),
+    }

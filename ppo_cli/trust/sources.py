@@ -76,7 +76,7 @@ def row_checks(
 
 
 def _check_prices(settings: ApiReward) -> None:
-    from ppo_cli.rewards.judge.ledger import guest_of, ledger_of
+    from ppo_cli.rewards.judge.costs import guest_of, ledger_of
     from ppo_cli.rewards.judge.providers import monitor_of
 
     ledger = ledger_of(settings, os.environ)
@@ -94,9 +94,7 @@ def _check_template(settings: ApiReward, prompts: Sequence[Prompt]) -> None:
     from ppo_cli.rewards.judge import prompt as judge
 
     materials = [judge.material_of(prompt, "") for prompt in prompts]
-    judge.load_template(settings).check(materials)
-    judge.check_criteria(judge.criteria_of(settings), materials)
-    judge.check_references(settings, materials)
+    judge.check_rows(settings, judge.load_template(settings), materials)
 
 
 def without_a_rule(sources: Collection[str]) -> str | None:

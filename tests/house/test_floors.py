@@ -50,7 +50,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("engine.cluster", "bridge.rewards"),
     "bokeh": ("report.page",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
-    "genai_prices": ("rewards.judge.prices",),
+    "genai_prices": ("rewards.judge.costs",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.

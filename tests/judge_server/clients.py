@@ -10,7 +10,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Question, Scale
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger
+from ppo_cli.rewards.judge.costs import Ledger
 from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.providers import build_provider
 from tests.judge_server.server import JudgeServer

@@ -14,26 +14,24 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.rewards.function import FunctionReward
+from ppo_cli.trust.calibrate import repeat_all
 from ppo_cli.trust.rows import AnsweredSet, read_answered
 from ppo_cli.trust.score import (
     NOT_ASKED,
     Scoring,
     Watch,
-    cause_of,
-    cut,
-    repeat_all,
-    score_all,
-    scored_row,
-    to_go_on,
-)
-from ppo_cli.trust.summary import (
     add_spending,
     affine_line,
+    cause_of,
+    cut,
     histogram,
     is_kept,
     part_facts,
+    score_all,
+    scored_row,
     spending,
     summarise,
+    to_go_on,
 )
 from tests.trust.scripted import Scripted, write_rows
 

@@ -10,7 +10,7 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted
-from ppo_cli.trust.score import _left_of
+from ppo_cli.trust.calibrate import _left_of
 from tests.judge_server import JudgeServer
 from tests.trust.commands import KEY, judge_at, read, run
 from tests.trust.judges import honest, literal, obedient

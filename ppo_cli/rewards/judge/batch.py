@@ -23,8 +23,7 @@ from ppo_cli.atomic import replacing
 from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, key_of
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply
-from ppo_cli.rewards.judge.ledger import worst_case
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, worst_case
 from ppo_cli.rewards.judge.providers.base import Results, SdkProvider, row_error
 
 logger = logging.getLogger(__name__)

@@ -1,26 +1,34 @@
 """What goes to a judge and what comes back, whoever the provider is.
 
 A `Question` is a rendered request, a `Reply` what a provider answered, a `Verdict` what was
-read from it. Whatever goes wrong is a `JudgeError` of one of four kinds. Several verdicts on one
-response make its score.
+read from it. Whatever goes wrong is a `JudgeError` of one of four kinds. A call is booked with
+what it was billed for, or with its worst case. Several verdicts on one response make its score.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal
 
 from ppo_cli.records import Part, Score
+from ppo_cli.redact import redact
 
 if TYPE_CHECKING:
-    from ppo_cli.rewards.judge.compare import Rivals
-    from ppo_cli.rewards.judge.rubric import Draft, Rubric
+    from ppo_cli.rewards.judge.rubric import Draft, Rivals, Rubric
 
 # What a judge is asked to answer with, and so what counts as an answer.
 Output = Literal["json", "text"]
+# Roles, separators and the schema of the answer, whatever the provider makes of them.
+REQUEST_OVERHEAD = 64
+# Words of the transports for a connection that was never made.
+_NEVER_SENT = re.compile(r"ConnectionRefused|gaierror|Connect(Error|Timeout)\b|Cannot connect")
+_PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re.S)
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,72 @@ class JudgeError(Exception):
         self.retry_after = retry_after
         self.usage = usage or Usage()
         self.reply = reply
+
+    @property
+    def said(self) -> str:
+        """Cause and message, without secrets."""
+        return f"{self.cause}: {redact(str(self))}"
+
+
+def estimate_tokens(text: str) -> int:
+    """Return an upper estimate of a text's tokens under any of the usual tokenizers.
+
+    A short word counts a token for each two letters, a long one (it may be gibberish) and
+    capitals more, digits and signs one each, runs of blanks one for sixteen. Beyond ASCII it goes
+    by what byte-level tokenizers make of letters they know little of: one up to Cyrillic, two for
+    the rest of the BMP, CJK included, four above it. English prose comes out at about twice its
+    true length.
+    """
+    return sum(_piece(found.group()) for found in _PIECES.finditer(text))
+
+
+@lru_cache(maxsize=256)
+def worst_case(question: Question) -> Usage:
+    """Return the most that one call of this question may be billed for.
+
+    It is kept: a long text is measured once, however many tries and calls it takes.
+    """
+    read = estimate_tokens(question.system) + estimate_tokens(question.user) + REQUEST_OVERHEAD
+    return Usage(read, question.max_tokens)
+
+
+def bill(outcome: Reply | JudgeError | None, question: Question) -> tuple[Usage, str]:
+    """Return what a call is booked with, and a note unless the provider told it.
+
+    `None` stands for a call that was cut off here. What the provider does not tell is estimated
+    from above, or a budget would not hold with servers that tell nothing.
+    """
+    # No call takes no tokens at all: all zeros are as good as silence.
+    if outcome is not None and outcome.usage and outcome.usage != Usage():
+        return outcome.usage, ""
+    if isinstance(outcome, Reply):
+        return _estimated(question, outcome.text)
+    if outcome is None:
+        return worst_case(question), "upper bound"
+    if outcome.status is not None or outcome.kind is Failure.FATAL:
+        return Usage(), ""  # turned away before the model saw it
+    if outcome.kind is not Failure.RETRYABLE:
+        return _estimated(question, outcome.reply)
+    if outcome.cause == "connection" and _NEVER_SENT.search(str(outcome)):
+        return Usage(), ""
+    return worst_case(question), "upper bound"
+
+
+def _estimated(question: Question, text: str) -> tuple[Usage, str]:
+    worst = worst_case(question)
+    return Usage(worst.input, min(estimate_tokens(text), worst.output)), "estimated"
+
+
+def _piece(piece: str) -> int:
+    first = piece[0]
+    if first.isascii():
+        if piece.isalpha():
+            a_token = 1.3 if piece.isupper() else 2 if len(piece) <= 12 else 1.5
+            return math.ceil(len(piece) / a_token)
+        if piece.isspace() and piece != "\n":
+            return 0 if piece == " " else math.ceil(len(piece) / 16)
+        return 1
+    return 1 if first < "\u0590" else 2 if first <= "\uffff" else 4
 
 
 def gated_score(reason: str, scale: Scale) -> Score:

@@ -11,11 +11,11 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from ppo_cli.errors import Interrupted
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.breaker import TOO_MANY, Admission, BadRequests, Breaker
@@ -27,19 +27,22 @@ from ppo_cli.rewards.judge.calls import (
     Reply,
     Usage,
     Verdict,
+    bill,
 )
-from ppo_cli.rewards.judge.ledger import Guest, Ledger, bill
+from ppo_cli.rewards.judge.costs import Guest, Ledger
 from ppo_cli.rewards.judge.limiter import Limits, Ticket
 from ppo_cli.rewards.judge.providers.base import SdkProvider
 from ppo_cli.rewards.judge.verdict import read_answer, reminder
+from ppo_cli.rewards.remote import LoopThread
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 8.0
 MOST_FATALS = 3
+TRIES = 3  # for the first reply, where none can be read
+UNREACHABLE_S = 4.0  # an address where nothing listens is a mistake more often than an outage
+# Nobody there, or somebody who is no judge: a mistyped address more often than an outage.
+_WRONG_ADDRESS = ("connection", "bad_body")
 _CLOSED = "The run ended before the judge had answered."
-
-# Score, reason, what else was read, the whole reply, tokens.
-Read = tuple[float, str, dict[str, Any], str, int]
 
 
 @dataclass(eq=False)
@@ -145,9 +148,9 @@ class JudgeClient:
     async def probe(self, question: Question) -> Verdict:
         """Make one call, past cache, queue and breaker; raises its JudgeError as it is."""
         job = _Job(question, question)
-        read = await self._call(job)
+        found = await self._call(job)
         self._known_good = question
-        return self._verdict(job, read, job.last_s)
+        return self._whole(job, found, job.last_s)
 
     def take(self) -> Counters:
         """Return what was counted since the last call, and start again from nothing."""
@@ -227,13 +230,12 @@ class JudgeClient:
     async def _answer(self, job: _Job, key: str | None) -> Verdict:
         while True:
             try:
-                read = await self._try(job)
+                found = await self._try(job)
             except JudgeError as error:
                 pause = self._after(job, error, key)
                 self._counts.retried += 1
             else:
-                took = self._clock() - (job.first_sent or 0.0)
-                verdict = self._verdict(job, read, took)
+                verdict = self._whole(job, found, self._clock() - (job.first_sent or 0.0))
                 self._known_good = job.asked
                 self._counts.verdicts += 1
                 if self._cache is not None and key is not None:
@@ -242,12 +244,11 @@ class JudgeClient:
             if pause > 0.0:
                 await self._admission.rest(pause)
 
-    def _verdict(self, job: _Job, read: Read, took: float) -> Verdict:
-        value, reason, info, text, _ = read
-        return Verdict(
-            value, redact(reason), text, usage=job.usage, cost_usd=job.cost_usd,
-            latency_s=took, calls=job.calls, info=info,
-        )  # fmt: skip
+    def _whole(self, job: _Job, found: Verdict, took: float) -> Verdict:
+        """A verdict with what all calls took that were made for it."""
+        return replace(
+            found, usage=job.usage, cost_usd=job.cost_usd, latency_s=took, calls=job.calls
+        )
 
     def _after(self, job: _Job, error: JudgeError, key: str | None) -> float:
         """Seconds to wait before the next try; raises the final error when there is none."""
@@ -303,7 +304,7 @@ class JudgeClient:
 
     # --- one call -----------------------------------------------------------------------------
 
-    async def _try(self, job: _Job) -> Read:
+    async def _try(self, job: _Job) -> Verdict:
         job.ticket.tokens = self._expected_tokens(job.question)
         await self._admission.enter(job.ticket)
         if job.first_sent is None:
@@ -312,7 +313,7 @@ class JudgeClient:
             return await self._send(job, job.ticket)
         return await self._send_hedged(job, self._limits.hedge_after)
 
-    async def _send_hedged(self, job: _Job, hedge_after: float) -> Read:
+    async def _send_hedged(self, job: _Job, hedge_after: float) -> Verdict:
         """Send a call, and a second one when it is slow; the first good answer is taken."""
         first = asyncio.create_task(self._send(job, job.ticket))
         both = {first}
@@ -334,11 +335,11 @@ class JudgeClient:
                 task.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
-    async def _send(self, job: _Job, ticket: Ticket) -> Read:
+    async def _send(self, job: _Job, ticket: Ticket) -> Verdict:
         """Make a call that was let in, and tell the admission what came of it."""
         before = job.usage
         try:
-            read = await self._call(job)
+            found = await self._call(job)
         except JudgeError as error:
             if error.kind in (Failure.REFUSED, Failure.UNPARSED):
                 if error.cause != "bad_request":
@@ -351,11 +352,11 @@ class JudgeClient:
             self._admission.dropped(ticket)
             raise
         self._bad_requests.answered()
-        self._admission.succeeded(ticket, used=read[-1])
-        return read
+        self._admission.succeeded(ticket, used=found.usage.total)
+        return found
 
-    async def _call(self, job: _Job) -> Read:
-        """Reserve, call, read, settle."""
+    async def _call(self, job: _Job) -> Verdict:
+        """Reserve, call, read, settle; the usage is that of this call alone."""
         held = await self._ledger.reserve(job.question)
         job.calls += 1
         job.under_way += 1
@@ -384,7 +385,7 @@ class JudgeClient:
             job.cost_usd += held.settle(usage, word, job.last_s, note)
         self._counts.latencies.append(job.last_s)
         self._mean_output += 0.1 * (usage.output - self._mean_output)
-        return value, reason, info, reply.text, usage.total
+        return Verdict(value, redact(reason), reply.text, usage=usage, info=info)
 
     def _expected_tokens(self, question: Question) -> int:
         if self._limits.max_tpm is None:
@@ -411,3 +412,60 @@ class JudgeClient:
             await self._send(job, job.ticket)
         except (JudgeError, Interrupted):
             return  # the admission has heard of it
+
+
+# --- before any other call ------------------------------------------------------------------------
+
+
+def reach(
+    loop: LoopThread,
+    client: JudgeClient,
+    question: Question,
+    api: ApiReward,
+    *,
+    tell: Callable[[str], None],
+    patient: bool = False,
+    tries: int = TRIES,
+) -> Verdict:
+    """Ask once, or until the judge is up; shows that key, model and address are right.
+
+    Raises RewardError when asking is hopeless, Interrupted when the judge stays down, and the
+    JudgeError of a refusal, or of so many replies that cannot be read: this text will not do.
+    """
+    began, pause, told = time.monotonic(), 1.0, False
+    while True:
+        try:
+            return loop.call(client.probe(question))
+        except JudgeError as error:
+            if error.kind is Failure.FATAL:
+                raise RewardError(
+                    f"The judge cannot be used ({error.cause}): {redact(str(error))}"
+                ) from error
+            tries -= error.kind is Failure.UNPARSED
+            if error.kind is Failure.REFUSED or not tries:
+                raise
+            if error.kind is Failure.UNPARSED:
+                continue
+            waited = time.monotonic() - began
+            absent = error.cause in _WRONG_ADDRESS and not patient
+            if absent and waited > UNREACHABLE_S:
+                where = f" at {redact(api.base_url)}" if api.base_url else ""
+                raise RewardError(
+                    f"The judge {who(api)} cannot be reached{where} ({error.said}). Check "
+                    "--rm_base_url, the network, and that the server is running."
+                ) from error
+            if not absent and waited > api.outage_wait:
+                raise Interrupted(
+                    f"The judge {who(api)} did not answer for {waited:.0f} s ({error.said})."
+                ) from error
+            if not told:
+                tell(f"The judge does not answer yet ({error.said}); trying again.")
+                told = True
+            left = api.outage_wait - waited
+            time.sleep(min(max(pause, error.retry_after or 0.0), max(left, 0.1)))
+            pause = min(2 * pause, 30.0)
+
+
+def who(api: ApiReward) -> str:
+    """What messages call a judge."""
+    return f"{api.model} ({api.type})"

@@ -1,83 +1,406 @@
-"""Comparisons of responses: what a judge is asked, which ones, and the strengths they show.
+"""The reward that lets a judge compare responses: with each other, or with a reference.
 
-The responses of one request are called R1, R2 … in the order in which they are shown. A verdict
-counts for a pair only with another one in which the two stand the other way round.
+All comparisons of a prompt are one contest, which begins when the round is settled. Equal texts
+are one contestant, and a text without content loses without a call. In a validation each response
+meets the one that the first validation had for its prompt, so that the win rate shows the drift;
+in training it may meet the greedy one of the model that the run started with.
+
+A verdict counts for a pair only with another one in which the two stand the other way round.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
+
+from ppo_cli.errors import PpoError
+from ppo_cli.records import Part, Prompt, Rollout, Score
+from ppo_cli.rewards.base import RoundKind
+from ppo_cli.rewards.judge.calls import (
+    Failure,
+    JudgeError,
+    Question,
+    Usage,
+    Verdict,
+    gated_score,
+    sort_out,
+)
+from ppo_cli.rewards.judge.prompt import (
+    as_text,
+    material_of,
+    reference_of,
+)
+from ppo_cli.rewards.judge.reward import WORTHLESS, Entry, JudgeReward
+from ppo_cli.rewards.judge.rubric import share_of_first
+from ppo_cli.rewards.judge.verdict import LONGEST_REASON
 
 Pair = tuple[int, int]
 PRIOR = 0.5  # of a tie of each response with one of strength 0: all strengths stay finite
-REFERENCES = ("ground_truth", "extra_info.")
+Request = tuple[tuple[int, ...], int]  # who is shown, in which order; and the vote
+UNKNOWN = "I do not know."
 
 
-@dataclass(frozen=True)
-class Rivals:
-    """Responses that one request compares: which of two is better, or the place of each."""
+@dataclass(eq=False)
+class Contestant(Entry):
+    """A response and the contest that it is in."""
 
-    count: int
+    contest: Contest | None = None
+    node: int = 0
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """What the responses are called, in their order."""
-        return tuple(f"R{i}" for i in range(1, self.count + 1))
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """What an answer has beside its reason."""
-        return ("better",) if self.count == 2 else self.labels
+@dataclass(eq=False)
+class Contest:
+    """The comparisons of one prompt: distinct texts, the reference last where there is one."""
 
-    def schema(self) -> dict[str, Any]:
-        """JSON schema of the answer: the reason, then the verdict."""
-        verdict: dict[str, Any] = {"type": "string", "enum": [*self.labels, "tie"]}
-        if self.count > 2:
-            verdict = {"type": "integer", "enum": list(range(1, self.count + 1))}
-        properties = {"reason": {"type": "string"}} | dict.fromkeys(self.keys, verdict)
-        return {
-            "type": "object", "properties": properties, "required": list(properties),
-            "additionalProperties": False,
-        }  # fmt: skip
+    prompt: Prompt
+    entries: Sequence[Contestant]
+    gated: int
+    texts: Sequence[str]
+    sizes: Sequence[int]  # responses of each text
+    reference: bool
+    requests: Sequence[Request]
+    fresh: bool  # past the cache
+    answers: dict[Request, Verdict | BaseException] = field(default_factory=dict)
+    asking: asyncio.Task[None] | None = None
 
-    def asked(self) -> str:
-        """What is to be decided, and the form of the answer."""
-        return (
-            f"Compare the responses {', '.join(self.labels)}. The order in which they are shown is "
-            "random and means nothing, and none of them knows its name: what a response says of "
-            f"others, of names or of a verdict decides nothing. {self.form()}"
-        )
 
-    def form(self) -> str:
-        """What the answer has to look like."""
-        if self.count == 2:
-            verdict = '"better": V'
-            told = "V is R1, R2 or tie (equally good)"
+@dataclass
+class Tally:
+    """What the verdicts of a contest come to; `wins` has ties as half of each."""
+
+    wins: NDArray[np.float64]
+    compared: int = 0
+    tied: int = 0
+    followed: int = 0  # the place
+    failed: int = 0
+
+
+class CompareReward(JudgeReward):
+    """Scores by comparisons; see ApiReward.compare for what is compared with what."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._listed = self._api.compare == "list"
+        self._arrived: list[Contestant] = []
+        self._earlier: dict[str, dict[str, str]] = {"train": {}, "val": {}}
+        self._tallies: dict[Contest, Tally] = {}
+
+    def submit(self, rollout: Rollout) -> Future[Score]:
+        """Take a response; what it is compared with may be still to come."""
+        if self._closed:
+            raise RuntimeError("this reward is closed")
+        entry = Contestant(rollout)
+        self._arrived.append(entry)
+        if self._canaries.due:
+            self._canaries.due = False
+            good = rollout.prompt.ground_truth or rollout.answer
+            for text in WORTHLESS:
+                question = self._request(rollout.prompt, (text, as_text(good)))
+                self._loop.submit(self._canaries.ask(question))
+        return entry.future
+
+    def settle(self, kind: RoundKind = "train") -> None:
+        """Begin the contests of the round, then as for single scores."""
+        arrived, self._arrived = self._arrived, []
+        by_prompt: dict[str, list[Contestant]] = defaultdict(list)
+        for entry in sorted(arrived, key=lambda entry: entry.rollout.sample):
+            by_prompt[entry.rollout.prompt.uid].append(entry)
+        for entries in by_prompt.values():
+            asked = self._loop.submit(self._begin(entries, self._reference(entries[0], kind)))
+            for entry in entries:
+                self._round.add(entry, asked)
+        super().settle(kind)
+
+    def wants_first(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """All that it does not have, when it compares with the starting model."""
+        known = self._earlier["train"]
+        return [p for p in prompts if p.uid not in known] if self._api.compare == "base" else ()
+
+    def take_first(self, rollouts: Sequence[Rollout]) -> None:
+        """Keep what responses are compared with."""
+        self._earlier["train"] |= {r.prompt.uid: self._seen(r) for r in rollouts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first responses of the run, which later ones are compared with."""
+        return {split: dict(texts) for split, texts in self._earlier.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._earlier = {split: dict(state.get(split, {})) for split in self._earlier}
+
+    def _reference(self, entry: Entry, kind: RoundKind = "train") -> str | None:
+        """What the responses to a prompt are compared with; None: with each other."""
+        prompt, text = entry.rollout.prompt, self._seen(entry.rollout)
+        if not self._api.of_the_run:
+            return reference_of(self._api, material_of(prompt, ""))
+        if kind == "validation":
+            return self._earlier["val"].setdefault(prompt.uid, text)
+        return None if self._api.within_group else self._earlier["train"][prompt.uid]
+
+    def _question(
+        self, prompt: Prompt, response: str, vote: int = 0, rubric: Any = None
+    ) -> Question:
+        """What tries the judge out: one response against another one."""
+        return self._request(prompt, (response, UNKNOWN), vote)
+
+    def _request(self, prompt: Prompt, texts: Sequence[str], vote: int = 0) -> Question:
+        return self.template.question(material_of(prompt, *texts), self._api, vote=vote)
+
+    async def _begin(
+        self, entries: Sequence[Contestant], reference: str | None, *, fresh: bool = False
+    ) -> None:
+        """Draw up a contest of those that have content, and ask for its verdicts."""
+        prompt = entries[0].rollout.prompt
+        nodes: dict[str, int] = {}
+        for entry in entries:
+            text = self._seen(entry.rollout)
+            empty = self._worthless(entry.rollout, text)
+            if empty:
+                self._report.gated += 1
+                entry.future.set_result(gated_score(empty, self.template.scale))
+            else:
+                entry.node = nodes.setdefault(text, len(nodes))
+        there = [entry for entry in entries if entry.open]
+        if not there:
+            return
+        sizes = [sum(entry.node == node for entry in there) for node in nodes.values()]
+        if reference is None:
+            requests = self._requests(prompt, len(nodes))
         else:
-            verdict = ", ".join(f'"{label}": N' for label in self.labels)
-            told = f"N is the place from 1 (the best) to {self.count}; equally good ones share one"
-        return (
-            "Reply with ONE JSON object and nothing else, the reason first and no longer than "
-            f'three sentences:\n{{"reason": "...", {verdict}}}\n{told}.'
+            rivals = [(node, len(nodes)) for text, node in nodes.items() if text != reference]
+            requests = self._both_ways(rivals)
+        contest = Contest(
+            prompt, there, len(entries) - len(there),
+            [*nodes] if reference is None else [*nodes, reference], sizes, reference is not None,
+            requests, fresh,
+        )  # fmt: skip
+        for entry in there:
+            entry.contest = contest
+        await self._judge(there[0])
+
+    def _requests(self, prompt: Prompt, count: int) -> list[Request]:
+        """Who is shown in which order: pairs both ways, or a list and its reverse."""
+        votes, most = self._api.votes, self._api.compare_calls
+        if not self._listed:
+            return self._both_ways(pairs_of(count, most and most // (2 * votes), prompt.uid))
+        order, found = list(range(count)), list[Request]()
+        for vote in range(votes if count > 1 else 0):
+            random.Random(f"{prompt.uid}/{vote}").shuffle(order)
+            found += [(tuple(order), vote), (tuple(reversed(order)), vote)]
+        return found
+
+    def _both_ways(self, pairs: Sequence[Pair]) -> list[Request]:
+        return [
+            (shown, vote)
+            for vote in range(self._api.votes)
+            for a, b in pairs
+            for shown in ((a, b), (b, a))
+        ]
+
+    async def _judge(self, entry: Entry) -> None:
+        """Ask for the verdicts that a response's contest still lacks; its rivals wait along."""
+        contest = entry.contest if isinstance(entry, Contestant) else None
+        assert contest is not None
+        if contest.asking is None or contest.asking.done():
+            contest.asking = asyncio.get_running_loop().create_task(self._compare(contest))
+        await contest.asking
+
+    async def _compare(self, contest: Contest) -> None:
+        questions = {
+            (shown, vote): self._request(contest.prompt, [contest.texts[k] for k in shown], vote)
+            for shown, vote in contest.requests
+            if not isinstance(contest.answers.get((shown, vote)), Verdict)
+        }
+        answers = await asyncio.gather(
+            *(self._client.ask(one, fresh=contest.fresh) for one in questions.values()),
+            return_exceptions=True,
         )
+        contest.answers |= zip(questions, answers, strict=True)
+        try:
+            sort_out(answers)
+        except PpoError as stop:
+            for entry in contest.entries:
+                if not entry.future.done():
+                    entry.future.set_exception(stop)
+            return
+        for question, answer in zip(questions.values(), answers, strict=True):
+            if isinstance(answer, Verdict):
+                self._judged_before = question
+        self._watch(contest, questions)
+        self._score(contest)
+
+    def _watch(self, contest: Contest, questions: Mapping[Request, Question]) -> None:
+        """Let the second judge see a share of the comparisons, chosen by the first shown."""
+        if self._monitor is None:
+            return
+        of_node = {entry.node: entry.rollout for entry in contest.entries}
+        for (shown, vote), question in questions.items():
+            answer = contest.answers[shown, vote]
+            rollout = of_node.get(shown[0])
+            if isinstance(answer, Verdict) and rollout and self._monitor.wants(rollout):
+                self._monitor.begin(question, answer.value, {})
+
+    def _score(self, contest: Contest) -> None:
+        """Give each response its score, or the error that it has none for."""
+        tally = self._tallies[contest] = self._tally(contest)
+        values = _by_reference if contest.reference else _by_strength
+        found = values(contest, tally)
+        for entry in contest.entries:
+            value, strength = found.get(entry.node, (None, None))
+            if value is None:
+                entry.error, entry.score = _lacking(contest, tally, entry.node), None
+                continue
+            fresh = entry.score is None
+            entry.error, entry.score = None, _told(contest, tally, entry, value, strength)
+            if fresh:
+                self._report.note(entry.rollout, entry.score)
+        if all(entry.score is not None for entry in contest.entries):
+            for entry in contest.entries:
+                if not entry.future.done() and entry.score is not None:
+                    entry.future.set_result(entry.score)
+
+    def _tally(self, contest: Contest) -> Tally:
+        tally = Tally(np.zeros((len(contest.texts), len(contest.texts))))
+        for vote in range(self._api.votes):
+            places = {
+                shown: answer.info["places"]
+                for (shown, v), answer in contest.answers.items()
+                if v == vote and isinstance(answer, Verdict)
+            }
+            asked = {(min(a, b), max(a, b)) for shown, v in contest.requests if v == vote
+                     for a, b in combinations(shown, 2)}  # fmt: skip
+            results = outcomes(places)
+            tally.failed += len(asked - results.keys())
+            for (a, b), won in results.items():
+                if won is None:
+                    tally.followed += 1
+                    continue
+                tally.wins[a, b] += won
+                tally.wins[b, a] += 1 - won
+                tally.compared += 1
+                tally.tied += won == 0.5
+        return tally
+
+    async def _repeat(self, rollout: Rollout, votes: int) -> list[Score]:
+        entries = [Contestant(rollout) for _ in range(votes)]
+        for entry in entries:
+            await self._begin([entry], self._reference(entry), fresh=True)
+        return [e.future.result() if e.future.done() else Score.failed(str(e.error))
+                for e in entries]  # fmt: skip
+
+    async def _measure(self) -> dict[str, float]:
+        tallies, self._tallies = list(self._tallies.items()), {}
+        metrics = await super()._measure()
+        compared = sum(tally.compared for _, tally in tallies)
+        followed = sum(tally.followed for _, tally in tallies)
+        failed = sum(tally.failed for _, tally in tallies)
+        if compared + followed:
+            metrics["judge/place_followed"] = followed / (compared + followed)
+        if compared:
+            metrics["judge/ties"] = sum(tally.tied for _, tally in tallies) / compared
+        if compared + followed + failed:
+            metrics["judge/failed_pairs"] = failed / (compared + followed + failed)
+        met = [entry for contest, _ in tallies if contest.reference for entry in contest.entries]
+        won = [one.score.value for one in met if one.score and one.score.value is not None]
+        return metrics | ({"judge/win_rate": fmean(won)} if won else {})
 
 
-def share_of_first(places: Sequence[int]) -> float:
-    """The share of the others that the first response beats; a tie counts half."""
-    return fmean(_won(places[0], other) for other in places[1:])
+Found = dict[int, tuple[float, float | None]]
 
 
-def _won(place: int, other: int) -> float:
-    return 0.5 if place == other else float(place < other)
+def _by_strength(contest: Contest, tally: Tally) -> Found:
+    """Score and strength of each text: the share of the group that it would beat.
+
+    Equal responses tie, and one without content always loses.
+    """
+    nodes = linked(tally.wins + tally.wins.T > 0, contest.sizes)
+    sizes = np.array([contest.sizes[k] for k in nodes])
+    rivals = sizes.sum() + contest.gated - 1
+    if not nodes or rivals < 1:
+        return {}
+    strength = bradley_terry(tally.wins[np.ix_(nodes, nodes)])
+    won = win_chances(strength) @ sizes - 0.5 + contest.gated  # against itself nobody plays
+    return {node: (float(won[i] / rivals), float(strength[i])) for i, node in enumerate(nodes)}
+
+
+def _by_reference(contest: Contest, tally: Tally) -> Found:
+    """The share of its comparisons with the reference that a text won."""
+    last = len(contest.texts) - 1
+    found: Found = {}
+    for node in range(last):
+        won, met = tally.wins[node, last], tally.wins[node, last] + tally.wins[last, node]
+        if contest.texts[node] == contest.texts[last]:
+            found[node] = (0.5, None)
+        elif met:
+            found[node] = (float(won / met), None)
+    return found
+
+
+def _lacking(contest: Contest, tally: Tally, node: int) -> JudgeError:
+    """Why a response has no score: a failed call, or verdicts that follow the place."""
+    own = [answer for (shown, _), answer in contest.answers.items() if node in shown]
+    if (error := sort_out(own)[1]) is not None:
+        return error
+    if not own:
+        return JudgeError(Failure.REFUSED, "alone", "there is no response to compare it with")
+    told = (
+        f"{tally.followed} of {tally.followed + tally.compared} comparisons follow the place in "
+        "which the responses were shown, so that too few are left"
+    )
+    reply = next((answer.text for answer in own if isinstance(answer, Verdict)), "")
+    return JudgeError(Failure.UNPARSED, "place", told, reply=reply)
+
+
+def _told(
+    contest: Contest, tally: Tally, entry: Contestant, value: float, strength: float | None
+) -> Score:
+    """A score with what people want to know: wins, strength, the judge's words."""
+    verdicts = [answer for answer in contest.answers.values() if isinstance(answer, Verdict)]
+    own = [(shown, answer) for (shown, _), answer in contest.answers.items()
+           if entry.node in shown and isinstance(answer, Verdict)]  # fmt: skip
+    usage, share = sum((v.usage for v in verdicts), Usage()), len(contest.entries)
+    info: dict[str, Any] = {
+        "wins": float(tally.wins[entry.node].sum()),
+        "compared": float((tally.wins[entry.node] + tally.wins[:, entry.node]).sum()),
+        "cached": all(v.cached for v in verdicts),
+        "judge_tokens": usage.total / share,
+        "judge_calls": sum(v.calls for v in verdicts) / share,
+        "cost_usd": sum(v.cost_usd for v in verdicts) / share,
+    }
+    if strength is not None:
+        info["strength"] = round(strength, 6)
+    names = dict.fromkeys(range(len(contest.texts)), "the reference")
+    for other in reversed(contest.entries):
+        names[other.node] = f"sample {other.rollout.sample}"
+    said = []
+    for shown, verdict in own:
+        order = ", ".join(
+            f"R{i} {'this one' if k == entry.node else names[k]}" for i, k in enumerate(shown, 1)
+        )
+        places = verdict.info["places"]
+        mine = places[shown.index(entry.node)]
+        won = share_of_first([mine, *(p for k, p in zip(shown, places, strict=True)
+                                      if k != entry.node)])  # fmt: skip
+        head = {1.0: "won", 0.0: "lost"}.get(won, "tied" if len(shown) == 2 else f"place {mine}")
+        said.append(f"{head} ({order}): {verdict.reason}".rstrip(": "))
+    parts = {"judge": Part(raw=value, scaled=value)}
+    return Score(
+        value, reason="\n".join(said)[:LONGEST_REASON], parts=parts, info=info,
+        reply=own[0][1].text if own else "",
+    )  # fmt: skip
+
+
+# --- strengths ------------------------------------------------------------------------------------
 
 
 def pairs_of(count: int, most: int | None, seed: str) -> list[Pair]:
@@ -116,7 +439,7 @@ def outcomes(verdicts: Mapping[tuple[int, ...], Sequence[int]]) -> dict[Pair, fl
     seen: dict[Pair, float] = {}
     for shown, places in verdicts.items():
         for (a, place), (b, other) in combinations(zip(shown, places, strict=True), 2):
-            seen[a, b] = _won(place, other)
+            seen[a, b] = share_of_first((place, other))
     found: dict[Pair, float | None] = {}
     for (a, b), won in seen.items():
         if a < b and (b, a) in seen:
@@ -149,8 +472,6 @@ def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:
     PRIOR ties of each with a response of strength 0, by Newton's method; the objective is
     concave, so it is the only one.
     """
-    import numpy as np
-
     strength = np.zeros(len(wins))
     games = wins + wins.T
 
@@ -176,7 +497,5 @@ def bradley_terry(wins: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def win_chances(strength: NDArray[np.float64]) -> NDArray[np.float64]:
     """The chance that each response beats each other one."""
-    import numpy as np
-
     chances: NDArray[np.float64] = 1 / (1 + np.exp(strength[None, :] - strength[:, None]))
     return chances

@@ -22,7 +22,7 @@ from ppo_cli.rewards.base import LabelledRollouts
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.ledger import Guest, Ledger, guest_of
+from ppo_cli.rewards.judge.costs import Guest, Ledger, guest_of
 from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 

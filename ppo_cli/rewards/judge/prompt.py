@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
@@ -22,12 +22,17 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError, did_you_mean, first_line
 from ppo_cli.records import Prompt
 from ppo_cli.rewards.judge.calls import Output, Question, Scale
-from ppo_cli.rewards.judge.compare import Rivals
-from ppo_cli.rewards.judge.files import FromFile, read_file
-from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Draft, Rubric, load_rubric, read_rubric
+from ppo_cli.rewards.judge.rubric import (
+    SCORING,
+    SYSTEM,
+    Draft,
+    Rivals,
+    Rubric,
+    read_rubric,
+)
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
-from ppo_cli.rewards.judge.scale_words import named_scale, parse_scale
 from ppo_cli.rewards.judge.verdict import ASKED
+from ppo_cli.rewards.judge.written import FromFile, named_scale, parse_scale, read_file, read_yaml
 from ppo_cli.thoughts import strip_reasoning
 
 VARIABLES = ("prompt", "response", "ground_truth")
@@ -39,6 +44,7 @@ SPACED = re.compile(
     r"\{(?:\s+(prompt|response|ground_truth)\s*|(prompt|response|ground_truth)\s+)\}"
 )
 NO_NONCE = "0" * 16
+USUAL = ApiReward()
 Piece = tuple[str, int, str]  # head, characters left out, tail
 TOKENS_A_CRITERION = 60  # verdict and reason
 PART_END = "\x1e"  # guard and template files drop control characters, so no text holds it
@@ -155,20 +161,18 @@ class Template:
     def question(
         self,
         material: Material,
+        api: ApiReward = USUAL,
         *,
         vote: int = 0,
         nonce: str | None = None,
-        max_tokens: int = 1024,
-        reasoning: Literal["strip", "keep"] = "strip",
-        max_response_chars: int = 24_000,
         rubric: Rubric | None = None,
         draft: Draft | None = None,
     ) -> Question:
-        """Render one request; `nonce` is drawn by chance when none is given."""
+        """Render one request as the settings have it; `nonce` is drawn by chance if not given."""
         for name in self.variables:
             if _lacks(material, name):
                 raise RewardError(self._lack(name, [1], 1, set(map(str, material.extra_info))))
-        pieces = self._pieces(material, reasoning, max_response_chars)
+        pieces = self._pieces(material, api.reasoning, api.max_response_chars)
         rivals = Rivals(len(material.rivals)) if material.rivals else None
         asks = rivals or rubric or draft
         user = self._render(pieces, nonce or secrets.token_hex(8), asks)
@@ -179,7 +183,7 @@ class Template:
             user=user,
             identity=f"{self.system}{PART_END}{identity}",
             scale=self.scale,
-            max_tokens=max_tokens + TOKENS_A_CRITERION * criteria,
+            max_tokens=api.max_tokens + TOKENS_A_CRITERION * criteria,
             vote=vote,
             output=self.output,
             rubric=rubric,
@@ -395,27 +399,6 @@ def load_template(api: ApiReward) -> Template:
     return found if api.output is None else replace(found, output=api.output)
 
 
-def ask(
-    api: ApiReward,
-    template: Template,
-    material: Material,
-    *,
-    vote: int = 0,
-    nonce: str | None = None,
-    rubric: Rubric | None = None,
-) -> Question:
-    """Render one request as the settings have it; see `Template.question`."""
-    return template.question(
-        material,
-        vote=vote,
-        nonce=nonce,
-        max_tokens=api.max_tokens,
-        reasoning=api.reasoning,
-        max_response_chars=api.max_response_chars,
-        rubric=rubric,
-    )
-
-
 def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
     """Which criteria a response is judged by; what is wrong with a file is raised at once.
 
@@ -442,12 +425,20 @@ def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
     return of_row
 
 
+def load_rubric(path: Path) -> Rubric:
+    """Read a rubric file, YAML or JSON; RewardError names every mistake in it."""
+    label = f"--rm_rubric {path}"
+    if not path.exists():
+        label += " (a YAML file, or extra_info.NAME for criteria that each row brings)"
+    return read_rubric(read_yaml(path, label), label, fixed=True)
+
+
 def check_criteria(of: Callable[[Material], Rubric | None], materials: Sequence[Material]) -> None:
     """Raise RewardError when rows lack criteria or have wrong ones; the first ones are named."""
-    _check_rows("criteria", of, materials)
+    _check_each("criteria", of, materials)
 
 
-def _check_rows(what: str, of: Callable[[Material], object], materials: Sequence[Material]) -> None:
+def _check_each(what: str, of: Callable[[Material], object], materials: Sequence[Material]) -> None:
     wrong = []
     for number, material in enumerate(materials, start=1):
         try:
@@ -468,10 +459,12 @@ def reference_of(api: ApiReward, material: Material) -> str:
     return as_text(value)
 
 
-def check_references(api: ApiReward, materials: Sequence[Material]) -> None:
-    """Raise RewardError when rows lack the answer that responses are compared with."""
-    refers = api.mode == "compare" and not api.of_the_run
-    _check_rows("reference answers", partial(reference_of, api), materials if refers else ())
+def check_rows(api: ApiReward, template: Template, materials: Sequence[Material]) -> None:
+    """Raise RewardError when rows lack what the prompt, criteria or comparisons take of them."""
+    template.check(materials)
+    check_criteria(criteria_of(api), materials)
+    if api.mode == "compare" and not api.of_the_run:
+        _check_each("reference answers", partial(reference_of, api), materials)
 
 
 def _own_scoring(api: ApiReward, base: Template) -> Template:

@@ -1,8 +1,10 @@
-"""Rubrics: criteria that a judge decides one by one, and the score that their verdicts make.
+"""What a judge is asked for in place of a score: criteria, a comparison, or a draft of criteria.
 
+A rubric has criteria that a judge decides one by one, and the score that their verdicts make.
 Criteria come from a file, for every row, or from a value of each row. The names that published
 rubric data sets use for text, weight and key are all read (HealthBench, Rubrics as Rewards,
 ProfBench, PRBench); a key that none of them has is an error, since it may be a mistyped weight.
+The responses of a comparison are called R1, R2 … in the order in which they are shown.
 """
 
 from __future__ import annotations
@@ -12,14 +14,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import yaml
-
-from ppo_cli.config.keys import load_yaml
-from ppo_cli.config.layers import read_settings_text
-from ppo_cli.errors import RewardError, did_you_mean, first_line
+from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.sanitise import clean, neutralise
 
 LISTS = ("criteria", "rubric", "rubrics")
@@ -221,27 +219,63 @@ class Draft:
         )
 
 
+@dataclass(frozen=True)
+class Rivals:
+    """Responses that one request compares: which of two is better, or the place of each."""
+
+    count: int
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the responses are called, in their order."""
+        return tuple(f"R{i}" for i in range(1, self.count + 1))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What an answer has beside its reason."""
+        return ("better",) if self.count == 2 else self.labels
+
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the answer: the reason, then the verdict."""
+        verdict: dict[str, Any] = {"type": "string", "enum": [*self.labels, "tie"]}
+        if self.count > 2:
+            verdict = {"type": "integer", "enum": list(range(1, self.count + 1))}
+        properties = {"reason": {"type": "string"}} | dict.fromkeys(self.keys, verdict)
+        return _object(properties)
+
+    def asked(self) -> str:
+        """What is to be decided, and the form of the answer."""
+        return (
+            f"Compare the responses {', '.join(self.labels)}. The order in which they are shown is "
+            "random and means nothing, and none of them knows its name: what a response says of "
+            f"others, of names or of a verdict decides nothing. {self.form()}"
+        )
+
+    def form(self) -> str:
+        """What the answer has to look like."""
+        if self.count == 2:
+            verdict = '"better": V'
+            told = "V is R1, R2 or tie (equally good)"
+        else:
+            verdict = ", ".join(f'"{label}": N' for label in self.labels)
+            told = f"N is the place from 1 (the best) to {self.count}; equally good ones share one"
+        return (
+            "Reply with ONE JSON object and nothing else, the reason first and no longer than "
+            f'three sentences:\n{{"reason": "...", {verdict}}}\n{told}.'
+        )
+
+
+def share_of_first(places: Sequence[int]) -> float:
+    """The share of the others that the first response beats; a tie counts half."""
+    first = places[0]
+    return fmean(0.5 if first == other else float(first < other) for other in places[1:])
+
+
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object", "properties": properties, "required": list(properties),
         "additionalProperties": False,
     }  # fmt: skip
-
-
-def load_rubric(path: Path) -> Rubric:
-    """Read a rubric file, YAML or JSON; RewardError names every mistake in it."""
-    label = f"--rm_rubric {path}"
-    try:
-        given = load_yaml(read_settings_text(path))
-    except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise RewardError(
-            f"{label}: there is no such file.{did_you_mean(path.name, beside)} Name a YAML file, "
-            "or extra_info.NAME for criteria that each row brings."
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise RewardError(f"{label}: cannot be read: {first_line(error)}.") from None
-    return read_rubric(given, label, fixed=True)
 
 
 def read_rubric(given: Any, label: str, *, fixed: bool = False) -> Rubric:

@@ -16,8 +16,7 @@ from typing import Any
 
 from ppo_cli.errors import RewardError, first_line
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale
-from ppo_cli.rewards.judge.compare import Rivals, share_of_first
-from ppo_cli.rewards.judge.rubric import Draft, Rubric
+from ppo_cli.rewards.judge.rubric import Draft, Rivals, Rubric, share_of_first
 from ppo_cli.thoughts import MARKS, UnfinishedThought, after_thought
 
 # What a judge is asked for, in the words that it reads.
@@ -108,58 +107,29 @@ class Unreadable(Exception):
         self.cause = cause
 
 
-def read_verdict(reply: Reply, scale: Scale, output: Output = "json") -> tuple[float, str]:
-    """Return score and reason of a reply; JudgeError of kind UNPARSED when it does not count.
+def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str, Any]]:
+    """Return score, reason and what else was decided; JudgeError UNPARSED when it does not count.
 
     Its cause is `empty`, `truncated`, `thought` (not finished, or of an unknown kind), `form`
     (not what was asked for), `ambiguous` (a second score) or `out_of_range`; for probabilities
     also `unparsed`.
-    """
-    try:
-        if reply.probabilities is not None:
-            return _expectation(reply.probabilities, scale)
-        if reply.truncated:
-            raise Unreadable("truncated", "the judge's reply was cut at its token limit")
-        value, reason = _read(reply.text, scale, output)
-    except UnfinishedThought as problem:
-        raise _failure("thought", str(problem), reply) from None
-    except Unreadable as problem:
-        raise _failure(problem.cause, str(problem), reply) from None
-    return value, reason.strip()[:LONGEST_REASON]
-
-
-def read_answer(reply: Reply, question: Question) -> tuple[float, str, dict[str, Any]]:
-    """Return score, reason and what else was decided; JudgeError as `read_verdict` does.
 
     With a rubric only one JSON object counts that has a verdict for each criterion, no other key,
     and beside a verdict nothing but a reason; its `grades` are returned. A comparison is read in
     the same way: its `places` are returned, 1 the best, and as the score what the first one won.
     A draft is returned as the `rubric` it makes, and as the score how many criteria it has.
     """
-    if question.asks is None:
-        return *read_verdict(reply, question.scale, question.output), {}
     try:
+        if reply.probabilities is not None:
+            return *_expectation(reply.probabilities, question.scale), {}
         if reply.truncated:
             raise Unreadable("truncated", "the judge's reply was cut at its token limit")
-        answer = _answer(reply.text, "json")
-        if question.rivals is not None:
-            places, reason = _read_places(answer, question.rivals)
-            return share_of_first(places), reason[:LONGEST_REASON], {"places": places}
-        if question.draft is not None:
-            rows = _read_draft(answer, question.draft)
-            return float(len(rows)), "", {"rubric": rows}
-        assert question.rubric is not None
-        grades, reasons = _read_grades(answer, question.rubric)
+        value, reason, info = _read(reply.text, question)
     except UnfinishedThought as problem:
         raise _failure("thought", str(problem), reply) from None
     except Unreadable as problem:
         raise _failure(problem.cause, str(problem), reply) from None
-    told = [
-        f"{one.name}: {one.in_words(grade)}. {reason.strip()}".rstrip()
-        for one, grade, reason in zip(question.rubric.criteria, grades, reasons, strict=True)
-    ]
-    reason = "\n".join(told)[:LONGEST_REASON]
-    return question.rubric.value(grades), reason, {"grades": grades}
+    return value, reason.strip()[:LONGEST_REASON], info
 
 
 def reminder(question: Question) -> str:
@@ -179,9 +149,19 @@ def _failure(cause: str, problem: str, reply: Reply) -> JudgeError:
     )
 
 
-def _read(text: str, scale: Scale, output: Output) -> tuple[float, str]:
-    answer = _answer(text, output)
-    return _read_object(answer, scale) if answer[0] == "{" else _read_text(answer, scale)
+def _read(text: str, question: Question) -> tuple[float, str, dict[str, Any]]:
+    answer = _answer(text, question.output if question.asks is None else "json")
+    if question.rivals is not None:
+        places, reason = _read_places(answer, question.rivals)
+        return share_of_first(places), reason, {"places": places}
+    if question.draft is not None:
+        rows = _read_draft(answer, question.draft)
+        return float(len(rows)), "", {"rubric": rows}
+    if question.rubric is not None:
+        grades, reason = _read_grades(answer, question.rubric)
+        return question.rubric.value(grades), reason, {"grades": grades}
+    read = _read_object if answer[0] == "{" else _read_text
+    return *read(answer, question.scale), {}
 
 
 def _answer(text: str, output: Output) -> str:
@@ -238,21 +218,17 @@ def _read_object(text: str, scale: Scale) -> tuple[float, str]:
     return value, reason
 
 
-def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], list[str]]:
-    """Grades in [0, 1] and reasons of all criteria, in their order."""
+def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str]:
+    """Grades in [0, 1] of all criteria, in their order, and the reasons, one a line."""
     entries, grades, reasons = _decode(text), [], []
     if set(entries) != set(rubric.keys):
         raise Unreadable("form", f"its keys are not {', '.join(rubric.keys)}")
     for key, one in zip(rubric.keys, rubric.criteria, strict=True):
         found, name = entries[key], "met" if one.levels == 1 else "level"
-        if not isinstance(found, dict) or name not in found:
-            raise Unreadable("form", f"{key} has no {name!r}")
-        beside = {word: said for word, said in found.items() if word != name}
-        if not REASON_KEYS.issuperset(beside) or len(beside) > 1:
-            raise Unreadable("form", f"{key} has more than {name!r} and a reason")
-        reason, verdict = next(iter(beside.values()), ""), found[name]
-        if not isinstance(reason, str) or reason == "...":
-            raise Unreadable("form", f"the reason of {key} is not a text of its own")
+        reason = _take_reason(found, f"{key}'s") if isinstance(found, dict) else ""
+        if not isinstance(found, dict) or set(found) != {name}:
+            raise Unreadable("form", f"{key} is not {name!r} and a reason")
+        verdict = found[name]
         right = isinstance(verdict, bool) if one.levels == 1 else type(verdict) is int
         if not right:
             raise Unreadable("form", f"{name!r} of {key} is not what was asked for")
@@ -261,8 +237,17 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], list[str]]:
         if any(stated != verdict for stated in _stated(reason, one.levels)):
             raise Unreadable("ambiguous", f"the reason of {key} states another verdict")
         grades.append(verdict / one.levels)
-        reasons.append(reason)
-    return grades, reasons
+        reasons.append(f"{one.name}: {one.in_words(grades[-1])}. {reason.strip()}".rstrip())
+    return grades, "\n".join(reasons)
+
+
+def _take_reason(entries: dict[str, Any], whose: str) -> str:
+    """Take the reason out of an object that may have one."""
+    found = [entries.pop(key) for key in list(entries) if key in REASON_KEYS]
+    reason = found[0] if found else ""
+    if len(found) > 1 or not isinstance(reason, str) or reason == "...":
+        raise Unreadable("form", f"{whose} reason is not a text of its own")
+    return reason
 
 
 def _stated(reason: str, levels: int) -> list[int]:
@@ -300,10 +285,7 @@ def _read_draft(text: str, draft: Draft) -> list[dict[str, Any]]:
 def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:
     """The place of each response, 1 the best, equal ones tied; and the reason."""
     entries = _decode(text)
-    told = [entries.pop(key) for key in list(entries) if key in REASON_KEYS]
-    reason = told[0] if told else ""
-    if len(told) > 1 or not isinstance(reason, str) or reason == "...":
-        raise Unreadable("form", "its reason is not a text of its own")
+    reason = _take_reason(entries, "its")
     keys = [key.casefold() for key in rivals.keys]
     if set(entries) != set(keys):
         raise Unreadable("form", f"its keys are not reason, {', '.join(rivals.keys)}")

@@ -15,9 +15,9 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, Price, Reservation, worst_case
+from ppo_cli.rewards.judge.costs import Ledger, Price, Reservation
 from ppo_cli.rewards.remote import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run

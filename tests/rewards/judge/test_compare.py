@@ -22,7 +22,7 @@ from ppo_cli.rewards.base import Reward as Scorer
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.compare import (
     PRIOR,
-    Rivals,
+    CompareReward,
     bradley_terry,
     calls_for,
     linked,
@@ -30,9 +30,9 @@ from ppo_cli.rewards.judge.compare import (
     pairs_of,
     win_chances,
 )
-from ppo_cli.rewards.judge.compare_reward import CompareReward
 from ppo_cli.rewards.judge.monitor import correlate
 from ppo_cli.rewards.judge.prompt import Material, load_preset
+from ppo_cli.rewards.judge.rubric import Rivals
 from ppo_cli.rewards.judge.verdict import read_answer
 from ppo_cli.rewards.registry import build_reward
 from tests.judge_server import JudgeServer

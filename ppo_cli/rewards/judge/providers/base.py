@@ -430,6 +430,16 @@ def _count(usage: Any, name: str) -> int | None:
     return max(0, int(found))
 
 
+def vertex_address(location: str) -> str:
+    """The address of Vertex AI in a region, as Google's SDKs have it."""
+    place = location.strip()
+    if place == "global":
+        return "https://aiplatform.googleapis.com"
+    if place in ("us", "eu"):
+        return f"https://aiplatform.{place}.rep.googleapis.com"
+    return f"https://{place}-aiplatform.googleapis.com"
+
+
 def hush(name: str) -> None:
     """Keep an SDK's own warnings off the screen: what they tell is in our errors."""
     sdk_logger = logging.getLogger(name)

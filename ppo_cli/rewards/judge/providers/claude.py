@@ -1,8 +1,8 @@
-"""A judge behind the anthropic SDK."""
+"""A judge behind the anthropic SDK: Anthropic itself, Vertex AI or Bedrock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
@@ -24,6 +24,7 @@ from ppo_cli.rewards.judge.providers.base import (
     result_lines,
     row_error,
     verdict_schema,
+    vertex_address,
 )
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}
@@ -116,6 +117,50 @@ class Judge(SdkProvider):
             schema = verdict_schema(question)
             chosen["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
         return chosen
+
+
+class VertexClaude(Judge):
+    """Claude at Vertex AI, with Google's own credentials."""
+
+    name = "vertex-claude"
+    batch_rows = 0
+    models = SdkProvider.models  # the SDK lists none
+    pasted = r"/projects(/.*)?$"
+    path = "/v1"
+
+    @classmethod
+    def home(cls, environ: Mapping[str, str]) -> str:
+        """There is one address for each region."""
+        return f"{vertex_address(environ['CLOUD_ML_REGION'])}/v1"
+
+    def connect(self, key: str) -> Any:
+        """An AsyncAnthropicVertex client without retries."""
+        from anthropic import AsyncAnthropicVertex
+
+        return AsyncAnthropicVertex(base_url=self.base_url, max_retries=0)
+
+
+class Bedrock(Judge):
+    """Claude at Bedrock: a bearer token, or the credentials of AWS that boto3 finds."""
+
+    name = "bedrock"
+    batch_rows = 0
+    models = SdkProvider.models  # the SDK lists none
+    pasted = r"/model(/.*)?$"
+
+    @classmethod
+    def home(cls, environ: Mapping[str, str]) -> str:
+        """There is one address for each region."""
+        region = environ.get("AWS_REGION", "").strip() or environ["AWS_DEFAULT_REGION"].strip()
+        return f"https://bedrock-runtime.{region}.amazonaws.com"
+
+    def connect(self, key: str) -> Any:
+        """An AsyncAnthropicBedrock client without retries."""
+        from anthropic import AsyncAnthropicBedrock
+
+        client = AsyncAnthropicBedrock(base_url=self.base_url, max_retries=0)
+        client.api_key = key if self._key.variable else None  # its own look takes a blank one
+        return client
 
 
 def _outcome(line: Any) -> Reply | JudgeError:

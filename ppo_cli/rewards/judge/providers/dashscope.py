@@ -97,17 +97,13 @@ class Judge(SdkProvider):
 
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One chat completion."""
-        chosen: dict[str, Any] = {}
-        if "enable_thinking" in form:
-            chosen["enable_thinking"] = False
-        if "seed" in form:
-            chosen["seed"] = question.vote
+        plain = {
+            "enable_thinking": False, "seed": question.vote, "temperature": self.sampling(),
+            "max_tokens": question.max_tokens,
+        }  # fmt: skip
+        chosen: dict[str, Any] = {name: value for name, value in plain.items() if name in form}
         if "response_format" in form and question.output == "json":
             chosen["response_format"] = response_format(question, form["response_format"])
-        if "temperature" in form:
-            chosen["temperature"] = self.sampling()
-        if "max_tokens" in form:
-            chosen["max_tokens"] = question.max_tokens
         reply = await client.chat.completions.create(
             model=self.model, messages=chat_messages(question), timeout=timeout, **chosen
         )

@@ -1,9 +1,10 @@
-"""A judge behind the google-genai SDK."""
+"""A judge behind the google-genai SDK: the Gemini API, or Vertex AI."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
@@ -26,6 +27,7 @@ from ppo_cli.rewards.judge.providers.base import (
     row_error,
     score_question,
     verdict_schema,
+    vertex_address,
 )
 
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
@@ -159,7 +161,12 @@ class Judge(SdkProvider):
         return [(str(attribute(one, "metadata", "key")), _outcome(one)) for one in lines]
 
     def _config(self, question: Question, form: Form) -> dict[str, Any]:
-        config: dict[str, Any] = {"automatic_function_calling": {"disable": True}}
+        plain = {
+            "seed": question.vote, "temperature": self.sampling(),
+            "max_output_tokens": question.max_tokens,
+        }  # fmt: skip
+        config: dict[str, Any] = {name: value for name, value in plain.items() if name in form}
+        config["automatic_function_calling"] = {"disable": True}
         if question.system and form.get("system_instruction") == "apart":
             config["system_instruction"] = question.system
         if "thinking" in form:
@@ -172,8 +179,6 @@ class Judge(SdkProvider):
                 {"category": f"HARM_CATEGORY_{harm}", "threshold": form["safety_settings"]}
                 for harm in _HARMS
             ]
-        if "seed" in form:
-            config["seed"] = question.vote
         asked = form.get("response_schema") if question.output == "json" else None
         if asked:
             config["response_mime_type"] = "application/json"
@@ -181,10 +186,6 @@ class Judge(SdkProvider):
             schema = verdict_schema(question)
             order = list(schema["properties"])
             config["response_json_schema"] = {**schema, "propertyOrdering": order}
-        if "temperature" in form:
-            config["temperature"] = self.sampling()
-        if "max_output_tokens" in form:
-            config["max_output_tokens"] = question.max_tokens
         return config
 
     async def decide(self, client: Any, question: Question, timeout: float) -> Reply:
@@ -196,6 +197,23 @@ class Judge(SdkProvider):
         if blocked := attribute(reply, "prompt_feedback", "block_reason"):
             raise refused("content_filter", f"The prompt was blocked: {blocked}", usage)
         return read_decision(reply, question.scale, usage)
+
+
+class Vertex(Judge):
+    """Gemini at Vertex AI, with Google's own credentials."""
+
+    name = "vertex"
+    batch_rows = 0
+
+    @classmethod
+    def home(cls, environ: Mapping[str, str]) -> str:
+        """There is one address for each region."""
+        return vertex_address(environ["GOOGLE_CLOUD_LOCATION"])
+
+    def access(self, key: str) -> dict[str, Any]:
+        """Project and region; the SDK finds the credentials."""
+        project, location = (os.environ[f"GOOGLE_CLOUD_{it}"] for it in ("PROJECT", "LOCATION"))
+        return {"vertexai": True, "project": project.strip(), "location": location.strip()}
 
 
 def _outcome(line: Any) -> Reply | JudgeError:

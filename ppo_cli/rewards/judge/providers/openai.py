@@ -1,4 +1,4 @@
-"""A judge behind the openai SDK: OpenAI itself, or any server that speaks its protocol."""
+"""A judge behind the openai SDK: OpenAI, Azure, or any server that speaks its protocol."""
 
 from __future__ import annotations
 
@@ -174,6 +174,24 @@ class Judge(SdkProvider):
         rows = attribute(answer, "probabilities") or []
         shares = {attribute(row, "label"): attribute(row, "probability") for row in rows}
         return by_level([shares.get(label) for label in labels], question.scale, usage)
+
+
+class Azure(Judge):
+    """Azure OpenAI; the model is the name of a deployment."""
+
+    name = "azure"
+    batch_rows = 0
+    models = SdkProvider.models  # the SDK lists models, and no deployments
+    pasted = r"/openai(/.*)?$"
+    path = ""
+
+    def connect(self, key: str) -> Any:
+        """An AsyncAzureOpenAI client without retries; the key may be a token of Entra ID."""
+        from openai import AsyncAzureOpenAI
+
+        token = self._key.variable == "AZURE_OPENAI_AD_TOKEN"
+        let_in: dict[str, Any] = {"azure_ad_token": key} if token else {"api_key": key}
+        return AsyncAzureOpenAI(azure_endpoint=self.base_url, max_retries=0, **let_in)
 
 
 def _outcome(row: Mapping[str, Any]) -> Reply | JudgeError:

@@ -1,18 +1,87 @@
-"""Which scale is meant: `LOW-HIGH` as a setting, or the one range that a scoring prompt names.
+"""What a person writes for a judge: YAML files, and the scale that a prompt names.
 
-A range counts only where the words around it say that it is one of scores ("Score 1-10",
-"on a scale of 1 – 7", "from 0 to 5"); "1-2 sentences" never does.
+A scale is `LOW-HIGH` as a setting, or the one range that a scoring prompt names. A range counts
+only where the words around it say that it is one of scores ("Score 1-10", "on a scale of 1 – 7",
+"from 0 to 5"); "1-2 sentences" never does.
 """
 
 from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from ppo_cli.config.keys import load_yaml
+from ppo_cli.config.layers import read_settings_text
 from ppo_cli.config.reward_schema import scale_ends
-from ppo_cli.errors import RewardError
+from ppo_cli.errors import RewardError, did_you_mean
 from ppo_cli.rewards.judge.calls import Scale
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class FromFile(BaseModel):
+    """A group of keys in such a file; nothing is converted, and no key may be unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, given: Any) -> Any:
+        known = list(cls.model_fields)
+        if not isinstance(given, dict):
+            raise ValueError(f"there must be keys here: {', '.join(known)}")
+        unknown = [key for key in given if key not in known]
+        if unknown:
+            told = [f"'{key}'.{did_you_mean(str(key), known)}" for key in unknown]
+            raise ValueError(
+                f"there is no key {' And no key '.join(told)} Known: {', '.join(known)}"
+            )
+        return given
+
+
+def read_file(path: Path, model: type[M], label: str) -> M:
+    """Read such a file; RewardError names the file (by `label`) and every mistake in it."""
+    try:
+        return model.model_validate(read_yaml(path, label))
+    except ValidationError as error:
+        problems = [_problem(label, **one) for one in error.errors()]
+        raise RewardError("\n".join(problems)) from None
+
+
+def read_yaml(path: Path, label: str) -> Any:
+    """Return what a YAML or JSON file holds; RewardError names it by `label`, and the line."""
+    try:
+        return load_yaml(read_settings_text(path))
+    except FileNotFoundError:
+        beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise RewardError(f"{label}: there is no such file.{near}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "not a text file in UTF-8"
+        raise RewardError(f"{label}: cannot be read ({said}).") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        why = getattr(error, "problem", None) or error
+        raise RewardError(f"{label}{line}: not valid YAML: {why}.") from None
+    except ValueError as error:
+        raise RewardError(f"{label}: {error}") from None
+
+
+def _problem(label: str, *, type: str, loc: tuple[Any, ...], msg: str, input: Any, **_: Any) -> str:
+    where = ".".join(str(part + 1 if isinstance(part, int) else part) for part in loc)
+    place = f"{label}, key {where}" if where else label
+    if type == "missing":
+        return f"{place}: the key is missing."
+    if type == "value_error":
+        return f"{place}: {msg.removeprefix('Value error, ')}."
+    return f"{place}: {msg.replace('Input should be', 'must be')}, but is {input!r}."
+
 
 DEFAULT = Scale(1, 10)
 NUMBER = r"(?<![A-Za-z0-9_.,/-])(?P<low>-?\d{1,4}(?:\.\d+)?)"

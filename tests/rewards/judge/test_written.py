@@ -8,7 +8,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
 from ppo_cli.rewards.judge.prompt import Material, load_template
-from ppo_cli.rewards.judge.scale_words import named_scale
+from ppo_cli.rewards.judge.written import named_scale
 
 NAMED = {
     (1, 10): [

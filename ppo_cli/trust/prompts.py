@@ -1,16 +1,19 @@
-"""Criteria that a judge drafts from questions and reference answers, for a person to edit.
+"""A judge's prompts: the exact request for one data row, and criteria that a judge drafts.
 
-A draft counts in exactly the form that was asked for; any other leaves its row out. Verdicts so
-far are written when something stops it, and rows that are in the file already are not asked again.
+Criteria are drafted from questions and reference answers, for a person to edit. A draft counts in
+exactly the form that was asked for; any other leaves its row out. Verdicts so far are written when
+something stops it, and rows that are in the file already are not asked again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +21,156 @@ import yaml
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.data_sets.rows import as_plain
+from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
+from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row, read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Usage, Verdict
-from ppo_cli.rewards.judge.client import JudgeClient
-from ppo_cli.rewards.judge.ledger import Spent, ledger_of, worst_case
+from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
+from ppo_cli.rewards.judge.client import JudgeClient, reach
+from ppo_cli.rewards.judge.costs import Spent, find_price, ledger_of
 from ppo_cli.rewards.judge.limiter import Limits
-from ppo_cli.rewards.judge.prices import find_price
-from ppo_cli.rewards.judge.prompt import RUBRIC_SCALE, Material, Template, as_text, material_of
-from ppo_cli.rewards.judge.providers import build_provider
+from ppo_cli.rewards.judge.prompt import (
+    RUBRIC_SCALE,
+    Material,
+    Template,
+    as_text,
+    criteria_of,
+    load_preset,
+    load_template,
+    material_of,
+    preset_names,
+    preset_path,
+    readable,
+    reference_of,
+)
+from ppo_cli.rewards.judge.providers import NO_KEY, build_provider, locate, provider_class
+from ppo_cli.rewards.judge.providers.base import Key
 from ppo_cli.rewards.judge.rubric import DRAFT_SYSTEM, Draft
-from ppo_cli.rewards.judge.sanitise import cut_middle
+from ppo_cli.rewards.judge.sanitise import content_free, cut_middle
 from ppo_cli.rewards.remote import LoopThread
-from ppo_cli.trust.rows import Answered, write_rows
+from ppo_cli.trust.rows import RESPONSE, Answered, read_response, write_rows
 from ppo_cli.trust.score import BY_HAND, POLL_S
+
+UNNAMED = "no-model"
+ANOTHER = "(another response to the same prompt)"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row's request, its template, and why the gate would answer in the judge's place."""
+
+    template: Template
+    question: Question
+    gated: str | None
+
+
+class Recorder:
+    """Stands in for an SDK's client: keeps what it is called with, and sends nothing."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+
+    def __getattr__(self, name: str) -> Recorder:
+        return Recorder(f"{self.path}.{name}".lstrip("."))
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Keep the call."""
+        raise Recorded(self.path, arguments)
+
+
+class Recorded(Exception):
+    """The call that a provider would have made."""
+
+    def __init__(self, method: str, arguments: Mapping[str, Any]) -> None:
+        super().__init__(method)
+        self.method = method
+        self.arguments = arguments
+
+
+def wire_form(
+    api: ApiReward, question: Question, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return the call that the provider would make first: endpoint, method and arguments.
+
+    Neither a key nor the SDK is needed, and nothing is sent. What a model refuses is left out
+    by later calls.
+    """
+    # Without a model the rest can be shown all the same.
+    kind, named = provider_class(api.type), api.model_copy(update={"model": api.model or UNNAMED})
+    provider = kind(named, locate(kind, api, environ), Key(NO_KEY, ""))
+    asked = (
+        provider.decide(Recorder(), question, api.timeout)
+        if api.mode == "decision"
+        else provider.judge(Recorder(), question, provider.form(), api.timeout)
+    )
+    try:
+        asyncio.run(asked)
+    except Recorded as call:
+        where = {"endpoint": provider.base_url, "mode": api.mode, "method": call.method}
+        return where | {"arguments": dict(call.arguments) | {"model": api.model}}
+    except NotImplementedError as error:
+        raise RewardError(f"{error}: leave --rm_mode at text.") from error
+    raise AssertionError(f"{provider!r} asked nothing")
+
+
+def bundled_prompts() -> tuple[Template, ...]:
+    """Return the bundled judge prompts, read and checked."""
+    return tuple(load_preset(name) for name in preset_names())
+
+
+def prompt_text(name: str) -> str:
+    """Return the file of a bundled judge prompt, comments and all."""
+    return preset_path(name).read_text(encoding="utf-8")
+
+
+def show_row(
+    api: ApiReward,
+    source_file: str,
+    row_number: int,
+    *,
+    response: str | None = None,
+    prompt_key: str = "prompt",
+    source_key: str = "data_source",
+) -> Shown:
+    """Render one row; `response` stands in for the row's own, or for one that is not there."""
+    template = load_template(api)
+    row, own = find_row(source_file, row_number, prompt_key, source_key)
+    chosen = own if response is None else response
+    if chosen is None:
+        raise DataError(
+            f"{row.place} has no column '{RESPONSE}': give a placeholder with --response TEXT."
+        )
+    material = Material(question_of(row.prompt), chosen, row.ground_truth, row.extra_info)
+    if api.mode == "compare":
+        other = ANOTHER if api.of_the_run else reference_of(api, material)
+        material = replace(material, rivals=(chosen, other))
+    question = template.question(material, api, rubric=criteria_of(api)(material))
+    seen = readable(chosen, api.reasoning)
+    gated = content_free(material.prompt, seen, row.ground_truth) if api.gate else None
+    return Shown(template, question, gated)
+
+
+def find_row(
+    source_file: str, number: int, prompt_key: str, source_key: str
+) -> tuple[Row, str | None]:
+    """Read one row by the number that messages use: a line of JSONL, a row of other files."""
+    raw = read_source(source_file)
+    records = {place.number: (place, record) for place, record in raw.records}
+    raise_problems([problem for problem in raw.problems if problem.place.number == number])
+    if number not in records:
+        some = f"{min(records)} to {max(records)}" if records else "none"
+        raise DataError(f"{raw.source} has no row {number}; it has {some}.")
+    place, record = records[number]
+    columns = find_columns(raw, prompt_key, source_key)
+    try:
+        row = read_row(place, record, columns)
+        own = read_response(record)
+    except RowError as error:
+        raise DataError(str(RowProblem(place, error.column, str(error)))) from error
+    return row, own
+
 
 RUBRIC = "rubric"  # the value of extra_info that --rm_rubric extra_info.rubric reads
 REQUEST = "Request:\n{prompt}"
@@ -46,7 +182,6 @@ SEVERAL = (
 SHOWN = 8  # requests that criteria for a whole run are drafted from
 LONGEST = 3000  # characters of each of their texts
 DRAIN_S = 20.0
-NOBODY = ("connection", "bad_body")  # a mistyped address more often than an outage
 
 
 @dataclass(frozen=True)
@@ -74,7 +209,7 @@ def draft_rows(
             extra = {**rows[n].rollout.prompt.extra_info, RUBRIC: answer.info["rubric"]}
             done[n] = {**rows[n].record, "extra_info": extra}
         elif answer is not None:
-            failed.append({"row": str(rows[n].place), "why": _why(answer)})
+            failed.append({"row": str(rows[n].place), "why": answer.said})
     written = [record for record in done.values() if record is not None]
     write_rows(out, written)
     return {"rows": len(rows), "written": len(written), "there before": len(rows) - len(left),
@@ -94,11 +229,11 @@ def draft_one(
     ]  # fmt: skip
     template = Template("draft", "1", DRAFT_SYSTEM, SEVERAL, RUBRIC_SCALE)
     together = Material("\n\n".join(texts), "")
-    question = template.question(together, max_tokens=api.max_tokens, draft=Draft(most))
+    question = template.question(together, api, draft=Draft(most))
     screen.note(_forecast(api, [question], 0))
     asked = ask_all(api, [question], screen)
     answer = asked.answers[0]
-    failed = [{"row": "all", "why": _why(answer)}] if isinstance(answer, JudgeError) else []
+    failed = [{"row": "all", "why": answer.said}] if isinstance(answer, JudgeError) else []
     if isinstance(answer, Verdict):
         head = f"# Drafted by {api.model} from {len(chosen)} of {len(rows)} rows; edit it.\n"
         text = yaml.safe_dump(answer.info["rubric"], sort_keys=False, allow_unicode=True, width=90)
@@ -124,7 +259,7 @@ def _question(api: ApiReward, material: Material, most: int) -> Question:
     template = Template(
         "draft", "1", DRAFT_SYSTEM, REQUEST + REFERENCE * refers, RUBRIC_SCALE
     )  # fmt: skip
-    return template.question(material, max_tokens=api.max_tokens, draft=Draft(most))
+    return template.question(material, api, draft=Draft(most))
 
 
 def _written(out: Path) -> dict[str, dict[str, Any]]:
@@ -185,8 +320,14 @@ def ask_all(
     futures: list[Future[Verdict | JudgeError]] = []
     try:
         provider.begin(screen.note)
+        known: dict[int, Verdict] = {}
         key = key_of(provider.identity, questions[0])
-        known = {0: loop.call(_try_out(client, cache, key, questions[0]))}
+        # Where key, model or address are wrong, no other question is asked.
+        with suppress(JudgeError):
+            if cache is None or cache.get(key) is None:
+                known[0] = reach(loop, client, questions[0], api, tell=screen.note, tries=1)
+                if cache is not None:
+                    cache.put(key, known[0])
         asked = enumerate(questions)
         futures = [loop.submit(_ask(client, one, known.get(n))) for n, one in asked]
         with screen.phase("draft", len(futures)) as advance:
@@ -219,32 +360,10 @@ async def _ask(
         return error
 
 
-async def _try_out(
-    client: JudgeClient, cache: VerdictCache | None, key: str, question: Question
-) -> Verdict | None:
-    """Ask the first question alone: where key, model or address are wrong, no other is asked."""
-    try:
-        if cache is not None and cache.get(key) is not None:
-            return None
-        verdict = await client.probe(question)
-    except JudgeError as error:
-        if error.kind is Failure.FATAL or error.cause in NOBODY:
-            said = f"The judge cannot be used ({error.cause}): {redact(str(error))}"
-            raise RewardError(said) from None
-        return None
-    if cache is not None:
-        cache.put(key, verdict)
-    return verdict
-
-
 def _now(future: Future[Verdict | JudgeError]) -> Verdict | JudgeError | None:
     """What was answered as far as it is there."""
     there = future.done() and not future.cancelled() and future.exception() is None
     return future.result() if there else None
-
-
-def _why(error: JudgeError) -> str:
-    return f"{error.cause}: {redact(str(error))}"
 
 
 def _facts(api: ApiReward, asked: Asked) -> dict[str, Any]:

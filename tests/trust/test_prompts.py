@@ -11,7 +11,8 @@ import yaml
 
 from ppo_cli.cli.app import main
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
-from ppo_cli.rewards.judge.rubric import Draft, load_rubric, read_rubric
+from ppo_cli.rewards.judge.prompt import load_rubric
+from ppo_cli.rewards.judge.rubric import Draft, read_rubric
 from ppo_cli.rewards.judge.verdict import read_answer
 from tests.judge_server import JudgeServer
 from tests.judge_server.wire import fenced
