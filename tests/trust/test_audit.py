@@ -136,7 +136,7 @@ def test_an_unsteady_judge_fails() -> None:
 
 
 def test_a_leaking_template_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chained(self: prompt.Template, material: Any, **given: Any) -> prompt.Question:
+    def chained(self: prompt.Template, material: Any, *given: Any) -> prompt.Question:
         text = self.scoring.replace("{response}", material.response)
         text = text.replace("{ground_truth}", str(material.ground_truth))
         return prompt.Question(self.system, text, text, self.scale)
