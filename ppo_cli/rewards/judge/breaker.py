@@ -253,7 +253,7 @@ class Admission:
         if self.breaker.lapsed():
             raise self.breaker.stop()
         if not self._waiting() and not self.breaker.open and self._delay() <= 0.0:
-            self._admit(ticket)
+            self.admit(ticket)
             return
         place = asyncio.get_running_loop().create_future()
         # A refused call goes behind the others: most providers ask it to wait a second or more.
@@ -264,7 +264,7 @@ class Admission:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self._leave(ticket)  # let in and cancelled in the same moment
+                self.leave(ticket)  # let in and cancelled in the same moment
             raise
 
     async def rest(self, seconds: float) -> None:
@@ -284,16 +284,12 @@ class Admission:
         calm = now - self._pushed_at > _CALM_S
         return calm and not self.breaker.open and not self._waiting() and self._delay() <= 0.0
 
-    def enter_now(self, ticket: Ticket) -> None:
-        """Let a call leave without queueing."""
-        self._admit(ticket)
-
     def succeeded(self, ticket: Ticket, *, used: int | None = None) -> None:
         """Take back a call that the judge answered, whatever it said; `used` tokens it took."""
         self.capacity.answered(ticket, waiting=self._waiting())
         if self.breaker.success():
             self.capacity.restart()
-        self._leave(ticket, used)
+        self.leave(ticket, used)
 
     def failed(self, ticket: Ticket, error: JudgeError) -> None:
         """Take back a call that failed, and learn from how."""
@@ -322,11 +318,7 @@ class Admission:
             # Whoever waits elsewhere would not be there to probe, nor hear of the end.
             self.breaker.hold_until(self._paused_until)
             self._wake()
-        self._leave(ticket)
-
-    def dropped(self, ticket: Ticket) -> None:
-        """Take back a call that was cancelled: it says nothing about the judge."""
-        self._leave(ticket)
+        self.leave(ticket)
 
     def pump(self) -> None:
         """Let out whoever may go now, and look again when the next one may."""
@@ -343,7 +335,7 @@ class Admission:
             if self._rather_known_good(ticket):
                 self._fresh.appendleft((ticket, place))
                 continue
-            self._admit(ticket)
+            self.admit(ticket)
             place.set_result(None)
 
     def pause_sentence(self) -> str | None:
@@ -381,7 +373,8 @@ class Admission:
         waits += [spacing.wait() for spacing in (self._rpm, self._tpm) if spacing]
         return max(0.0, *waits)
 
-    def _admit(self, ticket: Ticket) -> None:
+    def admit(self, ticket: Ticket) -> None:
+        """Let a call leave without queueing."""
         ticket.probing = self.breaker.open
         self._probing += ticket.probing
         ticket.sent += 1
@@ -393,7 +386,8 @@ class Admission:
         if self._tpm:
             self._tpm.take(ticket.tokens)
 
-    def _leave(self, ticket: Ticket, used: int | None = None) -> None:
+    def leave(self, ticket: Ticket, used: int | None = None) -> None:
+        """Take back a call; one that was cancelled says nothing about the judge."""
         self.in_flight -= 1
         self._probing -= ticket.probing
         ticket.probing = False

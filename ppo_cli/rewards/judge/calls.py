@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from statistics import fmean, pstdev
@@ -82,14 +82,6 @@ class Question:
     def asks(self) -> Rubric | Rivals | Draft | None:
         """What is asked for in place of a score; it knows the form of the answer."""
         return self.rivals or self.rubric or self.draft
-
-    def again(self, *, reminder: str, max_tokens: int | None = None) -> Question:
-        """Ask once more after an unreadable answer; the identity stays."""
-        return replace(
-            self,
-            user=f"{self.user}\n\n{reminder}",
-            max_tokens=max_tokens or self.max_tokens,
-        )
 
 
 @dataclass(frozen=True)

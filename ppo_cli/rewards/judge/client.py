@@ -284,10 +284,12 @@ class JudgeClient:
         if job.reasks >= self._limits.reasks:
             raise self._final(job, error)
         job.reasks += 1
-        tokens = job.question.max_tokens
-        if error.cause == "truncated":
-            tokens *= 2
-        job.question = job.asked.again(reminder=reminder(job.asked), max_tokens=tokens)
+        more = 2 if error.cause == "truncated" else 1
+        job.question = replace(
+            job.asked,
+            user=f"{job.asked.user}\n\n{reminder(job.asked)}",
+            max_tokens=more * job.question.max_tokens,
+        )
 
     def _answered_others(self, job: _Job) -> bool:
         """Whether the judge answered anything since this verdict was begun: then it is not down."""
@@ -321,7 +323,7 @@ class JudgeClient:
             await asyncio.wait(both, timeout=hedge_after)
             if not first.done() and self._admission.room():
                 spare = Ticket(job.ticket.tokens)
-                self._admission.enter_now(spare)
+                self._admission.admit(spare)
                 both.add(asyncio.create_task(self._send(job, spare)))
             pending = set(both)
             while pending:
@@ -349,7 +351,7 @@ class JudgeClient:
                 self._admission.failed(ticket, error)
             raise
         except BaseException:
-            self._admission.dropped(ticket)
+            self._admission.leave(ticket)
             raise
         self._bad_requests.answered()
         self._admission.succeeded(ticket, used=found.usage.total)
@@ -400,7 +402,7 @@ class JudgeClient:
         if self._known_good is None or self._closed:
             return False
         ticket = Ticket()
-        self._admission.enter_now(ticket)
+        self._admission.admit(ticket)
         job = _Job(self._known_good, self._known_good, ticket)
         task = asyncio.get_running_loop().create_task(self._send_spare(job))
         self._spares.add(task)

@@ -385,11 +385,6 @@ class Ledger:
         self._complained = False
 
     @property
-    def counts_dollars(self) -> bool:
-        """Whether a budget needs the price of each call."""
-        return self.budget_usd is not None or self.budget_day is not None
-
-    @property
     def total(self) -> Spent:
         """Everything booked so far, earlier runs in the same file included."""
         return self._total
@@ -421,7 +416,8 @@ class Ledger:
             price = guest.price if guest else self.price
             held.tokens = usage.total
             held.usd = price.cost(usage) if price else 0.0
-        while not (fits := self._fits(held)) or not self._fits_today(held):
+        day = self.budget_day
+        while not (fits := self._fits(held)) or not (day is None or day.take(held)):
             if not self._fits(held, alone=True) or (fits and not self._open):
                 raise self._used_up(held)
             await self._settled.wait()
@@ -450,9 +446,6 @@ class Ledger:
         return (self.budget_tokens is None or tokens <= self.budget_tokens) and (
             self.budget_usd is None or usd <= self.budget_usd + _ROUNDING
         )
-
-    def _fits_today(self, need: Reservation) -> bool:
-        return self.budget_day is None or self.budget_day.take(need)
 
     def _used_up(self, need: Reservation) -> Interrupted:
         if self.budget_day is not None and self._fits(need, alone=True):
@@ -551,7 +544,7 @@ def ledger_of(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
 def guest_of(ledger: Ledger, judge: ApiReward) -> Guest:
     """Another judge's calls on a ledger; RewardError as above."""
     price, model = find_price(judge), (judge.model or "").strip()
-    if price is None and ledger.counts_dollars:
+    if price is None and judge.counts_dollars:
         raise RewardError(
             f"A budget in dollars needs the price of the monitoring judge's model {model}, which "
             f"is not known.{near_models(judge.type, model)} Give it in a file with --rm_prices."

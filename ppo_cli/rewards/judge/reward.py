@@ -156,7 +156,8 @@ class Round:
     async def _recover(self) -> None:
         if not self._too_many():
             return
-        await self._ask_again([e for e in self._open() if _is(e, Failure.UNPARSED)])
+        unread = [e for e in self._open() if e.error and e.error.kind is Failure.UNPARSED]
+        await self._ask_again(unread)
         began, pause, turn = time.monotonic(), 1.0, 0
         while self._too_many():
             curable = [entry for entry in self._open() if entry.may_pass_later]
@@ -172,13 +173,11 @@ class Round:
             pause = pause if tried.open else 1.0
             if not tried.open or await self._witness():
                 self._rules.standing_still = None
-                await self._ask_the_rest([entry for entry in curable if entry.open])
-
-    async def _ask_the_rest(self, entries: Sequence[Entry]) -> None:
-        """The judge answers again: what fails now fails on its own account."""
-        await self._ask_again(entries)
-        for entry in entries:
-            entry.failed_alone += entry.open
+                # The judge answers again: what fails now fails on its own account.
+                rest = [entry for entry in curable if entry.open]
+                await self._ask_again(rest)
+                for entry in rest:
+                    entry.failed_alone += entry.open
 
     async def _ask_again(self, entries: Sequence[Entry], within: float | None = None) -> None:
         judging = asyncio.gather(*(self._judge(entry) for entry in entries))
@@ -228,10 +227,6 @@ class Round:
                 f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
             )
         return f"{told}. Look at the judge and its prompt, or raise that rate."
-
-
-def _is(entry: Entry, kind: Failure) -> bool:
-    return entry.error is not None and entry.error.kind is kind
 
 
 def _unjudged(entry: Entry, mean: float | None) -> Score:

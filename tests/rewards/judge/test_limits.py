@@ -115,7 +115,7 @@ def test_what_each_failure_teaches(clock: Hands) -> None:
         admission = Admission(Limits(concurrency=8), Breaker("m", 1800.0, clock), clock)
         tickets = [Ticket() for _ in range(times)]
         for ticket in tickets:
-            admission.enter_now(ticket)
+            admission.admit(ticket)
         clock.now += 0.5
         for ticket in tickets:
             admission.failed(ticket, fails(what))
@@ -138,7 +138,7 @@ def test_a_later_failure_does_not_end_a_pause_that_was_asked_for(clock: Hands) -
         entered = []
         for later in (20.0, 20.0):
             clock.now += later
-            admission.dropped(Ticket())  # whoever leaves looks whether others may go
+            admission.leave(Ticket())  # whoever leaves looks whether others may go
             await asyncio.sleep(0.01)
             entered.append(waiting.done())
         admission.close("over")
@@ -248,7 +248,7 @@ def test_a_refusal_that_asks_for_little_is_no_outage_before_long(clock: Hands) -
     opened = []
     for _ in range(60):
         clock.now += 1.0
-        admission.enter_now(ticket := Ticket())
+        admission.admit(ticket := Ticket())
         admission.failed(ticket, fails(429))
         opened.append(breaker.open)
     assert not any(opened[:30])
