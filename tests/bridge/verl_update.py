@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def plain(value: Any) -> float:
     return float(value)
 
 
-def main(folder: Path) -> None:
+def make_updates(folder: Path, rows: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """An update of verl's actor and one of its critic, of micro-batches of so many rows."""
     import hydra
     import torch
     import verl
@@ -83,9 +85,9 @@ def main(folder: Path) -> None:
         lines = (folder / "overrides").read_text().splitlines()
         config = hydra.compose("ppo_trainer", overrides=lines)
     batch = torch.load(folder / "batch.pt")
-    found: dict[str, float] = {}
-    told = {"language_model": config.actor_rollout_ref.actor, "value_model": config.critic}
-    for kind, part in told.items():
+    updates: dict[str, Callable[[], dict[str, Any]]] = {}
+    parts = {"language_model": config.actor_rollout_ref.actor, "value_model": config.critic}
+    for kind, part in parts.items():
         actor = kind == "language_model"
         settings = omega_conf_to_dataclass(part)
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model if actor else part.model)
@@ -96,19 +98,30 @@ def main(folder: Path) -> None:
             checkpoint_config=CheckpointConfig(),
         )  # fmt: skip
         engine.initialize()
-        data = make_data(
-            batch,
-            {
-                "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4,
-                "use_remove_padding": False,
-                "temperature": config.actor_rollout_ref.rollout.temperature,
-                "calculate_entropy": actor, "global_batch_size": len(batch["prompt_len_B"]),
-            },
-        )  # fmt: skip
-        with engine.train_mode():
-            loss = partial(ppo_loss if actor else value_loss, config=settings)
-            metrics = engine.train_batch(data, loss)["metrics"]
-        found |= {f"{kind}/{name}": plain(value) for name, value in metrics.items()}
+        named = {
+            "use_dynamic_bsz": False, "micro_batch_size_per_gpu": rows, "use_remove_padding": False,
+            "temperature": config.actor_rollout_ref.rollout.temperature,
+            "calculate_entropy": actor, "global_batch_size": len(batch["prompt_len_B"]),
+        }  # fmt: skip
+        loss = partial(ppo_loss if actor else value_loss, config=settings)
+
+        def update(engine: Any = engine, named: Any = named, loss: Any = loss) -> dict[str, Any]:
+            with engine.train_mode():
+                metrics: dict[str, Any] = engine.train_batch(make_data(batch, named), loss)[
+                    "metrics"
+                ]
+            return metrics
+
+        updates[kind] = update
+    return updates
+
+
+def main(folder: Path) -> None:
+    found = {
+        f"{kind}/{name}": plain(value)
+        for kind, update in make_updates(folder, rows=4).items()
+        for name, value in update().items()
+    }
     (folder / "verl.json").write_text(json.dumps(found))
 
 
