@@ -224,7 +224,7 @@ def test_render_of_the_embedded_rows(capsys: pytest.CaptureFixture[str]) -> None
         (["--row", "4"], "line 4, column response: is a number, not text"),
         (["--row", "3", "--rm_prompt_preset", "math"], "{ground_truth}, which 1 of 1 rows lack"),
         (["--rm_scoring_prompt", "{prompt}"], "--rm_scoring_prompt: {response} is missing"),
-        (["--rm_scale", "ten"], "--rm_scale: 'ten' is not LOW-HIGH"),
+        (["--rm_scale", "ten"], "--rm_scale: reward.api.scale 'ten' is not LOW-HIGH"),
         (["--rm_prompt_file", "none.yaml"], "there is no such file"),
         (["--rm_prompt_preset", "mth"], "reward.api.prompt_preset"),
     ],
