@@ -255,7 +255,8 @@ def missing_gpus(
         mend = 'to train on the CPU set CUDA_VISIBLE_DEVICES="" and leave --n_gpus out'
     else:
         mend = f"use {there}" if there else "leave --n_gpus out to train on the CPU"
-    return [f"trainer.n_gpus_per_node is {wanted}, but {there} GPU(s) are visible; {mend}."]
+    visible = f"{there or 'no'} GPU{'s are' if there > 1 else ' is'} visible here"
+    return [f"trainer.n_gpus_per_node is {wanted}, but {visible}; {mend}."]
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,8 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
     ("given", "gpus", "said"),
     [
         ("trainer.engine=verl", 0, "Use --engine ray, or --engine local for one process"),
-        ("trainer.n_gpus_per_node=1", 0, "0 GPU(s) are visible; leave --n_gpus out"),
-        ("trainer.n_gpus_per_node=4", 2, "2 GPU(s) are visible; use 2"),
+        ("trainer.n_gpus_per_node=1", 0, "no GPU is visible here; leave --n_gpus out"),
+        ("trainer.n_gpus_per_node=4", 2, "2 GPUs are visible here; use 2"),
         ("rollout.name=vllm", 0, "run `scripts/setup vllm`, or use --rollout_name hf"),
         (f"{EIGHT} {SPAN}=2", 8, "run `scripts/setup vllm`, or use --rollout_tp 1"),
         ("trainer.num_workers=2", 0, "pip install ray"),
