@@ -182,45 +182,37 @@ def _say(text: str) -> None:
 SPINS = "10000"
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
+# Command -> module and Typer app in it, and the line of the help.
 COMMANDS = {
-    "train": ("ppo_cli.cli.train:train_app", "Train a model with PPO."),
-    "plan": (
-        "ppo_cli.cli.train:plan_app",
-        "Show every setting with its origin, and the batch arithmetic.",
-    ),
-    "doctor": (
-        "ppo_cli.cli.train:doctor_app",
-        "Look for what this machine lacks, and say what mends it.",
-    ),
-    "presets": ("ppo_cli.cli.explain:presets_app", "List the presets, show one, or copy one."),
-    "explain": ("ppo_cli.cli.explain:explain_app", "Say what a setting or a metric is."),
+    "train": ("train:train_app", "Train a model with PPO."),
+    "plan": ("train:plan_app", "Show every setting with its origin, and the batch arithmetic."),
+    "doctor": ("train:doctor_app", "Look for what this machine lacks, and say what mends it."),
+    "presets": ("explain:presets_app", "List the presets, show one, or copy one."),
+    "explain": ("explain:explain_app", "Say what a setting or a metric is."),
     "prompts": (
-        "ppo_cli.cli.prompts:app",
+        "prompts:app",
         "List and show judge prompts, or render the request for a data row.",
     ),
-    "runs": ("ppo_cli.cli.show:runs_app", "List the runs in a folder: state, steps, reward, cost."),
-    "show": ("ppo_cli.cli.show:show_app", "Read a run folder: its steps, or the responses of one."),
-    "view": ("ppo_cli.cli.page:view_app", "Serve a page about runs: curves, responses, settings."),
-    "report": ("ppo_cli.cli.page:report_app", "Write that page as one HTML file."),
-    "eval": (
-        "ppo_cli.cli.evaluate:eval_app",
-        "Score the responses of models to prompts, and compare models.",
-    ),
+    "runs": ("show:runs_app", "List the runs in a folder: state, steps, reward, cost."),
+    "show": ("show:show_app", "Read a run folder: its steps, or the responses of one."),
+    "view": ("page:view_app", "Serve a page about runs: curves, responses, settings."),
+    "report": ("page:report_app", "Write that page as one HTML file."),
+    "eval": ("evaluate:eval_app", "Score the responses of models to prompts, and compare models."),
     "generate": (
-        "ppo_cli.cli.evaluate:generate_app",
+        "evaluate:generate_app",
         "Let a model answer a prompt, a file of prompts, or you in a chat.",
     ),
     "export": (
-        "ppo_cli.cli.evaluate:export_app",
+        "evaluate:export_app",
         "Write a trained model as one Hugging Face folder, adapters merged.",
     ),
     "bridge": (
-        "ppo_cli.cli.bridge:app",
+        "bridge:app",
         "Train on verl with the same settings and rewards, and read its results back.",
     ),
-    "data": ("ppo_cli.cli.data:data_app", "Check or prepare prompt files."),
+    "data": ("data:data_app", "Check or prepare prompt files."),
     "reward": (
-        "ppo_cli.cli.reward:reward_app",
+        "reward:reward_app",
         "Score files with a reward, hold it against labels, or attack it.",
     ),
 }
@@ -245,7 +237,7 @@ class LazyGroup(TyperGroup):
         if name not in COMMANDS:
             ctx.fail(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
         module, _, attribute = COMMANDS[name][0].partition(":")
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(f"ppo_cli.cli.{module}"), attribute)
         command: Any = typer.main.get_command(found)
         command.name = name
         for note in repeats(command, args[1:]):

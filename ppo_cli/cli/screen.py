@@ -202,12 +202,8 @@ def summary_lines(summary: Summary, *, ascii_only: bool = False) -> list[str]:
     if summary.session is not None:
         steps, seconds = summary.session
         rows[0] = ("steps", f"{rows[0][1]} (this session: {steps} in {duration(seconds)})")
-    if summary.reward_after is not None:
-        fell = "reward" in summary.declined
-        rows.append(("reward", _change(summary.reward_before, summary.reward_after, arrow, fell)))
-    for name, after in summary.after.items():
-        fell = name in summary.declined
-        rows.append((name, _change(summary.before.get(name), after, arrow, fell)))
+    for name, before, after in summary.measures:
+        rows.append((name, _change(before, after, arrow, name in summary.declined)))
     if summary.judge:
         rows.append(("judge", summary.judge))
     if len(summary.rewards) > 1:

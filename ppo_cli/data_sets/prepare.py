@@ -275,26 +275,12 @@ def _hh_row(prompt: tuple[Message, ...], split: str, index: int) -> dict[str, An
     }
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How one set is prepared, and where it is read from when no source is given."""
-
-    about: str
-    source: str
-    build: Callable[[str], Built]
-
-
-RECIPES = {
-    "gsm8k": Recipe("8.8k grade-school word problems; train and test.", GSM8K, build_gsm8k),
-    "humaneval": Recipe(
-        "164 Python functions to complete, with their tests.", HUMANEVAL, build_humaneval
-    ),
-    "hh_rlhf": Recipe(
-        "Dialogues about help and harm with two last replies: pairs, and prompts.",
-        HH_RLHF,
-        build_hh_rlhf,
-    ),
-    "math": Recipe("12.5k competition problems; train and test.", MATH, build_math),
+# By name, where a set is read from when no source is given, and what makes its splits.
+RECIPES: dict[str, tuple[str, Callable[[str], Built]]] = {
+    "gsm8k": (GSM8K, build_gsm8k),
+    "humaneval": (HUMANEVAL, build_humaneval),
+    "hh_rlhf": (HH_RLHF, build_hh_rlhf),
+    "math": (MATH, build_math),
 }
 
 
@@ -308,27 +294,21 @@ class Prepared:
     note: str = ""
 
 
-def find_recipe(name: str) -> Recipe:
-    """Return the recipe of a set; an unknown name raises with the known ones."""
-    if name in RECIPES:
-        return RECIPES[name]
-    known = ", ".join(RECIPES)
-    near = did_you_mean(name.lower(), RECIPES)
-    raise DataError(
-        f"No recipe for the data set '{name}'.{near} Known: {known}. "
-        f"Your own JSONL or parquet files need no preparation; see `{ppo('data check')}`."
-    )
-
-
 def prepare(
     name: str, *, source: str | None = None, out: str, force: bool = False
 ) -> list[Prepared]:
     """Write one parquet file a split into `out`; all of them or none."""
-    recipe = find_recipe(name)
+    if name not in RECIPES:
+        raise DataError(
+            f"No recipe for the data set '{name}'.{did_you_mean(name.lower(), RECIPES)} Known: "
+            f"{', '.join(RECIPES)}. Your own JSONL or parquet files need no preparation; see "
+            f"`{ppo('data check')}`."
+        )
+    usual, build = RECIPES[name]
     folder = Path(out).expanduser()
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")
-    built = recipe.build(source or recipe.source)
+    built = build(source or usual)
     splits = built.splits
     targets = {split: folder / f"{split}.parquet" for split in splits}
     there = [path.name for path in targets.values() if path.exists()]

@@ -61,6 +61,13 @@ class Summary:
     declined: frozenset[str] = frozenset()
     warning: str = ""
 
+    @property
+    def measures(self) -> list[tuple[str, float | None, float]]:
+        """What was measured, the reward first: its name, and its value before and after."""
+        after = {} if self.reward_after is None else {"reward": self.reward_after}
+        before = {"reward": self.reward_before, **self.before}
+        return [(name, before.get(name), v) for name, v in (after | dict(self.after)).items()]
+
 
 class Screen:
     """Where a run speaks to the person who watches it; this one shows nothing."""

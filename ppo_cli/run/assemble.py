@@ -296,6 +296,12 @@ LEARNED_FROM = (
     "reward.api.enable", "reward.api.type", "reward.api.model", "reward.api.prompt_preset",
     "reward.api.system_prompt", "reward.api.scoring_prompt", "reward.api.votes",
 )  # fmt: skip
+# Settings that a checkpoint is bound to, with the rows of data.train_files.
+FIXED = (
+    "model.path", "critic.model.path", "algorithm.adv_estimator",
+    "model.lora_rank", "critic.model.lora_rank", "model.quantization",
+    "critic.model.quantization", "data.train_batch_size", "trainer.seed",
+)  # fmt: skip
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
@@ -528,20 +534,9 @@ def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     `LEARNED_FROM` may change and the rest may not. How long, where and how fast a run goes is not
     among them.
     """
-    values = {key: value_of(config, key) for key in LEARNED_FROM}
-    learned: dict[str, Any] = json.loads(json.dumps(values))  # as a checkpoint gives it back
-    return learned | {
-        "model.path": config.model.path,
-        "critic.model.path": config.critic.model.path,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-        "model.lora_rank": config.model.lora_rank,
-        "critic.model.lora_rank": config.critic.model.lora_rank,
-        "model.quantization": config.model.quantization,
-        "critic.model.quantization": config.critic.model.quantization,
-        "data.train_batch_size": config.data.train_batch_size,
-        "trainer.seed": config.trainer.seed,
-        "data.train_files": fingerprint(prompts),
-    }
+    values = {key: value_of(config, key) for key in (*LEARNED_FROM, *FIXED)}
+    found: dict[str, Any] = json.loads(json.dumps(values))  # as a checkpoint gives it back
+    return found | {"data.train_files": fingerprint(prompts)}
 
 
 def _changes_since(resume_from: Path | None, config: Config, identity: Mapping[str, Any]) -> str:

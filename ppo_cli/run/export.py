@@ -153,12 +153,9 @@ def _reward(config: Config) -> list[str]:
 def _results(run: Path, history: Lines, config: Config | None) -> list[str]:
     """The reward and the validation before and after, as a table."""
     found = summarise(history, run, config or Config(), session=(0, 0.0), resume_command="")
-    rows = [("reward", found.reward_before, found.reward_after)]
-    rows += [(name, found.before.get(name), after) for name, after in found.after.items()]
     lines = [
         f"| {name} | {_number(before)} | {_number(after)} |"
-        for name, before, after in rows
-        if after is not None
+        for name, before, after in found.measures
     ]
     if not lines:
         return ["No step has a reward."]

@@ -160,15 +160,12 @@ def sentence(
         else f"{steps} step{'s' * (steps != 1)}"
     )
     found = summarise(history, folder, config or Config(), session=(0, 0.0), resume_command="")
-    pairs = [("reward", found.reward_before, found.reward_after)]
-    pairs += [(name, found.before.get(name), value) for name, value in found.after.items()]
     told = [
         f"{name} {_digits(after)}"
         if before is None
         else f"{name} {_digits(before)} to {_digits(after)}"
         + (" (it fell)" if name in found.declined else "")
-        for name, before, after in pairs
-        if after is not None
+        for name, before, after in found.measures
     ]
     clauses = [", ".join(told[:3] or ["no reward yet"]) + f" in {length}"]
     outside = [tile for tile in tiles if tile["side"] and "pays" not in tile]
