@@ -284,50 +284,28 @@ def _is_override(word: str) -> bool:
 
 def _layers() -> list[inspect.Parameter]:
     presets = ", ".join([*preset_names(), *ALIASES])
+    said = "Any setting by its key: actor.clip_ratio=0.1"
     return [
-        inspect.Parameter(
-            "overrides",
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=typer.Argument(
-                None, help="Any setting by its key: actor.clip_ratio=0.1", metavar="[KEY=VALUE]..."
-            ),
-            annotation=list[str] | None,
-        ),
+        own_word("overrides", "[KEY=VALUE]...", said, several=True),
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        _keyword(
-            "preset",
-            str | None,
-            typer.Option(None, "--preset", metavar="NAME", help=f"A bundled start: {presets}."),
-        ),
-        _keyword(
-            "config",
-            list[str] | None,
-            typer.Option(
-                None, "--config", metavar="FILE", help="YAML settings; repeatable, later wins."
-            ),
-        ),
+        own_flag("preset", str, None, f"A bundled start: {presets}.", "NAME"),
+        own_flag("config", list[str], None, "YAML settings; repeatable, later wins.", "FILE"),
         switch("debug", "Show tracebacks."),
     ]
 
 
 def _parameter(name: str, key: Key) -> inspect.Parameter:
     group = key.name.partition(".")[0]
-    panel = PANELS.get(group, group.capitalize())
-    if key.kind is bool:
-        spelt = f"--{name}/--no_{name}"
-        option = typer.Option(
-            None, spelt, help=help_line(key), rich_help_panel=panel, show_default=False
-        )
-        return _keyword(name, bool | None, option)
+    kind = bool if key.kind is bool else list[str] if key.is_list else str
     option = typer.Option(
         None,
-        f"--{name}",
+        f"--{name}/--no_{name}" if kind is bool else f"--{name}",
         help=help_line(key),
-        rich_help_panel=panel,
-        metavar=_metavar(key),
+        rich_help_panel=PANELS.get(group, group.capitalize()),
+        metavar=None if kind is bool else _metavar(key),
         show_default=False,
     )
-    return _keyword(name, list[str] | None if key.is_list else str | None, option)
+    return _keyword(name, kind | None, option)
 
 
 def help_line(key: Key) -> str:
