@@ -234,17 +234,10 @@ Truncation = Literal["error", "left", "right"]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with their counts; `notes` are sentences that the user should read once."""
+    """Prompts; `notes` are sentences that the user should read once."""
 
     prompts: tuple[Prompt, ...]
-    per_file: Mapping[str, int]
-    dropped_overlong: int = 0
-    truncated: int = 0
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-        return len(self.prompts)
+    notes: tuple[str, ...]
 
 
 def load_prompts(
@@ -324,7 +317,7 @@ def fit(
     filter_overlong: bool,
     notes: Sequence[str],
 ) -> PromptSet:
-    """Drop, cut or refuse prompts above the limit, and count what was done."""
+    """Drop, cut or refuse prompts above the limit, and note what was done."""
     long = [item for _, item in found if len(item.token_ids) > limit]
     if long and not filter_overlong and truncation == "error":
         first, longest = long[0], max(len(item.token_ids) for item in long)
@@ -335,11 +328,9 @@ def fit(
             "with data.truncation=left (keeps the end) or right (keeps the start)."
         )
     prompts: list[Prompt] = []
-    per_file = {item.row.place.file: 0 for _, item in found}
     for uid, item in found:
         if filter_overlong and len(item.token_ids) > limit:
             continue
-        per_file[item.row.place.file] += 1
         text, ids = item.text, item.token_ids
         if len(ids) > limit:
             ids = ids[-limit:] if truncation == "left" else ids[:limit]
@@ -357,20 +348,18 @@ def fit(
             f"All {len(long)} prompts are longer than {limit} tokens (the longest has {longest}) "
             "and were dropped. Raise --max_prompt_length."
         )
-    dropped = len(found) - len(prompts)
-    truncated = 0 if filter_overlong else len(long)
     told = list(notes)
-    if dropped:
+    if dropped := len(found) - len(prompts):
         told.append(
             f"{dropped} of {len(found)} prompts are longer than {limit} tokens and were dropped."
         )
-    if truncated:
+    elif long:
         kept = "end" if truncation == "left" else "start"
         told.append(
-            f"{truncated} of {len(found)} prompts were cut to {limit} tokens; their {kept} was "
+            f"{len(long)} of {len(found)} prompts were cut to {limit} tokens; their {kept} was "
             "kept."
         )
-    return PromptSet(tuple(prompts), per_file, dropped, truncated, tuple(told))
+    return PromptSet(tuple(prompts), tuple(told))
 
 
 def fingerprint(prompts: Iterable[Prompt]) -> str:
@@ -409,11 +398,6 @@ class PromptOrder:
         self._order = self._draw()
 
     @property
-    def epoch(self) -> int:
-        """The epoch, counted from 0, that the next batch comes from."""
-        return self._epoch + (self._position + self.batch_size > self.size)
-
-    @property
     def steps_per_epoch(self) -> int:
         """Full batches in an epoch."""
         return self.size // self.batch_size
@@ -422,10 +406,6 @@ class PromptOrder:
     def taken(self) -> int:
         """How many batches were taken since the first."""
         return self._epoch * self.steps_per_epoch + self._position // self.batch_size
-
-    def total_steps(self, epochs: int) -> int:
-        """Return the number of batches in so many epochs."""
-        return epochs * self.steps_per_epoch
 
     def take(self) -> list[int]:
         """Return the indices of the next batch; always a full one."""
