@@ -95,11 +95,11 @@ def main() -> None:
     from step_against_trl import make_model
     from transformers import AutoTokenizer
 
+    from ppo_cli.algo.batch import merge_annotations
     from ppo_cli.bridge.overrides import bridge
     from ppo_cli.config.memory_plan import keep_activations
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
-    from ppo_cli.engine.responses import merge_annotations
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
