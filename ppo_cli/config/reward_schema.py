@@ -39,9 +39,26 @@ def check_address(url: str) -> None:
     except ValueError:
         fits = False
     if not fits or _NOT_IN_URL.search(url.strip()):
+        shown = redact(url).rpartition("@")[2]
         raise ValueError(
-            f"{redact(url)!r} is no address; write it with http:// or https:// and without blanks, "
+            f"{shown!r} is no address; write it with http:// or https:// and without blanks, "
             "such as http://localhost:8000/v1"
+        )
+
+
+def check_judge_address(url: str) -> None:
+    """Raise ValueError for what no SDK takes, or holds a secret; the secret is not repeated."""
+    check_address(url)
+    parts = urlsplit(url.strip())
+    if "@" in parts.netloc:
+        raise ValueError(
+            "holds a user name or password; leave them out of the address: the key is read from "
+            "the environment (see --rm_key_env)"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError(
+            "has something after a '?' or '#'; leave it out: keys come from the environment, and "
+            "the rest is added by the provider's own library"
         )
 
 
@@ -88,7 +105,7 @@ def _is_device(name: str) -> None:
         raise ValueError(f"'{name}' is no device; use cpu, cuda or cuda:1")
 
 
-Address = Annotated[str | None, checked(check_address)]
+Address = Annotated[str | None, checked(check_judge_address)]
 Variable = Annotated[str | None, checked(_is_variable)]
 
 

@@ -76,7 +76,7 @@ def test_every_value_carries_its_origin(tmp_path: Path) -> None:
 
 def test_a_dump_holds_no_secrets() -> None:
     url = "https://user:hidden@host/v1?key=abcdef"
-    text = config_yaml(settle({"reward.api.base_url": url}))
+    text = config_yaml(settle({"reward.model.path": url}))
     assert "hidden" not in text
     assert "abcdef" not in text
     assert "https://***@host/v1?key=***" in text

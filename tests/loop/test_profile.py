@@ -63,7 +63,7 @@ def test_which_steps_are_profiled(given: str, steps: set[int]) -> None:
 @pytest.mark.parametrize("word", ["0", "x", "4-2", "-3", "2-", "1-2-3", "²"])
 def test_steps_that_are_none_are_refused(word: str) -> None:
     (told,) = problems(f"trainer.profile_steps=3,{word}")
-    assert repr(word) in told and "--profile 3" in told
+    assert repr(word) in told
 
 
 def test_of_another_profiler_a_run_says_which_it_has() -> None:

@@ -249,13 +249,11 @@ def test_several_outputs_are_weighed(bench: Bench) -> None:
 def test_settings_without_effect_are_refused(bench: Bench) -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("vllm", {"max_length": 100}, "reward.model.tokenizer"),
-        ("vllm", {"template": "only {prompt}"}, "{response}"),
         ("rerank", {"template": "{prompt}{response}"}, "query and text"),
         ("rerank", {"tokenizer": "x"}, "no effect"),
         ("rerank", {"outputs": (1.0,)}, "no effect"),
         ("openrlhf", {"system_prompt": "drop"}, "no effect"),
         ("vllm", {"key_env": "NOT_SET"}, "NOT_SET"),
-        ("vllm", {"adapter": "armorm"}, "armorm"),
     ]
     for adapter, changes, words in refused:
         with pytest.raises(RewardError) as told:

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from ppo_cli.config.known_models import JUDGES, asked_at, missing_settings
-from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.config.reward_schema import ApiReward, check_judge_address
 from ppo_cli.errors import MissingPart, RewardError
 from ppo_cli.rewards.judge.providers.base import Key, SdkProvider
 
@@ -137,34 +137,10 @@ def clean_url(url: str, pasted: str, path: str, source: str = "--rm_base_url") -
 
     `pasted` finds what is too much at the end, `path` is the path of an address without one.
     """
-    parts = _checked(url.strip(), source)
+    try:
+        check_judge_address(url)
+    except ValueError as error:
+        raise RewardError(f"{source} {error}.") from None
+    parts = urlsplit(url.strip())
     given = re.sub(pasted, "", re.sub(r"/+", "/", parts.path).rstrip("/"))
     return f"{parts.scheme.lower()}://{parts.netloc}{given or path}"
-
-
-def _checked(url: str, source: str) -> SplitResult:
-    """Split a URL; one that cannot be used raises RewardError, without repeating its secrets."""
-    if "://" not in url:
-        raise RewardError(
-            f"{source} is '{url.split('@')[-1]}', without http:// or https:// in front. "
-            "Write the whole address, for example http://127.0.0.1:8000/v1."
-        )
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme.lower() in {"http", "https"} and parts.hostname
-        _ = parts.port
-    except ValueError:
-        known = None
-    if not known:
-        raise RewardError(f"{source} is not an address that a judge can have: use http(s)://HOST.")
-    if parts.username is not None or parts.password is not None:
-        raise RewardError(
-            f"{source} holds a user name or password. Leave them out of the address: "
-            "the key is read from the environment (see --rm_key_env)."
-        )
-    if parts.query or parts.fragment:
-        raise RewardError(
-            f"{source} has something after a '?' or '#'. Leave it out: keys come from the "
-            "environment, and the rest is added by the provider's own library."
-        )
-    return parts

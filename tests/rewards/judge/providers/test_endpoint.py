@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.known_models import JUDGES
-from ppo_cli.errors import MissingPart, RewardError
+from ppo_cli.errors import ConfigError, MissingPart, RewardError
 from ppo_cli.rewards.judge import providers
 from ppo_cli.rewards.judge.providers import build_provider, locate, monitor_of, provider_class
+from tests.config.settling import settle
 from tests.judge_server.asking import KEYS, SECRET, judge_api
 
 
@@ -70,7 +71,7 @@ def test_endpoints_come_from_the_sdks_own_variables_too() -> None:
             near = {**keys, variable: " http://gateway/v7 "}
             address = build_provider(judge_api(kind, "m"), environ=near).base_url
             assert address == "http://gateway/v7", variable
-            with pytest.raises(RewardError, match=f"{variable} is 'gateway'"):
+            with pytest.raises(RewardError, match=f"{variable} 'gateway' is no address"):
                 build_provider(judge_api(kind, "m"), environ={**keys, variable: "gateway"})
     environ = {**KEYS, "OPENAI_BASE_URL": "http://gateway/v1/"}
     assert build_provider(judge_api("openai", "m"), environ=environ).base_url == "http://gateway/v1"
@@ -125,17 +126,21 @@ def test_addresses_are_forgiven(kind: str, typed: str, taken: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("localhost:8000/v1", "without http"),
-        ("user:hunter2@host/v1", "without http"),
+        ("localhost:8000/v1", "'localhost:8000/v1' is no address"),
+        ("user:hunter2@host/v1", "'host/v1' is no address"),
         ("https://user:hunter2@host/v1", "user name or password"),
         ("https://host/v1?key=hunter2", "after a"),
-        ("ftp://host/v1", "not an address"),
-        ("http://", "not an address"),
-        ("http://host:port/v1", "not an address"),
+        ("ftp://host/v1", "is no address"),
+        ("http://", "is no address"),
+        ("http://host:port/v1", "is no address"),
     ],
 )
 def test_addresses_that_cannot_be(typed: str, told: str) -> None:
     with pytest.raises(RewardError, match=told) as caught:
-        build_provider(judge_api("openai", "m", typed), environ=KEYS)
+        build_provider(judge_api("openai", "m"), environ=KEYS | {"OPENAI_BASE_URL": typed})
     assert "hunter2" not in str(caught.value)
-    assert "--rm_base_url" in str(caught.value)
+    assert "OPENAI_BASE_URL" in str(caught.value)
+    with pytest.raises(ConfigError, match=told) as caught:
+        settle(f"reward.api.base_url={typed}")
+    assert "hunter2" not in str(caught.value)
+    assert "reward.api.base_url" in str(caught.value)
