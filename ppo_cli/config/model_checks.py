@@ -133,6 +133,7 @@ def model_clashes(config: Config, gpus: int) -> Iterator[Clash]:
     for model in models_of(config.reward):
         if model.settings.path is not None:
             yield from _path(model)
+            yield from _of_protocol(model)
             yield from _device(model, gpus)
 
 
@@ -178,6 +179,43 @@ def _path(model: Scorer) -> Iterator[Clash]:
             model.keys("adapter", "path"),
             f"the adapter {adapter} {what}, but the reward model is {redact(path)}; use {mend}, "
             "or leave --reward_model_adapter out.",
+        )
+
+
+def _of_protocol(model: Scorer) -> Iterator[Clash]:
+    """Name settings that the protocol of a served model cannot honour."""
+    settings = model.settings
+    if not is_url(str(settings.path)):
+        return
+    try:
+        adapter = find_adapter(str(settings.path), settings.adapter).adapter
+    except UserError:  # `missing_models` says so
+        return
+    idle: dict[str, str] = {}  # setting -> why it has no effect
+    if adapter == "rerank":
+        idle |= {"template": "a reranker gets query and text", "tokenizer": "its server tokenises"}
+    elif adapter == "openrlhf" and not (settings.tokenizer or settings.template):
+        idle |= dict.fromkeys(("system_prompt", "turns"), "no template is applied here")
+    if adapter != "vllm":
+        idle["outputs"] = "its server sends one score"
+    for name, why in idle.items():
+        if getattr(settings, name) != type(settings).model_fields[name].default:
+            yield Clash(
+                model.keys(name),
+                f"{model.key}.{name} has no effect on a reward model served as {adapter}: {why}; "
+                "leave it out.",
+            )
+    template = settings.template
+    if adapter != "rerank" and template is not None and "{prompt}" not in template:
+        yield Clash(
+            model.keys("template"),
+            f"{model.key}.template has no {{prompt}}; write it as '{{prompt}} {{response}}'.",
+        )
+    if settings.max_length is not None and settings.tokenizer is None:
+        yield Clash(
+            model.keys("max_length"),
+            f"{model.key}.max_length counts tokens, which takes {model.key}.tokenizer for a served "
+            "model; without both, the server's own limit holds.",
         )
 
 

@@ -16,6 +16,7 @@ from tests.config.settling import problems, settle
 RM = "reward.model.path=a/b"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 URL = "reward.model.path=http://h:1/classify"
+RERANK, OPENRLHF = "reward.model.path=http://h:1/rerank", "reward.model.path=http://h:1/get_reward"
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,12 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{RM} reward.model.template={{prompt}}", "has no {response}"),
         (f"{URL} reward.model.key_env=sk-hush-hush-hush", "not the key itself"),
         (f"{RM} reward.model.max_length=4", "at least 8"),
+        (f"{URL} reward.model.max_length=100", "takes reward.model.tokenizer"),
+        (f"{URL} reward.model.template={{response}}", "has no {prompt}"),
+        (f"{RERANK} reward.model.template={{prompt}}{{response}}", "gets query and text"),
+        (f"{RERANK} reward.model.tokenizer=x", "its server tokenises"),
+        (f"{RERANK} reward.model.outputs=[1]", "its server sends one score"),
+        (f"{OPENRLHF} reward.model.system_prompt=drop", "no template is applied here"),
         (f"{RM} reward.rule=exact", "--reward model:0.5 --reward rule:exact:0.5"),
         (f"{RM} reward.function=f.py", "--reward model:0.5 --reward rule:0.5"),
         (
@@ -72,6 +79,9 @@ def test_a_gpu_that_is_there_may_be_named(device: str, monkeypatch: pytest.Monke
         f"{RM} reward.model.device=cpu reward.model.offload=true reward.model.max_length=99",
         f"{URL} reward.model.timeout=3 reward.model.key_env=RM_KEY reward.model.tokenizer=a/b",
         f"{RM} reward.model.outputs=[1,0.5] reward.model.self_test=off",
+        f"{URL} reward.model.outputs=[1,0.5] reward.model.template={{prompt}}{{response}}",
+        f"{OPENRLHF} reward.model.system_prompt=drop reward.model.tokenizer=a/b "
+        "reward.model.max_length=99",
         "reward.parts=[model:a:1,model:b:1] reward.composite.parts.a.model.path=a/b "
         "reward.composite.parts.b.model.path=http://h/rerank reward.model.dtype=float32 "
         "reward.model.timeout=3",

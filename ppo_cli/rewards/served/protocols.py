@@ -206,7 +206,6 @@ class Writer:
     """Writes samples for one protocol, and counts what it had to change."""
 
     def __init__(self, settings: ModelReward, adapter: str) -> None:
-        _refuse_what_has_no_effect(settings, adapter)
         self._adapter = adapter
         self._template = settings.template
         self._settings = settings
@@ -284,31 +283,6 @@ class Writer:
             values = {"prompt": question, "response": response}
             return PLACE.sub(lambda place: values[place[1]], self._template)
         return prompt.rendered + response
-
-
-def _refuse_what_has_no_effect(settings: ModelReward, adapter: str) -> None:
-    """Raise RewardError for settings that this protocol cannot honour."""
-    template, shown = settings.template, (settings.system_prompt, settings.turns)
-    if adapter == "rerank":
-        _refuse(template is not None, "reward.model.template", "a reranker gets query and text")
-        _refuse(settings.tokenizer is not None, "reward.model.tokenizer", "its server tokenises")
-    elif template is not None and not ("{prompt}" in template and "{response}" in template):
-        raise RewardError("reward.model.template needs both {prompt} and {response} in it.")
-    elif adapter == "openrlhf" and not (settings.tokenizer or template):
-        own = shown == ("keep", "all")
-        _refuse(not own, "reward.model.system_prompt and .turns", "no template is applied here")
-    if adapter != "vllm":
-        _refuse(bool(settings.outputs), "reward.model.outputs", "its server sends one score")
-    if settings.max_length is not None and settings.tokenizer is None:
-        raise RewardError(
-            "reward.model.max_length counts tokens, which takes reward.model.tokenizer for a "
-            "served model. Without both, the server's own limit holds."
-        )
-
-
-def _refuse(when: bool, keys: str, why: str) -> None:
-    if when:
-        raise RewardError(f"{keys} has no effect on this served reward model: {why}. Take it out.")
 
 
 def _plain_json(value: Any) -> Any:
