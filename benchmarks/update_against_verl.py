@@ -1,6 +1,6 @@
 """One update of actor and critic, by verl's FSDP engine and by ours, in turns.
 
-    python -m venv verl && verl/bin/pip install torch==2.13.0   # then verl as tests/bridge wants it
+    # verl/bin/python is an environment with verl; CONTRIBUTING.md has the lines that make one.
     python benchmarks/update_against_verl.py --verl verl/bin/python --pairs 5
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, 32 rows of many lengths, settings as
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ def main() -> None:
         ]  # fmt: skip
         told = bridge(settle(theirs)).lines(folder)
         (folder / "overrides").write_text("".join(f"{line}\n" for line in told))
-        minibatch = MiniBatch(replace(scored), actor=True, critic=True)
+        minibatch = MiniBatch(scored, actor=True, critic=True)
         with subprocess.Popen(
             [asked.verl, __file__, "--as-verl", name, str(asked.rows)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -149,8 +148,8 @@ def run_pairs(process: subprocess.Popen[str], update: Any, count: int) -> None:
             ratios.append(ours / said["seconds"])
             print(f"verl {said['seconds']:.2f} s, ours {ours:.2f} s: {ratios[-1]:.2f}", flush=True)
     process.stdin.close()
-    print(f"median {statistics.median(ratios):.2f}; peak {said['gigabytes']:.2f} GB of verl's")
-    print(f"process, {peak_gigabytes():.2f} of ours")
+    theirs, own = said["gigabytes"], peak_gigabytes()
+    print(f"median {statistics.median(ratios):.2f}; peak memory {theirs:.2f} GB, ours {own:.2f}")
 
 
 if __name__ == "__main__":

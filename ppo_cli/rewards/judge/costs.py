@@ -92,7 +92,7 @@ def batch_price(price: Price | None, api: ApiReward) -> Price | None:
 
 def is_local(base_url: str) -> bool:
     """Say whether an endpoint lies on this machine."""
-    host = urlsplit(base_url if "//" in base_url else f"//{base_url}").hostname or ""
+    host = urlsplit(base_url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
