@@ -178,13 +178,6 @@ def test_prepare_of_an_unknown_set(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["check", "prepare"])
-def test_help_holds_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, _ = run(capsys, command, "--help")
-    assert code == 0
-    assert f"Example: ppo data {command}" in " ".join(out.split())
-
-
 def report(**changed: Any) -> Report:
     none = Finding(0, ())
     empty = {

@@ -18,16 +18,10 @@ from ppo_cli.cli.app import main
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import WorkerLost
 from ppo_cli.run.doctor import CHECKS, Finding, Machine, examine
-from tests.cli.mistakes import set_desk
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET
 
 JUDGE = ("--use_api_reward", "--rm_api_type", "openai", "--rm_model", "m")
-
-
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return set_desk(tmp_path, {}, monkeypatch)
 
 
 def looked_at(

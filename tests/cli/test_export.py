@@ -285,12 +285,6 @@ def test_a_full_disk_is_told(
     assert "choose another --out" in err
 
 
-def test_it_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, "--help")
-    assert "Example: ppo export outputs --out my_model" in out
-    assert "float32" in out and "latest" in out
-
-
 def test_counts_are_said_as_people_do() -> None:
     assert [amount(n) for n in (999, 1_500, 494_032_768, 7_615_616_512)] == [
         "999 ", "1.5 k", "494 M", "7.62 B",

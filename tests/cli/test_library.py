@@ -12,20 +12,9 @@ import pytest
 
 import ppo_cli
 from ppo_cli import load_run, plan
-from ppo_cli.config.keys import table
 from ppo_cli.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for key in table().values():
-        if key.env:
-            monkeypatch.delenv(key.env, raising=False)
-    return tmp_path
 
 
 def test_the_page_runs_as_it_stands(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

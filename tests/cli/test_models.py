@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config.known_models import JUDGES
-from tests.cli.mistakes import set_desk
 from tests.judge_server import JudgeServer
 from tests.judge_server.asking import SECRET, WIRES
 from tests.judge_server.server import MODELS
-
-
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return set_desk(tmp_path, {}, monkeypatch)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import yaml
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.keys import table
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import DataError
 from ppo_cli.trust.prompts import show_row
@@ -24,16 +21,6 @@ ROWS = [
     {"prompt": "x?", "extra_info": {"rubric": "be brief"}, "response": "<think>hm</think>y"},
     {"prompt": "x?", "response": 4},
 ]
-
-
-@pytest.fixture(autouse=True)
-def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder, no GPU, and none of the variables that the settings read."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for key in table().values():
-        if key.env:
-            monkeypatch.delenv(key.env, raising=False)
 
 
 @pytest.fixture
@@ -239,40 +226,8 @@ def test_render_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file" in refused(capsys, "render", "nothing.jsonl")
 
 
-def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["list"], ["show"], ["render"]):
-        code, out, _ = run(capsys, *words, "--help")
-        assert code == 0
-        assert "Example: ppo prompts" in out
-    assert "--rm_scoring_prompt" in out
-    assert "--lora_rank" not in out
-
-
 def test_rows_are_named_as_everywhere_else(rows: str) -> None:
     question = show_row(ApiReward(), rows, 1).question
     assert "\n2 + 2 = ?\n" in question.user
     with pytest.raises(DataError, match="no row 0"):
         show_row(ApiReward(), rows, 0)
-
-
-def test_render_imports_no_torch(rows: str, root_of_source: Path) -> None:
-    code = (
-        "import sys; from ppo_cli.cli.app import main; "
-        f"assert main(['prompts', 'render', {rows!r}]) == 0; "
-        "heavy = {'torch', 'transformers', 'datasets', 'openai', 'anthropic', 'dashscope'}; "
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=root_of_source,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.fixture
-def root_of_source() -> Path:
-    return Path(__file__).resolve().parents[2]

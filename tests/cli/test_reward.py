@@ -272,15 +272,6 @@ def test_columns_of_any_name_are_read_by_every_command(
     assert bundled[0] != bundled[1]
 
 
-def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("score", "calibrate", "audit"):
-        code, out, _ = run(capsys, name, "--help")
-        assert code == 0
-        assert "Example: ppo reward" in " ".join(out.split())
-        assert "--rm_prompt_preset" in out
-        assert "--clip_ratio" not in out
-
-
 def test_bars() -> None:
     lines = bars([{"from": 1.0, "to": 1.0, "count": 60}, {"from": 0.0, "to": 0.5, "count": 1}])
     assert lines[2].split() == ["1.000", "#" * 30, "60"]

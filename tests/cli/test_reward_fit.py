@@ -128,8 +128,3 @@ def test_an_accuracy_like_that_of_guessing_is_doubted(
     accuracy: float, held_out: int, doubt: bool
 ) -> None:
     assert (doubt_warning(accuracy, held_out) is not None) == doubt
-
-
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
-    assert code == 0 and "Example: ppo reward fit --data pairs.jsonl" in out

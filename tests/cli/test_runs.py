@@ -16,13 +16,6 @@ from ppo_cli.report.catalogue import METRICS
 from ppo_cli.run_folder import replace_lines
 
 
-@pytest.fixture(autouse=True)
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
-
-
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)

@@ -235,11 +235,6 @@ def test_an_output_that_knows_only_ascii_gets_ascii() -> None:
     assert "?a [bold]" in text and "0.500 -> 1.000" in text and "curve       _#" in text
 
 
-def test_importing_the_screen_brings_no_torch() -> None:
-    script = "import sys, ppo_cli.cli.screen, ppo_cli.cli.show; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
-
-
 def test_a_screen_that_nobody_reads_ends_the_run() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from ppo_cli.cli.app import main
@@ -121,11 +120,6 @@ def test_lines_of_others_do_not_break_it(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / "step_000001.jsonl").write_text('{"prompt": "p"}\n')
     assert show(tmp_path).split() == ["step", "1"]
     assert "no score" in show(tmp_path, "--worst", 1)
-
-
-def test_it_has_an_example() -> None:
-    assert "ppo show outputs --worst 5" in show("--help")
-    assert isinstance(show_app, typer.Typer)
 
 
 def test_all_steps_as_csv(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

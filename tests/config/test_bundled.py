@@ -13,23 +13,6 @@ from ppo_cli.config.resolve import resolve
 from ppo_cli.errors import ConfigError
 
 ENV = {"CUDA_VISIBLE_DEVICES": ""}
-NAMES = (
-    "embedded",
-    "gemma-2-2b",
-    "gsm8k-qwen2.5-0.5b",
-    "judge",
-    "lora-low-memory",
-    "mixed",
-    "qwen2-7b-dynamic",
-    "qwen2.5-7b-8gpu",
-    "reward-model",
-    "smollm2-arithmetic",
-)
-
-
-def test_the_presets_are_these() -> None:
-    assert set(NAMES) <= set(bundled.preset_names())
-    assert set(bundled.ALIASES.values()) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", [*bundled.preset_names(), *bundled.ALIASES])
@@ -39,12 +22,6 @@ def test_a_preset_resolves_and_is_commented(name: str) -> None:
     text = bundled.preset_path(name).read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert sum("#" in line for line in text.splitlines()) >= 3
-
-
-def test_the_gsm8k_preset_has_the_published_sizes() -> None:
-    config = resolve(flags={}, preset="gsm8k", config_files=(), overrides=(), environ=ENV).config
-    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (256, 64)
-    assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from ppo_cli.config.keys import table
 from ppo_cli.config.known_models import JUDGES, retirement
-from ppo_cli.config.requirements import missing_inputs, missing_parts, remarks
+from ppo_cli.config.requirements import remarks
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import judge_remarks, missing_keys
 from ppo_cli.config.reward_schema import scale_ends
@@ -152,17 +152,6 @@ def test_the_monitor_needs_its_own_key() -> None:
     (said,) = missing_keys(settings, {"DASHSCOPE_API_KEY": "k"})
     assert "monitoring judge" in said and "CLAUDE_API_KEY" in said
     assert missing_keys(settings, {"DASHSCOPE_API_KEY": "k", "CLAUDE_API_KEY": "l"}) == []
-
-
-def test_a_run_cannot_start_without_key() -> None:
-    assert missing_inputs(config(), {"DASHSCOPE_API_KEY": "k"}) == []
-    (said,) = missing_inputs(config(), {})
-    assert "DASHSCOPE_API_KEY" in said
-    assert missing_inputs(config("enable=false"), {}) == []
-
-
-def test_a_judge_is_no_missing_part() -> None:
-    assert missing_parts(settle(), gpus=0) == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_cli.config.mixture import MixPart, mixture_of, rule_settings
+from ppo_cli.config.mixture import MixPart, mixture_of
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.requirements import missing_parts, remarks
 from ppo_cli.config.reward_schema import Reward
@@ -267,14 +267,6 @@ def test_arguments_of_a_parts_function_are_its_own_matter() -> None:
     part = "mine: {function: f.py, function_kwargs: {api_key: k, deep: {x: 1}}}"
     found = parts(file=written(f"composite: {{parts: {{{part}}}}}\n"))
     assert found["mine"].function_kwargs == {"api_key": "k", "deep": {"x": 1}}
-
-
-def test_a_part_has_the_runs_arguments_unless_it_has_its_own() -> None:
-    run = Reward(function="f.py", function_kwargs={"a": 1, "b": 1})
-    part = MixPart(name="rule", kind="rule", function_kwargs={"a": 2})
-    assert rule_settings(run, part).function_kwargs == {"a": 2, "b": 1}
-    own = part.model_copy(update={"function": "g.py"})
-    assert rule_settings(run, own).function_kwargs == {"a": 2}
 
 
 def test_the_settings_of_a_run_give_the_same_mixture_again(tmp_path: Path) -> None:

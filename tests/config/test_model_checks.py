@@ -96,11 +96,6 @@ def test_what_has_an_effect_is_taken(given: str) -> None:
     assert missing_parts(settle(*given.split()), gpus=0) == []
 
 
-def test_a_reward_model_alone_is_the_reward() -> None:
-    assert missing_parts(settle(RM), gpus=0) == []
-    assert missing_inputs(settle(RM).config, {}) == []
-
-
 def weights(folder: Path, *names: str) -> Path:
     """Write a checkpoint that holds nothing but the names of its tensors."""
     folder.mkdir(parents=True)

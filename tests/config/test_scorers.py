@@ -89,14 +89,15 @@ def test_a_model_of_a_part_has_the_runs_settings_unless_they_are_of_its_checkpoi
 def test_a_rule_of_a_part_is_its_own_or_the_runs() -> None:
     reward = settle(
         "reward.function=f.py", "reward.function_kwargs.x=1", "reward.timeout=3",
-        "reward.composite.parts.rule.function_kwargs.y=2",
-        "reward.composite.parts.g.function=g.py",
+        "reward.composite.parts.rule.function_kwargs.y=2", "reward.function_kwargs.y=1",
+        "reward.composite.parts.g={function: g.py, function_kwargs: {z: 3}}",
         mix=("rule:1", "rule:format:1", "rule:g:1", "judge:1"),
     ).config.reward  # fmt: skip
     usual, named, own = (rule_settings(reward, p) for p in mixture_of(reward) if p.kind == "rule")
     assert (usual.function, usual.rule, usual.function_kwargs) == ("f.py", None, {"x": 1, "y": 2})
     assert (named.function, named.rule, named.function_kwargs) == (None, "format", {})
     assert (own.function, own.rule, own.timeout) == ("g.py", None, 3.0)
+    assert own.function_kwargs == {"z": 3}
     assert (usual.parts, usual.api.enable, usual.model.path) == ((), False, None)
 
 

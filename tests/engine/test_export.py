@@ -13,11 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForTokenClassification,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -169,15 +167,6 @@ def test_tied_weights_stay_tied(tmp_path: Path, out: Path) -> None:
     assert_same_model(AutoModelForCausalLM.from_pretrained(out), model)
 
 
-def test_a_critic_keeps_its_head(tmp_path: Path, out: Path) -> None:
-    torch.manual_seed(1)
-    model = LlamaForTokenClassification(LlamaConfig(**TINY, num_labels=1)).eval()
-    save_in_pieces(model, tmp_path / "critic", 2)
-    write_model(tmp_path / "critic", out)
-    found = AutoModelForTokenClassification.from_pretrained(out)
-    assert_same_model(found, model)
-
-
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_an_adapter_is_merged(dtype: str | None, tmp_path: Path, out: Path, tokenizer: Any) -> None:
     base, source = tmp_path / "base", tmp_path / "actor"
@@ -223,20 +212,6 @@ def test_the_tokenizer_of_the_base_fills_in(tmp_path: Path, out: Path, tokenizer
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
 
 
-def test_a_base_that_moved_is_given(tmp_path: Path, out: Path, tokenizer: Any) -> None:
-    base, source = tmp_path / "base", tmp_path / "actor"
-    llama().save_pretrained(base)
-    model = save_adapter(base, source)
-    tokenizer.save_pretrained(source)
-    base.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=r"base, which is not here: give .* with --base"):
-        write_model(source, out)
-    written = write_model(source, out, base=str(tmp_path / "elsewhere"))
-    assert written.base == str(tmp_path / "elsewhere")
-    found = AutoModelForCausalLM.from_pretrained(out)
-    assert_near(logits(found), logits(model), terms=TERMS)
-
-
 @pytest.mark.parametrize("changes", [{"hidden_size": 24}, {"num_hidden_layers": 1}])
 def test_another_base_is_refused(changes: dict[str, int], tmp_path: Path, out: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
@@ -254,12 +229,6 @@ def test_a_base_that_nobody_has(name: str, tmp_path: Path, out: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
     with pytest.raises(ModelError, match=r"--base\.$"):
         write_model(tmp_path / "actor", out)
-
-
-def test_a_base_for_a_whole_model_is_refused(tmp_path: Path, out: Path) -> None:
-    llama().save_pretrained(tmp_path / "actor")
-    with pytest.raises(ModelError, match="leave --base out"):
-        write_model(tmp_path / "actor", out, base="x/y")
 
 
 @pytest.mark.parametrize("harm", ["missing file", "cut file", "nothing"])

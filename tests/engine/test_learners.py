@@ -157,25 +157,6 @@ def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
     return replace(batch, **wide)
 
 
-def test_whole_losses_are_reported_beside_their_parts(model_dir: str) -> None:
-    batch = make_batch()
-    policy, reference = load_policy(model_dir), load_policy(model_dir)
-    for cut in ({}, {"ppo_micro_batch_size_per_gpu": 4}):
-        actor = Actor(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, **cut)
-        optimizer = Recorder(policy.model, ActorOptim(lr=0.0))
-        learner = ActorLearner(policy, reference, actor, optimizer, COMPUTE, 0.7, LONGEST)
-        sums = merge_sums([learner.step(batch)])
-        means = {name: total / count for name, (total, count) in sums.items()}
-        parts = -0.01 * means["actor/entropy_loss"] + 0.1 * means["actor/kl_loss"]
-        assert abs(parts) > 1e-3
-        assert means["actor_loss"] == pytest.approx(means["policy_loss"] + parts, rel=1e-5)
-    value_model = load_value_model(model_dir)
-    critic = Critic(value_loss_coef=0.25, ppo_micro_batch_size_per_gpu=4)
-    optimizer = Recorder(value_model.model, CriticOptim())
-    sums = merge_sums([CriticLearner(value_model, critic, optimizer, COMPUTE, LONGEST).step(batch)])
-    assert sums["critic_loss"][0] == pytest.approx(0.25 * sums["value_loss"][0], rel=1e-6)
-
-
 def gradients_of_actor_plain(model_dir: str, batch: TrainBatch) -> torch.Tensor:
     policy = load_policy(model_dir)
     optimizer = Recorder(policy.model, ActorOptim())

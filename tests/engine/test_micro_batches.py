@@ -17,17 +17,6 @@ from ppo_cli.errors import UserError, is_out_of_memory
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
 
-@given(LENGTHS, st.integers(16, 2000), st.none() | st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
-def test_every_row_once_and_within_the_budget(lengths, tokens, rows) -> None:
-    plan = plan_micro_batches(lengths, Budget(tokens, rows))
-    assert sorted(i for group in plan for i in group) == list(range(len(lengths)))
-    for group in plan:
-        padded = len(group) * max(lengths[i] for i in group)
-        assert padded <= tokens or len(group) == 1
-        assert rows is None or len(group) <= rows
-
-
 @given(LENGTHS)
 @settings(max_examples=100, deadline=None)
 def test_sorted_by_length_so_that_neighbours_pad_little(lengths) -> None:

@@ -40,7 +40,7 @@ from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.micro_batches import Budget, share_micro_batches
-from ppo_cli.engine.models import Policy, load_policy, load_tokenizer, load_value_model
+from ppo_cli.engine.models import Policy, load_tokenizer, load_value_model
 from ppo_cli.engine.packing import MASKED_TOKENS, compare_gradients, micro_batch_budget, pack
 from ppo_cli.engine.ranks import ALONE, Ranks
 from ppo_cli.engine.rows import BY_ROWS, PackedRows, Packing, attend_by_rows, cut_slice
@@ -362,34 +362,6 @@ def test_a_slice_lies_end_to_end_and_reads_before_each_token() -> None:
     assert idle.idle and idle.input_ids_BL.tolist() == [ids[0, :2].tolist()]
 
 
-@given(
-    lengths=st.lists(st.integers(2, 300), min_size=1, max_size=40),
-    tokens=st.integers(16, 1000),
-    rows=st.none() | st.integers(1, 8),
-    ranks=st.integers(1, 4),
-)
-@tries(max_examples=100, deadline=None)
-def test_packed_micro_batches_hold_as_many_tokens_as_they_may(
-    lengths: list[int], tokens: int, rows: int | None, ranks: int
-) -> None:
-    budget = Budget(tokens, rows, packed=True)
-    shares = [share_micro_batches(lengths, budget, Ranks(rank, ranks)) for rank in range(ranks)]
-    groups = [group for mine in shares for group in mine]
-    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
-    assert len({len(mine) for mine in shares}) == 1
-    for group in groups:
-        assert sum(lengths[i] for i in group) <= tokens or len(group) == 1
-        assert rows is None or len(group) <= rows
-
-
-def test_packing_needs_fewer_micro_batches() -> None:
-    lengths = [1000, *[100] * 10]
-    plans = [
-        share_micro_batches(lengths, Budget(2000, packed=packed), ALONE) for packed in (False, True)
-    ]
-    assert [len(plan) for plan in plans] == [2, 1]
-
-
 def test_masked_models_take_short_micro_batches() -> None:
     by_rows, masked = made("llama"), made("gemma2, sliding window")
     assert micro_batch_budget(16384, None, by_rows) == Budget(16384, packed=True, shared=True)
@@ -461,11 +433,3 @@ def test_one_kernel_does_all_rows_on_a_gpu() -> None:
         found.append([out, *(s.grad for s in states)])
     for gpu, cpu in zip(*found, strict=True):
         assert (gpu.cpu().float() - cpu).norm() < 0.02 * cpu.norm()
-
-
-def test_a_loaded_policy_packs() -> None:
-    path = str(model_folder("embedded"))
-    policy = pack(load_policy(path), path, FLOAT32, ALONE)
-    rows = token_rows()
-    alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
-    assert_near(hidden_of(policy, rows), alone, terms=STEP_TERMS)

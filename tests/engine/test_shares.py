@@ -25,15 +25,17 @@ def shares(
     tokens=st.integers(16, 1000),
     rows=st.none() | st.integers(1, 8),
     ranks=st.integers(1, 5),
+    packed=st.booleans(),
 )
 def test_every_row_is_computed_once_and_all_ranks_take_as_many_turns(
-    lengths: list[int], tokens: int, rows: int | None, ranks: int
+    lengths: list[int], tokens: int, rows: int | None, ranks: int, packed: bool
 ) -> None:
-    found = shares(lengths, Budget(tokens, rows), ranks)
+    found = shares(lengths, Budget(tokens, rows, packed=packed), ranks)
     assert sorted(i for mine in found for group in mine for i in group) == list(range(len(lengths)))
     assert len({len(mine) for mine in found}) == 1
     for group in (group for mine in found for group in mine if len(group) > 1):
-        assert len(group) * max(lengths[i] for i in group) <= tokens
+        taken = [lengths[i] for i in group]
+        assert (sum(taken) if packed else len(group) * max(taken)) <= tokens
         assert rows is None or len(group) <= rows
 
 

@@ -27,7 +27,7 @@ from ppo_cli.engine.leftovers import OWNER
 from ppo_cli.engine.lora import LoRA
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.engine.vllm_sampler import CPU_CACHE_BYTES, VLLMSampler
-from ppo_cli.errors import DataError, MissingPart, ModelError, UserError
+from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 
 TOLERANCE = 1e-4
@@ -170,12 +170,6 @@ class TestReal:
     def test_nothing_is_left_behind_and_nothing_chatters(self, probe: dict[str, Any]) -> None:
         assert probe["left"] == []
         assert probe["stdout lines"] == 1
-
-
-def test_without_vllm_the_command_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPart, match="run scripts/setup vllm"):
-        vllm_sampler.check_vllm()
 
 
 def test_adapters_are_padded_to_a_rank_that_vllm_has() -> None:

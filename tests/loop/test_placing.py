@@ -8,14 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ppo_cli.engine.models import decode_text
-from ppo_cli.records import PlacedReward, Prompt, Rollout, Score, Scored
-from ppo_cli.train.shaping import place_steps, shape_step
-from tests.loop.test_shaping import annotate, config, rollouts
-
-OFF = config(use_kl_in_reward=False)
+from ppo_cli.records import PlacedReward, Prompt, Rollout
+from ppo_cli.train.shaping import place_steps
 
 
 @pytest.fixture
@@ -66,25 +62,3 @@ def test_token_places_are_counted_from_1(tokenizer: Any, decode: Any) -> None:
     rollout = answer(tokenizer, "abc")
     steps = [PlacedReward(i, float(i), "token") for i in (1, 4)]
     assert place_steps(rollout, steps, decode) == [(0, 1.0), (3, 4.0)]
-
-
-def test_what_steps_leave_goes_to_the_last_token() -> None:
-    made = rollouts([4, 2])
-    scored = [Scored(r, Score(v)) for r, v in zip(made, [2.0, 1.0], strict=True)]
-    step = shape_step(
-        config(use_kl_in_reward=False),
-        annotate(made),
-        scored,
-        0.0,
-        None,
-        [[(1, 0.5), (1, 0.25)], []],
-    )
-    expected = torch.tensor([[0, 0.75, 0, 1.25], [0, 1.0, 0, 0]])
-    torch.testing.assert_close(step.batch.token_rewards_BT, expected)
-
-
-def test_a_row_without_a_score_gets_no_step_reward_either() -> None:
-    made = rollouts([3, 3])
-    scored = [Scored(made[0], Score(1.0)), Scored(made[1], Score.failed("timeout"))]
-    step = shape_step(OFF, annotate(made), scored, 0.0, None, [[(0, 1.0)], [(0, 9.0)]])
-    assert step.batch.token_rewards_BT.tolist() == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]

@@ -6,11 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from ppo_cli.errors import UserError
 from ppo_cli.moments import Moments
-from ppo_cli.report.metrics import StepSums
 from ppo_cli.train.steps import RunState, read_state, stream_seed
 
 
@@ -20,12 +16,6 @@ def validated(*values: float) -> RunState:
         state.step = step
         state.note_validation({"val/reward_mean": value})
     return state
-
-
-def test_the_first_best_stays_the_best_until_beaten() -> None:
-    state = validated(0.2, 0.5, 0.5, 0.4)
-    assert (state.best, state.best_step, state.stale) == (0.5, 1, 2)
-    assert not state.is_best
 
 
 def test_the_best_step_may_be_validated_again() -> None:
@@ -47,19 +37,6 @@ def test_a_validation_with_too_few_scores_is_no_best() -> None:
     assert (state.best, state.best_step, state.stale) == (0.2, 0, 0)
     state.note_validation({"val/reward_mean": 1.0, "val/score/failed_share": 0.5})
     assert (state.best, state.best_step) == (1.0, 1)
-
-
-def test_broken_steps_count_in_a_row_only() -> None:
-    state = RunState(kl_coef=0.1)
-    for role, skipped in (("actor", 1), ("critic", 1), ("actor", 0), ("critic", 2), ("actor", 1)):
-        sums = StepSums()
-        sums.add({f"{role}/skipped_steps": (float(skipped), 1.0)})
-        state.count_broken_steps(sums)
-        state.refuse_broken_steps(3, "ppo train")
-    assert state.broken_steps == 2
-    state.broken_steps = 3
-    with pytest.raises(UserError, match=r"not finite in 3 steps.*--lr.*ppo train"):
-        state.refuse_broken_steps(3, "ppo train")
 
 
 def test_streams_differ_by_use_and_step_and_are_the_same_each_time() -> None:
