@@ -123,33 +123,6 @@ def test_check_of_the_embedded_prompts(capsys: pytest.CaptureFixture[str]) -> No
     assert shown["control_words"]["count"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.jsonl", None, "no such file"),
-        ("a.jsonl", "", "is empty"),
-        ("a.jsonl", '{"promt": "a"}', "Did you mean 'promt'?"),
-        ("a.csv", "prompt", "files of this kind (.csv) are not read"),
-    ],
-)
-def test_check_of_an_unreadable_file_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, said: str
-) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    code, out, err = run(capsys, "check", str(tmp_path / name))
-    assert (code, out) == (2, "")
-    assert said in err
-    assert "Traceback" not in err
-
-
-def test_check_without_a_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "a.jsonl", GOOD)
-    code, _, err = run(capsys, "check", file, "--model", str(tmp_path / "no-model"))
-    assert code == 2
-    assert "no-model" in err
-
-
 def test_prepare_and_refusal_and_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "test"):
         write(tmp_path / f"{split}.jsonl", {"question": "1+1?", "answer": "#### 2"})
@@ -169,13 +142,6 @@ def test_prepare_and_refusal_and_force(tmp_path: Path, capsys: pytest.CaptureFix
     assert (code, [file["rows"] for file in json.loads(said)]) == (0, [1, 1])
     assert load_rows(str(out / "test.parquet")).rows[0].ground_truth == "2"
     assert parquet.read_table(out / "test.parquet").num_rows == 1
-
-
-def test_prepare_of_an_unknown_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "prepare", "gsm", "--out", str(tmp_path / "out"))
-    assert code == 2
-    assert "No recipe for the data set 'gsm'. Did you mean 'gsm8k'?" in err
-    assert not (tmp_path / "out").exists()
 
 
 def report(**changed: Any) -> Report:

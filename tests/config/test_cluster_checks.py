@@ -19,7 +19,6 @@ SIZE = "fsdp_config.fsdp_size"
     [
         ("critic.strategy=megatron", "critic.strategy megatron is not offered: models are sh"),
         ("trainer.pipeline_parallel_size=2", "pipeline_parallel_size 2 is not offered: models ar"),
-        ("distributed.pipeline_parallel_size=2", "with --tensor_parallel_size. Use 1."),
         ("rollout.name=trtllm", "this engine has none of it, verl has. Use vllm, or hf."),
         ("trainer.nnodes=2 trainer.master_addr=h", "--node_rank 0"),
         ("trainer.nnodes=2 trainer.node_rank=2 trainer.master_addr=h", "ranks go from 0 to 1"),

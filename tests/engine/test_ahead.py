@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +18,6 @@ from ppo_cli.errors import ModelError, WorkerLost
 from tests.engine.ahead_runs import PROMPTS, Run, SmallEngine, wait_until
 
 Start = Callable[..., Run]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Begin runs; all of them are closed in the end, and no thread is left."""
-    runs: list[Run] = []
-
-    def make(*args: Any, **settings: Any) -> Run:
-        runs.append(Run(*args, **settings))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
-    assert [t for t in threading.enumerate() if t.name == "sampling-ahead"] == []
 
 
 def version_of(logprob: float) -> int:

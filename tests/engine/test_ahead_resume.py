@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +14,6 @@ from ppo_cli.errors import ModelError, WorkerLost
 from tests.engine.ahead_runs import Run, wait_until
 
 Start = Callable[..., Run]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def make(*args: Any, **settings: Any) -> Run:
-        runs.append(Run(*args, **settings))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
 
 
 def same_end(a: Run, b: Run) -> None:

@@ -43,19 +43,14 @@ def names(folder: Path) -> list[str]:
 
 
 def test_written_checkpoints_are_found_and_latest_points_to_the_newest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
-    assert store.newest() is None
-    for step in (5, 10, 200):
-        write(store, step)
-    assert store.steps() == [5, 10, 200]
-    assert (tmp_path / "latest" / "state" / "x").read_text() == "200"
-
-
-def test_all_checkpoints_are_kept_where_no_number_is_set(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=None)
-    for step in (5, 10, 200, 300, 400):
-        write(store, step)
-    assert store.steps() == [5, 10, 200, 300, 400]
+    for keep, steps in ((3, [5, 10, 200]), (None, [5, 10, 200, 300, 400])):  # None: all of them
+        store = CheckpointStore(tmp_path / str(keep), keep=keep)
+        assert store.newest() is None
+        for step in steps:
+            write(store, step)
+        assert store.steps() == steps
+        newest = (tmp_path / str(keep) / "latest" / "state" / "x").read_text()
+        assert newest == str(steps[-1])
 
 
 def test_a_name_appears_only_when_the_background_is_done(tmp_path: Path) -> None:

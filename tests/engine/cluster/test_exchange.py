@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_cli.algo.batch import AnnotatedBatch, TrainBatch, build_batch
+from ppo_cli.algo.batch import AnnotatedBatch, build_batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import Placement
 from ppo_cli.config.schema import Config
@@ -28,6 +28,7 @@ from ppo_cli.engine.cluster.workers import ExchangePlan
 from ppo_cli.engine.models import load_tokenizer
 from ppo_cli.errors import ConfigError, WorkerLost
 from ppo_cli.records import Prompt
+from tests.engine.packed_steps import scored
 
 pytestmark = [
     pytest.mark.slow,
@@ -77,20 +78,6 @@ def prompts(tokenizer: Any) -> list[Prompt]:
     return [Prompt(f"p{i}", t, (), t, tuple(tokenizer(t).input_ids)) for i, t in enumerate(texts)]
 
 
-def scored(annotated: AnnotatedBatch) -> TrainBatch:
-    shape = annotated.response_mask_BT.shape
-    torch.manual_seed(3)
-    return TrainBatch(
-        **{name: getattr(annotated, name) for name in AnnotatedBatch.__dataclass_fields__},
-        scores_B=torch.zeros(shape[0]),
-        valid_B=torch.ones(shape[0], dtype=torch.bool),
-        token_rewards_BT=torch.zeros(shape),
-        advantages_BT=torch.randn(shape),
-        returns_BT=torch.zeros(shape),
-        is_weight_BT=torch.ones(shape),
-    )
-
-
 def gap(annotated: AnnotatedBatch, sampled_BT: torch.Tensor) -> float:
     """The largest difference between the learner's log-probs of responses and others."""
     return float(
@@ -122,7 +109,7 @@ def test_auto_goes_on_by_memory_where_its_way_fails_at_the_first_use(
             batch = build_batch(rollouts, tokenizer.pad_token_id)
             annotated = engine.annotate(batch)
             assert gap(annotated, batch.sampler_logprobs_BT) < TOLERANCE
-            sums = engine.step(MiniBatch(scored(annotated), actor=True, critic=False))
+            sums = engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=False))
             assert sums["perf/weights_by_memory"] == (1.0, 1.0)
             engine.publish()
     finally:
@@ -138,7 +125,7 @@ def test_both_samplers_hold_the_learners_weights_after_each_publish(
         batch = build_batch(rollouts, tokenizer.pad_token_id)
         annotated = engine.annotate(batch)
         assert gap(annotated, batch.sampler_logprobs_BT) < TOLERANCE
-        engine.step(MiniBatch(scored(annotated), actor=True, critic=False))
+        engine.step(MiniBatch(scored(annotated, seed=3), actor=True, critic=False))
         engine.publish()
         assert gap(engine.annotate(batch), batch.sampler_logprobs_BT) > 100 * TOLERANCE
 
