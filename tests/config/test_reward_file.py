@@ -144,10 +144,7 @@ def test_rules_and_functions_may_stand_in_the_file() -> None:
         ("model: m\nprompt_preset: maths\n", "Did you mean 'math'?"),
         ("model: m\ngate: maybe\n", "'maybe' is neither true nor false"),
         ("votes: 3\ntype: openai\n", "r.yaml line 1: the judge has no model"),
-        (
-            "composite_reward:\n  judge: {weight: 1}\n",
-            "no setting 'judge' in composite_reward",
-        ),
+        ("composite_reward:\n  judge: {weight: 1}\n", "no setting 'judge' in composite_reward"),
         ("composite_reward: {judge: 0.7}\n", "Known: enable, weights, parts."),
         ("composite_reward: {wieghts: {a: 1}}\n", "Did you mean 'weights'?"),
         ("composite_reward:\n", "write them below it, such as weights: {judge: 0.7"),
