@@ -140,12 +140,14 @@ class Weights:
     """All weights of a policy under their checkpoint names, on the CPU.
 
     With `adapter` they are those of a LoRA adapter alone, under PEFT's names. A tied output
-    head is left out: it is the embedding.
+    head is left out: it is the embedding. With `stays`, later weights are written over these,
+    while nobody samples: they need not be copied.
     """
 
     tensors: Mapping[str, Tensor]
     version: int
     adapter: bool = False
+    stays: bool = False
 
 
 @dataclass
@@ -260,8 +262,12 @@ class Sampler(Protocol):
         """
         ...
 
-    def load_weights(self, weights: Weights) -> None:
-        """Take new weights, complete, and forget whatever was cached under the old ones."""
+    def load_weights(self, weights: Weights) -> bool:
+        """Take new weights, complete, and forget whatever was cached under the old ones.
+
+        Returns whether they are read where they lie, as they stay there: the next ones are in
+        use as soon as they are written, and need not be given.
+        """
         ...
 
     def sleep(self) -> None:

@@ -245,17 +245,28 @@ class HFSampler:
         return self._generate(wanted, sampling, weight_version)
 
     @torch.no_grad()
-    def load_weights(self, weights: Weights) -> None:
-        """Copy new weights over the old ones; only for a sampler with a model of its own."""
+    def load_weights(self, weights: Weights) -> bool:
+        """Take new weights; only for a sampler with a model of its own.
+
+        They are copied over the old ones, or read in place where they stay on its device.
+        """
         if weights.adapter:
             load_adapter(self._model, weights.tensors)
-            return
+            return False
         own = dict(self._model.named_parameters())
         if own.keys() != weights.tensors.keys():
             odd = sorted(own.keys() ^ weights.tensors.keys())
             raise RuntimeError(f"weights are not those of this model: {odd[:3]} on one side only")
-        for name, tensor in own.items():
-            tensor.copy_(weights.tensors[name])
+        pairs = [(tensor, weights.tensors[name]) for name, tensor in own.items()]
+        in_place = weights.stays and all(
+            (mine.device, mine.dtype) == (given.device, given.dtype) for mine, given in pairs
+        )
+        for mine, given in pairs:
+            if in_place:
+                mine.data = given
+            else:
+                mine.copy_(given)
+        return in_place
 
     def sleep(self) -> None:
         """Give back what the allocator keeps; nothing else but the weights is held."""

@@ -174,12 +174,12 @@ class VLLMSampler:
                 )
         return self._generate(wanted, sampling, weight_version)
 
-    def load_weights(self, weights: Weights) -> None:
+    def load_weights(self, weights: Weights) -> bool:
         """Take new weights, complete, and forget whatever was cached under the old ones."""
         if weights.adapter:
             self._load_adapter(weights)
             self._weights_changed(weights.version)
-            return
+            return False
         self.start_weight_update()
         if self._own_process:
             self.update_weights({"tensors": dict(weights.tensors)})
@@ -191,6 +191,7 @@ class VLLMSampler:
             finally:
                 path.unlink()
         self.finish_weight_update(weights.version)
+        return False
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Meet a trainer that sends weights between processes (`weight_transfer.Sender`)."""

@@ -53,6 +53,12 @@ def shake_all(model: Any) -> Weights:
     return Weights({n: w.detach().clone() for n, w in model.named_parameters()}, 1)
 
 
+def shake_in_place(model: Any) -> Weights:
+    """As weights that stay: what is written last is what samples."""
+    tensors = {n: w.detach().clone() for n, w in model.named_parameters()}
+    return replace(shake_all(model), tensors=tensors, stays=True)
+
+
 def shake_adapter(model: Any) -> Weights:
     for _, tensor in adapter_tensors(model):
         tensor.data.normal_(std=0.3)
@@ -60,7 +66,8 @@ def shake_adapter(model: Any) -> Weights:
 
 
 @pytest.mark.parametrize(
-    ("words", "shake"), [((), shake_all), (("model.lora_rank=4",), shake_adapter)]
+    ("words", "shake"),
+    [((), shake_all), ((), shake_in_place), (("model.lora_rank=4",), shake_adapter)],
 )
 def test_new_weights_are_the_ones_that_sample(
     words: tuple[str, ...], shake: Callable[[Any], Weights]
@@ -79,7 +86,11 @@ def test_new_weights_are_the_ones_that_sample(
     torch.manual_seed(0)
     sampler.sleep()
     sampler.wake_up()
-    sampler.load_weights(shake(model))
+    given = shake(model)
+    assert sampler.load_weights(given) is given.stays
+    if given.stays:
+        for name, weight in model.named_parameters():
+            given.tensors[name].copy_(weight.detach())
     after = list(sampler.generate(prompts, SAMPLING, 1))
     assert gap(model, after) < 1e-4 < 1e-2 < gap(model, before)
     assert {rollout.weight_version for rollout in after} == {1}

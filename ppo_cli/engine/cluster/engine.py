@@ -91,6 +91,7 @@ class Publisher:
         self._sleepers = sleepers
         self._awake = True
         self._connected = False
+        self._in_place = False  # samplers read what the first rank writes, and need no word
 
     def connect(self, plan: ExchangePlan) -> None:
         """Have learner and samplers meet; from now on weights go from process to process."""
@@ -118,8 +119,10 @@ class Publisher:
         calls = [ask(learner, "weights") for learner in self._learners]
         self._rouse()
         # The reference travels: samplers read what the first rank laid down, when it has.
-        loads = [ask(one, "load_weights", "call", calls[0].ref) for one in self._samplers]
-        self._cluster.waits.collect([*calls, *loads])
+        told = [] if self._in_place else self._samplers
+        loads = [ask(one, "load_weights", "call", calls[0].ref) for one in told]
+        found = self._cluster.waits.collect([*calls, *loads])
+        self._in_place = self._in_place or all(found[len(calls) :])
 
     def _rouse(self) -> None:
         if not self._awake:

@@ -14,9 +14,11 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ import torch
 from torch import Tensor
 
 from ppo_cli.config.schema import Config, Transfer
-from ppo_cli.engine.base import Sampling, build_sampler
+from ppo_cli.engine.base import Sampling, Weights, build_sampler
 from ppo_cli.engine.cluster.cluster import GRACE_S, USE_MEMORY, Call, ExchangePlan, Halved, Waits
-from ppo_cli.engine.cluster.serialise import shed_prompt
+from ppo_cli.engine.cluster.serialise import SharedTensors, shed_prompt
 from ppo_cli.engine.cluster.worker_process import free_port
-from ppo_cli.engine.device import Compute
+from ppo_cli.engine.device import Compute, keep_freed_memory
 from ppo_cli.engine.learner import Learner
 from ppo_cli.engine.micro_batches import tell_out_of_memory
 from ppo_cli.engine.profiling import Profiler
@@ -155,8 +157,9 @@ class LearnerRole(Learner):
         rank: int, node: str, point: str,
     ) -> None:  # fmt: skip
         trainer = config.trainer
+        self._one_node = point.startswith("file:")
         # gloo would look for the host's name, which often means another interface, or none.
-        if name := "lo" if point.startswith("file:") else interface_of(node):
+        if name := "lo" if self._one_node else interface_of(node):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         ranks = join_ranks(
             rank,
@@ -171,6 +174,7 @@ class LearnerRole(Learner):
             config, pickle.loads(tokenizer), ranks, total_steps=total_steps, profiles=profiles
         )
         self._exchange: Exchange
+        self._shared: SharedTensors | None = None
         self._writing: Future[None] | None = None
 
     def version(self) -> int:
@@ -180,6 +184,21 @@ class LearnerRole(Learner):
     def noted(self) -> list[str]:
         """What to tell people of how the models were loaded."""
         return self.remarks
+
+    @torch.no_grad()
+    def weights(self) -> Weights | None:
+        """The weights; on one node, in memory that samplers share and the next call writes again.
+
+        Nobody may sample meanwhile: a publish waits for the rounds under way (`AheadEngine`).
+        """
+        weights = super().weights()
+        if weights is None or not (self._one_node and sys.platform == "linux"):
+            return weights
+        if self._shared is None:
+            self._shared = SharedTensors.like(weights.tensors)
+        for name, tensor in self._shared.items():
+            tensor.copy_(weights.tensors[name])
+        return replace(weights, tensors=self._shared, stays=True)
 
     def connect(self, plan: ExchangePlan) -> None:
         """Meet the samplers, to which weights go without the driver."""
@@ -219,6 +238,8 @@ class SamplerRole:
         self._number = number
         self._halved: list[Halved] = []
         self._profiler = Profiler(config, profiles, f"sampler_{number}")
+        if config.model.enable_gradient_checkpointing is False and not torch.cuda.is_available():
+            keep_freed_memory()  # memory is ample, as for a learner
         self._sampler = build_sampler(config, pickle.loads(tokenizer), transfer=transfer)
         self._sampler.room.tell = self._note_halving
 

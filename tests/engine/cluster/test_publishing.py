@@ -12,7 +12,7 @@ from ppo_cli.engine.cluster.engine import Publisher
 ROUSED = ["learner spare_memory", "sampler wake_up"]
 
 
-def publisher(said: list[str], *sleepers: str) -> Publisher:
+def publisher(said: list[str], *sleepers: str, reads_in_place: bool = False) -> Publisher:
     """One that writes down what it asks of whom."""
 
     def ask(member: str, name: str, *rest: Any) -> SimpleNamespace:
@@ -23,7 +23,10 @@ def publisher(said: list[str], *sleepers: str) -> Publisher:
         for member in members:
             ask(member, name)
 
-    waits = SimpleNamespace(collect=lambda calls, *limit: [], timeout_s=1.0)
+    def collect(calls: list[Any], *limit: Any) -> list[bool]:
+        return [reads_in_place] * len(calls)
+
+    waits = SimpleNamespace(collect=collect, timeout_s=1.0)
     cluster: Any = SimpleNamespace(ask=ask, call=call, waits=waits)
     members: Any = [["learner"], ["sampler", *(s for s in sleepers if s != "sampler")]]
     return Publisher(cluster, *members, sleepers=sleepers)  # type: ignore[arg-type]
@@ -52,6 +55,14 @@ def test_samplers_with_devices_of_their_own_never_sleep() -> None:
     weights.sleep()
     weights.send()
     assert said == ["learner weights", "sampler load_weights"]
+
+
+def test_samplers_that_read_where_the_learner_writes_are_told_once() -> None:
+    said: list[str] = []
+    weights = publisher(said, reads_in_place=True)
+    weights.send()
+    weights.send()
+    assert said == ["learner weights", "sampler load_weights", "learner weights"]
 
 
 def test_only_samplers_that_share_devices_sleep_and_all_get_the_weights() -> None:

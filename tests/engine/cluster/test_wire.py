@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 
@@ -10,8 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_cli.engine.cluster.serialise import rejoin_prompt, shed_prompt, to_array, to_tensor
+from ppo_cli.engine.cluster.serialise import (
+    SharedTensors,
+    rejoin_prompt,
+    shed_prompt,
+    to_array,
+    to_tensor,
+)
 from ppo_cli.records import Prompt, Rollout
+from tests.forked import run_forked
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "float": lambda: torch.randn(3, 4),
@@ -38,6 +46,25 @@ def test_a_tensor_is_not_copied_on_its_way() -> None:
     array.flags.writeable = False  # as shared memory is
     back = to_tensor((array, *kind))  # type: ignore[arg-type]
     assert back.data_ptr() == array.ctypes.data and back.tolist() == [0.0, 1.0, 2.0]
+
+
+OTHER_PROCESS = """
+import pickle, sys
+tensors = pickle.loads(bytes.fromhex(sys.argv[1]))
+print([(name, str(tensor.dtype), tensor.tolist()) for name, tensor in tensors.items()])
+tensors["b"].fill_(7)
+"""
+
+
+def test_shared_tensors_are_the_same_memory_in_another_process() -> None:
+    given = {"a": torch.tensor([[1.5, 2.5]]), "b": torch.ones(3, dtype=torch.bfloat16)}
+    shared = SharedTensors.like(given)
+    for name, tensor in shared.items():
+        tensor.copy_(given[name])
+    other = run_forked([pickle.dumps(shared).hex()], os.environ, 60, OTHER_PROCESS)
+    seen = [("a", "torch.float32", [[1.5, 2.5]]), ("b", "torch.bfloat16", [1.0] * 3)]
+    assert other.stdout.strip() == str(seen), other.stderr
+    assert shared["b"].tolist() == [7.0] * 3
 
 
 def test_rollouts_travel_without_their_prompt() -> None:
