@@ -246,10 +246,7 @@ class HFSampler:
 
     @torch.no_grad()
     def load_weights(self, weights: Weights) -> bool:
-        """Take new weights; only for a sampler with a model of its own.
-
-        They are copied over the old ones, or read in place where they stay on its device.
-        """
+        """Copy new weights over its own model's, or read them where they stay on its device."""
         if weights.adapter:
             load_adapter(self._model, weights.tensors)
             return False
@@ -258,9 +255,7 @@ class HFSampler:
             odd = sorted(own.keys() ^ weights.tensors.keys())
             raise RuntimeError(f"weights are not those of this model: {odd[:3]} on one side only")
         pairs = [(tensor, weights.tensors[name]) for name, tensor in own.items()]
-        in_place = weights.stays and all(
-            (mine.device, mine.dtype) == (given.device, given.dtype) for mine, given in pairs
-        )
+        in_place = weights.stays and all(mine.type() == given.type() for mine, given in pairs)
         for mine, given in pairs:
             if in_place:
                 mine.data = given
