@@ -283,7 +283,12 @@ def as_plain(value: Any, depth: int = 0) -> Any:
     if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
         return [as_plain(v, depth + 1) for v in value]
     number, _ = _finite(value, "")
-    return _safe_repr(value) if number is None else number
+    if number is not None:
+        return number
+    try:
+        return repr(value)[:LONGEST_TEXT]
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def describe_error(error: BaseException) -> str:
@@ -310,10 +315,3 @@ def _finite(value: Any, verb: str) -> tuple[float | None, str]:
     if not abs(number) <= LARGEST:
         return None, f"{verb} {number}" + (", too large" if math.isfinite(number) else "")
     return number, ""
-
-
-def _safe_repr(value: Any) -> str:
-    try:
-        return repr(value)[:LONGEST_TEXT]
-    except Exception:
-        return f"<{type(value).__name__}>"

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.errors import RewardError, did_you_mean
-from ppo_cli.records import Part, PlacedReward, Prompt, Rollout, Score
+from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.base import (
     STEPS,
     TOKENS,
@@ -81,23 +81,20 @@ class FunctionReward(Reward):
 
 
 def _checked(rollout: Rollout, score: Score) -> Score:
-    wrong = _misplaced(score.steps, rollout)
-    return Score(None, wrong, info=score.info) if wrong else score
-
-
-def _misplaced(steps: Sequence[PlacedReward], rollout: Rollout) -> str:
-    """Say why these cannot be placed in a response; empty when they can."""
-    tokens = [step for step in steps if step.unit == "token"]
-    count = len(rollout.token_ids)
+    """The score, or a failure where its rewards cannot be placed in the response."""
+    tokens, count = sum(s.unit == "token" for s in score.steps), len(rollout.token_ids)
     ends = rollout.finish_reason == "stop"  # its last token is the end of the sequence
-    if tokens and len(tokens) not in ((count - 1, count) if ends else (count,)):
-        said = f"{count} tokens" + (", its end token included" if ends else "")
-        return f"returned {len(tokens)} {TOKENS} for a response of {said}"
     length = len(rollout.text)
-    past = next((s.end for s in steps if s.unit == "char" and not 0 < s.end <= length), None)
-    if past is None:
-        return ""
-    return f"returned {STEPS} with offset {past}, outside the response's 1 to {length} characters"
+    chars = [step.end for step in score.steps if step.unit == "char"]
+    past = next((end for end in chars if not 0 < end <= length), None)
+    if tokens and tokens not in ((count - 1, count) if ends else (count,)):
+        said = f"{count} tokens" + (", its end token included" if ends else "")
+        wrong = f"{tokens} {TOKENS} for a response of {said}"
+    elif past is not None:
+        wrong = f"{STEPS} with offset {past}, outside the response's 1 to {length} characters"
+    else:
+        return score
+    return Score(None, f"returned {wrong}", info=score.info)
 
 
 def find_file(spec: str) -> tuple[Path, str]:
@@ -294,8 +291,6 @@ class RuleReward(Reward):
         if rule.slow is None:
             return self._code
         if rule.name not in self._pools:
-            from ppo_cli.rewards.pool import Task, WorkerPool
-
             load = partial(load_slow, rule.name, self._settings)
             task = Task(f"the rule {rule.name}", load, self._cpu_seconds, MOST_MEMORY)
             self._pools[rule.name] = WorkerPool(task, size=self._num_workers, timeout=self._timeout)

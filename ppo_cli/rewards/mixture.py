@@ -457,19 +457,16 @@ class CompositeReward(Reward):
                 self._watch(head, entry, name, self._rewards[name].submit(entry.rollout))
             if head.kind is None:
                 return
-            self._settle_gated(head, head.kind)
+            for name, gate in self._gates.items():
+                # A gated part is settled once every gate before it is decided.
+                decided = all(gate.part in entry.scores for entry in head.entries)
+                if decided and name not in head.settled:
+                    head.settled.add(name)
+                    self._rewards[name].settle(head.kind)
             if any(len(e.scores) < len(self._settings) for e in head.entries):
                 return
             self._finish(head.entries, head.kind)
             self._rounds.popleft()
-
-    def _settle_gated(self, head: _Round, kind: RoundKind) -> None:
-        """Settle each gated part once every gate before it is decided."""
-        for name, gate in self._gates.items():
-            decided = all(gate.part in entry.scores for entry in head.entries)
-            if decided and name not in head.settled:
-                head.settled.add(name)
-                self._rewards[name].settle(kind)
 
     def _finish(self, entries: Sequence[_Entry], kind: RoundKind) -> None:
         ordered = sorted(entries, key=lambda e: e.rollout.key)

@@ -195,12 +195,8 @@ def _failure(error: BaseException, function: Callable[..., Any]) -> str:
     """Say what was raised, and in which line of the function's own file."""
     if isinstance(error, CannotScore):
         return str(error)
-    return f"raised {describe_error(error)}{place_in(error, _file_of(function))}"
-
-
-def _file_of(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    return code.co_filename if code else ""
+    return f"raised {describe_error(error)}{place_in(error, code.co_filename if code else '')}"
 
 
 def place_in(error: BaseException, file: str) -> str:
@@ -429,7 +425,11 @@ class WorkerPool:
 
         Coroutines share a worker from then on.
         """
-        self._loop.call(self._start())
+        ready = self._loop.call(self._workers[0].ready())
+        if ready.refusal:
+            raise RewardError(ready.refusal)
+        if ready.is_async:
+            self._offer(CALLS_AT_ONCE - 1)
 
     def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
         """Queue one call; `finish` turns what came back into the score."""
@@ -449,13 +449,6 @@ class WorkerPool:
         until = time.monotonic() + SECONDS_TO_EXIT
         for process in left:
             process.kill(patience=max(0.0, until - time.monotonic()))
-
-    async def _start(self) -> None:
-        ready = await self._workers[0].ready()
-        if ready.refusal:
-            raise RewardError(ready.refusal)
-        if ready.is_async:
-            self._offer(CALLS_AT_ONCE - 1)
 
     def _offer(self, calls: int) -> None:
         for worker in reversed(self._workers):

@@ -86,10 +86,8 @@ def find_after_hashes(text: str) -> str | None:
 
 def find_last_number(text: str) -> str | None:
     """Return the last number in the text as it is written, or None."""
-    found = None
-    for match in _ANY_NUMBER.finditer(clean(text)):
-        found = match.group().strip()
-    return found
+    found = _ANY_NUMBER.findall(clean(text))
+    return str(found[-1]).strip() if found else None
 
 
 def find_first_number(text: str) -> str | None:
@@ -282,15 +280,15 @@ def equal(answer: str, gold: str) -> bool:
 
 def _same_constant(one: Any, other: Any) -> bool:
     """Compare constants in which e and i were read as letters, such as e^{i*pi} and -1."""
-    from sympy import E, Expr, I, Symbol
+    from sympy import E, Expr, I
 
-    known = {Symbol("e"): E, Symbol("i"): I}
+    known = {"e": E, "i": I}
     if not (isinstance(one, Expr) and isinstance(other, Expr)):
         return False
     free = one.free_symbols | other.free_symbols
-    if not free or not {str(symbol) for symbol in free} <= {"e", "i"}:
+    if not free or not {str(symbol) for symbol in free} <= known.keys():
         return False
-    values = {symbol: known[Symbol(str(symbol))] for symbol in free}
+    values = {symbol: known[str(symbol)] for symbol in free}
     gap = (one.subs(values) - other.subs(values)).evalf(30)
     return bool(gap.is_number and abs(complex(gap)) < 1e-12)
 
@@ -331,17 +329,12 @@ RULES: dict[str, Rule] = {}
 
 
 def _rule(
-    name: str,
-    looks_for: str,
-    *sources: str,
-    has_answer: bool = True,
-    slow: ScoreReply | None = None,
-    whole: bool = False,
+    name: str, looks_for: str, *sources: str, **more: Any
 ) -> Callable[[ScoreReply], ScoreReply]:
-    """Declare a rule by the function that scores."""
+    """Declare a rule by the function that scores; `more` are other fields of it."""
 
     def declare(score: ScoreReply) -> ScoreReply:
-        RULES[name] = Rule(name, score, looks_for, sources, has_answer, slow, whole)
+        RULES[name] = Rule(name, score, looks_for, sources, **more)
         return score
 
     return declare

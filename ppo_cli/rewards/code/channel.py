@@ -21,7 +21,7 @@ from ppo_cli.rewards.code.limits import confine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from types import ModuleType
     from typing import Any
 
@@ -90,11 +90,11 @@ def encode(value: Any, number_of: Callable[[Any], int], most: int = MOST_BYTES) 
                 out.extend(data)
                 return
         tag, items = _taken_apart(value)
-        head(tag, number_of(value) if items is None else len(items), items or ())
+        head(tag, number_of(value) if items is None else len(items))
         for item in items or ():
             write(item, depth + 1)
 
-    def head(tag: int, size: int, items: Sequence[Any] = ()) -> None:
+    def head(tag: int, size: int) -> None:
         if len(out) + (size if tag != _OBJECT else 0) > most:
             raise Unfit(f"the value takes more than {most >> 20} MB")
         out.extend(_HEAD.pack(tag, size))
@@ -137,7 +137,13 @@ def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
             return _SCALARS[tag][2](take(size))
         if size > len(data) - place:
             raise Malformed("more items than bytes")
-        return _put_together(tag, [read(depth + 1) for _ in range(size)])
+        items = [read(depth + 1) for _ in range(size)]
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](items)
+        if tag == _DICT:
+            return dict(zip(items[::2], items[1::2], strict=True))
+        module, name, _ = _NAMED[tag]  # an error for a tag that does not exist
+        return getattr(__import__(module), name)(*items)
 
     try:
         value = read(0)
@@ -148,16 +154,6 @@ def decode(data: bytes, object_of: Callable[[int], Any]) -> Any:
     if place != len(data):
         raise Malformed("bytes after the value")
     return value
-
-
-def _put_together(tag: int, items: list[Any]) -> Any:
-    """Make the value that holds these; an error for a tag that does not exist."""
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](items)
-    if tag == _DICT:
-        return dict(zip(items[::2], items[1::2], strict=True))
-    module, name, _ = _NAMED[tag]
-    return getattr(__import__(module), name)(*items)
 
 
 def no_objects(value: Any) -> int:
@@ -389,14 +385,10 @@ class Candidate:
         self.objects.append(value)
         return len(self.objects) - 1
 
-    def object_of(self, number: int) -> Any:
-        """Return the object behind a number."""
-        return self.objects[number]
-
     def answer(self, request: bytes) -> bytes:
         """Do what is asked and return the reply; whatever the code raises becomes one too."""
         try:
-            what, *rest = decode(request, self.object_of)
+            what, *rest = decode(request, self.objects.__getitem__)
             act = PLAIN.get(what) or getattr(self, f"do_{what}")
             return encode(("ok", act(*rest)), self.number_of)
         except BaseException as error:
@@ -448,7 +440,9 @@ class Candidate:
 
     def do_next(self, steps: Any) -> tuple[Any, ...]:
         """Return the next item in a tuple, or an empty one at the end."""
-        return tuple(steps.take())
+        for item in steps.iterator:
+            return (item,)
+        return ()
 
 
 class _Steps:
@@ -456,11 +450,6 @@ class _Steps:
 
     def __init__(self, iterator: Any) -> None:
         self.iterator = iterator
-
-    def take(self) -> list[Any]:
-        for item in self.iterator:
-            return [item]
-        return []
 
 
 def picture(value: Any) -> bytes | None:

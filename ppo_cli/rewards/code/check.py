@@ -49,36 +49,26 @@ LONGEST_REPORT = 1 << 20
 _PIECE = 1 << 16
 
 
-class Launched(contextlib.ExitStack):
-    """Two processes and three channels of ours; leaving the `with` block ends them all.
+class Launched:
+    """Two processes and three channels of ours; `stack` ends them all when it closes.
 
     `control` is a socket to the tester, `output` what the candidate prints, `words` what either
     interpreter says in distress. The candidate has no way to `control` or `words`.
     """
 
-    def __init__(self, sandbox: Sandbox, settings: Code) -> None:
-        super().__init__()
+    def __init__(self, stack: contextlib.ExitStack, sandbox: Sandbox, settings: Code) -> None:
+        self._stack = stack
         self._sandbox = sandbox
         self._settings = settings
         self._folder = ""
-
-    def __enter__(self) -> Launched:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def _start(self) -> None:
         with contextlib.ExitStack() as theirs:
             asked, answering = (theirs.enter_context(one) for one in socket.socketpair())
             self.control, reporting = socket.socketpair()
-            self.enter_context(self.control)
+            stack.enter_context(self.control)
             theirs.enter_context(reporting)
             self.output, printing = self._pipe(theirs)
             self.words, telling = self._pipe(theirs)
-            self.callback(self._await_silence)
+            stack.callback(self._await_silence)
             memory_mb = self._settings.memory_mb
             streams = (answering.fileno(), printing, printing)
             self.candidate = self._launch("candidate", memory_mb, streams)
@@ -88,7 +78,7 @@ class Launched(contextlib.ExitStack):
 
     def _pipe(self, theirs: contextlib.ExitStack) -> tuple[int, int]:
         reading, writing = os.pipe()
-        self.callback(os.close, reading)
+        self._stack.callback(os.close, reading)
         theirs.callback(os.close, writing)
         os.set_blocking(reading, False)
         return reading, writing
@@ -97,13 +87,13 @@ class Launched(contextlib.ExitStack):
         folder = "/"
         if self._sandbox.uses_folder:
             folder = tempfile.mkdtemp(prefix="ppo-code-")
-            self.callback(remove_folder, folder)
+            self._stack.callback(remove_folder, folder)
             # The candidate's; it is the first to be launched.
             self._folder = self._folder or folder
         limits = [memory_mb, self._settings.cpu_seconds, LARGEST_FILE_MB]
         program = command(role, [*limits, int(self._sandbox.leaves_filter)])
         process = self._sandbox.start(program, streams=streams, folder=folder)
-        self.callback(end_process, process, alone=self._sandbox.name == "bwrap")
+        self._stack.callback(end_process, process, alone=self._sandbox.name == "bwrap")
         return process
 
     def _await_silence(self) -> None:
@@ -179,8 +169,14 @@ class Check:
         self._words.clear()
         self._reports.clear()
         try:
-            with Launched(sandbox, self.settings) as launched:
-                self._send(launched, encode(job, no_objects, MOST_TRUSTED))
+            with contextlib.ExitStack() as stack:
+                launched = Launched(stack, sandbox, self.settings)
+                # The tester reads its job first, and the candidate waits meanwhile. A tester
+                # that has died is reported by `_watch`.
+                with contextlib.suppress(Gone):
+                    link = Link(launched.control.fileno(), MOST_TRUSTED)
+                    link.send(encode(job, no_objects, MOST_TRUSTED))
+                launched.control.setblocking(False)
                 try:
                     verdict = self._watch(launched)
                 except CannotScore:
@@ -194,14 +190,6 @@ class Check:
             if self._ready:
                 return Verdict(reason=f"broke its sandbox: {error}"[:LONGEST_WORDS])
             raise CannotScore(f"the sandbox does not start: {error}") from None
-
-    def _send(self, launched: Launched, job: bytes) -> None:
-        """Hand the tester its job. It reads this first, and the candidate waits meanwhile."""
-        link = Link(launched.control.fileno(), MOST_TRUSTED)
-        # A tester that has died is reported by `_watch`.
-        with contextlib.suppress(Gone):
-            link.send(job)
-        launched.control.setblocking(False)
 
     def _watch(self, launched: Launched) -> Verdict:
         """Read what comes until the tester's last word, or until a limit is broken."""
@@ -220,7 +208,9 @@ class Check:
                     return self._conclude(launched, what, facts)
                 self._ready, deadline = True, time.monotonic() + self.settings.timeout
             if not open_ones:
-                return self._closed(launched)
+                if not self._ready:
+                    raise self._not_started(launched.tester)
+                return Verdict(reason="the tests ended before they were done")
             if self._written > self.settings.output_kb << 10:
                 return Verdict(reason=f"wrote more than {self.settings.output_kb} KB of output")
             if self._ready and time.monotonic() >= look:
@@ -266,12 +256,6 @@ class Check:
                 if secrets.compare_digest(nonce, self._nonce):
                     found.append((what, facts))
         return found
-
-    def _closed(self, launched: Launched) -> Verdict:
-        """The tester has gone without a last word."""
-        if not self._ready:
-            raise self._not_started(launched.tester)
-        return Verdict(reason="the tests ended before they were done")
 
     def _not_started(self, process: Process) -> CannotScore:
         words = " ".join(self._words.decode("utf-8", "replace").split())
@@ -347,7 +331,9 @@ class CodePool:
         if self._stopped.is_set():
             raise RuntimeError("this reward is closed")
         self.start()
-        return self._threads.submit(lambda: finish(self._judge(call)))
+        assert self._sandbox is not None
+        check = Check(self._sandbox, self._settings, self._stopped)
+        return self._threads.submit(lambda: finish(judge(call, check)))
 
     def close(self) -> None:
         """Stop what runs; responses that are not judged yet fail."""
@@ -355,10 +341,6 @@ class CodePool:
         self._threads.shutdown()
         if self._sandbox is not None:
             self._sandbox.close()
-
-    def _judge(self, call: Call) -> Score:
-        assert self._sandbox is not None
-        return judge(call, Check(self._sandbox, self._settings, self._stopped))
 
 
 def judge(call: Call, check: Check) -> Score:

@@ -290,17 +290,14 @@ class Server:
                 launch = self._exits.pop(fd)
                 self._poll.unregister(fd)
                 launch.tell(launch.exit_code())
-            elif fd in self._channels:
-                self._release(self._channels.pop(fd))
+            elif fd in self._channels:  # the trainer wants no more of it
+                launch = self._channels.pop(fd)
+                self._poll.unregister(fd)
+                lives = self._exits.pop(launch.exit, None) is not None
+                if lives:
+                    self._poll.unregister(launch.exit)
+                launch.end(has_ended=not lives)
         return True
-
-    def _release(self, launch: Launch) -> None:
-        """The trainer wants no more of it."""
-        self._poll.unregister(launch.channel)
-        lives = self._exits.pop(launch.exit, None) is not None
-        if lives:
-            self._poll.unregister(launch.exit)
-        launch.end(has_ended=not lives)
 
     def _accept(self) -> bool:
         """Take one order; False when there will be no more."""
@@ -423,15 +420,6 @@ def drop_privileges() -> None:
         raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
 
 
-def prepare() -> None:
-    """Load once what every fork needs. Threads would not come along in a fork."""
-    import sandlock  # noqa: F401
-
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("the package sandlock starts threads when it is imported")
-    gc.freeze()
-
-
 def main(arguments: list[str]) -> None:
     """Serve the process that is named by the argument, which must be the parent."""
     control = socket.socket(fileno=0)
@@ -439,7 +427,12 @@ def main(arguments: list[str]) -> None:
     if os.getppid() != int(arguments[0]):
         return
     try:
-        prepare()
+        # Load once what every fork needs. Threads would not come along in a fork.
+        import sandlock  # noqa: F401
+
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise RuntimeError("the package sandlock starts threads when it is imported")
+        gc.freeze()
     except Exception as error:
         control.send(f"{type(error).__name__}: {error}".encode())
         return

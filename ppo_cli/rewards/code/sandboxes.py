@@ -123,19 +123,15 @@ class Forked(Process):
     def poll(self) -> int | None:
         """Return the exit code (negative: the signal), or None while it runs."""
         if self._code is None:
-            with contextlib.suppress(BlockingIOError):
-                self._code = self._receive()
+            try:
+                data = self._channel.recv(NUMBER.size)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                data = b""
+            self._lost = not data
+            self._code = int(NUMBER.unpack(data)[0]) if data else -signal.SIGKILL
         return self._code
-
-    def _receive(self) -> int:
-        try:
-            data = self._channel.recv(NUMBER.size)
-        except ConnectionError:
-            data = b""
-        if not data:
-            self._lost = True
-            return -signal.SIGKILL
-        return int(NUMBER.unpack(data)[0])
 
     def wait(self, timeout: float) -> int:
         """Wait for the exit code; subprocess.TimeoutExpired when it takes longer."""
@@ -235,8 +231,11 @@ class Launcher:
         ours, theirs = socket.socketpair()
         try:
             ours.settimeout(SECONDS_TO_ANSWER)
-            with theirs:
-                self._send(os.fsencode(folder), [theirs.fileno(), *streams])
+            with theirs, self._lock:
+                if self._control is None:
+                    raise ConnectionError("another thread has cleared the launcher away")
+                fds = [theirs.fileno(), *streams]
+                socket.send_fds(self._control, [os.fsencode(folder)], fds)
             pid = int(NUMBER.unpack(ours.recv(NUMBER.size))[0])
             if pid < 0:
                 raise OSError(-pid, f"sandlock cannot fork: {os.strerror(-pid)}")
@@ -245,12 +244,6 @@ class Launcher:
             ours.close()
             raise
         return Forked(pid, ours)
-
-    def _send(self, folder: bytes, fds: list[int]) -> None:
-        with self._lock:
-            if self._control is None:
-                raise ConnectionError("another thread has cleared the launcher away")
-            socket.send_fds(self._control, [folder], fds)
 
     def _end(self, patience: float) -> None:
         if self._control is not None:

@@ -19,6 +19,7 @@ from ppo_cli.rewards.code.channel import (
     Remote,
     RowFault,
     decode,
+    describe,
     encode,
     no_numbers,
     no_objects,
@@ -141,7 +142,9 @@ class Checks:
 
     def caught(self, number: int) -> None:
         """Record the exception that is being handled."""
-        self.fail(number, _told(sys.exc_info()[1]))
+        error = sys.exc_info()[1]
+        assert error is not None
+        self.fail(number, _told(error))
 
     def fail(self, number: int, what: str) -> None:
         """Record a failure; the first is told."""
@@ -171,12 +174,10 @@ class Checks:
         return sum(ran), len(ran) + self.broken
 
 
-def _told(error: BaseException | None) -> str:
-    try:
-        text = " ".join(str(error).split())[:200]
-    except Exception:
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def _told(error: BaseException) -> str:
+    names, text = describe(error)
+    words = " ".join(text.split())[:200]
+    return f"{names[0]}: {words}" if words else names[0]
 
 
 def _shown(source: ast.AST) -> str:
@@ -288,7 +289,7 @@ class Tester:
         elif kind == "calls":
             self.run_calls()
         else:
-            self.run_asserts(*self.parse())
+            self.run_asserts()
 
     def load(self, names: list[str]) -> dict[str, Any]:
         """Have the candidate load the code; returns what it defines of these names."""
@@ -300,17 +301,12 @@ class Tester:
         self.loaded = True
         return found if type(found) is dict else {}
 
-    def parse(self) -> tuple[list[ast.Module], ast.Module | None]:
-        """Parse the tests; what is no Python is the row's fault."""
+    def run_asserts(self) -> None:
+        """Run tests that are Python: asserts, or a function `check(candidate)`."""
         try:
-            setup = ast.parse(self.job["setup"])
-            tests = [ast.parse(text) for text in self.job["tests"]]
+            trees = [ast.parse(text) for text in (self.job["setup"], *self.job["tests"])]
         except (SyntaxError, ValueError, RecursionError) as error:
             raise RowFault(f"the tests are not valid Python ({error})") from None
-        return [setup, *tests], _parsed(self.job["before"])
-
-    def run_asserts(self, trees: list[ast.Module], before: ast.Module | None) -> None:
-        """Run tests that are Python: asserts, or a function `check(candidate)`."""
         entry = self.job["entry_point"]
         modules = used_modules(trees)
         names = [name for name in free_names(trees) if name not in modules]
@@ -319,11 +315,10 @@ class Tester:
         space |= {name: __import__(name) for name in modules}
         if "random" in "".join(self.job["tests"]):
             __import__("random").seed(0)
-        if before is not None:
-            try:
-                exec(compile(before, "<prompt>", "exec"), space)
-            except Exception as error:
-                print(f"the prompt raised {type(error).__name__}: {error}", file=sys.stderr)
+        try:
+            exec(compile(self.job["before"], "<prompt>", "exec"), space)
+        except Exception as error:
+            print(f"the prompt raised {type(error).__name__}: {error}", file=sys.stderr)
         space |= {name: found[name] for name in names if name in found and name not in space}
         if entry:
             if entry not in found:
@@ -425,13 +420,6 @@ class Tester:
 
 def _text(printed: Any) -> str:
     return printed.decode("utf-8", "replace") if type(printed) is bytes else ""
-
-
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
 
 
 def _check_function(tree: ast.Module) -> bool:
