@@ -19,7 +19,7 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.data_sets.files import Place, RowProblem, name_type, raise_problems
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.judge.prompt import check_criteria, criteria_of, material_of
+from ppo_cli.rewards.judge.prompt import check_each, criteria_of, material_of
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric
 from ppo_cli.trust.attacks import EACH, GAIN, Item, Trial
 from ppo_cli.trust.rows import Answered, AnsweredSet, cells_of
@@ -55,7 +55,7 @@ def rubrics_of(
     for judge in judges_of(settings):
         of = criteria_of(judge.settings)
         materials = [material_of(rollout.prompt, "") for rollout in rollouts]
-        check_criteria(of, materials)
+        check_each("criteria", of, materials)
         rubrics = [rubric for one in materials if (rubric := of(one)) is not None]
         if rubrics:
             found[judge.part] = rubrics

@@ -79,29 +79,30 @@ class VerdictCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db: sqlite3.Connection | None = _connect_when_free(path)
         except (OSError, sqlite3.Error) as problem:
-            raise self._unusable(problem) from None
+            why = getattr(problem, "strerror", None) or str(problem)
+            raise RewardError(
+                f"Cannot use the verdict cache {path}: {why}. Name another file with --rm_cache, "
+                "delete this one, or go without it: --rm_cache off."
+            ) from None
 
     def get(self, key: str) -> Verdict | None:
         """Return a verdict at no cost, or None; a kept refusal is raised as JudgeError."""
         row = self._read(key)
         if row is None:
             return None
-        cause = message = ""
         try:
             kind, content = row[0], json.loads(row[1])
-            if kind == "refusal":
-                cause, message = str(content["cause"]), str(content["message"])
-            else:
+            if kind != "refusal":
                 return Verdict(
                     float(content["value"]), str(content["reason"]), str(content["text"]),
                     calls=0, cached=True, info=dict(content["info"]),
                 )  # fmt: skip
+            cause, message = str(content["cause"]), str(content["message"])
         except (ValueError, KeyError, TypeError):
-            # Written by something else: asking again mends it.
-            return None
-        if cause not in FINAL_REFUSALS:
-            return None
-        raise JudgeError(Failure.REFUSED, cause, message)
+            return None  # written by something else: asking again mends it
+        if cause in FINAL_REFUSALS:
+            raise JudgeError(Failure.REFUSED, cause, message)
+        return None
 
     def put(self, key: str, verdict: Verdict) -> None:
         """Keep a verdict; `get` finds it at once, the file has it soon."""
@@ -197,13 +198,6 @@ class VerdictCache:
                 "cannot %s the verdict cache %s (%s); going on without", what, self.path, problem
             )
         self._complained = True
-
-    def _unusable(self, problem: Exception) -> RewardError:
-        why = getattr(problem, "strerror", None) or str(problem)
-        return RewardError(
-            f"Cannot use the verdict cache {self.path}: {why}. Name another file with --rm_cache, "
-            "delete this one, or go without it: --rm_cache off."
-        )
 
 
 def _connect_when_free(path: Path) -> sqlite3.Connection:

@@ -330,7 +330,12 @@ class DayBudget:
         """Change the file, and return how many rows that were."""
         try:
             if self._db is None:
-                self._db = self._open()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._db = sqlite3.connect(self._path, timeout=30.0, check_same_thread=False)
+                self._db.execute("PRAGMA synchronous=OFF")
+                with self._db:
+                    table = "spent (day TEXT PRIMARY KEY, usd REAL)"
+                    self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
             with self._db:
                 return self._db.execute(order, values).rowcount
         except (OSError, sqlite3.Error) as problem:
@@ -338,14 +343,6 @@ class DayBudget:
                 f"Cannot count what is spent in a day (--rm_budget_usd_day) in {self._path}: "
                 f"{problem}."
             ) from None
-
-    def _open(self) -> sqlite3.Connection:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(self._path, timeout=30.0, check_same_thread=False)
-        db.execute("PRAGMA synchronous=OFF")
-        with db:
-            db.execute("CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, usd REAL)")
-        return db
 
 
 class Ledger:
@@ -375,7 +372,7 @@ class Ledger:
         self.budget_tokens = budget_tokens
         self.budget_day = budget_day
         self._named = {"provider": provider, "model": model}
-        self._total = Spent()
+        self.total = Spent()  # everything booked, by earlier runs in the same file too
         self._new = Spent()
         self._open: set[Reservation] = set()
         self._settled = asyncio.Event()  # a new one after each settled call
@@ -383,11 +380,6 @@ class Ledger:
         self._path: Path | None = None
         self._unwritten: deque[str] = deque(maxlen=_MOST_UNWRITTEN)
         self._complained = False
-
-    @property
-    def total(self) -> Spent:
-        """Everything booked so far, earlier runs in the same file included."""
-        return self._total
 
     @property
     def reserved_usd(self) -> float:
@@ -439,8 +431,8 @@ class Ledger:
                 ) from None
 
     def _fits(self, need: Reservation, *, alone: bool = False) -> bool:
-        tokens = self._total.usage.total + need.tokens
-        usd = self._total.usd + need.usd
+        tokens = self.total.usage.total + need.tokens
+        usd = self.total.usd + need.usd
         if not alone:
             tokens, usd = tokens + self.reserved_tokens, usd + self.reserved_usd
         return (self.budget_tokens is None or tokens <= self.budget_tokens) and (
@@ -454,20 +446,20 @@ class Ledger:
                 f"and the next call may cost up to ${need.usd:.2g}. Go on tomorrow, or raise "
                 "--rm_budget_usd_day and resume."
             )
-        if self.budget_usd is not None and self._total.usd + need.usd > self.budget_usd:
+        if self.budget_usd is not None and self.total.usd + need.usd > self.budget_usd:
             return Interrupted(
-                f"The judge budget of ${self.budget_usd:g} is used up: {self._total.calls} calls "
-                f"cost ${self._total.usd:.3g}, and the next may cost up to ${need.usd:.2g}. "
+                f"The judge budget of ${self.budget_usd:g} is used up: {self.total.calls} calls "
+                f"cost ${self.total.usd:.3g}, and the next may cost up to ${need.usd:.2g}. "
                 "To go on, raise --rm_budget_usd and resume.",
-                used_up=UsedUp("--rm_budget_usd", self._total.usd, self._total.calls, need.usd),
+                used_up=UsedUp("--rm_budget_usd", self.total.usd, self.total.calls, need.usd),
             )
         assert self.budget_tokens is not None
-        used = self._total.usage.total
+        used = self.total.usage.total
         return Interrupted(
-            f"The judge budget of {self.budget_tokens:,} tokens is used up: {self._total.calls} "
+            f"The judge budget of {self.budget_tokens:,} tokens is used up: {self.total.calls} "
             f"calls used {used:,}, and the next may use up to "
             f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume.",
-            used_up=UsedUp("--rm_budget_tokens", used, self._total.calls, need.tokens),
+            used_up=UsedUp("--rm_budget_tokens", used, self.total.calls, need.tokens),
         )
 
     def settle(
@@ -494,7 +486,7 @@ class Ledger:
         )
         with self._lock:
             spent = Spent(1, usage, usd)
-            self._total, self._new = self._total + spent, self._new + spent
+            self.total, self._new = self.total + spent, self._new + spent
             if guest:
                 guest.spent = guest.spent + spent
             self._unwritten.append(line)
@@ -513,7 +505,7 @@ class Ledger:
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" if torn else "")
         self._path = path
-        self._total = self._total + earlier
+        self.total = self.total + earlier
         self._write()
 
     def _write(self) -> None:

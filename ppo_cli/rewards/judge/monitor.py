@@ -18,11 +18,11 @@ from ppo_cli.config.reward_checks import unit_labels
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
-from ppo_cli.rewards.base import LabelledRollouts
+from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.costs import Guest, Ledger, guest_of
+from ppo_cli.rewards.judge.costs import Ledger, guest_of
 from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.providers import build_provider, monitor_of
 
@@ -206,64 +206,45 @@ NOT_YET = {"monitor": None, "monitor_gap": None}  # what a rollout has of a seco
 
 
 class Monitor:
-    """A second judge that reads a share of the responses and rewards none."""
+    """A second judge that reads a share of the responses and rewards none.
+
+    One that is not required, and that cannot be asked, reads nothing.
+    """
 
     def __init__(
         self,
-        client: JudgeClient | None,
-        guest: Guest,
-        share: float,
-        *,
-        patience: float,
-        required: bool = True,
-        refused: str = "",
-    ) -> None:
-        self._client = client
-        self._required = required
-        self._refused = refused  # why there is no client
-        self._guest = guest
-        self._share = share
-        self._patience = patience
-        self._watching: set[asyncio.Task[None]] = set()
-        self._pairs: list[tuple[float, float]] = []
-        self._failed = 0
-
-    @classmethod
-    def of(
-        cls,
         api: ApiReward,
         *,
         environ: Mapping[str, str],
         limits: Limits,
         ledger: Ledger,
         cache: VerdictCache | None,
-    ) -> Monitor | None:
-        """Build the monitor that the settings ask for; None when they name no model.
-
-        One that is not required, and that cannot be asked, reads nothing; the start says why.
-        """
-        if api.monitor.model is None:
-            return None
+    ) -> None:
         judge = monitor_of(api)
-        guest, required = guest_of(ledger, judge), api.monitor.required
+        self._guest = guest_of(ledger, judge)
+        self._required, self._share = api.monitor.required, api.monitor.share
+        self._patience = 2 * limits.timeout
+        self._watching: set[asyncio.Task[None]] = set()
+        self._pairs: list[tuple[float, float]] = []
+        self._failed = 0
+        self._client: JudgeClient | None = None
         try:
             provider = build_provider(judge, environ=environ, flags="--rm_monitor")
         except RewardError as error:
-            if required:
+            if self._required:
                 raise
-            return cls(None, guest, 0.0, patience=0.0, required=False, refused=str(error))
+            self._share, self._refused = 0.0, str(error)  # the start tells why there is no client
+            return
         # It never gives up for good, and its callers wait no longer than `watch` allows.
         limits = replace(limits, concurrency=min(8, limits.concurrency), outage_wait=math.inf)
-        client = JudgeClient(provider, limits=limits, ledger=guest, cache=cache)
-        patience = 2 * limits.timeout
-        return cls(client, guest, api.monitor.share, patience=patience, required=required)
+        self._client = JudgeClient(provider, limits=limits, ledger=self._guest, cache=cache)
 
     def wants(self, rollout: Rollout) -> bool:
         """Choose the share by a hash, so that the same responses are read in every run."""
         key = f"{rollout.prompt.uid}/{rollout.sample}/{rollout.text}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4]) < self._share * 2**32
 
-    async def try_out(self, question: Question, tell: Callable[[str], None]) -> None:
+    async def try_out(self, question: Question, tell: Tell) -> None:
         """Make one call; raises RewardError when no later one can do better.
 
         A monitor that is not required then reads nothing from now on.

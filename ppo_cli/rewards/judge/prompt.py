@@ -416,13 +416,18 @@ def criteria_of(api: ApiReward) -> Callable[[Material], Rubric | None]:
         )
 
     def of_row(material: Material) -> Rubric:
-        value = value_of(material, name)
-        if value is None:
-            known = ", ".join(sorted(map(str, material.extra_info))[:12]) or "nothing"
-            raise RewardError(f"{name} is missing (extra_info has {known})")
-        return read_rubric(value, name)
+        return read_rubric(_present(material, name), name)
 
     return of_row
+
+
+def _present(material: Material, name: str) -> Any:
+    """The value of a row; RewardError where it has none."""
+    value = value_of(material, name)
+    if value is None or not as_text(value).strip():
+        known = ", ".join(sorted(map(str, material.extra_info))[:12]) or "nothing"
+        raise RewardError(f"{name} is missing (extra_info has {known})")
+    return value
 
 
 def load_rubric(path: Path) -> Rubric:
@@ -433,12 +438,8 @@ def load_rubric(path: Path) -> Rubric:
     return read_rubric(read_yaml(path, label), label, fixed=True)
 
 
-def check_criteria(of: Callable[[Material], Rubric | None], materials: Sequence[Material]) -> None:
-    """Raise RewardError when rows lack criteria or have wrong ones; the first ones are named."""
-    _check_each("criteria", of, materials)
-
-
-def _check_each(what: str, of: Callable[[Material], object], materials: Sequence[Material]) -> None:
+def check_each(what: str, of: Callable[[Material], object], materials: Sequence[Material]) -> None:
+    """Raise RewardError when rows lack what `of` takes of them; the first ones are named."""
     wrong = []
     for number, material in enumerate(materials, start=1):
         try:
@@ -452,19 +453,15 @@ def _check_each(what: str, of: Callable[[Material], object], materials: Sequence
 
 def reference_of(api: ApiReward, material: Material) -> str:
     """The answer of a row that responses are compared with; RewardError where it has none."""
-    value = value_of(material, api.compare)
-    if value is None or not as_text(value).strip():
-        known = ", ".join(sorted(map(str, material.extra_info))[:12]) or "nothing"
-        raise RewardError(f"{api.compare} is missing (extra_info has {known})")
-    return as_text(value)
+    return as_text(_present(material, api.compare))
 
 
 def check_rows(api: ApiReward, template: Template, materials: Sequence[Material]) -> None:
     """Raise RewardError when rows lack what the prompt, criteria or comparisons take of them."""
     template.check(materials)
-    check_criteria(criteria_of(api), materials)
+    check_each("criteria", criteria_of(api), materials)
     if api.mode == "compare" and not api.of_the_run:
-        _check_each("reference answers", partial(reference_of, api), materials)
+        check_each("reference answers", partial(reference_of, api), materials)
 
 
 def _own_scoring(api: ApiReward, base: Template) -> Template:

@@ -23,7 +23,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
-from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind
+from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, unheard
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import (
@@ -92,11 +92,6 @@ class Rules:
     outage_wait: float
     standing_still: str | None = None
 
-    def too_many(self, failed: int, count: int) -> bool:
-        """Whether the share of failed verdicts calls for a pause; one or two texts never do."""
-        few = FEW if self.max_failure_rate > 0 else 0
-        return failed > max(few, self.max_failure_rate * count)
-
 
 class Round:
     """The responses of one step, from the first submit to the last score.
@@ -151,7 +146,9 @@ class Round:
         return [entry for entry in self.entries if entry.open]
 
     def _too_many(self) -> bool:
-        return self._rules.too_many(len(self._open()), len(self.entries))
+        """Whether the share of failed verdicts calls for a pause; one or two texts never do."""
+        most = self._rules.max_failure_rate
+        return len(self._open()) > max(FEW if most > 0 else 0, most * len(self.entries))
 
     async def _recover(self) -> None:
         if not self._too_many():
@@ -165,7 +162,10 @@ class Round:
             if not curable or left <= 0:
                 raise Interrupted(self._gave_up(waited=bool(curable)))
             pause = min(pause, LONGEST_PAUSE, left)
-            self._rules.standing_still = self._told(pause, left)
+            self._rules.standing_still = (
+                f"{self._lacking()} ({self._causes()}): asking stops, and is tried again in "
+                f"{pause:.0f} s, for up to {left:.0f} s more."
+            )
             await asyncio.sleep(pause)
             tried = curable[turn % len(curable)]
             await self._ask_again([tried], within=max(1.0, left - pause))
@@ -188,54 +188,42 @@ class Round:
 
     def _conclude(self) -> None:
         failed, rules = self._open(), self._rules
+        mean: float | None = None
         for entry in self.entries:
             if entry.score is not None and not entry.future.done():
                 entry.future.set_result(entry.score)
         if failed and rules.on_failure == "stop":
-            raise Interrupted(
-                f"{len(failed)} of {len(self.entries)} responses got no verdict "
-                f"({self._causes()}), and --rm_on_failure is stop."
-            )
-        mean = self._mean() if rules.on_failure == "batch_mean" else None
+            raise Interrupted(f"{self._lacking()} ({self._causes()}), and --rm_on_failure is stop.")
+        if rules.on_failure == "batch_mean":
+            scores = [entry.future.result() for entry in self.entries if not entry.open]
+            values = [score.value for score in scores if score.value is not None]
+            mean = fmean(values) if values else None
         for entry in failed:
-            entry.future.set_result(_unjudged(entry, mean))
+            error = entry.error
+            failure, reply = (error.said, error.reply) if error else ("no verdict", "")
+            score = Score(None, failure, reply=reply)
+            if mean is not None:
+                told = "imputed: the mean of the step"
+                score = Score(mean, reason=told, imputed=failure, reply=reply)
+            entry.future.set_result(score)
 
-    def _mean(self) -> float | None:
-        scores = [entry.future.result() for entry in self.entries if not entry.open]
-        values = [score.value for score in scores if score.value is not None]
-        return fmean(values) if values else None
+    def _lacking(self, where: str = "") -> str:
+        return f"{len(self._open())} of {len(self.entries)} responses{where} got no verdict"
 
     def _causes(self) -> str:
         counts = Counter(entry.error.cause for entry in self._open() if entry.error)
         return ", ".join(f"{cause} {n}" for cause, n in counts.most_common())
 
-    def _told(self, pause: float, left: float) -> str:
-        return (
-            f"{len(self._open())} of {len(self.entries)} responses got no verdict "
-            f"({self._causes()}): asking stops, and is tried again in {pause:.0f} s, for up to "
-            f"{left:.0f} s more."
-        )
-
     def _gave_up(self, *, waited: bool) -> str:
         told = (
-            f"{len(self._open())} of {len(self.entries)} responses of this step got no verdict "
-            f"({self._causes()}), more than --rm_max_failure_rate "
-            f"{self._rules.max_failure_rate:g} allows"
+            f"{self._lacking(' of this step')} ({self._causes()}), more than "
+            f"--rm_max_failure_rate {self._rules.max_failure_rate:g} allows"
         )
         if waited:
             told += (
                 f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
             )
         return f"{told}. Look at the judge and its prompt, or raise that rate."
-
-
-def _unjudged(entry: Entry, mean: float | None) -> Score:
-    error = entry.error
-    failure = "no verdict" if error is None else error.said
-    reply = "" if error is None else error.reply
-    if mean is None:
-        return Score(None, failure, reply=reply)
-    return Score(mean, reason="imputed: the mean of the step", imputed=failure, reply=reply)
 
 
 def _unreadable(error: JudgeError, api: ApiReward) -> str:
@@ -285,9 +273,11 @@ class JudgeReward(Reward):
         self._provider = provider
         self._report = StepReport()
         self._canaries = Canaries(self._client, every=api.canary_every)
-        self._monitor = Monitor.of(
-            api, environ=environ, limits=limits, ledger=self._ledger, cache=self._cache
-        )
+        self._monitor: Monitor | None = None
+        if api.monitor.model is not None:
+            self._monitor = Monitor(
+                api, environ=environ, limits=limits, ledger=self._ledger, cache=self._cache
+            )
         self._held_out: HeldOut | None = None
         self._validating = False
         self._rules = Rules(api.on_failure, api.max_failure_rate, api.outage_wait)
@@ -304,11 +294,7 @@ class JudgeReward(Reward):
         return JudgeClient(judge, limits=limits, ledger=guest, cache=self._cache)
 
     def start(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        patient: bool = False,
-        tell: Callable[[str], None] = lambda text: None,
+        self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
     ) -> None:
         """Check the template against the rows, and key, model and reply format by one call.
 
@@ -328,9 +314,7 @@ class JudgeReward(Reward):
         for name, told in self._provider.dropped().items():
             tell(f"{self._api.model} does not take {name} ({told}); the judge runs without it.")
 
-    def _try_out(
-        self, prompts: Sequence[Prompt], *, patient: bool, tell: Callable[[str], None]
-    ) -> None:
+    def _try_out(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
         """Ask about the first prompt; about another one when the judge will not judge it."""
         error: JudgeError | None = None
         for prompt in prompts[:REFUSALS]:
@@ -500,8 +484,7 @@ class JudgeReward(Reward):
             *(self._verdict(rollout, question, fresh=True) for question in questions),
             return_exceptions=True,
         )
-        alone = zip(answers, questions, strict=True)
-        found = [score_of([answer], question) for answer, question in alone]
+        found = [score_of([one], asked) for one, asked in zip(answers, questions, strict=True)]
         return [score or Score.failed(str(error)) for score, error in found]
 
     def _seen(self, rollout: Rollout) -> str:

@@ -38,19 +38,15 @@ def fetch(name: str, revision: str | None) -> Path:
                 )
             )
         except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-            raise ModelError(_message(name, revision, error)) from error
+            at = f" at revision {revision}" if revision else ""
+            raise ModelError(
+                f"The reward model {name}{at} could not be loaded: there is no such folder here, "
+                f"and the hub did not give it ({first_line(error)}). Give a local folder with "
+                "--reward_model, or check the name and the connection."
+            ) from error
         if has_weights(folder):  # an index may come without the shards that it lists
             return folder
     raise ModelError(f"The hub's {name} holds no weights (*.safetensors, *.bin or *.pt).")
-
-
-def _message(name: str, revision: str | None, error: Exception) -> str:
-    at = f" at revision {revision}" if revision else ""
-    return (
-        f"The reward model {name}{at} could not be loaded: there is no such folder here, and the "
-        f"hub did not give it ({first_line(error)}). Give a local folder with --reward_model, or "
-        "check the name and the connection."
-    )
 
 
 # What checkpoints carry beside the weights that a reward model needs: the language model's output
@@ -178,17 +174,13 @@ transformers_logging.set_verbosity_error()
 
 
 def load_body(
-    checkpoint: Checkpoint,
-    config: Any,
-    dtype: torch.dtype,
-    *,
-    prefer: tuple[str, ...] = (),
-    embedding: str | None = None,
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, prefer: tuple[str, ...] = ()
 ) -> nn.Module:
     """Load the bare transformer; `prefer` orders prefixes where it lies there more than once."""
     with torch.device("meta"):
         bare = AutoModel.from_config(config, trust_remote_code=False)
-    embedding = embedding or _embedding_name(bare)
+    table = bare.get_input_embeddings()
+    embedding = next(f"{name}.weight" for name, part in bare.named_modules() if part is table)
     prefixes = [
         name.removesuffix(embedding)
         for name in checkpoint.names
@@ -279,12 +271,6 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], folder: object) -> None:
     for name, tensor in tensors:
         if not math.isfinite(float(tensor.float().abs().sum())):
             raise ModelError(f"{folder}: {name} holds values that are not finite: it is damaged.")
-
-
-def _embedding_name(bare: nn.Module) -> str:
-    """Name of the token embedding's weight inside the bare transformer."""
-    embedding = bare.get_input_embeddings()  # type: ignore[operator]
-    return next(f"{name}.weight" for name, module in bare.named_modules() if module is embedding)
 
 
 def _under(checkpoint: Checkpoint, prefix: str, bare: nn.Module) -> list[str]:

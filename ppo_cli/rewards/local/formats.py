@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,10 @@ class PlainText:
         self._ids = _control_words(tokenizer, template_text)
         # An unknown character may stand in any text.
         self._control_ids = frozenset(self._ids.values()) - {tokenizer.unk_token_id}
-        self._eats_before, self._eats_after = _eaters(tokenizer)
+        # Words that swallow the white space before them, and behind them.
+        tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._eats_before = frozenset(str(token) for token in tokens if token.lstrip)
+        self._eats_after = frozenset(str(token) for token in tokens if token.rstrip)
         longest_first = sorted(self._ids, key=lambda word: (-len(word), word))
         either = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._word = re.compile(either)
@@ -214,13 +217,6 @@ def _control_words(tokenizer: Any, template_text: str) -> dict[str, int]:
     return {word: token for word, token in words.items() if len(word) > 1 and word.strip()}
 
 
-def _eaters(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Words that swallow the white space before them, and behind them."""
-    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    before = frozenset(str(token) for token in tokens if token.lstrip)
-    return before, frozenset(str(token) for token in tokens if token.rstrip)
-
-
 class TextFormat(ABC):
     """A format whose sample is one text; `prompts_cut` counts the prompts that lost a part."""
 
@@ -268,10 +264,11 @@ class TextFormat(ABC):
 
     def _cut_question(self, messages: Sequence[Message], response: str) -> tuple[int, ...]:
         """Take as few characters as possible off the beginning of the last question."""
-        question = str(messages[-1]["content"]) if messages else ""
-        self._check_response(messages, response)
-        low, high = 0, len(question)  # `high` fits
-        while low < high:
+        low, high = 0, len(str(messages[-1]["content"])) if messages else 0
+        least = len(self._ids_from(messages, response, high))
+        if least > self.max_length:
+            raise too_long(len(self.plain.encode_untrusted(response)), least, self.max_length)
+        while low < high:  # `high` fits
             middle = (low + high) // 2
             if len(self._ids_from(messages, response, middle)) <= self.max_length:
                 high = middle
@@ -285,12 +282,6 @@ class TextFormat(ABC):
         last = messages[-1]
         shorter = {**last, "content": str(last["content"])[start:]}
         return self.ids_of([*messages[:-1], shorter], response)
-
-    def _check_response(self, messages: Sequence[Message], response: str) -> None:
-        question: Any = messages[-1]["content"] if messages else ""
-        least = len(self._ids_from(messages, response, len(str(question))))
-        if least > self.max_length:
-            raise too_long(len(self.plain.encode_untrusted(response)), least, self.max_length)
 
 
 def too_long(response: int, sample: int, most: int) -> TooLong:
@@ -489,8 +480,12 @@ class PairFormat:
         one = _find(ids, first, 0)
         two = _find(ids, second, one + len(first))
         end = two + len(second)
-        types = _types(whole, (one, len(first), two, end))
-        return _Layout(ids[:one], ids[one + len(first) : two], ids[end:], types)
+        behind = one + len(first)
+        types = None
+        if "token_type_ids" in whole:
+            of = tuple(whole["token_type_ids"])
+            types = of[:one], of[one], of[behind:two], of[two], of[end:]
+        return _Layout(ids[:one], ids[behind:two], ids[end:], types)
 
 
 def _find(ids: Kinds, part: Kinds, start: int) -> int:
@@ -498,16 +493,6 @@ def _find(ids: Kinds, part: Kinds, start: int) -> int:
         if ids[place : place + len(part)] == part:
             return place
     raise _unreadable()
-
-
-def _types(
-    whole: Mapping[str, Any], places: tuple[int, int, int, int]
-) -> tuple[Kinds, int, Kinds, int, Kinds] | None:
-    if "token_type_ids" not in whole:
-        return None
-    one, length, two, end = places
-    types = tuple(whole["token_type_ids"])
-    return types[:one], types[one], types[one + length : two], types[two], types[end:]
 
 
 def _unreadable() -> RewardError:

@@ -473,7 +473,10 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
     folder = _folder(settings)
     found = find_adapter(str(folder), settings.adapter)
     config = _load_config(folder, settings.tokenizer, found)
-    tokenizer = _load_tokenizer(folder, settings.tokenizer)
+    source = settings.tokenizer or str(folder)
+    what = f"The tokenizer of the reward model {source} does not load"
+    mend = "Name another with reward.model.tokenizer."
+    tokenizer = load_part(AutoTokenizer, source, what, mend)
     checkpoint = Checkpoint(folder)
     head = HEADS[found.adapter]
     try:
@@ -509,10 +512,8 @@ def _folder(settings: ModelReward) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
         return local
-    if settings.revision is None and (cached := find_folder(path)) is not None:
-        return cached
-    find_folder(path)  # a name that can be no hub model is refused here
-    return fetch(path, settings.revision)
+    cached = find_folder(path)  # a name that can be no hub model is refused here
+    return cached if cached and settings.revision is None else fetch(path, settings.revision)
 
 
 def _load_config(folder: Path, base: str | None, found: Found) -> Any:
@@ -531,12 +532,6 @@ def _load_config(folder: Path, base: str | None, found: Found) -> Any:
         source = base
     what = f"The config of {source} cannot be read as {found.adapter}"
     return load_part(AutoConfig, source, what, "Code that lies with a model is never run.")
-
-
-def _load_tokenizer(folder: Path, named: str | None) -> Any:
-    source = named or str(folder)
-    what = f"The tokenizer of the reward model {source} does not load"
-    return load_part(AutoTokenizer, source, what, "Name another with reward.model.tokenizer.")
 
 
 def _pad_token_id(tokenizer: Any, config: Any) -> int:

@@ -116,12 +116,13 @@ class ModelScorer:
         with self._breaking():
             loaded, format_ = self._ready()
             self._budget.lower_to(batch_tokens)
-            encoded, failures = [], []
-            for sample in samples:
-                ids, failure = _encode(format_, sample)
-                encoded.append(ids)
-                failures.append(failure)
-            readable = {i: ids for i, ids in enumerate(encoded) if ids is not None}
+            readable: dict[int, Encoded] = {}
+            failures: list[str | None] = [None] * len(samples)
+            for i, sample in enumerate(samples):
+                try:
+                    readable[i] = format_.encode(sample.messages, sample.response)
+                except (TooLong, ControlToken, RewardError) as problem:
+                    failures[i] = f"not readable by the reward model: {problem}"
             # The longest first, and in one order however they arrived.
             self._places = sorted(
                 readable, key=lambda i: (-len(readable[i].ids), samples[i].key, readable[i].ids)
@@ -233,14 +234,6 @@ def _not_finite(row: Row) -> tuple[str, float] | None:
     """The first of a row's numbers that is none, by name."""
     values = {"score": row.score, **row.objectives}
     return next(((name, value) for name, value in values.items() if not isfinite(value)), None)
-
-
-def _encode(format_: Format, sample: Sample) -> tuple[Encoded | None, str | None]:
-    """Turn a sample into ids; one that the model cannot read has failed."""
-    try:
-        return format_.encode(sample.messages, sample.response), None
-    except (TooLong, ControlToken, RewardError) as problem:
-        return None, f"not readable by the reward model: {problem}"
 
 
 @dataclass(eq=False)

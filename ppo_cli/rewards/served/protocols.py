@@ -146,12 +146,11 @@ def weighed(values: Any, weights: Sequence[float]) -> Row:
             f"The served reward model gives {len(values)} outputs, and reward.model.outputs has "
             f"{len(weights)} weights. Give one weight for each (for good/bad classes: [-1, 1])."
         )
-    numbers = [finite(value) for value in values]
     if not weights:
         return row_of(values[0])
-    if any(number is None for number in numbers):
+    kept = tuple(number for value in values if (number := finite(value)) is not None)
+    if len(kept) < len(values):
         return Row(None, f"no number: the server's outputs are {shown(values)}")
-    kept = tuple(number for number in numbers if number is not None)
     total = sum(weight * number for weight, number in zip(weights, kept, strict=True))
     return Row(total, outputs=kept) if math.isfinite(total) else row_of(total)
 

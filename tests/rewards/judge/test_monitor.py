@@ -249,7 +249,11 @@ def test_readings_fail_in_silence_and_stay_out_of_validations(
 
 def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
     def chosen(share: float, rollouts: Sequence[Rollout]) -> list[bool]:
-        monitor = Monitor(None, None, share, patience=1.0)  # type: ignore[arg-type]
+        settings = {"type": "openai", "model": "second", "share": 1.0}
+        api = ApiReward(type="openai", model="first", monitor=settings)
+        book = Ledger(None, budget_usd=None, budget_tokens=None)
+        monitor = Monitor(api, environ=KEYS, limits=Limits.of(api), ledger=book, cache=None)
+        monitor._share = share
         return [monitor.wants(one) for one in rollouts]
 
     kinds = (
@@ -269,8 +273,8 @@ def test_a_monitor_is_asked_little_at_once_and_never_given_up(
 ) -> None:
     api = watched(server, tmp_path, concurrency=concurrency, timeout=7.0, max_rpm=30)
     limits, book = Limits.of(api), Ledger(None, budget_usd=None, budget_tokens=None)
-    monitor = Monitor.of(api, environ=KEYS, limits=limits, ledger=book, cache=None)
-    assert monitor is not None
+    monitor = Monitor(api, environ=KEYS, limits=limits, ledger=book, cache=None)
+    assert monitor._client is not None
     expected = replace(limits, concurrency=most, outage_wait=float("inf"))
     assert monitor._client._limits == expected
     assert monitor._patience == 14.0

@@ -245,22 +245,18 @@ def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeErro
     cause = f"http_{status}"
     if _filtered(symptoms):
         return _error(Failure.REFUSED, "content_filter", told, symptoms)
-    if _hopeless(symptoms):
-        return _error(Failure.FATAL, cause, _with_hint(told, symptoms, context), symptoms)
-    if status in _RETRYABLE or status >= 500:
-        return _error(Failure.RETRYABLE, cause, told, symptoms)
-    if status < 300:
-        throttled = any("throttling" in code for code in symptoms.codes)
-        return _error(
-            Failure.RETRYABLE, "http_429" if throttled else "business_error", told, symptoms
-        )
-    if _too_long(symptoms):
-        return _error(Failure.REFUSED, "bad_request", told, symptoms)
-    if _passing(symptoms):
-        return _error(Failure.RETRYABLE, cause, told, symptoms)
-    if proven:
-        return _error(Failure.REFUSED, "bad_request", told, symptoms)
-    return _error(Failure.FATAL, cause, _with_hint(told, symptoms, context), symptoms)
+    if not _hopeless(symptoms):
+        if status < 300:
+            throttled = any("throttling" in code for code in symptoms.codes)
+            cause = "http_429" if throttled else "business_error"
+        retryable = status in _RETRYABLE or status >= 500 or status < 300
+        if retryable or (not _too_long(symptoms) and _passing(symptoms)):
+            return _error(Failure.RETRYABLE, cause, told, symptoms)
+        if proven or _too_long(symptoms):
+            return _error(Failure.REFUSED, "bad_request", told, symptoms)
+    stop = "" if told.rstrip().endswith((".", "!", "?", "…")) else "."
+    told = f"{told.rstrip()}{stop} {_hint(symptoms, context)}"
+    return _error(Failure.FATAL, cause, told, symptoms)
 
 
 def _without_status(symptoms: Symptoms, context: Context) -> JudgeError:
@@ -287,11 +283,6 @@ def _error(kind: Failure, cause: str, message: str, symptoms: Symptoms) -> Judge
         kind, cause, message, status=symptoms.status,
         retry_after=(symptoms.wait if wait is None else wait) if retryable else None,
     )  # fmt: skip
-
-
-def _with_hint(told: str, symptoms: Symptoms, context: Context) -> str:
-    stop = "" if told.rstrip().endswith((".", "!", "?", "…")) else "."
-    return f"{told.rstrip()}{stop} {_hint(symptoms, context)}"
 
 
 def _hint(symptoms: Symptoms, context: Context) -> str:
