@@ -433,8 +433,6 @@ class WorkerPool:
 
     def submit(self, call: Call, finish: Callable[[Score], Score]) -> Future[Score]:
         """Queue one call; `finish` turns what came back into the score."""
-        if self._closed:
-            raise RuntimeError("this reward is closed")
         return self._loop.submit(self._score(call, finish))
 
     def close(self) -> None:

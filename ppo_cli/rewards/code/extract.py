@@ -121,7 +121,10 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTe
         if not all(isinstance(one, str) for one in tests):
             raise CannotScore(f"the row's tests are no texts; known forms: {FORMS}")
         before = facts.get("prompt") if isinstance(facts.get("prompt"), str) else ""
-        return RowTests("asserts", entry, str(before or ""), _setup(facts), tests)
+        found = [facts[key] for key in _SETUP if facts.get(key)]
+        lines = [line for one in found for line in ([one] if isinstance(one, str) else one)]
+        setup = "\n".join(map(str, lines))
+        return RowTests("asserts", entry, str(before or ""), setup, tests)
     if facts.get("inputs") is not None and facts.get("outputs") is not None:
         return _read_pairs(_listed(facts["inputs"]), _listed(facts["outputs"]), entry)
     raise CannotScore(f"the row's ground_truth has no tests; known forms: {FORMS}")
@@ -152,12 +155,6 @@ def _loaded(value: Any) -> Any:
 def _listed(value: Any) -> list[Any]:
     value = _loaded(value)
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _setup(facts: Mapping[str, Any]) -> str:
-    found = [facts[key] for key in _SETUP if facts.get(key)]
-    lines = [line for one in found for line in ([one] if isinstance(one, str) else one)]
-    return "\n".join(str(line) for line in lines)
 
 
 def _are_pairs(texts: Any) -> bool:

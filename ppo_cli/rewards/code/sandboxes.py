@@ -195,7 +195,18 @@ class Launcher:
         with self._lock:
             if self._process is None:
                 try:
-                    self._process, self._control = self._start()
+                    self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    with theirs:
+                        # It watches this process by itself, whichever thread starts it.
+                        self._process = subprocess.Popen(
+                            [sys.executable, "-I", *program("launcher", [os.getpid()])],
+                            stdin=theirs.fileno(),
+                            stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL,
+                            cwd="/",
+                            env=ENVIRONMENT,
+                            start_new_session=True,
+                        )
                     # Wait until it is ready, or for why it is not.
                     self._control.settimeout(SECONDS_TO_ANSWER)
                     words = self._control.recv(_LONGEST_WORDS)
@@ -206,26 +217,6 @@ class Launcher:
                     self._end(0.0)
                     raise
             return self._process
-
-    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start the launcher. It watches this process by itself, whichever thread starts it."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", *program("launcher", [os.getpid()])],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=ENVIRONMENT,
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return process, ours
 
     def _ask(self, order: bytes, streams: tuple[int, int, int], folder: str) -> Forked:
         ours, theirs = socket.socketpair()

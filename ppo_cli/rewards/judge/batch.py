@@ -234,9 +234,15 @@ class BatchJudge:
                     await asyncio.sleep(max(pause, error.retry_after or 0.0))
                     pause = min(2.0 * pause, LONGEST_POLL_S)
                     continue
+                why = (
+                    f"Whether the provider took the batch is not known ({error.cause}: {error}). "
+                    "Look at your batches there before you run the command again: it would ask "
+                    "once more."
+                )
                 if turned_away:
                     path.unlink(missing_ok=True)
-                raise Interrupted(_not_taken(error, sure=turned_away)) from error
+                    why = f"The provider did not take the batch ({error.cause}): {error}"
+                raise Interrupted(why) from error
             finally:
                 self._told.pop(str(path), None)
         job.write(path)
@@ -322,12 +328,3 @@ def _by_row(job: _Job, state: str, lines: Results) -> dict[str, Reply | JudgeErr
 
 def _key(name: str) -> str:
     return name.rpartition("-")[0]
-
-
-def _not_taken(error: JudgeError, *, sure: bool) -> str:
-    if sure:
-        return f"The provider did not take the batch ({error.cause}): {error}"
-    return (
-        f"Whether the provider took the batch is not known ({error.cause}: {error}). Look at your "
-        "batches there before you run the command again: it would ask once more."
-    )

@@ -73,21 +73,17 @@ def material_of(prompt: Prompt, response: str, *others: str) -> Material:
 
     With `others` the response is compared with them.
     """
+    asked = prompt.text  # a single question as it stands; several turns as a transcript
+    if sum(m.get("role") != "system" for m in prompt.messages) > 1:
+        turns = (f"{str(m['role']).capitalize()}: {m['content']}" for m in prompt.messages)
+        asked = "\n\n".join(turns)
     return Material(
-        prompt=_whole(question_text(prompt)),
+        prompt=_whole(asked),
         response=_whole(response),
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         rivals=tuple(map(_whole, (response, *others))) if others else (),
     )
-
-
-def question_text(prompt: Prompt) -> str:
-    """A single question as it stands; several turns as a transcript."""
-    turns = [m for m in prompt.messages if m.get("role") != "system"]
-    if len(turns) < 2:
-        return prompt.text
-    return "\n\n".join(f"{str(m['role']).capitalize()}: {m['content']}" for m in prompt.messages)
 
 
 def _whole(text: str) -> str:

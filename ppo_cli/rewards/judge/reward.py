@@ -266,10 +266,15 @@ class JudgeReward(Reward):
         self._cache = None if path is None else VerdictCache(path)
         limits = Limits.of(api)
         self._direct = JudgeClient(provider, limits=limits, ledger=self._ledger, cache=self._cache)
+        self._client = self._direct
         self._batch: BatchJudge | None = None
         if api.batch_wait is not None and self._cache is not None:
             self._batch = BatchJudge(provider, self._cache, wait_s=api.batch_wait)
-        self._client = self._direct if self._batch is None else self._batching(self._batch)
+            # A client that sends all it is given, at the price of a batch.
+            price = batch_price(self._ledger.price, api)
+            guest = Guest(self._ledger, price, api.type, self._batch.model)
+            every = Limits(concurrency=10**6, timeout=math.inf, deadline=math.inf)
+            self._client = JudgeClient(self._batch, limits=every, ledger=guest, cache=self._cache)
         self._provider = provider
         self._report = StepReport()
         self._canaries = Canaries(self._client, every=api.canary_every)
@@ -285,13 +290,6 @@ class JudgeReward(Reward):
         self._judged_before: Question | None = None
         self._closed = False
         self._round = self._new_round()
-
-    def _batching(self, judge: BatchJudge) -> JudgeClient:
-        """A client that sends all it is given, at the price of a batch."""
-        price = batch_price(self._ledger.price, self._api)
-        guest = Guest(self._ledger, price, self._api.type, judge.model)
-        limits = Limits(concurrency=10**6, timeout=math.inf, deadline=math.inf)
-        return JudgeClient(judge, limits=limits, ledger=guest, cache=self._cache)
 
     def start(
         self, prompts: Sequence[Prompt], *, patient: bool = False, tell: Tell = unheard
@@ -351,8 +349,6 @@ class JudgeReward(Reward):
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Ask the judge, at once and without waiting."""
-        if self._closed:
-            raise RuntimeError("this reward is closed")
         entry = Entry(rollout)
         self._round.add(entry, self._loop.submit(self._first(entry)))
         if self._canaries.due:

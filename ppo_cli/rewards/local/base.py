@@ -10,7 +10,7 @@ Legend: B samples, L tokens (right-padded), O objectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -285,7 +285,12 @@ def choose_pairs(prompts: Sequence[Prompt]) -> tuple[Pair, ...]:
             rows.append((prompt, truth))
         if len(rows) == ROWS:
             break
-    return tuple(_pairs_of_rows(rows)) or tuple(
+    truths = [truth for _, truth in rows]
+    pairs = []
+    for i, (prompt, truth) in enumerate(rows):
+        others = (other for other in truths[i + 1 :] + truths[:i] if other != truth)
+        pairs.append(Pair(prompt, truth, next(others, NO_ANSWER)))
+    return tuple(pairs) or tuple(
         Pair(like(prompts, question, n), good, bad)
         for n, (question, good, bad) in enumerate(BUILT_IN)
     )
@@ -351,10 +356,3 @@ def _answer_in(prompt: Prompt) -> str | None:
     text = str(truth).strip()
     # Tests, rubrics and the like are data, not an answer.
     return text if 0 < len(text) <= SHORT and text[0] not in "{[" else None
-
-
-def _pairs_of_rows(rows: Sequence[tuple[Prompt, str]]) -> Iterable[Pair]:
-    truths = [truth for _, truth in rows]
-    for i, (prompt, truth) in enumerate(rows):
-        others = (other for other in truths[i + 1 :] + truths[:i] if other != truth)
-        yield Pair(prompt, truth, next(others, NO_ANSWER))

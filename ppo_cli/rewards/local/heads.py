@@ -237,7 +237,10 @@ def load_encoder(parts: Parts) -> Network:
     """Load an encoder's sequence classifier; its head comes from the checkpoint in float32."""
     checkpoint, config = parts.checkpoint, parts.config
     kind = _class_of(config, checkpoint)
-    count = _count_rows(checkpoint, config)
+    # Rows of the output layer: what the checkpoint has, not what a default config says.
+    outputs = ("classifier.weight", "classifier.out_proj.weight")
+    found = next((name for name in outputs if name in checkpoint.names), None)
+    count = checkpoint.shape(found)[0] if found else int(config.num_labels)
     config.num_labels = count
     with torch.device("meta"):
         bare = kind(config)
@@ -269,14 +272,6 @@ def _class_of(config: Any, checkpoint: Checkpoint) -> Any:
         return kinds[type(config)]
 
 
-def _count_rows(checkpoint: Checkpoint, config: Any) -> int:
-    """Rows of the output layer: what the checkpoint has, not what a default config says."""
-    for name in ("classifier.weight", "classifier.out_proj.weight"):
-        if name in checkpoint.names:
-            return checkpoint.shape(name)[0]
-    return int(config.num_labels)
-
-
 def _restore_head(module: Any, body: str, raw: dict[str, Tensor]) -> None:
     """Put the head back as it was saved, in float32, and cast what flows into it."""
     parameters = dict(module.named_parameters())
@@ -289,11 +284,8 @@ def _restore_head(module: Any, body: str, raw: dict[str, Tensor]) -> None:
 
 
 def _to_float32(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    def cast(value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.float() if floating else value
-
-    return tuple(cast(value) for value in inputs)
+    floating = (isinstance(value, Tensor) and value.is_floating_point() for value in inputs)
+    return tuple(v.float() if cast else v for v, cast in zip(inputs, floating, strict=True))
 
 
 HEADER = ("<|eot_id|>", "<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n")

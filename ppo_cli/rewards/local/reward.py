@@ -243,11 +243,6 @@ class _Entry:
     rollout: Rollout
     future: Future[Score] = field(default_factory=Future)
 
-    @property
-    def sample(self) -> Sample:
-        rollout = self.rollout
-        return Sample(rollout.key, conversation_of(rollout.prompt), rollout.text)
-
 
 class LocalModelReward(Reward):
     """Scores with a reward model that `host` gives a place; see ModelReward for every setting."""
@@ -371,7 +366,8 @@ class LocalModelReward(Reward):
         if _given_up(entries):
             return
         started, host = time.perf_counter(), self._ready()
-        samples = [entry.sample for entry in entries]
+        rollouts = [entry.rollout for entry in entries]
+        samples = [Sample(r.key, conversation_of(r.prompt), r.text) for r in rollouts]
         begun: Begun = host.call("begin", samples, self._budget.tokens)
         self._tally["prompts_cut"] += begun.prompts_cut
         for entry, failure in zip(entries, begun.failures, strict=True):

@@ -270,7 +270,8 @@ class ServedModelClient:
             enough = tries >= _most_tries(fault, len(samples))
             if fault.kind is Kind.REJECTED and len(samples) > 1:
                 return fault
-            if enough or fault.kind is Kind.HOPELESS or _is_long(fault):
+            long = (fault.retry_after or 0.0) > LONG_PAUSE_S
+            if enough or fault.kind is Kind.HOPELESS or long:
                 if await self.outage.is_well(since or 0.0):
                     if enough:
                         return fault
@@ -343,10 +344,6 @@ def _most_tries(fault: ServerFault, count: int) -> int:
     if fault.kind is Kind.UNREADABLE:
         return TRIES_OF_FORM
     return TRIES_OF_MANY if count > 1 else TRIES_OF_ONE
-
-
-def _is_long(fault: ServerFault) -> bool:
-    return fault.retry_after is not None and fault.retry_after > LONG_PAUSE_S
 
 
 def _pause(tries: int, retry_after: float | None) -> float:

@@ -25,7 +25,6 @@ from ppo_cli.rewards.local.base import TooLong, conversation_of
 from ppo_cli.rewards.local.formats import (
     PLACE,
     ControlToken,
-    TextFormat,
     question_of,
     served_format,
     shown_messages,
@@ -206,12 +205,8 @@ class Writer:
 
     def __init__(self, settings: ModelReward, adapter: str) -> None:
         self._adapter = adapter
-        self._template = settings.template
         self._settings = settings
-        self._format: TextFormat | None = None
-        if settings.tokenizer is not None:
-            self._format = served_format(settings)
-        self._max_length = settings.max_length
+        self._format = None if settings.tokenizer is None else served_format(settings)
         self._neutralised = 0
 
     def take_counts(self) -> dict[str, int]:
@@ -225,20 +220,20 @@ class Writer:
     @property
     def chat(self) -> bool:
         """Whether the server puts the conversation together (the chat form of vLLM)."""
-        return self._adapter == "vllm" and self._format is None and self._template is None
+        return self._adapter == "vllm" and self._format is None and self._settings.template is None
 
     def remarks(self) -> list[str]:
         """What the user should know about the text that the server gets."""
         if self._adapter != "openrlhf":
             return []
         remarks = []
-        if self._format is None and self._template is None:
+        if self._format is None and self._settings.template is None:
             remarks.append(
                 "The reward model's server gets the policy's own prompt and response as text, "
                 "without an end token; set reward.model.tokenizer to the reward model's tokenizer "
                 "to have its chat template."
             )
-        if self._max_length is None or self._format is None:
+        if self._settings.max_length is None or self._format is None:
             remarks.append(
                 "Servers of this protocol may cut long samples without a word; with "
                 "reward.model.max_length and reward.model.tokenizer those count as failed."
@@ -249,7 +244,12 @@ class Writer:
         """Write one sample; raises UnfitError."""
         messages = shown_messages(self._settings, conversation_of(prompt))
         if self._format is not None and self._adapter == "vllm":
-            return Sample(messages, response, "", ids=self._encoded(messages, response))
+            try:
+                encoded = self._format.encode(messages, response)
+            except (TooLong, ControlToken) as error:
+                what = "too long" if isinstance(error, TooLong) else "control token"
+                raise UnfitError(f"{what}: {error}") from None
+            return Sample(messages, response, "", ids=encoded.ids)
         plain, found = neutralise(response)
         self._neutralised += found > 0
         question = question_of(messages)
@@ -261,26 +261,17 @@ class Writer:
             rendered=prompt.rendered, label=_plain_json(prompt.ground_truth),
         )  # fmt: skip
 
-    def _encoded(self, messages: tuple[Message, ...], response: str) -> tuple[int, ...]:
-        assert self._format is not None
-        try:
-            return self._format.encode(messages, response).ids
-        except TooLong as error:
-            raise UnfitError(f"too long: {error}") from None
-        except ControlToken as error:
-            raise UnfitError(f"control token: {error}") from None
-
     def _text(
         self, prompt: Prompt, messages: Sequence[Message], question: str, response: str
     ) -> str:
         if self._format is not None:
-            tokens = len(self._format.ids_of(messages, response))
-            if self._max_length is not None and tokens > self._max_length:
-                raise UnfitError(f"too long: {tokens} tokens, and {self._max_length} are allowed")
+            tokens, most = len(self._format.ids_of(messages, response)), self._settings.max_length
+            if most is not None and tokens > most:
+                raise UnfitError(f"too long: {tokens} tokens, and {most} are allowed")
             return self._format.render(messages, response)
-        if self._template is not None:
+        if self._settings.template is not None:
             values = {"prompt": question, "response": response}
-            return PLACE.sub(lambda place: values[place[1]], self._template)
+            return PLACE.sub(lambda place: values[place[1]], self._settings.template)
         return prompt.rendered + response
 
 

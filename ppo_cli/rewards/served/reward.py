@@ -183,8 +183,6 @@ class ServedModelReward(Reward):
 
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Put one rollout into the next request, which leaves when it is full."""
-        if self._closed:
-            raise RuntimeError("this reward is closed")
         future: Future[Score] = Future()
         self._loop.submit(self._take(rollout, future))
         return future
