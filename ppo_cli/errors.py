@@ -23,7 +23,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,15 @@ class WorkerLost(PpoError):
     """
 
     exit_code = EXIT_RESUMABLE
+
+
+def failing(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
+    """Make each check, and yield what those that fail say."""
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            yield str(error)
 
 
 def exit_code_of(error: BaseException | None) -> int:

@@ -22,7 +22,7 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
-from ppo_cli.errors import ConfigError, RewardError
+from ppo_cli.errors import ConfigError, failing
 from ppo_cli.records import Prompt
 from ppo_cli.trust.sources import row_checks
 
@@ -138,11 +138,7 @@ def check_rows(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> None:
     """Raise ConfigError for rows that are too few, or lack what the reward needs."""
     problems = [said] if (said := rows_missing(config, len(prompts[TRAIN]))) else []
     rows = [prompt for found in prompts.values() for prompt in found]
-    for check in row_checks(config.reward, rows, all_known=True):
-        try:
-            check()
-        except RewardError as error:
-            problems.append(str(error))
+    problems += failing(row_checks(config.reward, rows, all_known=True))
     if problems:
         raise ConfigError(problems)
 

@@ -189,15 +189,6 @@ def _clips(config: Config) -> Values:
     }
 
 
-@_writes("actor.grad_clip critic.grad_clip")
-def _grad_clip(config: Config) -> Values:
-    found: Values = {}
-    for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
-        found[f"{name}.grad_clip"] = part.grad_clip or NO_LIMIT
-        found[f"{name}.optim.clip_grad"] = part.grad_clip or NO_LIMIT
-    return found
-
-
 @_writes("model.lora_rank model.lora_alpha critic.model.lora_alpha")
 def _lora(config: Config) -> Values:
     """An adapter's sampler loads the weights once; else the trainer sends them all."""
@@ -210,16 +201,20 @@ def _lora(config: Config) -> Values:
     }
 
 
-@_writes("actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps")
-def _optimizers(config: Config) -> Values:
-    """Name the package of each optimizer as well, and its epsilon."""
+@_writes(
+    "actor.optim.optimizer critic.optim.optimizer actor.optim.eps critic.optim.eps "
+    "actor.grad_clip critic.grad_clip actor.loss_scale_factor critic.loss_scale_factor"
+)
+def _updates(config: Config) -> Values:
+    """Name the package of each optimizer as well, and its epsilon; and what bounds an update."""
     impl = {"AdamW": "torch.optim", "AdamW8bit": "bitsandbytes.optim"}
-    return {
-        "actor_rollout_ref.actor.optim.optimizer_impl": impl[config.actor.optim.optimizer],
-        "critic.optim.optimizer_impl": impl[config.critic.optim.optimizer],
-        "actor_rollout_ref.actor.optim.override_optimizer_config.eps": config.actor.optim.eps,
-        "critic.optim.override_optimizer_config.eps": config.critic.optim.eps,
-    }
+    found: Values = {}
+    for name, part in (("actor_rollout_ref.actor", config.actor), ("critic", config.critic)):
+        found[f"{name}.optim.optimizer_impl"] = impl[part.optim.optimizer]
+        found[f"{name}.optim.override_optimizer_config.eps"] = part.optim.eps
+        found[f"{name}.grad_clip"] = found[f"{name}.optim.clip_grad"] = part.grad_clip or NO_LIMIT
+        found[f"{name}.loss_scale_factor"] = _plain(part.loss_scale_factor)
+    return found
 
 
 @_writes(
@@ -248,22 +243,27 @@ def _resume(config: Config) -> Values:
     return {"trainer.resume_mode": word, "trainer.resume_from_path": path}
 
 
-@_writes("algorithm.filter_groups.metric")
-def _filter(config: Config) -> Values:
-    """verl's `reward` has the penalties in it, `score` is what the reward function said."""
-    said = config.algorithm.filter_groups.metric or "score"
-    return {"algorithm.filter_groups.metric": "reward" if said == "seq_reward" else said}
-
-
 @_writes(
+    "algorithm.filter_groups.metric algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights "
     "algorithm.rollout_correction.rollout_is_threshold "
-    "algorithm.rollout_correction.rollout_is_threshold_lower"
+    "algorithm.rollout_correction.rollout_is_threshold_lower "
+    "algorithm.rollout_correction.bypass_mode"
 )
-def _window(config: Config) -> Values:
-    correction = config.algorithm.rollout_correction
+def _algorithm(config: Config) -> Values:
+    """verl's `reward` has the penalties in it, `score` is what the reward function said."""
+    own, correction = config.algorithm, config.algorithm.rollout_correction
+    metric = own.filter_groups.metric or "score"
     low, high = correction.rollout_is_threshold_lower, correction.rollout_is_threshold
-    value = high if low is None else f"{low}_{high}"
-    return {"algorithm.rollout_correction.rollout_is_threshold": value}
+    keys, weights = own.gdpo_reward_keys, own.gdpo_reward_weights
+    parts = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
+    return {
+        "algorithm.filter_groups.metric": "reward" if metric == "seq_reward" else metric,
+        "algorithm.rollout_correction.rollout_is_threshold": (
+            high if low is None else f"{low}_{high}"
+        ),
+        "algorithm.rollout_correction.bypass_mode": bool(correction.bypass_mode),
+        **{f"algorithm.{name}": list(value) for name, value in parts.items() if value},
+    }
 
 
 @_writes("reward.shaping.overlong_buffer reward.shaping.overlong_penalty")
@@ -283,14 +283,6 @@ def _overlong(config: Config) -> Values:
     }
 
 
-@_writes("actor.loss_scale_factor critic.loss_scale_factor")
-def _scale_factor(config: Config) -> Values:
-    return {
-        "actor_rollout_ref.actor.loss_scale_factor": _plain(config.actor.loss_scale_factor),
-        "critic.loss_scale_factor": _plain(config.critic.loss_scale_factor),
-    }
-
-
 def _plain(number: float | None) -> float | None:
     """verl has whole numbers here."""
     return int(number) if number is not None and float(number).is_integer() else number
@@ -299,14 +291,14 @@ def _plain(number: float | None) -> float | None:
 @_writes(
     "data.train_files data.train_max_samples data.prompt_key data.reward_fn_key rollout.name "
     "rollout.seed rollout.val_kwargs.temperature critic.ppo_mini_batch_size trainer.logger "
-    "algorithm.rollout_correction.bypass_mode trainer.output_dir "
+    "trainer.critic_warmup trainer.output_dir "
     "data.apply_chat_template_kwargs rollout.engine_kwargs.vllm"
 )
 def _others(config: Config) -> Values:
     """What needs one line: other files and columns, defaults filled in, and free-form groups."""
     sampler, temperature = "actor_rollout_ref.rollout", config.rollout.val_kwargs.temperature
     template, vllm = config.data.apply_chat_template_kwargs, config.rollout.engine_kwargs.vllm
-    bypass = config.algorithm.rollout_correction.bypass_mode
+    warmup = config.trainer.critic_warmup
     return {
         "data.train_files": TRAIN,
         "data.train_max_samples": -1,
@@ -317,26 +309,13 @@ def _others(config: Config) -> Values:
         f"{sampler}.val_kwargs.temperature": temperature,
         f"{sampler}.val_kwargs.do_sample": temperature > 0,
         "critic.ppo_mini_batch_size": critic_mini_batch(config),
-        "algorithm.rollout_correction.bypass_mode": bool(bypass),
+        # verl's actor trains from step N on, counted from 1.
+        "trainer.critic_warmup": warmup + 1 if warmup else 0,
         "trainer.default_local_dir": "verl/checkpoints",
         "trainer.logger": ["file", *config.trainer.logger],
         **{f"data.apply_chat_template_kwargs.{name}": said for name, said in template.items()},
         **{f"{sampler}.engine_kwargs.vllm.{name}": said for name, said in vllm.items()},
     }
-
-
-@_writes("trainer.critic_warmup")
-def _steps(config: Config) -> Values:
-    """verl's actor trains from step N on, counted from 1."""
-    warmup = config.trainer.critic_warmup
-    return {"trainer.critic_warmup": warmup + 1 if warmup else 0}
-
-
-@_writes("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights")
-def _gdpo(config: Config) -> Values:
-    given = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
-    names = ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights")
-    return {name: list(value) for name, value in zip(names, given, strict=True) if value}
 
 
 # What is verl's own and this bridge needs, whatever the settings.

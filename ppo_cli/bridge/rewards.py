@@ -281,28 +281,18 @@ def prompt_of_row(row: str) -> tuple[Prompt, str]:
 
 # verl's name of a metric -> ours; the others keep theirs.
 NAMES: Final = {
-    "critic/score/mean": "reward_mean",
-    "critic/score/max": "reward/max",
-    "critic/score/min": "reward/min",
-    "actor/reward_kl_penalty": "kl_divergence",
-    "actor/reward_kl_penalty_coeff": "kl/coef",
-    "actor/kl_loss": "kl/loss",
-    "actor/pg_loss": "policy_loss",
-    "actor/pg_clipfrac": "clip_fraction",
-    "actor/ppo_kl": "actor/kl_to_old",
-    "actor/entropy": "entropy",
-    "actor/grad_norm": "grad_norm",
-    "critic/vf_loss": "value_loss",
-    "critic/grad_norm": "critic_grad_norm",
-    "critic/vf_explained_var": "explained_variance",
-    "response_length/mean": "response_length_mean",
-    "perf/throughput": "perf/tokens_per_s_per_gpu",
-    "timing_s/step": "time/step_s",
-    "timing_s/gen": "time/rollout_s",
-    "timing_s/old_log_prob": "time/old_log_probs_s",
+    "critic/score/mean": "reward_mean", "critic/score/max": "reward/max",
+    "critic/score/min": "reward/min", "actor/reward_kl_penalty": "kl_divergence",
+    "actor/reward_kl_penalty_coeff": "kl/coef", "actor/kl_loss": "kl/loss",
+    "actor/pg_loss": "policy_loss", "actor/pg_clipfrac": "clip_fraction",
+    "actor/ppo_kl": "actor/kl_to_old", "actor/entropy": "entropy", "actor/grad_norm": "grad_norm",
+    "critic/vf_loss": "value_loss", "critic/grad_norm": "critic_grad_norm",
+    "critic/vf_explained_var": "explained_variance", "response_length/mean": "response_length_mean",
+    "perf/throughput": "perf/tokens_per_s_per_gpu", "timing_s/step": "time/step_s",
+    "timing_s/gen": "time/rollout_s", "timing_s/old_log_prob": "time/old_log_probs_s",
     "timing_s/update_actor": "time/update_actor_s",
     "timing_s/update_critic": "time/update_critic_s",
-}
+}  # fmt: skip
 LOGS: Final = "verl/metrics_*.jsonl"  # a file for each start, by its time
 DUMPS: Final = "verl/rollouts"
 

@@ -20,7 +20,7 @@ from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.requirements import missing_inputs
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
-from ppo_cli.errors import ConfigError, MissingPart, UserError, ppo
+from ppo_cli.errors import ConfigError, MissingPart, UserError, failing, ppo
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import RunFolder
 
@@ -148,11 +148,7 @@ def _absent(resolved: Resolved) -> Iterator[str]:
     allowed = missing_keys(config, os.environ)
     yield from (line for line in missing_inputs(config) if line not in allowed)
     if judges_of(config.reward) or any(r.function or r.rule for r in rules_of(config.reward)):
-        for check in file_checks(config.reward):
-            try:
-                check()
-            except UserError as error:
-                yield str(error)
+        yield from failing(file_checks(config.reward))
 
 
 def _write(folder: Path, resolved: Resolved, bridged: Bridged) -> Sequence[Path]:

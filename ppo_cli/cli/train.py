@@ -8,7 +8,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
@@ -37,7 +37,7 @@ from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
-from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, ppo
+from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, failing, ppo
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, find_source, read_metrics
@@ -126,7 +126,7 @@ def refusals(resolved: Resolved) -> list[str]:
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     found = [*missing_parts(resolved), *missing_inputs(config)]
     problems = [line for line in found if line not in allowed]
-    problems += _failing(_file_checks(config))
+    problems += failing(_file_checks(config))
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -168,7 +168,7 @@ def refused_rows(config: Config, read: Read) -> list[str]:
         problems.append(said)
     if not problems and prompts:
         far = any(is_hub_name(name) for files in named.values() for name in files)
-        problems += _failing(row_checks(config.reward, prompts, all_known=not far))
+        problems += failing(row_checks(config.reward, prompts, all_known=not far))
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -178,16 +178,6 @@ def _files(config: Config, split: Split) -> tuple[tuple[str, ...], int]:
     if split == "train":
         return prompt_files(data.train_files, split), data.train_max_samples
     return prompt_files(data.val_files, split), data.val_max_samples
-
-
-def _failing(checks: Iterable[Callable[[], object]]) -> list[str]:
-    problems = []
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            problems.append(str(error))
-    return problems
 
 
 def unread_rows(config: Config) -> list[str]:

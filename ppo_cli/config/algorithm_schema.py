@@ -78,12 +78,9 @@ else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     LossName = Literal[tuple(POLICY_LOSSES)]
 AggregationMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-]
+]  # fmt: skip
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
@@ -122,14 +119,9 @@ class CriticOptim(Optim):
     """AdamW of the critic and its schedule."""
 
     lr: float = setting(
-        1e-5,
-        "Critic learning rate.",
-        flag="--critic_lr",
-        env="CRITIC_LR",
-        usual=(1e-8, 1e-2),
-        ge=0.0,
-        le=1.0,
-    )
+        1e-5, "Critic learning rate.", flag="--critic_lr", env="CRITIC_LR", usual=(1e-8, 1e-2),
+        ge=0.0, le=1.0,
+    )  # fmt: skip
 
 
 class Sharding(Section):
@@ -195,23 +187,16 @@ class Actor(Trained):
         1, "Passes over the rollouts for the actor.", flag="--ppo_epochs", env="PPO_EPOCHS", ge=1
     )
     clip_ratio: float = setting(
-        0.2,
-        "PPO clip range.",
-        flag="--clip_ratio",
-        env="CLIP_RATIO",
-        usual=(0.05, 0.5),
-        gt=0.0,
+        0.2, "PPO clip range.", flag="--clip_ratio", env="CLIP_RATIO", usual=(0.05, 0.5), gt=0.0,
         lt=1.0,
-    )
+    )  # fmt: skip
     clip_ratio_low: float | None = setting(
         None, "Lower clip range, when it differs from clip_ratio.", usual=(0.05, 0.5), gt=0.0
     )
     clip_ratio_high: float | None = setting(
-        None,
-        "Upper clip range (clip-higher), when it differs from clip_ratio.",
-        usual=(0.05, 0.5),
-        gt=0.0,
-    )
+        None, "Upper clip range (clip-higher), when it differs from clip_ratio.",
+        usual=(0.05, 0.5), gt=0.0,
+    )  # fmt: skip
     clip_ratio_c: float | None = setting(
         3.0, "Dual-clip bound for negative advantages; null turns it off.", gt=1.0
     )

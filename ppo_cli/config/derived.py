@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -38,24 +39,16 @@ def gpu_count(environ: Mapping[str, str] | None = None, root: Path = Path("/")) 
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    return min(present, _devices_listed(visible))
+    # As CUDA does: the list ends at the first entry that is empty or negative.
+    names = map(str.strip, visible.split(","))
+    listed = takewhile(lambda name: name and not name.startswith("-"), names)
+    return min(present, len(list(listed)))
 
 
 def _devices_present(root: Path) -> int:
     driver = list((root / "proc/driver/nvidia/gpus").glob("*"))
     nodes = [p for p in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
     return len(nodes) or len(driver)
-
-
-def _devices_listed(visible: str) -> int:
-    """Count as CUDA does: the list ends at the first entry that is empty or negative."""
-    count = 0
-    for entry in visible.split(","):
-        name = entry.strip()
-        if not name or name.startswith("-"):
-            break
-        count += 1
-    return count
 
 
 Role = Literal["train", "rollout", "reward", "judge"]
@@ -74,7 +67,9 @@ def read_placement(text: str) -> Roles:
         if colon:
             role = _role(name.strip())
         if role is None:
-            raise ValueError(f"'{piece}' stands before any role; {_role_first(piece)}")
+            how = "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
+            how = f"write train:{piece}" if _RANGE.fullmatch(piece) else how
+            raise ValueError(f"'{piece}' stands before any role; {how}")
         found.setdefault(role, []).extend(_numbers(numbers.strip()))
     for name, devices in found.items():
         twice = sorted({device for device in devices if devices.count(device) > 1})
@@ -92,13 +87,6 @@ def numbered(devices: tuple[int, ...]) -> str:
         else:
             runs.append([device])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _role_first(piece: str) -> str:
-    """Say how it is written; only what is a device is shown behind a role."""
-    if _RANGE.fullmatch(piece):
-        return f"write train:{piece}"
-    return "write ROLE:DEVICES for each role, such as train:0-5,rollout:6-7"
 
 
 def _role(name: str) -> Role:

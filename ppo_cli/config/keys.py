@@ -409,7 +409,8 @@ def _whole(raw: Any) -> int:
     return int(value)
 
 
-def _switch(raw: Any) -> bool:
+def read_switch(raw: Any) -> bool:
+    """Read `true`, `off` and their like; ValueError for anything else."""
     text = _scalar(raw, "true or false")
     if text.lower() in YES:
         return True
@@ -484,5 +485,5 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
     str: _text,
     float: _number,
     int: _whole,
-    bool: _switch,
+    bool: read_switch,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -70,7 +69,10 @@ class Demand:
 
 def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
     """Return the entries of a settings file; `label` names the file in origins."""
-    root = _compose(_text(path, label), label)
+    try:
+        root = parse_yaml(read_settings_text(path, label))
+    except yaml.YAMLError as error:
+        raise ConfigError(yaml_problem(error, label)) from None
     if root is None:
         raise ConfigError(
             f"{label}: the file is empty. Write settings such as '{example}' into it."
@@ -85,52 +87,40 @@ def read_yaml(path: Path, label: str, example: str = "actor:") -> list[Entry]:
     return entries
 
 
-def _text(path: Path, label: str) -> str:
-    try:
-        return read_settings_text(path)
-    except FileNotFoundError:
-        beside = path.parent.glob("*") if path.parent.is_dir() else ()
-        hint = did_you_mean(path.name, [p.name for p in beside])
-        raise ConfigError(f"{label}: there is no such settings file.{hint}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{label}: this is a folder; name a YAML file.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{label}: this is not a text file in UTF-8.") from None
-    except OSError as error:
-        raise ConfigError(f"{label}: cannot be read ({error.strerror}).") from None
-    except ValueError as error:
-        raise ConfigError(f"{label}: {error}") from None
-
-
-def read_settings_text(path: Path) -> str:
-    """Return the text of a file that a person wrote; a ValueError says what else it is.
+def read_settings_text(path: Path, label: str) -> str:
+    """Return the text of a file that a person wrote; ConfigError says why it cannot be read.
 
     Never waits, as a pipe would have it, and never reads more than LARGEST_FILE.
     """
-    there = path.stat()
-    if stat.S_ISDIR(there.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    if not stat.S_ISREG(there.st_mode):
-        raise ValueError("this is a pipe or a device; write the text to a file and name that.")
-    if there.st_size > LARGEST_FILE:
-        raise ValueError(
-            f"this file has {there.st_size:,} bytes, more than the {LARGEST_FILE:,} that are read."
-        )
-    return path.read_text(encoding="utf-8")
-
-
-def _compose(text: str, label: str) -> yaml.Node | None:
     try:
-        return parse_yaml(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{label} line {mark.line + 1}" if mark else label
-        began = error.context_mark
-        since = f" (in what begins on line {began.line + 1})" if began else ""
-        said = error.problem or error.context
-        raise ConfigError(f"{where}: not valid YAML: {said}{since}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{label}: not valid YAML: {error}.") from None
+        there = path.stat()
+        if stat.S_ISDIR(there.st_mode):
+            said = "this is a folder; name a YAML file."
+        elif not stat.S_ISREG(there.st_mode):
+            said = "this is a pipe or a device; write the text to a file and name that."
+        elif there.st_size > LARGEST_FILE:
+            most = f"more than the {LARGEST_FILE:,} that are read"
+            said = f"this file has {there.st_size:,} bytes, {most}."
+        else:
+            return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = path.parent.glob("*") if path.parent.is_dir() else ()
+        said = f"there is no such file.{did_you_mean(path.name, [p.name for p in beside])}"
+    except UnicodeDecodeError:
+        said = "this is not a text file in UTF-8."
+    except (OSError, ValueError) as error:  # a path may hold what no path can
+        said = f"cannot be read ({getattr(error, 'strerror', None) or error})."
+    raise ConfigError(f"{label}: {said}")
+
+
+def yaml_problem(error: yaml.YAMLError, label: str) -> str:
+    """Say what keeps a file from being YAML, and in which line."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{label}: not valid YAML: {error}."
+    mark, began = error.problem_mark or error.context_mark, error.context_mark
+    where = f"{label} line {mark.line + 1}" if mark else label
+    since = f" (in what begins on line {began.line + 1})" if began else ""
+    return f"{where}: not valid YAML: {error.problem or error.context}{since}."
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, label: str, problems: list[str]) -> list[Entry]:
@@ -194,23 +184,14 @@ SECTIONS = {
 }
 OTHER_WORDS = {
     "api": {
-        "api_type": "type",
-        "provider": "type",
-        "model_name": "model",
-        "api_base": "base_url",
-        "endpoint": "base_url",
-        "api_key_env": "key_env",
-        "preset": "prompt_preset",
-        "prompt": "scoring_prompt",
-        "rpm": "max_rpm",
-        "tpm": "max_tpm",
-        "max_concurrency": "concurrency",
-        "num_votes": "votes",
-        "enabled": "enable",
+        "api_type": "type", "provider": "type", "model_name": "model", "api_base": "base_url",
+        "endpoint": "base_url", "api_key_env": "key_env", "preset": "prompt_preset",
+        "prompt": "scoring_prompt", "rpm": "max_rpm", "tpm": "max_tpm",
+        "max_concurrency": "concurrency", "num_votes": "votes", "enabled": "enable",
     },
     "composite": {"enabled": "enable"},
     "model": {"model_path": "path", "name": "path", "model": "path", "api_key_env": "key_env"},
-}
+}  # fmt: skip
 EXAMPLES = {
     "composite": "weights: {judge: 0.7, rule: 0.3}",
     "model": "path: DIR",
@@ -236,7 +217,7 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
     if not given:
         raise ConfigError(f"{label}: the file holds no setting. Write settings such as 'api:'.")
     problems: list[str] = []
-    found: dict[str, Entry] = {}
+    entries: list[Entry] = []
     rules = any(_plain(e.name) in ("function", "rule", "reward_function") for e in given)
     for entry in given:
         try:
@@ -244,17 +225,18 @@ def read_reward_file(path: Path, label: str) -> list[Entry]:
         except ValueError as error:
             problems.append(f"{entry.origin}: {error}")
             continue
-        if earlier := found.get(name):
-            line = earlier.origin.rsplit(" ", 1)[-1]
-            problems.append(f"{entry.origin}: {name} was set on line {line} already; keep one.")
-        found[name] = Entry(name, _value(name, entry), entry.origin)
+        raw = entry.raw
+        if name == f"{API}scale" and isinstance(raw, list) and len(raw) == 2:  # its two ends
+            raw = "-".join(str(end) for end in listed(raw))
+        entries.append(Entry(name, raw, entry.origin))
+    problems += _twice(entries)
     if problems:
         raise ConfigError(problems)
     # A file that sets a judge up, and does not say whether, switches it on.
-    first = next((e for name, e in found.items() if name.startswith(API)), None)
-    if first is not None and SWITCH not in found:
-        return [Entry(SWITCH, "true", first.origin), *found.values()]
-    return [*found.values()]
+    first = next((entry for entry in entries if entry.name.startswith(API)), None)
+    if first is not None and all(entry.name != SWITCH for entry in entries):
+        return [Entry(SWITCH, "true", first.origin), *entries]
+    return entries
 
 
 def _own_name(entry: Entry, given: list[Entry], *, rules: bool) -> str:
@@ -305,13 +287,6 @@ def _setting(group: str, path: list[str], parts: list[str]) -> str | None:
 def _by_flag(path: list[str], group: str) -> str | None:
     own = (k for k in table().values() if k.name.startswith(group) and k.name != FILE)
     return next((k.name for k in own if [k.flag] == [f"--{word}" for word in path]), None)
-
-
-def _value(name: str, entry: Entry) -> object:
-    """Return the raw value; a scale may be a list of its two ends."""
-    if name == f"{API}scale" and isinstance(entry.raw, list) and len(entry.raw) == 2:
-        return "-".join(str(end) for end in listed(entry.raw))
-    return entry.raw
 
 
 def _no_secrets(entry: Entry, given: list[Entry]) -> str:
@@ -410,7 +385,7 @@ def gather(
     low += [found.read(Path(path), str(path)) for path in config_files]
     given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
     high = [_variables(environ, origins or {}), given, _overrides(found, overrides)]
-    low, high = _with_data_folder(low, high)
+    _take_data_folder(low, high)
     layers = _with_reward_file(found, low, high)
     if not preset and not _names(layers, MODEL_KEYS) and gpu_count(environ) == 0:
         layers.insert(0, _preset(found, "embedded"))
@@ -467,9 +442,7 @@ def _overrides(found: Gathered, overrides: Sequence[str]) -> list[Entry]:
     return entries
 
 
-def _with_data_folder(
-    low: list[list[Entry]], high: list[list[Entry]]
-) -> tuple[list[list[Entry]], list[list[Entry]]]:
+def _take_data_folder(low: list[list[Entry]], high: list[list[Entry]]) -> None:
     """Read `data.path`: a file of prompts, or a folder with files named after their split.
 
     Validation prompts found there lie below the settings that name the folder.
@@ -484,7 +457,6 @@ def _with_data_folder(
                 val = (place, Entry(PROMPT_KEYS[1], files, entry.origin)) if files else None
     if val is not None:
         low.insert(min(val[0], len(low)), [val[1]])
-    return low, high
 
 
 def _split_files(folder: str, splits: Sequence[str]) -> list[str]:

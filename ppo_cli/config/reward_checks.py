@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,6 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
             )
         if judge.settings.mode == "compare":
             yield from _compare(judge, config)
-        if judge.settings.mode == "compare" and judge.settings.monitor.labels is not None:
-            yield Clash(
-                judge.keys("mode", "monitor.labels"),
-                "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode "
-                "compare gives no such score; leave them out, or use --rm_mode text.",
-            )
         yield from _keyless(judge.key, "", judge.settings)
         if (second := judge.settings.monitor).model is not None:
             yield from _keyless(judge.key, "monitor.", second)
@@ -71,64 +66,53 @@ def judge_clashes(config: Config) -> Iterator[Clash]:
 
 def missing_keys(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return one sentence for each judge whose key is not in the environment."""
-    said = []
-    for judge in judges_of(config.reward):
-        api, own = judge.settings, judge.key != "reward.api"
-        mend = f"{judge.key}.key_env=NAME" if own else "--rm_key_env NAME"
-        said.append(_missing_key(judge.name, mend, api, environ))
-        if api.monitor.model is not None and api.monitor.required:
-            where = f"{judge.key}.monitor.key_env=NAME"
-            said.append(_missing_key("the monitoring judge", where, api.monitor, environ))
+    said = [_missing_key(*asked, environ) for asked in _asked(config)]
     return [sentence for sentence in dict.fromkeys(said) if sentence]
+
+
+def _asked(config: Config) -> Iterator[tuple[str, str, ApiReward | Monitor]]:
+    """Give each judge that a run must reach: its name, how to name its key, its settings."""
+    for judge in judges_of(config.reward):
+        own, monitor = judge.key != "reward.api", judge.settings.monitor
+        mend = f"{judge.key}.key_env=NAME" if own else "--rm_key_env NAME"
+        yield judge.name, mend, judge.settings
+        if monitor.model is not None and monitor.required:
+            yield "the monitoring judge", f"{judge.key}.monitor.key_env=NAME", monitor
 
 
 def missing_for_sdks(config: Config, environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each setting that the SDKs of the judges lack, keys aside."""
     said: list[str] = []
-    for judge in judges_of(config.reward):
-        api, monitor = judge.settings, judge.settings.monitor
-        both = monitor.model is not None and monitor.required
-        asked: list[ApiReward | Monitor] = [api, monitor] if both else [api]
-        for one in asked:
-            kind = asked_at(one.type, environ)
-            said += missing_settings(kind, environ, base_url=one.base_url, key_env=one.key_env)
+    for _, _, one in _asked(config):
+        kind = asked_at(one.type, environ)
+        said += missing_settings(kind, environ, base_url=one.base_url, key_env=one.key_env)
     return list(dict.fromkeys(said))
 
 
 def judge_remarks(config: Config, today: datetime.date | None = None) -> list[str]:
     """Return what does not stop a run with a judge, but may surprise."""
     day = today or datetime.date.today()
-    said = []
+    said: list[str] = []
     for judge in judges_of(config.reward):
         api = judge.settings
-        said += [_by_default(judge, config), *(_retiring(one, day) for one in (api, api.monitor))]
+        unnamed = judge.part is not None and not config.reward.api.model
+        if unnamed and api.model == JUDGES[api.type].default:
+            who = judge.name.capitalize()
+            said.append(f"{who} is {api.model} ({api.type}); --rm_model names another.")
+        said += (_retiring(one, day) for one in (api, api.monitor))
         if api.votes > 1 and api.temperature == 0:
             said.append(
                 f"{api.votes} votes at temperature 0 will hardly differ; leave --rm_temperature "
                 "out (then it is 0.7), or use --rm_votes 1."
             )
-    said.append(_each(config))
+    count, run = len(judges_of(config.reward)), config.reward.api
+    given = [f"reward.api.{name}" for name in LIMITS if getattr(run, name) is not None]
+    if count > 1 and given:
+        said.append(
+            f"{' and '.join(given)} hold for each of {count} judges; set others below "
+            "reward.composite.parts.NAME.judge."
+        )
     return [sentence for sentence in dict.fromkeys(said) if sentence]
-
-
-def _each(config: Config) -> str:
-    """Say that limits of money and traffic are each judge's own."""
-    api, judges = config.reward.api, judges_of(config.reward)
-    given = [f"reward.api.{name}" for name in LIMITS if getattr(api, name) is not None]
-    if len(judges) < 2 or not given:
-        return ""
-    return (
-        f"{' and '.join(given)} hold for each of {len(judges)} judges; set others below "
-        "reward.composite.parts.NAME.judge."
-    )
-
-
-def _by_default(judge: Judge, config: Config) -> str:
-    """Name the judge of a part that names none itself."""
-    api = judge.settings
-    if judge.part is None or config.reward.api.model or api.model != JUDGES[api.type].default:
-        return ""
-    return f"{judge.name.capitalize()} is {api.model} ({api.type}); --rm_model names another."
 
 
 def unit_labels(values: Sequence[float], low: float, high: float) -> list[float]:
@@ -190,6 +174,12 @@ def _compare(judge: Judge, config: Config) -> Iterator[Clash]:
             judge.keys("mode", "rubric"),
             "criteria are decided for each response by itself, and --rm_mode compare decides which "
             "one is better; leave --rm_rubric out, or use --rm_mode text.",
+        )
+    if api.monitor.labels is not None:
+        yield Clash(
+            judge.keys("mode", "monitor.labels"),
+            "labelled responses (--rm_monitor_labels) are scored one by one, and --rm_mode compare "
+            "gives no such score; leave them out, or use --rm_mode text.",
         )
     if not api.within_group:
         return
@@ -348,7 +338,10 @@ def _gates(found: Mixture) -> Iterator[Clash]:
             yield Clash((key,), _stranger(key, part.name, condition.part, names))
         else:
             opens[part.name] = condition.part
-    if circle := _circle(opens):
+    try:
+        TopologicalSorter({name: [other] for name, other in opens.items()}).prepare()
+    except CycleError as error:
+        circle = error.args[1][::-1]
         yield Clash(
             tuple(f"{PARTS}.{name}.only_if" for name in circle[:-1]),
             f"the gates go in a circle: {' waits for '.join(circle)}; take one only_if out.",
@@ -361,17 +354,6 @@ def _stranger(key: str, own: str, other: str, names: list[str]) -> str:
     others = [name for name in names if name != own]
     near = did_you_mean(other, others)
     return f"{key}: there is no part '{other}'.{near} Parts: {', '.join(others) or 'no other'}."
-
-
-def _circle(opens: dict[str, str]) -> tuple[str, ...]:
-    """Return the names along a circle of gates, the first one again at the end; () for none."""
-    for start in opens:
-        path = [start]
-        while (following := opens.get(path[-1])) is not None:
-            if following in path:
-                return (*path[path.index(following) :], following)
-            path.append(following)
-    return ()
 
 
 def _weights(found: Mixture) -> Iterator[Clash]:

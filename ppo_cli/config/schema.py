@@ -240,13 +240,9 @@ class Trainer(Section):
         flag="--engine",
     )
     n_gpus_per_node: int | None = setting(
-        None,
-        "GPUs on each node; unset takes one, or as many as one sampler or layer spans.",
-        flag="--n_gpus",
-        env="N_GPUS",
-        ge=0,
-        le=1024,
-    )
+        None, "GPUs on each node; unset takes one, or as many as one sampler or layer spans.",
+        flag="--n_gpus", env="N_GPUS", ge=0, le=1024,
+    )  # fmt: skip
     nnodes: int = setting(1, "Nodes.", flag="--nnodes", env="NNODES", ge=1, le=4096)
     node_rank: int | None = setting(
         None, "Rank of this node.", flag="--node_rank", env="NODE_RANK", ge=0
@@ -258,11 +254,9 @@ class Trainer(Section):
         6379, "Port of node 0.", flag="--master_port", env="MASTER_PORT", ge=1, le=65535
     )
     num_workers: int | None = setting(
-        None,
-        "Learner ranks without GPUs, over all nodes; unset is one a node.",
-        flag="--num_workers",
-        ge=1,
-    )
+        None, "Learner ranks without GPUs, over all nodes; unset is one a node.",
+        flag="--num_workers", ge=1,
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "Learner ranks that share each layer.", flag="--tensor_parallel_size", ge=1
     )

@@ -37,8 +37,7 @@ class ForeignNames:
     told: dict[str, str]
     behind: dict[str, str]
     refused: dict[str, str]
-    new: dict[str, frozenset[str]]
-    gone: dict[str, frozenset[str]]
+    generations: dict[str, dict[str, list[str]]]
     defaults: dict[str, dict[str, Any]]
 
 
@@ -68,8 +67,7 @@ def foreign_names() -> ForeignNames:
             for name, switch in spelt(read["behind"])
         },
         dict(spelt(read["refused"])),
-        {first: frozenset(row.get("new", ())) for first, row in read["generations"].items()},
-        {first: frozenset(row.get("gone", ())) for first, row in read["generations"].items()},
+        read["generations"],
         read["defaults"],
     )
 
@@ -125,11 +123,12 @@ def generation_of(layers: Sequence[Sequence[Entry]], problems: list[str]) -> Gen
         older = [first for first in fitting if tuple(map(int, first.split("."))) <= version]
         return Generation((older or fitting)[-1 if older else 0], sure=True)
     keys = {entry.name.removeprefix(WRAPPER) for entry in given}
-    for first in foreign_names().new:
-        if keys & foreign_names().new[first]:
-            fitting = fitting[fitting.index(first) :] if first in fitting else fitting
-    for first in foreign_names().gone:
-        if first in fitting and keys & foreign_names().gone[first]:
+    generations = foreign_names().generations
+    for first, row in generations.items():
+        if first in fitting and keys & {*row.get("new", ())}:
+            fitting = fitting[fitting.index(first) :]
+    for first, row in generations.items():
+        if first in fitting and keys & {*row.get("gone", ())}:
             fitting = fitting[: fitting.index(first) + 1]
     return Generation(fitting[-1], sure="0.2" not in fitting or len(fitting) == 1)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.derived import gpu_count, read_placement, usual_gpus
-from ppo_cli.config.keys import NO, YES, is_unset, listed, table
+from ppo_cli.config.keys import NO, YES, is_unset, listed, read_switch, table
 from ppo_cli.config.layers import Demand, Entry, Late, Lookup
 
 
@@ -103,32 +103,18 @@ TURNED: Final[dict[str, Callable[[Reading, Entry], None]]] = {}  # by name, with
 Turn = Callable[[Reading, Entry, Any], None]
 
 
-def _switch(entry: Entry) -> bool:
-    text = str(entry.raw).strip().lower()
-    if text not in YES | NO:
-        raise ValueError(f"{entry.name}: '{entry.raw}' is neither true nor false.")
-    return text in YES
-
-
-def _count(entry: Entry) -> int:
+def _count(raw: Any) -> int:
     try:
-        number = int(str(entry.raw))
+        number = int(str(raw))
     except ValueError:
         number = 0
     if number < 1:
-        raise ValueError(f"{entry.name}: '{entry.raw}' is not a whole number of 1 or more.")
+        raise ValueError(f"'{raw}' is not a whole number of 1 or more")
     return number
 
 
-def _words(entry: Entry) -> list[str]:
-    try:
-        return [str(word) for word in listed(entry.raw)]
-    except ValueError as error:
-        raise ValueError(f"{entry.name}: {error}.") from None
-
-
 def _turns(
-    names: str, read: Callable[[Entry], Any] | None = None, *, null: bool = True
+    names: str, read: Callable[[Any], Any] = lambda raw: raw, *, null: bool = True
 ) -> Callable[[Turn], Turn]:
     """Declare what turns settings of these names; PART stands for actor and critic.
 
@@ -141,9 +127,9 @@ def _turns(
             if is_unset(entry.raw) and not null:
                 return
             try:
-                value = entry.raw if read is None else read(entry)
+                value = read(entry.raw)
             except ValueError as error:
-                reading.problem(entry, str(error))
+                reading.problem(entry, f"{entry.name}: {error}.")
             else:
                 turn(reading, entry, value)
 
@@ -178,7 +164,7 @@ _spelt(
 )  # fmt: skip
 
 
-@_turns("PART.use_dynamic_bsz training.use_dynamic_batchsize", _switch)
+@_turns("PART.use_dynamic_bsz training.use_dynamic_batchsize", read_switch)
 def _dynamic(reading: Reading, entry: Entry, on: bool) -> None:
     """Token budgets are what a micro-batch is cut by, unless its size is set."""
     named = entry.name.partition(".")[0]
@@ -321,7 +307,7 @@ def _data_parallel(reading: Reading, entry: Entry, size: int) -> None:
     )
 
 
-@_turns("rollout.val_kwargs.do_sample", _switch)
+@_turns("rollout.val_kwargs.do_sample", read_switch)
 def _greedy_validation(reading: Reading, entry: Entry, on: bool) -> None:
     if not on:
         reading.put(entry, "rollout.val_kwargs.temperature", "0")
@@ -333,8 +319,8 @@ def _greedy_validation(reading: Reading, entry: Entry, on: bool) -> None:
     )
 
 
-@_turns("trainer.logger", _words)
-def _logger(reading: Reading, entry: Entry, words: list[str]) -> None:
+@_turns("trainer.logger", listed)
+def _logger(reading: Reading, entry: Entry, words: list[Any]) -> None:
     """Drop `file`: metrics.jsonl is always written."""
     reading.put(entry, entry.name, [word for word in words if word != "file"])
 
@@ -367,7 +353,7 @@ def _resume_from(reading: Reading, entry: Entry, raw: Any) -> None:
     )
 
 
-@_turns("reward_model.enable reward.reward_model.enable", _switch, null=False)
+@_turns("reward_model.enable reward.reward_model.enable", read_switch, null=False)
 def _reward_model_on(reading: Reading, entry: Entry, on: bool) -> None:
     reading.demand(
         entry,
@@ -378,7 +364,7 @@ def _reward_model_on(reading: Reading, entry: Entry, on: bool) -> None:
     )
 
 
-@_turns("critic.enable", _switch, null=False)
+@_turns("critic.enable", read_switch, null=False)
 def _critic_on(reading: Reading, entry: Entry, on: bool) -> None:
     """A critic is trained exactly when the estimator is gae."""
     reading.demand(
@@ -409,7 +395,7 @@ _OVERLONG = (
 )
 
 
-@_turns(_OVERLONG.format("enable"), _switch)
+@_turns(_OVERLONG.format("enable"), read_switch)
 def _overlong_on(reading: Reading, entry: Entry, on: bool) -> None:
     reading.overlong_on = on
     reading.demand(
@@ -423,7 +409,7 @@ def _overlong_on(reading: Reading, entry: Entry, on: bool) -> None:
 @_turns(_OVERLONG.format("len"))
 def _overlong_buffer(reading: Reading, entry: Entry, raw: Any) -> None:
     """The length of the buffer counts once the penalty is switched on, wherever that is said."""
-    late = Late(lambda value: _count(entry) if reading.overlong_on else None)
+    late = Late(lambda value: raw if reading.overlong_on else None)
     reading.put(entry, "reward.shaping.overlong_buffer", late)
 
 
@@ -444,10 +430,10 @@ def _function(reading: Reading, entry: Entry, raw: Any) -> None:
 
 
 @_turns(
-    "PART.checkpoint.contents PART.checkpoint.save_contents PART.checkpoint.load_contents", _words
+    "PART.checkpoint.contents PART.checkpoint.save_contents PART.checkpoint.load_contents", listed
 )
-def _saved(reading: Reading, entry: Entry, words: list[str]) -> None:
-    if not {"model", "optimizer", "extra"} <= set(words):
+def _saved(reading: Reading, entry: Entry, words: list[Any]) -> None:
+    if not {"model", "optimizer", "extra"} <= set(map(str, words)):
         said = "a checkpoint always holds model (as a Hugging Face folder), optimizer and extra"
         reading.note(entry, said)
 
@@ -473,7 +459,7 @@ def _critic_warmup(reading: Reading, entry: Entry, raw: Any) -> None:
 
 
 @_turns(
-    "model.use_remove_padding actor.use_remove_padding critic.model.use_remove_padding", _switch
+    "model.use_remove_padding actor.use_remove_padding critic.model.use_remove_padding", read_switch
 )
 def _packing(reading: Reading, entry: Entry, on: bool) -> None:
     """Rows are packed where all models that say something ask for it."""

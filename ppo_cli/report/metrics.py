@@ -187,21 +187,26 @@ def summarise(
     validations = [line for line in history if _has(line, "val/reward_mean")]
     rewards = _rewards(measured)
     few = max(1, len(measured) // 10)
-    rows = [(_parts(measured[:few]), _parts(measured[-few:]), len(measured))]
+    first, last = _parts(measured[:few]), _parts(measured[-few:])
+    if rewards:
+        first = {"reward": fmean(rewards[:few])} | first
+        last = {"reward": fmean(rewards[-few:])} | last
+    rows = [(first, last, len(measured))]
     rows.append((_validation(validations[:1]), _validation(validations[-1:]), len(validations)))
     model_dir = run_dir / "checkpoints" / "latest" / "actor"
     steps = int(history[-1]["step"]) if history else 0
     seconds = max(session[1], float(history[-1].get("time/run_s") or 0.0) if history else 0.0)
     return Summary(
         steps=steps,
-        reward_before=_mean(rewards[:few]) if len(rewards) > 1 else None,
-        reward_after=_mean(rewards[-few:]),
+        measures=[
+            (name, before.get(name) if count > 1 else None, value)
+            for before, after, count in rows
+            for name, value in after.items()
+        ],
         rewards=rewards,
         model_dir=model_dir if model_dir.exists() else None,
         run_dir=run_dir,
         wall_seconds=seconds,
-        before={k: v for before, _, count in rows if count > 1 for k, v in before.items()},
-        after={k: v for _, after, _ in rows for k, v in after.items()},
         next_steps=_next_steps(config, run_dir, steps, resume_command),
         session=session if session[0] < steps else None,
         judge=judge_totals(run_dir, history),
@@ -334,10 +339,6 @@ def dollars(amount: float) -> str:
 
 def _has(line: Mapping[str, Any], name: str) -> bool:
     return line.get(name) is not None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _rewards(lines: Lines) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,33 +40,23 @@ BETWEEN_STEPS = ("validate", "validate_reward", "save")  # phases outside of tim
 class Summary:
     """What a finished run came to; a number is None where the run did not measure it.
 
-    `before` and `after` hold further measures by name; one that was measured once is in `after`
-    alone. `wall_seconds` is of all sessions, `session` the steps and seconds of the last one where
-    there were several. `declined` names what fell by more than noise; `warning` says that the
-    policy has collapsed.
+    `measures` has what was measured, the reward first: its name, and its value before and after;
+    None before where it was measured once. `wall_seconds` is of all sessions, `session` the steps
+    and seconds of the last one where there were several. `declined` names what fell by more than
+    noise; `warning` says that the policy has collapsed.
     """
 
     steps: int
-    reward_before: float | None
-    reward_after: float | None
+    measures: Sequence[tuple[str, float | None, float]]
     rewards: tuple[float, ...]
     model_dir: Path | None
     run_dir: Path
     wall_seconds: float
-    before: Mapping[str, float] = field(default_factory=dict)
-    after: Mapping[str, float] = field(default_factory=dict)
     next_steps: tuple[str, ...] = ()
     session: tuple[int, float] | None = None
     judge: str = ""
     declined: frozenset[str] = frozenset()
     warning: str = ""
-
-    @property
-    def measures(self) -> list[tuple[str, float | None, float]]:
-        """What was measured, the reward first: its name, and its value before and after."""
-        after = {} if self.reward_after is None else {"reward": self.reward_after}
-        before = {"reward": self.reward_before, **self.before}
-        return [(name, before.get(name), v) for name, v in (after | dict(self.after)).items()]
 
 
 class Screen:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -252,7 +252,7 @@ def calibrate(
 
     def repeated(name: str) -> dict[str, Any] | None:
         found = agreement(repeats.verdicts.get(name, []))
-        return None if found is None else {**asdict(found), "verdicts": repeat}
+        return found and {**found, "verdicts": repeat}
 
     result: dict[str, Any] = {
         "kind": kind_of(settings),

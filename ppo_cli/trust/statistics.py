@@ -174,29 +174,22 @@ def wilson(share: float, count: int) -> Estimate:
     return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How repeated verdicts on the same rows agree."""
+def agreement(verdicts: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Compare every two verdicts on each row; rows with fewer than two do not count.
 
-    rows: int
-    same: float
-    mean_gap: float
-    largest_gap: float
-
-
-def agreement(verdicts: Sequence[Sequence[float]]) -> Agreement | None:
-    """Compare every two verdicts on each row; rows with fewer than two do not count."""
+    Returns how many rows, the share of pairs that are the same, and the mean and largest gap.
+    """
     rows = [as_floats(v) for v in verdicts if len(v) > 1]
     if not rows:
         return None
-    same, gaps, largest = [], [], 0.0
-    for row in rows:
-        first, second = np.triu_indices(len(row), k=1)
-        gap = np.abs(row[first] - row[second])
-        same.append(float(np.mean(gap == 0)))
-        gaps.append(float(gap.mean()))
-        largest = max(largest, float(gap.max()))
-    return Agreement(len(rows), float(np.mean(same)), float(np.mean(gaps)), largest)
+    pairs = [np.triu_indices(len(row), k=1) for row in rows]
+    gaps = [np.abs(row[one] - row[two]) for row, (one, two) in zip(rows, pairs, strict=True)]
+    return {
+        "rows": len(rows),
+        "same": float(np.mean([np.mean(gap == 0) for gap in gaps])),
+        "mean_gap": float(np.mean([gap.mean() for gap in gaps])),
+        "largest_gap": float(max(gap.max() for gap in gaps)),
+    }
 
 
 def measured(

@@ -50,7 +50,8 @@ for step in (1, 2):
     screen.step(step, 2, {"reward_mean": 0.5 * step})
 screen.note("a [bold]note[/bold]")
 screen.health("look \\x1b[2J here")
-screen.summary(Summary(2, 0.5, 1.0, (0.5, 1.0), Path("m"), Path("r"), 65.0, {}, {}, ("try this",)))
+reward = [("reward", 0.5, 1.0)]
+screen.summary(Summary(2, reward, (0.5, 1.0), Path("m"), Path("r"), 65.0, ("try this",)))
 screen.close()
 screen.close()
 """
@@ -59,14 +60,11 @@ screen.close()
 def summary() -> Summary:
     return Summary(
         steps=40,
-        reward_before=0.1,
-        reward_after=0.9,
+        measures=[("reward", 0.1, 0.9), ("val/accuracy", 0.125, 0.875)],
         rewards=(0.1, 0.5, 0.9),
         model_dir=Path("outputs/checkpoints/latest/actor"),
         run_dir=Path("outputs"),
         wall_seconds=125.0,
-        before={"val/accuracy": 0.125},
-        after={"val/accuracy": 0.875},
         next_steps=("ppo show outputs --worst 5",),
     )
 
@@ -258,7 +256,7 @@ def test_the_summary_says_what_came_out() -> None:
 
 def test_a_summary_of_little() -> None:
     out = io.StringIO()
-    PlainScreen(out).summary(Summary(0, None, None, (), None, Path("r"), 0.2))
+    PlainScreen(out).summary(Summary(0, (), (), None, Path("r"), 0.2))
     assert "0 in 0 s" in out.getvalue() and "reward" not in out.getvalue()
 
 
@@ -284,8 +282,9 @@ def test_a_summary_says_one_number_once_and_a_decline_as_such() -> None:
     lines = "\n".join(
         summary_lines(
             Summary(
-                12, 0.453, 0.0, (0.453, 0.0), None, Path("r"), 400.0,
-                {"validation accuracy": 0.5}, {"validation accuracy": 0.6, "once": 0.617},
+                12,
+                [("reward", 0.453, 0.0), ("validation accuracy", 0.5, 0.6), ("once", None, 0.617)],
+                (0.453, 0.0), None, Path("r"), 400.0,
                 session=(2, 8.0), judge="3 calls, $0.0021", declined=frozenset({"reward"}),
                 warning="The policy has collapsed.",
             )

@@ -114,7 +114,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         "my.yaml line 3: there is no setting 'actor.clip_ratoi'. Did you mean 'actor.clip_ratio'?"
     ) in said
     assert "my.yaml line 5: rollout.n: 'two' is not a number (at least 1)." in said
-    assert "no.yaml: there is no such settings file. Did you mean 'my.yaml'?" in said
+    assert "no.yaml: there is no such file. Did you mean 'my.yaml'?" in said
     assert "override: trainer.seed: 'nan' is not a finite number" in said
     assert "Did you mean 'actor.optim.lr' (--lr)?" in said
     assert "'junk' is neither a flag nor an override" in said

@@ -25,10 +25,9 @@ def test_what_was_measured_once_is_one_number() -> None:
         {"step": 1, "reward_mean": 0.4},
         {"step": 2, "reward_mean": 0.5, "val/accuracy": 0.617, "val/reward_mean": 0.617},
     )
-    assert end.before == {} and end.after == {"validation accuracy": 0.617}
-    assert (end.reward_before, end.reward_after) == (0.4, 0.5)
+    assert end.measures == [("reward", 0.4, 0.5), ("validation accuracy", None, 0.617)]
     alone = told({"step": 1, "reward_mean": 0.4})
-    assert (alone.reward_before, alone.reward_after) == (None, 0.4)
+    assert alone.measures == [("reward", None, 0.4)]
 
 
 def test_the_time_is_of_all_sessions() -> None:
@@ -41,9 +40,9 @@ def test_the_time_is_of_all_sessions() -> None:
 def test_a_tenth_of_the_steps_is_compared_at_each_end() -> None:
     rows = [{"step": n, **mixture(n, 0.1 * n, float(n))} for n in range(1, 31)]
     end = told(*rows, session=(30, 1.0))
-    assert end.reward_before == pytest.approx(0.2) and end.reward_after == pytest.approx(2.9)
-    assert (end.before["reward judge"], end.after["reward judge"]) == (2.0, 29.0)
-    assert (end.before["validation judge"], end.after["validation judge"]) == (1.0, 30.0)
+    found = {name: ends for name, *ends in end.measures}
+    assert found["reward"] == pytest.approx([0.2, 2.9])
+    assert found["reward judge"] == [2.0, 29.0] and found["validation judge"] == [1.0, 30.0]
     assert end.steps == 30 and len(end.rewards) == 30 and end.model_dir is None
 
 
@@ -75,12 +74,11 @@ def mixture(step: int, total: float, judge: float) -> dict[str, Any]:
 
 def test_a_mixture_whose_mean_is_0_by_itself_is_told_by_its_parts() -> None:
     end = told(mixture(1, 1e-17, 4.0), mixture(2, -1e-17, 6.0))
-    assert end.rewards == () and end.reward_after is None
-    assert end.before == {"reward judge": 4.0, "validation judge": 4.0}
-    assert end.after == {"reward judge": 6.0, "validation judge": 6.0}
+    assert end.rewards == ()
+    assert end.measures == [("reward judge", 4.0, 6.0), ("validation judge", 4.0, 6.0)]
     plain = told(mixture(1, 0.4, 4.0), mixture(2, 0.6, 6.0))
-    assert (plain.reward_before, plain.reward_after) == (0.4, 0.6)
-    assert plain.after["validation reward_mean"] == 0.6
+    assert plain.measures[0] == ("reward", 0.4, 0.6)
+    assert ("validation reward_mean", 0.4, 0.6) in plain.measures
 
 
 def test_a_run_without_any_score_is_not_done() -> None:

@@ -142,10 +142,9 @@ def test_agreement_by_hand() -> None:
     # Row 1: gaps 0, 0.5, 0.5. Row 2: gap 0. Row 3 has one verdict and does not count.
     found = ours.agreement([[0.5, 0.5, 1.0], [0.2, 0.2], [0.9]])
     assert found is not None
-    assert found.rows == 2
-    assert found.same == pytest.approx((1 / 3 + 1) / 2)
-    assert found.mean_gap == pytest.approx((1 / 3 + 0) / 2)
-    assert found.largest_gap == 0.5
+    assert found == pytest.approx(
+        {"rows": 2, "same": (1 / 3 + 1) / 2, "mean_gap": (1 / 3 + 0) / 2, "largest_gap": 0.5}
+    )
     assert ours.agreement([[0.3], []]) is None
 
 

@@ -16,9 +16,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ppo_cli.config.keys import load_yaml
-from ppo_cli.config.layers import read_settings_text
+from ppo_cli.config.layers import read_settings_text, yaml_problem
 from ppo_cli.config.reward_schema import scale_ends
-from ppo_cli.errors import RewardError, did_you_mean
+from ppo_cli.errors import ConfigError, RewardError, did_you_mean
 from ppo_cli.rewards.judge.calls import Scale
 
 M = TypeVar("M", bound=BaseModel)
@@ -56,21 +56,11 @@ def read_file(path: Path, model: type[M], label: str) -> M:
 def read_yaml(path: Path, label: str) -> Any:
     """Return what a YAML or JSON file holds; RewardError names it by `label`, and the line."""
     try:
-        return load_yaml(read_settings_text(path))
-    except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
-        raise RewardError(f"{label}: there is no such file.{near}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "not a text file in UTF-8"
-        raise RewardError(f"{label}: cannot be read ({said}).") from None
+        return load_yaml(read_settings_text(path, label))
+    except ConfigError as error:
+        raise RewardError(str(error)) from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        why = getattr(error, "problem", None) or error
-        raise RewardError(f"{label}{line}: not valid YAML: {why}.") from None
-    except ValueError as error:
-        raise RewardError(f"{label}: {error}") from None
+        raise RewardError(yaml_problem(error, label)) from None
 
 
 def _problem(label: str, *, type: str, loc: tuple[Any, ...], msg: str, input: Any, **_: Any) -> str:
