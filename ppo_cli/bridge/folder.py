@@ -10,13 +10,12 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.bridge.overrides import TRAIN, VAL, VERSION, Bridged
 from ppo_cli.bridge.rewards import ROW, STOPPED, row_of
-from ppo_cli.config.bundled import prompt_files
-from ppo_cli.config.derived import rows_missing
+from ppo_cli.config.derived import Split, rows_missing, split_files
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
@@ -172,16 +171,12 @@ def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:
         pq.write_table(pa.Table.from_pylist(rows), fresh)
 
 
-def prompts_of(config: Config, split: Literal["train", "val"]) -> list[Prompt]:
+def prompts_of(config: Config, split: Split) -> list[Prompt]:
     """Return the prompts of a split, with the system prompt, not rendered."""
     data = config.data
-    train = split == "train"
-    sets = load_sets(
-        prompt_files(data.train_files if train else data.val_files, split),
-        prompt_key=data.prompt_key,
-        source_key=data.reward_fn_key,
-        max_samples=data.train_max_samples if train else data.val_max_samples,
-    )
+    files, most = split_files(config, split)
+    keys = {"prompt_key": data.prompt_key, "source_key": data.reward_fn_key}
+    sets = load_sets(files, **keys, max_samples=most)
     found = [
         prompt_of(f"{split}:{label}", row)
         for rows, label in zip(sets, unique_labels(sets), strict=True)

@@ -127,14 +127,11 @@ def list_presets(
 ) -> None:
     """List the presets with what each is for."""
     found = {name: _first_comment(name) for name in preset_names()}
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    width = max(len(name) for name in found)
+    rows = []
     for name, said in found.items():
         short = [alias for alias, full in ALIASES.items() if full == name]
-        also = f" (also: {', '.join(short)})" if short else ""
-        print(f"{name:<{width}}  {said}{also}")
+        rows.append((name, said + (f" (also: {', '.join(short)})" if short else "")))
+    print_result(found, lambda: "\n".join(aligned(rows)), as_json=as_json)
 
 
 @presets_app.command(epilog="Example: ppo presets show embedded > mine.yaml")

@@ -13,14 +13,21 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
-from ppo_cli.config.bundled import model_folder, prompt_files
-from ppo_cli.config.derived import PlanPart, engine_name, rows_missing, train_rows
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import (
+    PlanPart,
+    Split,
+    engine_name,
+    rows_missing,
+    split_files,
+    train_rows,
+)
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import check_folder
@@ -47,7 +54,6 @@ if TYPE_CHECKING:
 
 NO_FORECAST = "no forecast: "
 MOST_ROWS = 4_000  # a plan takes less than a second, however many rows there are
-Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 Read = Callable[[Split], Sequence[Prompt]]
 PLAN_EPILOG = (
@@ -136,7 +142,7 @@ def reader(config: Config) -> Read:
     def read(split: Split) -> list[Prompt]:
         from ppo_cli.data_sets.rows import load_sets, prompt_of
 
-        files, most = _files(config, split)
+        files, most = split_files(config, split)
         sets = load_sets(
             [name for name in files if not is_hub_name(name)],
             prompt_key=config.data.prompt_key,
@@ -157,7 +163,7 @@ def refused_rows(config: Config, read: Read) -> list[str]:
 
     problems: list[str] = []
     prompts: list[Prompt] = []
-    named = {split: _files(config, split)[0] for split in SPLITS}
+    named = {split: split_files(config, split)[0] for split in SPLITS}
     for split, files in named.items():
         try:
             prompts += [] if all(map(is_hub_name, files)) else read(split)
@@ -172,18 +178,10 @@ def refused_rows(config: Config, read: Read) -> list[str]:
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
-def _files(config: Config, split: Split) -> tuple[tuple[str, ...], int]:
-    """Return the files of a split, and the most rows that are used of them."""
-    data = config.data
-    if split == "train":
-        return prompt_files(data.train_files, split), data.train_max_samples
-    return prompt_files(data.val_files, split), data.val_max_samples
-
-
 def unread_rows(config: Config) -> list[str]:
     """Say of which files a plan has read the first rows only."""
     said = []
-    for files in (_files(config, split)[0] for split in SPLITS):
+    for files in (split_files(config, split)[0] for split in SPLITS):
         counts = [count_rows(name) or 0 for name in files]
         if sum(counts) > MOST_ROWS:
             line = ppo(shlex.join(["data", "check", *files]))
@@ -198,7 +196,7 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
     """Yield what a run does first with each file and package that is named."""
     from ppo_cli.report.loggers import check_loggers
 
-    for name in chain.from_iterable(_files(config, split)[0] for split in SPLITS):
+    for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         if not is_hub_name(name):
             yield partial(check_readable, Path(name).expanduser())
     models = {"--model": config.model.path, "--critic_model": config.critic.model.path}

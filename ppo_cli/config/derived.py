@@ -51,6 +51,7 @@ def _devices_present(root: Path) -> int:
     return len(nodes) or len(driver)
 
 
+Split = Literal["train", "val"]
 Role = Literal["train", "rollout", "reward", "judge"]
 Roles = dict[Role, tuple[int, ...]]
 
@@ -319,12 +320,20 @@ def data_ranks(config: Config, gpus: int | None = None) -> int:
 
 def train_rows(config: Config) -> int | None:
     """Count the rows that a run trains on; None when a file cannot be counted."""
-    return _count_rows(config.data.train_files, "train", config.data.train_max_samples)
+    return _count_rows(*split_files(config, "train"))
 
 
 def val_rows(config: Config) -> int | None:
     """Count the rows that a run validates on; None when a file cannot be counted."""
-    return _count_rows(config.data.val_files, "val", config.data.val_max_samples)
+    return _count_rows(*split_files(config, "val"))
+
+
+def split_files(config: Config, split: Split) -> tuple[tuple[str, ...], int]:
+    """Return the files of a split, and the most rows that are used of them; -1 is all."""
+    data = config.data
+    if split == "train":
+        return prompt_files(data.train_files, split), data.train_max_samples
+    return prompt_files(data.val_files, split), data.val_max_samples
 
 
 def gen_batch(config: Config) -> int:
@@ -374,8 +383,8 @@ def lowered_batches(rows: int, batch: int, mini: int) -> str:
     )
 
 
-def _count_rows(names: Sequence[str], split: Literal["train", "val"], most: int) -> int | None:
-    counts = [count_rows(name) for name in prompt_files(names, split)]
+def _count_rows(names: Sequence[str], most: int) -> int | None:
+    counts = [count_rows(name) for name in names]
     if not counts or None in counts:
         return None
     total = sum(count for count in counts if count is not None)

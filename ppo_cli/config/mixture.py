@@ -527,10 +527,10 @@ def judges_of(reward: Reward) -> tuple[Judge, ...]:
     """Return every judge that scores responses."""
     if not has_mixture(reward):
         return (Judge(None, "reward.api", reward.api),) if reward.api.enable else ()
-    parts = [part for part in read_mixture(reward).parts if part.kind == "judge"]
     return tuple(
         Judge(p.name, _place(p, p.judge, "reward.api"), judge_settings(reward, p), p.only_if)
-        for p in parts
+        for p in read_mixture(reward).parts
+        if p.kind == "judge"
     )
 
 
@@ -539,9 +539,10 @@ def models_of(reward: Reward) -> tuple[Scorer, ...]:
     """Return every reward model that scores responses."""
     if not has_mixture(reward):
         return (Scorer(None, "reward.model", reward.model),) if reward.model.path else ()
-    parts = [part for part in read_mixture(reward).parts if part.kind == "model"]
     return tuple(
-        Scorer(p.name, _place(p, p.model, "reward.model"), model_settings(reward, p)) for p in parts
+        Scorer(p.name, _place(p, p.model, "reward.model"), model_settings(reward, p))
+        for p in read_mixture(reward).parts
+        if p.kind == "model"
     )
 
 

@@ -25,8 +25,15 @@ from threading import RLock
 from typing import Any, Protocol
 
 from ppo_cli import __version__
-from ppo_cli.config.bundled import model_folder, prompt_files
-from ppo_cli.config.derived import engine_name, gen_batch, placement_of, rows_missing
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import (
+    Split,
+    engine_name,
+    gen_batch,
+    placement_of,
+    rows_missing,
+    split_files,
+)
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.plan import as_begun, config_yaml
@@ -477,18 +484,13 @@ def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | Non
 def _load_prompt_sets(
     config: Config, tokenizer: Any, screen: Screen
 ) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    data = config.data
-
-    def read(files: Sequence[str], most: int) -> Sequence[Prompt]:
-        found = read_prompts(config, tokenizer, files, most)
+    def read(split: Split) -> Sequence[Prompt]:
+        found = read_prompts(config, tokenizer, *split_files(config, split))
         for note in found.notes:
             screen.note(note)
         return found.prompts
 
-    train_set = read(prompt_files(data.train_files, "train"), data.train_max_samples)
-    if not data.val_files:
-        return train_set, ()
-    return train_set, read(prompt_files(data.val_files, "val"), data.val_max_samples)
+    return read("train"), read("val") if config.data.val_files else ()
 
 
 def read_prompts(config: Config, tokenizer: Any, files: Sequence[str], most: int) -> PromptSet:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ppo_cli.config.bundled import prompt_files
-from ppo_cli.config.derived import train_rows, val_rows
+from ppo_cli.config.derived import split_files, train_rows, val_rows
 from ppo_cli.config.known_models import JUDGES, missing_settings, retirement
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.plan import arithmetic
@@ -249,8 +248,7 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
         alone, of_list, requests = 2, n if listed else 2, 2.0
         if api.within_group:
             requests = calls_for(n, most and most // (2 * votes), listed=listed) / n
-    data = config.data
-    files = (*prompt_files(data.train_files, "train"), *prompt_files(data.val_files, "val"))
+    files = (*split_files(config, "train")[0], *split_files(config, "val")[0])
     if far := [name for name in files if is_hub_name(name)]:
         # What is not on this disk is not fetched for a forecast.
         raise DataError(f"{', '.join(far)}: not on this disk, so its rows are not known yet.")
