@@ -144,6 +144,7 @@ def _one_process(config: Config) -> Iterator[Clash]:
         "trainer.n_gpus_per_node": (trainer.n_gpus_per_node or 0) > 1,
         "trainer.num_workers": (trainer.num_workers or 1) > 1,
         "trainer.tensor_parallel_size": trainer.tensor_parallel_size > 1,
+        SPAN: config.rollout.tensor_model_parallel_size > 1,
         "rollout.num_samplers": (config.rollout.num_samplers or 1) > 1,
         "rollout.name": config.rollout.name == "vllm",
         PLACEMENT: trainer.placement is not None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ppo_cli.config.derived import (
@@ -67,6 +67,7 @@ CONFIGS = st.fixed_dictionaries(
 
 
 @settings(max_examples=100, deadline=None)
+@example({"trainer": {"engine": "local"}, "rollout": {"tensor_model_parallel_size": 2}}, 8)
 @given(CONFIGS, st.sampled_from([0, 0, 1, 8]))
 def test_what_is_accepted_can_be_served(given: dict[str, object], gpus: int) -> None:
     config = Config.model_validate(given)
