@@ -1,7 +1,7 @@
 """What is known of models: judges by provider, reward models by config and tensor names.
 
 A folder's name alone decides nothing. A hub model that was not fetched yet is chosen by its
-name, and checked again when its files are there. Names in safetensors are read without torch.
+name, and checked again when its files are there. Tensor names are read without torch.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import os
 import pickle
 import struct
 import tomllib
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
 from ppo_cli.redact import redact
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SAFETENSORS = ".safetensors"
 # Pickles that hold no weights: the optimizer and the settings of the run that made them.
 NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
 _LONGEST_HEADER = 100_000_000  # the format's own limit
+# A file of the older layout holds these pickles before the one with the names is through.
+_OLD_LAYOUT_PICKLES = 4
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -60,7 +60,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
     """Names of all tensors in the checkpoint that lies in `folder`; empty without weights."""
     names: set[str] = set()
     for file in weight_files(folder):
-        names.update(names_in_safetensors(file) if file.suffix == SAFETENSORS else state_dict(file))
+        names |= names_in_safetensors(file) if file.suffix == SAFETENSORS else names_in_pickle(file)
     return frozenset(names)
 
 
@@ -77,28 +77,63 @@ def names_in_safetensors(file: Path) -> set[str]:
         raise _damaged(file, error) from error
 
 
-def state_dict(file: Path) -> dict[str, Tensor]:
-    """Tensors of a file of torch.save, mapped where its layout allows it; no code of it runs."""
-    import torch
-
+def names_in_pickle(file: Path) -> set[str]:
+    """Names in a file of torch.save: the keys of its tensors. No code of the file runs."""
     try:
-        try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the older layout cannot be mapped
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ModelError(
-            f"{file} is damaged, or holds more than weights, and running what is in it is not "
-            "safe: fetch it again, or save it as safetensors."
-        ) from error
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as stream:
+                held = [_InertUnpickler(stream).load() for _ in range(_OLD_LAYOUT_PICKLES)]
+        else:
+            with zipfile.ZipFile(file) as archive:
+                inside = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+                with archive.open(inside) as stream:
+                    held = [_InertUnpickler(stream).load()]
+        return {name for one in held for name in _tensor_keys(one)}
     except Exception as error:  # damaged pickles raise errors of every kind
         raise _damaged(file, error) from error
-    if not isinstance(loaded, dict):
-        raise ModelError(f"{file} holds a {type(loaded).__name__}, not tensors by name.")
-    inner = [value for value in loaded.values() if isinstance(value, dict)]
-    if len(inner) == 1 and not any(isinstance(value, torch.Tensor) for value in loaded.values()):
-        loaded = inner[0]  # {"model": {...}}, as some trainers save it
-    return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+class _Inert(dict[Any, Any]):
+    """Stands for every object of a pickle: keeps the items of a mapping, and does nothing."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    tensor = False
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__()
+        self.tensor = self.tensor or any(getattr(part, "tensor", False) for part in parts)
+
+    def extend(self, items: object) -> None:
+        """Drop what belongs to a list."""
+
+    append = __setstate__ = extend
+
+    def __call__(self, *parts: object) -> _Inert:
+        """Stand for what a function that was found by `getattr` would return."""
+        return _Inert(*parts)
+
+
+class _InertTensor(_Inert):
+    tensor = True
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Finds no class and no function but those above."""
+
+    def find_class(self, module: str, name: str) -> type[_Inert]:
+        rebuilds = module == "torch._utils" and name.startswith("_rebuild_tensor")
+        return _InertTensor if rebuilds else _Inert
+
+    def persistent_load(self, pid: object) -> None:
+        """Leave the numbers where they are."""
+
+
+def _tensor_keys(held: object) -> Iterator[str]:
+    for key, value in held.items() if isinstance(held, dict) else ():
+        if getattr(value, "tensor", False) and isinstance(key, str):
+            yield key
+        else:
+            yield from _tensor_keys(value)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
-from ppo_cli.config.known_models import SAFETENSORS, has_weights, state_dict, weight_files
+from ppo_cli.config.known_models import SAFETENSORS, has_weights, weight_files
 from ppo_cli.errors import ModelError, first_line
 
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -129,9 +130,14 @@ class Checkpoint:
                 names = opened.keys()  # type: ignore[no-untyped-call]
                 self._where.update(dict.fromkeys(names, opened))
             else:
-                self._where.update(state_dict(file))
+                self._where.update(_state_dict(file))
         except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
             raise ModelError(f"{file} does not load: {first_line(error)}.") from error
+        except pickle.UnpicklingError as error:
+            raise ModelError(
+                f"{file} holds more than weights, and running what is in it is not safe: "
+                "save it as safetensors."
+            ) from error
 
 
 def is_spare(name: str) -> bool:
@@ -146,6 +152,20 @@ def listed(names: Iterable[str], most: int = 4) -> str:
     every = sorted(names)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
+
+
+def _state_dict(file: Path) -> dict[str, Tensor]:
+    """Tensors of a file of torch.save, mapped where its layout allows it."""
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # the older layout cannot be mapped
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name")
+    inner = [value for value in loaded.values() if isinstance(value, dict)]
+    if len(inner) == 1 and not any(isinstance(value, Tensor) for value in loaded.values()):
+        loaded = inner[0]  # {"model": {...}}, as some trainers save it
+    return {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
 
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
