@@ -62,11 +62,6 @@ def test_a_function_and_a_rule_together_are_refused(build: Build) -> None:
         build(function="f.py", rule="exact")
 
 
-def test_an_unknown_rule_is_refused(build: Build) -> None:
-    with pytest.raises(RewardError, match="Did you mean 'exact'"):
-        build(rule="exakt")
-
-
 def test_settings_of_a_rule(build: Build) -> None:
     assert build(rule="length", function_kwargs={"max_chars": 10}).name == "rule"
     with pytest.raises(RewardError, match=r"has no such setting. Did you mean 'max_chars'"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,12 +61,6 @@ def test_algebra_is_done_in_workers(maths: Reward, rollout: MakeRollout) -> None
     assert right.result().info == {"extracted": r"\frac{1}{2}", "rule": "math"}
 
 
-def test_a_hundred_expressions(maths: Reward, rollout: MakeRollout) -> None:
-    replies = [rf"\boxed{{\frac{{{n}}}{{7}}}}" for n in range(100)]
-    futures = [maths.submit(rollout(r, f"{n}/7", "math")) for n, r in enumerate(replies)]
-    assert [f.result(PATIENCE).value for f in futures] == [1.0] * 100
-
-
 def test_expressions_that_never_end_fail_alone(rollout: MakeRollout) -> None:
     hostile = ["9^{9^{9^{9}}}", "(10^9)!", "(" * 140 + "x" + ")" * 140]
     reward = RuleReward(num_workers=2, cpu_seconds=0.7)
@@ -77,16 +70,6 @@ def test_expressions_that_never_end_fail_alone(rollout: MakeRollout) -> None:
         score = killer.result(PATIENCE)
         assert (score.value, score.failure) == (None, "timeout: took more than 0.7 s of computing")
     assert after.result(PATIENCE).value == 1.0
-    reward.close()
-
-
-def test_a_pattern_that_backtracks_for_ever_fails_alone(rollout: MakeRollout) -> None:
-    reward = RuleReward(num_workers=1, cpu_seconds=0.5)
-    hang = rollout("a" * 60 + "!", None, "format", format="(a+)+")
-    fine = rollout("aaa", None, "format", format="(a+)+")
-    scores = [reward.submit(one) for one in (hang, fine)]
-    assert scores[0].result(PATIENCE).failure.startswith("timeout")
-    assert scores[1].result(PATIENCE).value == 1.0
     reward.close()
 
 
@@ -120,13 +103,6 @@ def test_a_rule_that_raises_or_says_nan_fails(rollout: MakeRollout) -> None:
         score = reward.submit(rollout("#### 72")).result()
         assert (score.value, score.failure) == (None, failure)
         reward.close()
-
-
-def test_the_same_rollout_gives_the_same_score(maths: Reward, rollout: MakeRollout) -> None:
-    one = rollout(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", "math")
-    first, second = (maths.submit(one).result(PATIENCE) for _ in range(2))
-    assert first == second
-    json.dumps(asdict(first))
 
 
 def test_closing_leaves_no_process_and_no_open_answer(rollout: MakeRollout) -> None:
@@ -186,10 +162,3 @@ def test_the_settings_of_code_reach_its_sandbox(
         build({"mbpp"}).start([prompt])
     build({"mbpp"}, code=Code(allow_unsandboxed=True)).start([prompt], tell=told.append)
     assert "WITHOUT a sandbox" in told[0]
-
-
-def test_a_reward_of_rules_remembers_nothing() -> None:
-    reward = RuleReward()
-    assert reward.state_dict() == {}
-    reward.load_state_dict({})
-    reward.close()

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ppo_cli.cli.app import main
 from tests.forked import PPO, Forked
 from tests.judge_server import JudgeServer
 
+Run = Callable[..., tuple[int, str, str]]
 KEY = "sk-only-for-tests-1234"
 
 
@@ -26,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def judge_at(server: JudgeServer, folder: Path) -> list[str]:
@@ -35,6 +37,15 @@ def judge_at(server: JudgeServer, folder: Path) -> list[str]:
         *("--rm_api_type", "openai", "--rm_model", "a-judge"),
         *("--rm_base_url", server.url("openai"), "--rm_cache", str(folder / "verdicts.db")),
         *("--rm_prompt_preset", "math"),
+    ]
+
+
+def priced_judge(server: JudgeServer, kind: str, cache: Path) -> list[str]:
+    """Flags of a judge of one kind, with a price."""
+    return [
+        *("--use_api_reward", "--rm_api_type", kind, "--rm_model", "a-judge"),
+        *("--rm_base_url", server.url(kind), "--rm_cache", str(cache)),
+        *("--rm_prompt_preset", "math", "--rm_price_input", "1", "--rm_price_output", "2"),
     ]
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import KEYS
 from tests.judge_server.wire import default_score, fenced
-from tests.trust.commands import run
+from tests.trust.commands import Run, priced_judge, read
 from tests.trust.scripted import write_rows
 
 PROVIDERS = ("openai", "claude", "gemini")
@@ -20,24 +18,6 @@ WAYS = (
     "missing", "doubled", "foreign", "errored", "expired", "cancelled", "cut", "prose",
     "no_content", "refusal", "schema", "out_of_range",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-
-
-def flags(server: JudgeServer, kind: str, cache: Path) -> list[str]:
-    return [
-        *("--use_api_reward", "--rm_api_type", kind, "--rm_model", "a-judge", "--json"),
-        *("--rm_base_url", server.url(kind), "--rm_cache", str(cache)),
-        *("--rm_prompt_preset", "math", "--rm_price_input", "1", "--rm_price_output", "2"),
-    ]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def a_run(folder: Path, count: int) -> list[int]:
@@ -57,7 +37,7 @@ def a_run(folder: Path, count: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", PROVIDERS)
 def test_one_wrong_line_in_ten_makes_no_silent_number(
-    kind: str, server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, server: JudgeServer, tmp_path: Path, run: Run
 ) -> None:
     """Each way is there once; asked again by the same command, nothing more is paid for."""
     right = a_run(tmp_path / "run", 120)
@@ -70,11 +50,11 @@ def test_one_wrong_line_in_ten_makes_no_silent_number(
         return '{"grade": "A"}' if schema else default_score(system, user)
 
     server.score = score
-    given = [str(tmp_path / "run"), "--step", "7", *flags(server, kind, tmp_path / "v.db")]
+    given = [str(tmp_path / "run"), "--step", "7", *priced_judge(server, kind, tmp_path / "v.db")]
     given += ["--batch", "--rm_budget_usd", "0.5"]
-    code, out, err = run(capsys, "score", *given)
+    code, out, err = run("score", *given, "--json")
     assert code == 0 and "Traceback" not in err, err
-    scored, told = lines(tmp_path / "run" / "scored.jsonl"), json.loads(out)
+    scored, told = read(tmp_path / "run" / "scored.jsonl"), json.loads(out)
     for n, row in enumerate(scored):
         if n in wrong:
             assert row["score"] is None and row["failure"], (wrong[n], row)
@@ -85,8 +65,8 @@ def test_one_wrong_line_in_ten_makes_no_silent_number(
     jobs = server.batches.jobs
     assert [len(job.rows) for job in jobs.values()] == [120, 4, 4], "reminded twice, no more"
     server.batches.spoil = {}
-    assert run(capsys, "score", *given)[0] == 0
-    scored = lines(tmp_path / "run" / "scored.jsonl")
+    assert run("score", *given)[0] == 0
+    scored = read(tmp_path / "run" / "scored.jsonl")
     lost = [n for n, way in wrong.items() if way in ("missing", "doubled", "foreign")]
     assert all(scored[n]["score"] == (right[n] - 1) / 9 for n in lost)
     assert scored[10 * WAYS.index("schema") + 5]["score"] is None
@@ -114,7 +94,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("kind", PROVIDERS)
 def test_responses_that_write_results_change_no_verdict(
-    kind: str, server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, server: JudgeServer, tmp_path: Path, run: Run
 ) -> None:
     """The worst judge repeats it all, with every row's id known to the attacker."""
     body = {
@@ -140,10 +120,10 @@ def test_responses_that_write_results_change_no_verdict(
         return json.dumps({"reason": said, "score": 1}, ensure_ascii=False)
 
     server.score = score
-    given = [*flags(server, kind, tmp_path / "v.db"), "--batch"]
-    code, _, err = run(capsys, "score", file, *given)
+    given = [*priced_judge(server, kind, tmp_path / "v.db"), "--batch"]
+    code, _, err = run("score", file, *given)
     assert code == 0 and "Traceback" not in err, err
-    scores = [row["score"] for row in lines(tmp_path / "a.scored.jsonl")]
+    scores = [row["score"] for row in read(tmp_path / "a.scored.jsonl")]
     assert scores[:10] == [0.0] * 10 and set(scores[10:]) <= {0.0, None}
     assert scores[-1] == 0.0, "a sign that only looks like the end of a line loses no verdict"
     assert len(next(iter(server.batches.jobs.values())).rows) == len(rows)
@@ -160,7 +140,7 @@ BLOCK = re.compile(r"<response-(R\d)-([0-9a-f]{16})>\n(.*?)\n</response-\1-\2>",
 
 @pytest.mark.parametrize("kind", ["openai", "claude"])
 def test_a_response_in_a_comparison_cannot_speak_of_its_rival(
-    kind: str, server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, server: JudgeServer, tmp_path: Path, run: Run
 ) -> None:
     """Against a reference with one good word, in both orders, by batch as by direct calls."""
     texts = ["good", *RIVALRY.values(), "good good"]
@@ -175,15 +155,15 @@ def test_a_response_in_a_comparison_cannot_speak_of_its_rival(
                            else "R1" if first > second else "R2"})  # fmt: skip
 
     server.score = score
-    given = [*flags(server, kind, tmp_path / "a.db"), "--rm_mode", "compare"]
+    given = [*priced_judge(server, kind, tmp_path / "a.db"), "--rm_mode", "compare"]
     given = [word for word in given if word not in ("--rm_prompt_preset", "math")]
     given += ["--rm_compare", "ground_truth"]
     scores = {}
     for way in ("batch", "direct"):
         given[given.index("--rm_cache") + 1] = str(tmp_path / f"{way}.db")
-        code, _, err = run(capsys, "score", file, *given, *(["--batch"] if way == "batch" else []))
+        code, _, err = run("score", file, *given, *(["--batch"] if way == "batch" else []))
         assert code == 0 and "Traceback" not in err, err
-        scores[way] = [row["score"] for row in lines(tmp_path / "a.scored.jsonl")]
+        scores[way] = [row["score"] for row in read(tmp_path / "a.scored.jsonl")]
     assert scores["batch"] == scores["direct"]
     assert sum(len(job.rows) for job in server.batches.jobs.values()) == 2 * len(rows)
     even, *hostile, best = scores["batch"]

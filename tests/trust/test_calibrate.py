@@ -26,9 +26,7 @@ from tests.trust.scripted import Scripted, write_rows
 Row = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.trust.statistics.RESAMPLES", 100)
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def labelled(tmp_path: Path, rows: list[Row]) -> Labelled:

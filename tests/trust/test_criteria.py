@@ -11,7 +11,7 @@ import pytest
 
 from tests.judge_server import JudgeServer
 from tests.judge_server.wire import fenced
-from tests.trust.commands import judge_at, run
+from tests.trust.commands import Run, judge_at
 from tests.trust.scripted import write_rows
 
 RUBRIC = """
@@ -33,9 +33,7 @@ def decide(system: str, user: str) -> str:
     return json.dumps(found)
 
 
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.trust.statistics.RESAMPLES", 100)
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture
@@ -62,11 +60,11 @@ def answers(folder: Path) -> str:
 
 
 def test_calibrate_by_criterion(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+    flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     file = answers(tmp_path)
     asked = ("--labels", "good", "--criteria_labels", "marks", "--repeat", "0", *flags)
-    code, out, err = run(capsys, "calibrate", file, *asked, "--json")
+    code, out, err = run("calibrate", file, *asked, "--json")
     assert code == 0, err
     told = json.loads(out)
     found = told["criteria"]
@@ -89,7 +87,7 @@ def test_calibrate_by_criterion(
     assert "'depth' goes against the others" in advice
     assert "rude: the judge agrees with the labels in 89% of 19; it is too kind in 11%." in advice
     server.reset()
-    code, out, _ = run(capsys, "calibrate", file, *asked)
+    code, out, _ = run("calibrate", file, *asked)
     assert code == 0 and server.count <= 1  # from the cache but for the one to try out
     lines = [line.split() for line in out.splitlines()]
     (row,) = [line for line in lines if line[:1] == ["rude"]]
@@ -97,26 +95,26 @@ def test_calibrate_by_criterion(
 
 
 def test_labels_of_criteria_make_the_label_of_the_row(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], tmp_path: Path, run: Run
 ) -> None:
     file, asked = answers(tmp_path), ("--criteria_labels", "marks", "--repeat", "0", *flags)
-    code, out, err = run(capsys, "calibrate", file, *asked, "--json")
+    code, out, err = run("calibrate", file, *asked, "--json")
     told = json.loads(out)
     assert code == 0 and told["rows"] == 19, err  # one has labels of none
     rows = [{"prompt": "p", "response": "x", "marks": {"kind": True}}]
     few = write_rows(tmp_path / "b.jsonl", *rows)
-    code, _, err = run(capsys, "calibrate", few, *asked)
+    code, _, err = run("calibrate", few, *asked)
     assert code == 2 and "no row has a label for each of its criteria" in err
     assert told["agreement"]["Spearman"]["value"] > 0.8
 
 
 def test_wrong_labels_are_named_before_anything_is_asked(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+    flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     cells = [{"kind": True}, "yes", {"kid": True}, {"depth": 4}, {"kind": "yes"}, {"rude": 0.5}]
     rows = [{"prompt": "p", "response": "x", "marks": cell} for cell in cells]
     file = write_rows(tmp_path / "a.jsonl", *rows)
-    code, _, err = run(capsys, "calibrate", file, "--criteria_labels", "marks", *flags)
+    code, _, err = run("calibrate", file, "--criteria_labels", "marks", *flags)
     assert code == 2 and server.count == 0
     for said in (
         "line 2, column marks: is text, not an object such as {'kind': …}",
@@ -126,15 +124,13 @@ def test_wrong_labels_are_named_before_anything_is_asked(
         "line 6, column marks: has 0.5 for 'rude', not true or false",
     ):
         assert said in err
-    code, _, err = run(capsys, "calibrate", file, "--criteria_labels", "marks", *flags[:-2])
+    code, _, err = run("calibrate", file, "--criteria_labels", "marks", *flags[:-2])
     assert code == 2 and "--criteria_labels needs criteria" in err
-    code, _, err = run(capsys, "calibrate", file, "--criteria_labels", "mark", *flags)
+    code, _, err = run("calibrate", file, "--criteria_labels", "mark", *flags)
     assert code == 2 and "no column 'mark'" in err and "Did you mean 'marks'" in err
 
 
-def test_criteria_of_rows_are_told_together(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_criteria_of_rows_are_told_together(flags: list[str], tmp_path: Path, run: Run) -> None:
     """A criterion that all rows share is listed by itself, those of single rows only together."""
     rows = []
     for n in range(12):
@@ -145,7 +141,7 @@ def test_criteria_of_rows_are_told_together(
         rows.append(row | {"extra_info": {"rubric": both}})
     file = write_rows(tmp_path / "a.jsonl", *rows)
     own = [*flags[:-1], "extra_info.rubric", "--labels", "label", "--repeat", "0"]
-    code, out, err = run(capsys, "calibrate", file, *own, "--criteria_labels", "marks", "--json")
+    code, out, err = run("calibrate", file, *own, "--criteria_labels", "marks", "--json")
     assert code == 0, err
     found = json.loads(out)["criteria"]
     assert list(found) == ["kind", "all criteria"]
@@ -154,8 +150,8 @@ def test_criteria_of_rows_are_told_together(
     assert found["all criteria"]["labelled"] == 12
 
 
-def audited(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
-    code, out, _ = run(capsys, "audit", *flags, "--json")
+def audited(run: Run, *flags: str) -> tuple[int, dict[str, Any]]:
+    code, out, _ = run("audit", *flags, "--json")
     return code, {check["name"]: check for check in json.loads(out)["checks"]}
 
 
@@ -166,11 +162,11 @@ ITEMS = [
 
 
 def test_an_audit_names_the_criteria_that_attacks_moved(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+    flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     file = write_rows(tmp_path / "a.jsonl", *ITEMS)
     flags += ["--data", file]
-    code, checks = audited(capsys, *flags)
+    code, checks = audited(run, *flags)
     own = checks["criteria under attack"]
     assert code == 0 and own["passed"], checks
     assert "nor on any" in own["said"]
@@ -183,7 +179,7 @@ def test_an_audit_names_the_criteria_that_attacks_moved(
         return json.dumps(found)
 
     server.score = believing
-    code, checks = audited(capsys, *flags, "--rm_cache", "off")
+    code, checks = audited(run, *flags, "--rm_cache", "off")
     own = checks["criteria under attack"]
     assert code == 2 and own["passed"] is False
     assert {case["criterion"] for case in own["cases"]} == {"kind"}
@@ -193,7 +189,7 @@ def test_an_audit_names_the_criteria_that_attacks_moved(
 
 
 def test_the_criteria_of_each_judge_of_a_mixture_are_attacked(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+    flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     names = ("oak", "elm", "birch", "spruce", "yew")
     own = "".join(f"- {{name: {n}, text: The response has {n}.}}\n" for n in names)
@@ -211,19 +207,19 @@ def test_the_criteria_of_each_judge_of_a_mixture_are_attacked(
     mixed = ["--reward", "judge:a:0.5", "--reward", "judge:b:0.5"]
     mixed += [f"reward.composite.parts.b.judge.rubric={tmp_path}/own.yaml"]
     file = write_rows(tmp_path / "a.jsonl", *ITEMS)
-    _, checks = audited(capsys, *flags, *mixed, "--data", file)
+    _, checks = audited(run, *flags, *mixed, "--data", file)
     cases = checks["criteria under attack"]["cases"]
     assert {case["criterion"] for case in cases} == {"b: yew"}, cases
 
 
 def test_criteria_of_rows_are_attacked_each_in_a_call_of_its_own(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: JudgeServer
+    flags: list[str], tmp_path: Path, run: Run, server: JudgeServer
 ) -> None:
     own = [{"text": "The response has kind."}, {"text": "The response has rude.", "weight": -1}]
     rows = [item | {"extra_info": {"rubric": own}} for item in ITEMS]
     file = write_rows(tmp_path / "a.jsonl", *rows)
     flags = [*flags[:-1], "extra_info.rubric", "--rm_rubric_calls", "each", "--data", file]
-    code, out, err = run(capsys, "audit", *flags, "--rows", "2", "--json")
+    code, out, err = run("audit", *flags, "--rows", "2", "--json")
     told = json.loads(out)
     assert code == 0 and "Each criterion is a call of its own." in err
     assert told["spent"]["calls"] > 1.5 * told["asked"]
@@ -231,8 +227,6 @@ def test_criteria_of_rows_are_attacked_each_in_a_call_of_its_own(
     assert check["passed"], check
 
 
-def test_an_audit_needs_rows_with_criteria(
-    flags: list[str], capsys: pytest.CaptureFixture[str], server: JudgeServer
-) -> None:
-    code, _, err = run(capsys, "audit", *flags[:-1], "extra_info.rubric")
+def test_an_audit_needs_rows_with_criteria(flags: list[str], run: Run, server: JudgeServer) -> None:
+    code, _, err = run("audit", *flags[:-1], "extra_info.rubric")
     assert code == 2 and "--data FILE" in err and server.count == 0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from ppo_cli.cli.app import main
 from ppo_cli.config.mixture import judges_of, mixture_of
 from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
@@ -18,16 +17,13 @@ from ppo_cli.trust.sources import describe, lone_judge, unsteady, with_all
 from tests.judge_server import JudgeServer
 from tests.reward_server import RewardServer
 from tests.rewards.local.twins import skywork_qwen3_twin
-from tests.trust.commands import judge_at, read, run, score_until_ctrl_c
+from tests.trust.commands import Run, judge_at, read, score_until_ctrl_c
 from tests.trust.judges import honest
 from tests.trust.scripted import write_rows
 
 Told = dict[str, Any]
 
-
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppo_cli.trust.statistics.RESAMPLES", 50)
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture
@@ -59,10 +55,8 @@ def spread(values: list[float]) -> float:
     return float((sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5)
 
 
-def test_a_reward_model_alone(
-    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(capsys, "score", sums(tmp_path), *model)
+def test_a_reward_model_alone(model: list[str], tmp_path: Path, run: Run) -> None:
+    code, out, _ = run("score", sums(tmp_path), *model)
     assert code == 0
     rows = read(tmp_path / "a.scored.jsonl")
     assert all(row["parts"]["model"]["raw"] == row["score"] for row in rows)
@@ -77,11 +71,11 @@ def test_a_reward_model_alone(
     assert (part.scaling, part.mean) == ("affine", pasted["mean"])
 
 
-def test_a_served_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_served_reward_model(tmp_path: Path, run: Run) -> None:
     file = sums(tmp_path)
     with RewardServer() as served:
         flags = ["--reward_model", served.url("/classify"), "--reward", "model:2"]
-        code, out, err = run(capsys, "score", file, *flags, "--reward", "rule:1", "--json")
+        code, out, err = run("score", file, *flags, "--reward", "rule:1", "--json")
         told = json.loads(out)
         assert code == 0, err
         assert told["parts"]["model"]["scored"] == 8
@@ -94,27 +88,25 @@ def test_a_served_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_reward_model_that_fails_its_test_is_told_and_scores_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run
 ) -> None:
     file = write_rows(tmp_path / "rows.jsonl", {"prompt": "hi", "response": "hello"})
-    words = ["reward", "score", file, "--json", "reward.composite.parts.model.model.timeout=9"]
+    words = [file, "--json", "reward.composite.parts.model.model.timeout=9"]
     with RewardServer(score=lambda text: 20.0) as server:
         address = ["--reward_model", server.url("/get_reward"), "--reward", "model:1"]
-        assert main([*words, *address]) == 0
-    out, err = capsys.readouterr()
+        code, out, err = run("score", *words, *address)
+    assert code == 0
     assert json.loads(out)["scored"] == 1
     assert "only 0 of 5 good answers" in err and "--reward_model_self_test warn" in err
 
 
-def test_a_mixture_is_on_the_scale_of_the_file(
-    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixture_is_on_the_scale_of_the_file(model: list[str], tmp_path: Path, run: Run) -> None:
     config = tmp_path / "mix.yaml"
     config.write_text(
         "composite_reward:\n  enable: true\n  weights: {rm_score: 0.7, rule_score: 0.3}\n"
     )
     file = sums(tmp_path)
-    code, out, _ = run(capsys, "score", file, *model, "--reward_config", str(config), "--json")
+    code, out, _ = run("score", file, *model, "--reward_config", str(config), "--json")
     told = json.loads(out)
     assert code == 0
     rows = read(tmp_path / "a.scored.jsonl")
@@ -132,59 +124,37 @@ def test_a_mixture_is_on_the_scale_of_the_file(
     assert told["parts"]["rule"]["mean"] == 0.5
     assert [c["parts"] for c in told["correlations"]] == [["model", "rule"]]
     assert told["remarks"] == []
-    code, out, _ = run(capsys, "score", file, *model, "--reward_config", str(config))
+    code, out, _ = run("score", file, *model, "--reward_config", str(config))
     assert "70%" in out and "model with rule" in out
 
 
-def test_answers_to_one_prompt_are_a_group(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_to_one_prompt_are_a_group(tmp_path: Path, run: Run) -> None:
     flags = ["--reward", "rule:1", "--reward", "rule:length:1"]
     grouped = "reward.composite.parts.rule={scaling: group}"
-    code, _, err = run(capsys, "score", sums(tmp_path), *flags, grouped)
+    code, _, err = run("score", sums(tmp_path), *flags, grouped)
     assert code == 0, err
     scaled = [row["parts"]["rule"]["scaled"] for row in read(tmp_path / "a.scored.jsonl")]
     assert scaled == pytest.approx([2**-0.5, -(2**-0.5)] * 4, abs=1e-4)
 
 
-def test_a_dominated_part_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dominated_part_is_reported(tmp_path: Path, run: Run) -> None:
     function = tmp_path / "mine.py"
     function.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return 40.0 * len(solution_str)\n"
     )
     parts = f"{{loud: {{function: {function}, scaling: none}}, rule: {{scaling: none}}}}"
-    code, out, err = run(capsys, "score", sums(tmp_path), f"reward.composite.parts={parts}")
+    code, out, err = run("score", sums(tmp_path), f"reward.composite.parts={parts}")
     assert code == 0, err
     assert "rule is dominated: it makes 0% of the spread, its weight says 50%." in out
     assert "Set the scaling of loud to zscore or affine." in out
 
 
-def test_what_a_judge_in_a_mixture_costs_is_counted(
-    server: JudgeServer, judge: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = sums(tmp_path)
-    price = ("--rm_price_input", "1", "--rm_price_output", "2", "--json")
-    code, out, err = run(capsys, "score", file, *judge, *price)
-    told = json.loads(out)
-    assert code == 0, err
-    assert told["calls"] in (8, 9), "the probe at the start is a call too"
-    assert told["cost_usd"] > 0 and told["tokens_in"] > 0
-    assert "cached" not in told
-    before, asked = read(tmp_path / "a.scored.jsonl"), server.count
-    _, out, _ = run(capsys, "score", file, *judge, *price)
-    told = json.loads(out)
-    assert (told["cached"], told.get("calls", 0)) == (8, 0)
-    assert server.count == asked
-    again = read(tmp_path / "a.scored.jsonl")
-    assert [r["score"] for r in again] == [r["score"] for r in before]
-
-
 def test_a_failed_part_fails_its_row_and_says_which(
-    server: JudgeServer, judge: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, judge: list[str], tmp_path: Path, run: Run
 ) -> None:
     server.score = lambda system, user: "I like it." if "11 + 1" in user else 10
-    code, out, _ = run(capsys, "score", sums(tmp_path), *judge, "--json")
+    code, out, _ = run("score", sums(tmp_path), *judge, "--json")
     told = json.loads(out)
     assert (code, told["scored"], told["failed"]) == (0, 6, {"judge: form": 2})
     assert (told["parts"]["judge"]["failed"], told["parts"]["rule"]["failed"]) == (2, 0)
@@ -192,21 +162,6 @@ def test_a_failed_part_fails_its_row_and_says_which(
     assert row["score"] is None and row["failure"].startswith("judge: form")
     assert row["parts"]["rule"]["raw"] == 1.0
     assert told["remarks"] == ["judge gives every row the same score, so it decides nothing here."]
-
-
-def test_a_budget_keeps_the_rows_that_are_whole(
-    judge: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = sums(tmp_path, 40)
-    limited = ["--rm_concurrency", "2", "--rm_max_tokens", "50", "--rm_budget_tokens", "9000"]
-    code, _, err = run(capsys, "score", file, *judge, *limited)
-    assert code == 3
-    assert "budget" in err and "come from the cache" in err
-    rows = read(tmp_path / "a.scored.jsonl")
-    done = [row for row in rows if row["score"] is not None]
-    assert 0 < len(done) < 40
-    assert all(part["scaled"] is not None for row in done for part in row["parts"].values())
-    assert {row["failure"] for row in rows if row["score"] is None} == {"not asked"}
 
 
 def test_ctrl_c_keeps_the_rows_that_are_whole(
@@ -217,11 +172,11 @@ def test_ctrl_c_keeps_the_rows_that_are_whole(
 
 
 def test_calibrate_looks_at_each_part_and_asks_its_judge_afresh(
-    server: JudgeServer, judge: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, judge: list[str], tmp_path: Path, run: Run
 ) -> None:
     file = sums(tmp_path, 12)
     server.score = lambda system, user: 5
-    code, out, err = run(capsys, "calibrate", file, "--labels", "good", *judge, "--json")
+    code, out, err = run("calibrate", file, "--labels", "good", *judge, "--json")
     told = json.loads(out)
     assert code == 0, err
     assert told["kind"] == "mixture"
@@ -233,34 +188,34 @@ def test_calibrate_looks_at_each_part_and_asks_its_judge_afresh(
     assert server.count >= 12 + 36
     assert told["spent"]["calls"] >= 48
     assert told["agreement"]["accuracy at 0.5"]["value"] is None
-    _, out, _ = run(capsys, "calibrate", file, "--labels", "good", *judge)
+    _, out, _ = run("calibrate", file, "--labels", "good", *judge)
     assert "Of rule alone" in out and "Repeated verdicts of judge" in out
 
 
 def test_fresh_verdicts_keep_to_the_budget(
-    server: JudgeServer, judge: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, judge: list[str], tmp_path: Path, run: Run
 ) -> None:
     file = sums(tmp_path, 12)
     limited = ["--rm_max_tokens", "50", "--rm_budget_tokens", "12000", "--json"]
-    code, out, err = run(capsys, "calibrate", file, "--labels", "good", *judge, *limited)
+    code, out, err = run("calibrate", file, "--labels", "good", *judge, *limited)
     told = json.loads(out)
     assert (code, told["scored"]) == (3, 12), err
     assert "budget" in told["stopped"]
     assert told["spent"]["tokens_in"] + told["spent"]["tokens_out"] <= 12_000
 
 
-def audited(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Told], Told]:
-    code, out, _ = run(capsys, "audit", *flags, "--json")
+def audited(run: Run, *flags: str) -> tuple[int, dict[str, Told], Told]:
+    code, out, _ = run("audit", *flags, "--json")
     told = json.loads(out)
     return code, {check["name"]: check for check in told["checks"]}, told
 
 
 @pytest.mark.parametrize("gate", ["", "reward.composite.parts.judge={only_if: rule >= 1}"])
 def test_audit_of_a_mixture_with_an_honest_judge(
-    server: JudgeServer, judge: list[str], capsys: pytest.CaptureFixture[str], gate: str
+    server: JudgeServer, judge: list[str], run: Run, gate: str
 ) -> None:
     server.score = honest
-    code, checks, told = audited(capsys, *judge, "--rows", "3", *([gate] if gate else []))
+    code, checks, told = audited(run, *judge, "--rows", "3", *([gate] if gate else []))
     assert code == 0, {n: c["worst"] for n, c in checks.items() if c["passed"] is False}
     assert told["reward"].startswith("total = 0.5 x zscore(judge)")
     assert "judge a-judge with prompt math" in told["reward"]
@@ -271,7 +226,7 @@ def test_audit_of_a_mixture_with_an_honest_judge(
     assert passed["worked cases"] is (None if gate else True)
 
 
-def test_mistakes_cost_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_cost_one_message(tmp_path: Path, run: Run) -> None:
     file = sums(tmp_path)
     for args, words in (
         (["--reward_model", str(tmp_path / "nowhere")], "there is no model folder"),
@@ -279,7 +234,7 @@ def test_mistakes_cost_one_message(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--reward", "jugde:1"], "Did you mean 'judge'?"),
         (["--reward", "rule:1", "--reward", "rule:gsm8:1"], "gsm8"),
     ):
-        code, out, err = run(capsys, "score", file, *args)
+        code, out, err = run("score", file, *args)
         assert (code, out) == (2, ""), args
         assert words in err and "Traceback" not in err
         assert len(err.strip().splitlines()) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Rollout, Score
-from ppo_cli.rewards.function import FunctionReward
 from ppo_cli.trust.calibrate import repeat_all
 from ppo_cli.trust.rows import AnsweredSet, read_answered
 from ppo_cli.trust.score import (
@@ -188,24 +186,6 @@ def test_unknown_prices_give_no_cost() -> None:
     assert add_spending(told, {"judge/tokens_in": 2.0, "judge/calls": 1.0}) == {
         "seconds": 1.0, "tokens_in": 7.0, "calls": 1.0,
     }  # fmt: skip
-
-
-def test_a_users_function_scores_by_the_same_path(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if solution_str == 'oops':\n        raise ValueError('no')\n"
-        "    return {'score': len(solution_str), 'reason': 'by length'}\n"
-    )
-    reward: Any = FunctionReward(str(file))
-    try:
-        found = rows_of(tmp_path, "abc", "oops")
-        scoring = score_all(reward, found.rollouts, Watch())
-    finally:
-        reward.close()
-    assert [s.value for s in scoring.scores] == [3.0, None]
-    assert "ValueError: no" in scoring.scores[1].failure
-    assert scoring.scores[0].reason == "by length"
 
 
 def test_spending_adds_up_over_the_judges_of_a_mixture() -> None:

@@ -26,7 +26,7 @@ from ppo_cli.trust.statistics import (
     sign_flip_p,
     sources_of,
 )
-from tests.trust.commands import run
+from tests.trust.commands import Run
 from tests.trust.scripted import write_rows
 
 SCORES = st.lists(st.integers(0, 5), min_size=2, max_size=12)
@@ -230,9 +230,7 @@ def test_differences_are_paired_and_cover_the_truth() -> None:
     assert unpaired["prompts"] == 1
 
 
-def test_how_rankings_move_over_steps_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_rankings_move_over_steps_of_a_run(tmp_path: Path, run: Run) -> None:
     """A rule scores anew what a judge liked more and more, right or wrong."""
     (tmp_path / "rollouts").mkdir()
     liked = {3: (0.9, 0.1, 0.2, 0.8), 7: (0.9, 0.8, 0.9, 1.0)}
@@ -244,9 +242,7 @@ def test_how_rankings_move_over_steps_of_a_run(
         ]  # fmt: skip
         write_rows(tmp_path / "rollouts" / f"step_{step:06d}.jsonl", *lines)
     run_ = str(tmp_path)
-    code, out, err = run(
-        capsys, "score", run_, "--rule", "math", "--step", "7", "--step", "3", "--json"
-    )
+    code, out, err = run("score", run_, "--rule", "math", "--step", "7", "--step", "3", "--json")
     assert code == 0, err
     facts = json.loads(out)["rankings"]
     # Ranks by hand: the right responses are the first and the third of each step.
@@ -256,7 +252,7 @@ def test_how_rankings_move_over_steps_of_a_run(
     told = [(one["step"], one["before"], one["now"]) for one in facts["steps"]]
     assert told == [(3, pytest.approx(0.5), 0.5), (7, pytest.approx(0.9), 0.5)]
     assert len((tmp_path / "scored.jsonl").read_text().splitlines()) == 10
-    code, out, _ = run(capsys, "score", run_, "--rule", "math")
+    code, out, _ = run("score", run_, "--rule", "math")
     assert code == 0 and "rank correlation, 4 rows" in out, "the last step by default"
 
 
@@ -265,11 +261,11 @@ def test_how_rankings_move_over_steps_of_a_run(
     [(["--step", "2"], "--step 2: .*There are 1, from 5 to 5"), (["FILE"], "goes with the folder")],
 )
 def test_steps_that_are_not_there_are_refused(
-    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], said: str, tmp_path: Path, run: Run
 ) -> None:
     (tmp_path / "rollouts").mkdir()
     row = {"prompt": "1 + 1 = ?", "response": "2", "ground_truth": "2"}
     file = write_rows(tmp_path / "rollouts" / "step_000005.jsonl", row)
     given = [str(tmp_path), *more] if more != ["FILE"] else [file, "--step", "5"]
-    code, _, err = run(capsys, "score", *given, "--rule", "math")
+    code, _, err = run("score", *given, "--rule", "math")
     assert code == 2 and re.search(said, err)

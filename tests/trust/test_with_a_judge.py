@@ -12,7 +12,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted
 from ppo_cli.trust.calibrate import _left_of
 from tests.judge_server import JudgeServer
-from tests.trust.commands import KEY, judge_at, read, run
+from tests.trust.commands import KEY, Run, judge_at, read
 from tests.trust.judges import honest, literal, obedient
 from tests.trust.scripted import write_rows
 
@@ -41,11 +41,11 @@ def test_repeats_have_what_is_left_of_each_budget() -> None:
 
 
 def test_score_and_score_again(
-    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
 ) -> None:
     file = sums(tmp_path)
     price = ("--rm_price_input", "1", "--rm_price_output", "2")
-    code, out, err = run(capsys, "score", file, *flags, *price)
+    code, out, err = run("score", file, *flags, *price)
     assert (code, err) == (0, "")
     rows = read(tmp_path / "a.scored.jsonl")
     assert [row["score"] for row in rows] == [0.0, 1.0] * 3
@@ -54,7 +54,7 @@ def test_score_and_score_again(
     assert all(row["reason"] for row in rows)
     assert "cost" in out
     asked = server.count
-    code, out, _ = run(capsys, "score", file, *flags, *price, "--json")
+    code, out, _ = run("score", file, *flags, *price, "--json")
     told = json.loads(out)
     assert (code, told["scored"], told["cached"]) == (0, 6, 6)
     assert server.count - asked <= 1, "only the probe at the start may ask again"
@@ -62,25 +62,12 @@ def test_score_and_score_again(
     assert [r["score"] for r in again] == [r["score"] for r in rows]
 
 
-def test_failed_verdicts_are_null_with_a_reason(
-    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = sums(tmp_path)
-    server.score = lambda system, user: "I like it." if "15 + 1" in user else 10
-    code, _, err = run(capsys, "score", file, *flags)
-    assert code == 0
-    assert err == "1 of 6 rows could not be scored; `failure` says why.\n"
-    rows = read(tmp_path / "a.scored.jsonl")
-    assert [row["score"] for row in rows] == [1.0] * 5 + [None]
-    assert rows[5]["failure"].startswith("form")
-
-
 def test_budget_ends_it_resumably(
-    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
 ) -> None:
     file = sums(tmp_path, 40)
     flags += ["--rm_concurrency", "2", "--rm_max_tokens", "50"]
-    code, _, err = run(capsys, "score", file, *flags, "--rm_budget_tokens", "9000")
+    code, _, err = run("score", file, *flags, "--rm_budget_tokens", "9000")
     assert code == 3
     assert "budget" in err
     assert "the verdicts that are there come from the cache" in err
@@ -89,24 +76,24 @@ def test_budget_ends_it_resumably(
     assert 0 < len(done) < 40
     assert {row["failure"] for row in rows if row["score"] is None} == {"not asked"}
     asked = server.count
-    code, _, _ = run(capsys, "score", file, *flags)
+    code, _, _ = run("score", file, *flags)
     assert code == 0
     assert [row["score"] for row in read(tmp_path / "a.scored.jsonl")] == [0.0, 1.0] * 20
     assert server.count - asked <= 40 - len(done) + 1
 
 
 def test_wrong_key_is_told_at_once(
-    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
 ) -> None:
     server.keys = {"another-key-12345"}
-    code, out, err = run(capsys, "score", sums(tmp_path), *flags)
+    code, out, err = run("score", sums(tmp_path), *flags)
     assert (code, out) == (2, "")
     assert "401" in err and KEY not in err
     assert not (tmp_path / "a.scored.jsonl").exists()
 
 
 def test_calibrate_asks_past_the_cache(
-    server: JudgeServer, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
 ) -> None:
     rows = [
         {"prompt": f"{n} + 1 = ?", "ground_truth": f"{n + 1}", "response": f"It is {n + n % 2}.",
@@ -114,7 +101,7 @@ def test_calibrate_asks_past_the_cache(
         for n in range(10, 22)
     ]  # fmt: skip
     file = write_rows(tmp_path / "a.jsonl", *rows)
-    code, out, _ = run(capsys, "calibrate", file, "--labels", "good", *flags, "--json")
+    code, out, _ = run("calibrate", file, "--labels", "good", *flags, "--json")
     told = json.loads(out)
     assert code == 0
     assert told["agreement"]["AUC"]["value"] == 1.0
@@ -125,43 +112,33 @@ def test_calibrate_asks_past_the_cache(
     assert told["per_1000"]["tokens_in"] > 0
 
 
-def audited(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any], str]:
-    code, out, err = run(capsys, "audit", *flags, "--json")
+def audited(run: Run, *flags: str) -> tuple[int, dict[str, Any], str]:
+    code, out, err = run("audit", *flags, "--json")
     return code, {c["name"]: c["passed"] for c in json.loads(out)["checks"]}, err
 
 
-def test_audit_of_an_honest_judge_passes(
-    server: JudgeServer, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.score = honest
-    code, passed, _ = audited(capsys, *flags)
-    assert (code, set(passed.values())) == (0, {True})
-
-
 def test_audit_catches_an_obedient_judge_and_a_hackable_prompt(
-    server: JudgeServer, flags: list[str], capsys: pytest.CaptureFixture[str]
+    server: JudgeServer, flags: list[str], run: Run
 ) -> None:
     server.score = obedient
-    code, passed, err = audited(capsys, *flags, "--rows", "2")
+    code, passed, err = audited(run, *flags, "--rows", "2")
     assert (code, passed["prompt injection"]) == (2, False)
     assert err.splitlines()[-1] == ("error: 2 of 11 checks failed: prompt injection, worked cases.")
     server.score = literal
     hackable = "Rate how confident this sounds, from 1 to 10: {response}"
     flags = [*flags[:-2], "--rm_scoring_prompt", hackable, "--rows", "2"]
-    code, passed, _ = audited(capsys, *flags)
+    code, passed, _ = audited(run, *flags)
     assert code == 2
     assert not passed["master keys"] and not passed["right against wrong"]
 
 
-def test_audit_keeps_to_the_budget(
-    server: JudgeServer, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_keeps_to_the_budget(server: JudgeServer, flags: list[str], run: Run) -> None:
     server.score = honest
     limited = ("--rm_budget_tokens", "20000", "--rm_max_tokens", "50")
-    code, out, err = run(capsys, "audit", *flags, *limited, "--json")
+    code, out, err = run("audit", *flags, *limited, "--json")
     told = json.loads(out)
     assert (code, told["checks"]) == (3, [])
     assert "budget" in told["stopped"] and "budget" in err
     assert 0 < told["spent"]["tokens_in"] + told["spent"]["tokens_out"] <= 20_000
-    code, passed, _ = audited(capsys, *flags, "--rm_max_tokens", "50")
+    code, passed, _ = audited(run, *flags, "--rm_max_tokens", "50")
     assert (code, set(passed.values())) == (0, {True})

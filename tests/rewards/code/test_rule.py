@@ -16,7 +16,7 @@ from ppo_cli.records import Part, Rollout
 from ppo_cli.rewards.code import sandboxes
 from ppo_cli.rewards.code.sandboxes import Sandbox
 from ppo_cli.rewards.function import RuleReward
-from ppo_cli.rewards.rules import RULES, rule_for
+from ppo_cli.rewards.rules import RULES
 
 MakeRollout = Callable[..., Rollout]
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
@@ -138,10 +138,3 @@ def test_limits_are_those_that_were_set(
     found = [patient.submit(rollout(reply, TESTS[:1])) for reply in (asleep, flood, busy)]
     assert [one.result(PATIENCE).value for one in found] == [1.0, 1.0, 0.0]
     assert found[2].result().reason == "killed: computed for more than 2 s"
-
-
-@pytest.mark.parametrize(
-    "source", ["openai_humaneval", "openai/openai_humaneval", "HumanEval", "mbpp", "code", "taco"]
-)
-def test_sources_of_code(source: str) -> None:
-    assert rule_for(source) is RULES["code"]

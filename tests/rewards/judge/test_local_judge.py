@@ -7,7 +7,6 @@ PPO_JUDGE_MODEL, or models/SmolLM2-135M-Instruct as scripts/get_smollm2.py write
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -212,32 +211,3 @@ def test_a_name_that_is_not_served_is_hopeless(judge: ApiReward) -> None:
         ask(judge.model_copy(update={"model": "other"}), Material("2+3?", "5", "5", {}))
     assert caught.value.kind is Failure.FATAL
     assert caught.value.cause == "http_404"
-
-
-@pytest.mark.slow
-def test_ppo_runs_with_a_real_judge_as_its_only_reward(
-    root: Path, judge: ApiReward, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    command = [
-        sys.executable, "-m", "ppo_cli", "train", "--preset", "embedded", "--use_api_reward",
-        "--rm_api_type", "openai", "--rm_model", "local", "--rm_prompt_preset", "math",
-        "--rm_base_url", str(judge.base_url), "--rm_max_tokens", "256", "--rm_timeout", "200",
-        "--rm_cache", "off", "--max_steps", "2", "--batch_size", "4", "--mini_batch_size", "4",
-        "--rollout_n", "2", "--test_freq", "-1", "--output_dir", str(out),
-        "trainer.val_before_train=false", "data.val_max_samples=4",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=root, env=environment(), capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "policy_loss" in line]
-    assert len(steps) == 2
-    assert all(line["judge/calls"] > 0 and line["judge/tokens_in"] > 0 for line in steps)
-    rows = (out / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    judged = [json.loads(row) for row in rows]
-    assert len(judged) == 8
-    scored = [row for row in judged if row["score"] is not None]
-    assert len(scored) >= 6, [row["failure"] for row in judged]
-    assert all(0 <= row["score"] <= 1 and row["reason"] for row in scored)

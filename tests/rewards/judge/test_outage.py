@@ -70,16 +70,6 @@ def test_two_quiet_seconds_are_counted_from_the_last_answer() -> None:
     assert not breaker.open
 
 
-def test_one_at_a_time_needs_five_in_a_row() -> None:
-    breaker, clock = make()
-    for _ in range(4):
-        clock.now += 5.0
-        breaker.failure(DOWN, window=1, probe=False)
-    assert not breaker.open
-    breaker.failure(DOWN, window=1, probe=False)
-    assert breaker.open
-
-
 @pytest.mark.parametrize(("window", "row"), [(1, 5), (5, 5), (12, 12), (20, 20), (64, 20)])
 def test_the_row_that_opens_it_is_as_long_as_the_window(window: int, row: int) -> None:
     breaker, clock = make()

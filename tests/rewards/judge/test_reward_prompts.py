@@ -10,7 +10,7 @@ from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Scale
-from ppo_cli.rewards.judge.prompt import Material, load_preset, load_template, preset_names
+from ppo_cli.rewards.judge.prompt import load_preset, load_template, preset_names
 from ppo_cli.rewards.judge.sanitise import content_free
 
 NAMES = ("code", "dialogue", "math", "safety")
@@ -63,13 +63,6 @@ def test_a_preset_says_what_to_ignore_and_what_levels_mean(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_data_come_last(name: str) -> None:
-    text = load_preset(name).scoring
-    assert text.endswith("{response}")
-    assert text.index("{prompt}") > text.index("Levels:")
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_there_are_cases_on_both_sides(name: str) -> None:
     cases = load_preset(name).cases
     assert len(cases) >= 6
@@ -93,9 +86,3 @@ def test_each_case_can_be_asked_and_agrees_with_the_gate() -> None:
         assert low <= (template.scale.high if case.at_most is None else case.at_most)
         gated = content_free(material.prompt, material.response, material.ground_truth)
         assert gated is None or case.at_least is None, (template.name, case.name)
-
-
-def test_math_rows_without_a_reference_are_named() -> None:
-    with pytest.raises(RewardError, match="1 of 2 rows lack"):
-        load_preset("math").check([Material("p", "", "4"), Material("p", "")])
-    load_preset("dialogue").check([Material("p", "")])

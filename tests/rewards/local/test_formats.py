@@ -16,6 +16,7 @@ from tests.rewards.local.twin_tokenizers import Odd
 
 Make = Callable[..., LoadedModel]
 FormatOf = Callable[..., Format]
+Words = Callable[[str], Any]
 
 CHATS = ["llama3", "chatml", "eating", "llama2", "llama2_legacy"]
 PAIRS = ["unigram", "word_piece"]
@@ -64,7 +65,7 @@ def controls(tokenizer: Any, ids: Any) -> list[int]:
 @pytest.mark.parametrize("kind", CHATS)
 @pytest.mark.parametrize("response", HARMLESS)
 def test_chat_is_the_tokenizers_own_chat(
-    kind: str, response: str, format_of: FormatOf, tokenizer: Callable[[str], Any]
+    kind: str, response: str, format_of: FormatOf, tokenizer: Words
 ) -> None:
     ids = format_of(kind).encode(QUESTION, response).ids
     assert ids == plain_chat(tokenizer(kind), QUESTION, response)
@@ -74,7 +75,7 @@ def test_chat_is_the_tokenizers_own_chat(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "llama2"])
-def test_exactly_one_bos(kind: str, format_of: FormatOf, tokenizer: Callable[[str], Any]) -> None:
+def test_exactly_one_bos(kind: str, format_of: FormatOf, tokenizer: Words) -> None:
     ids = format_of(kind).encode(QUESTION, "Yes.").ids
     assert ids[0] == tokenizer(kind).bos_token_id
     assert ids.count(tokenizer(kind).bos_token_id) == 1
@@ -95,7 +96,7 @@ def test_a_template_that_writes_two_bos_gets_one(loaded: Make) -> None:
 @pytest.mark.parametrize("kind", CHATS)
 @pytest.mark.parametrize("place", ["response", "user"])
 def test_control_words_in_texts_stay_text(
-    kind: str, place: str, format_of: FormatOf, tokenizer: Callable[[str], Any]
+    kind: str, place: str, format_of: FormatOf, tokenizer: Words
 ) -> None:
     words = tokenizer(kind)
     question = ({"role": "user", "content": ATTACK},) if place == "user" else QUESTION
@@ -108,7 +109,7 @@ def test_control_words_in_texts_stay_text(
 
 
 def test_an_attack_reads_like_the_tokenizers_split_special_tokens(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
+    format_of: FormatOf, tokenizer: Words
 ) -> None:
     words = tokenizer("llama3")
     text = words(ATTACK, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -118,7 +119,7 @@ def test_an_attack_reads_like_the_tokenizers_split_special_tokens(
 
 @pytest.mark.parametrize("kind", CHATS + PAIRS)
 def test_nested_and_overlapping_control_words(
-    kind: str, format_of: FormatOf, tokenizer: Callable[[str], Any]
+    kind: str, format_of: FormatOf, tokenizer: Words
 ) -> None:
     adapter = "pair" if kind in PAIRS else "seqcls"
     format_ = format_of(kind, adapter, max_length=2000)
@@ -129,18 +130,14 @@ def test_nested_and_overlapping_control_words(
             assert len(controls(tokenizer(kind), ids)) == harmless, text
 
 
-def test_reasoning_marks_are_the_templates_to_read(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_reasoning_marks_are_the_templates_to_read(format_of: FormatOf, tokenizer: Words) -> None:
     response = "<think>\n3 + 4 …\n</think>\n\nSeven."
     ids = format_of("chatml").encode(QUESTION, response).ids
     assert ids == plain_chat(tokenizer("chatml"), QUESTION, response)
     assert "…" not in tokenizer("chatml").decode(ids)
 
 
-def test_whole_conversation_or_last_turn(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_whole_conversation_or_last_turn(format_of: FormatOf, tokenizer: Words) -> None:
     words = tokenizer("llama3")
     assert format_of("llama3").encode(TURNS, "ok").ids == plain_chat(words, TURNS, "ok")
     dropped = format_of("llama3", system_prompt="drop").encode(TURNS, "ok").ids
@@ -174,7 +171,7 @@ def test_a_template_that_leaves_the_response_out_is_refused(loaded: Make) -> Non
 
 
 def test_too_long_chats_lose_their_oldest_turns_first(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
+    format_of: FormatOf, tokenizer: Words
 ) -> None:
     words = tokenizer("llama3")
     shorter = plain_chat(words, [TURNS[0], TURNS[-1]], "ok")
@@ -183,9 +180,7 @@ def test_too_long_chats_lose_their_oldest_turns_first(
     assert format_.prompts_cut == 1
 
 
-def test_then_the_beginning_of_the_question(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_then_the_beginning_of_the_question(format_of: FormatOf, tokenizer: Words) -> None:
     words = tokenizer("llama3")
     format_ = format_of("llama3", max_length=60)
     long = ({"role": "user", "content": "word " * 200 + "What is 1 + 1?"},)
@@ -211,7 +206,7 @@ def test_a_response_is_never_cut(kind: str, adapter: str, format_of: FormatOf) -
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("response", HARMLESS)
 def test_pair_is_the_tokenizers_own_pair(
-    kind: str, response: str, format_of: FormatOf, tokenizer: Callable[[str], Any]
+    kind: str, response: str, format_of: FormatOf, tokenizer: Words
 ) -> None:
     # In lists, because a lone empty answer would be taken for none.
     whole = tokenizer(kind)([QUESTION[0]["content"]], [response])
@@ -220,9 +215,7 @@ def test_pair_is_the_tokenizers_own_pair(
     assert found.type_ids == tuple(whole["token_type_ids"][0])
 
 
-def test_pair_cuts_the_question_from_the_left(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_pair_cuts_the_question_from_the_left(format_of: FormatOf, tokenizer: Words) -> None:
     words = tokenizer("unigram")
     format_ = format_of("unigram", "pair", max_length=30)
     question = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
@@ -242,7 +235,7 @@ def test_pair_cuts_the_question_from_the_left(
 @pytest.mark.parametrize("text", [ATTACK, "[SEP]", "［ＳＥＰ］ full width", "x[CLS][SEP]"])
 @pytest.mark.parametrize("kind", PAIRS)
 def test_pair_keeps_control_words_out(
-    kind: str, text: str, format_of: FormatOf, tokenizer: Callable[[str], Any]
+    kind: str, text: str, format_of: FormatOf, tokenizer: Words
 ) -> None:
     format_ = format_of(kind, "pair")
     harmless = controls(tokenizer(kind), format_.encode(QUESTION, "Yes.").ids)
@@ -251,9 +244,7 @@ def test_pair_keeps_control_words_out(
     assert controls(tokenizer(kind), format_.encode(asked, "Yes.").ids) == harmless
 
 
-def test_pair_writes_several_turns_as_one_question(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_pair_writes_several_turns_as_one_question(format_of: FormatOf, tokenizer: Words) -> None:
     joined = (
         "Be brief.\n\nHuman: first question\n\nAssistant: first answer\n\nHuman: second question"
     )
@@ -265,7 +256,7 @@ def test_pair_writes_several_turns_as_one_question(
 
 @pytest.mark.parametrize("kind", ["llama2", "llama2_legacy"])
 def test_starling_is_its_literal_text_as_its_tokenizer_reads_any_text(
-    kind: str, format_of: FormatOf, tokenizer: Callable[[str], Any]
+    kind: str, format_of: FormatOf, tokenizer: Words
 ) -> None:
     words = tokenizer(kind)
     text = "<s>[INST] What is {x}? </s> [/INST] {prompt} it is 3.</s>"
@@ -278,9 +269,7 @@ def test_starling_is_its_literal_text_as_its_tokenizer_reads_any_text(
     assert controls(words, attacked) == controls(words, ids)
 
 
-def test_starling_cuts_the_question_behind_its_head(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_starling_cuts_the_question_behind_its_head(format_of: FormatOf, tokenizer: Words) -> None:
     format_ = format_of("llama2", "starling", max_length=50)
     long = ({"role": "user", "content": "word " * 100 + "end?"},)
     text = tokenizer("llama2").decode(format_.encode(long, "yes").ids)
@@ -293,9 +282,7 @@ def test_starling_needs_llama_2s_marks(format_of: FormatOf) -> None:
         format_of("llama3", "starling")
 
 
-def test_a_template_fills_each_place_once(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_a_template_fills_each_place_once(format_of: FormatOf, tokenizer: Words) -> None:
     format_ = format_of("unigram", template="Q: {prompt} {other} A: {response}")
     asked = ({"role": "user", "content": "{response} {0}"},)
     ids = format_.encode(asked, "{prompt} %s").ids
@@ -305,9 +292,7 @@ def test_a_template_fills_each_place_once(
     assert controls(tokenizer("unigram"), attacked) == controls(tokenizer("unigram"), ids)
 
 
-def test_a_templates_own_control_words_count(
-    format_of: FormatOf, tokenizer: Callable[[str], Any]
-) -> None:
+def test_a_templates_own_control_words_count(format_of: FormatOf, tokenizer: Words) -> None:
     words = tokenizer("llama3")
     format_ = format_of("llama3", template="<|begin|>{prompt}<|eot_id|>{response}<|eot_id|>")
     ids = format_.encode(QUESTION, "Yes.").ids

@@ -176,17 +176,6 @@ def _steady(reward: LocalModelReward) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if not k.endswith(("seconds", "tokens_per_s"))}
 
 
-def test_all_that_is_said_can_be_posted(reward_of: RewardOf, loaded: Make) -> None:
-    def post(factory: Factory, name: str) -> Posted:
-        return Posted(factory)
-
-    rollouts = rollouts_of(10)
-    for settings in ({}, {"batch_tokens": 64}, {"offload": True}):
-        here, there = reward_of(**settings), reward_of(post, **settings)
-        assert score_all(there, rollouts) == score_all(here, rollouts)
-        assert _steady(there) == _steady(here)
-
-
 def test_what_goes_wrong_there_comes_out_here_as_itself() -> None:
     def refuse(settings: ModelReward) -> LoadedModel:
         raise ModelError("no such model")
@@ -248,19 +237,6 @@ def test_a_host_that_went_with_its_cluster_is_no_second_loss(
     assert Frail.made[0].methods[-1] == "next_batch"
 
 
-def test_no_host_where_there_is_no_cluster(reward_of: RewardOf) -> None:
-    def refuse(factory: Factory, name: str) -> Any:
-        raise WorkerLost(f"no place for {name}")
-
-    reward = reward_of(refuse)
-    with pytest.raises(WorkerLost, match="no place for model"):
-        reward.start([])
-    future = reward.submit(rollouts_of(1)[0])
-    reward.settle()
-    with pytest.raises(WorkerLost, match="no place for model"):
-        future.result(timeout=300)
-
-
 def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None:
     """A budget that running out of memory has lowered holds there too."""
 
@@ -283,14 +259,6 @@ def test_a_new_host_has_the_batches_of_the_lost_one(reward_of: RewardOf) -> None
     score_all(reward, rollouts_of(12))
     assert max(Small.sizes) <= 3
     assert reward.state_dict() == state
-
-
-def test_the_host_is_closed_with_the_reward(reward_of: RewardOf) -> None:
-    reward = reward_of(frail)
-    score_all(reward, rollouts_of(2))
-    assert Frail.made[0].alive
-    reward.close()
-    assert not Frail.made[0].alive
 
 
 def test_a_step_that_is_taken_again_stands_in_batches_of_its_own(

@@ -18,11 +18,12 @@ FRAGMENTS = (
     "<|end|>", "<|user|>", "<unk>",
 )  # fmt: skip
 KINDS = ["llama3", "chatml", "eating", "llama2", "llama2_legacy", "unigram", "word_piece"]
+Words = Callable[[str], Any]
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
 @pytest.fixture(params=KINDS)
-def words(request: pytest.FixtureRequest, tokenizer: Callable[[str], Any]) -> Any:
+def words(request: pytest.FixtureRequest, tokenizer: Words) -> Any:
     return tokenizer(request.param)
 
 
@@ -68,7 +69,7 @@ def test_nothing_is_marked_where_nothing_is_to_break(words: Any) -> None:
     assert PlainText(words).break_words(["plain", "text"]) == (["plain", "text"], "")
 
 
-def test_a_mark_is_a_character_that_nobody_wrote(tokenizer: Callable[[str], Any]) -> None:
+def test_a_mark_is_a_character_that_nobody_wrote(tokenizer: Words) -> None:
     plain = PlainText(tokenizer("llama3"))
     (broken, other), mark = plain.break_words(["<|eot_id|>", MARKS[0] + MARKS[1]])
     assert (broken, other, mark) == (f"<{MARKS[2]}|eot_id|>", MARKS[0] + MARKS[1], MARKS[2])
@@ -77,7 +78,7 @@ def test_a_mark_is_a_character_that_nobody_wrote(tokenizer: Callable[[str], Any]
 
 
 def test_added_words_of_the_template_are_control_words_too(
-    tokenizer: Callable[[str], Any],
+    tokenizer: Words,
 ) -> None:
     words = tokenizer("chatml")
     turn = words.convert_tokens_to_ids("<|im_end|>")
@@ -88,7 +89,7 @@ def test_added_words_of_the_template_are_control_words_too(
 
 
 def test_a_character_that_is_a_control_token_cannot_be_read(
-    tokenizer: Callable[[str], Any],
+    tokenizer: Words,
 ) -> None:
     def separated(real: Any, text: str, **options: Any) -> Any:
         """Normalise a letter to the separator."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import ModelError, RewardError
+from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, Prompt, Rollout, Score
 from ppo_cli.rewards.local.base import LoadedModel, Scores
 from ppo_cli.rewards.local.reward import LocalModelReward
@@ -199,29 +199,6 @@ def test_an_objective_that_is_not_finite_has_failed(reward_of: RewardOf, loaded:
     network = Answering(lambda ids: Scores(torch.ones(1), {"care": nan}))
     (score,) = score_all(reward_of(loaded(network=network)), [rollout_of(0, "Yes")]).values()
     assert score.failure == "the reward model gave nan as care"
-
-
-def test_a_broken_network_stops_the_run(reward_of: RewardOf, loaded: Make) -> None:
-    def break_down(ids: Tensor) -> Scores:
-        raise IndexError("index 7 is out of range\nmore")
-
-    reward = reward_of(loaded(network=Answering(break_down)))
-    futures = [reward.submit(rollout_of(i, "Yes.")) for i in range(2)]
-    reward.settle()
-    for future in futures:
-        with pytest.raises(RewardError, match=r"made/model broke.*IndexError: index 7 is out") as e:
-            future.result(timeout=300)
-        assert isinstance(e.value.__cause__, IndexError)
-
-
-def test_loading_errors_come_at_the_start() -> None:
-    def refuse(settings: ModelReward) -> LoadedModel:
-        raise ModelError("no such model")
-
-    reward = LocalModelReward(ModelReward(path="nowhere"), load=refuse)
-    with pytest.raises(ModelError, match="no such model"):
-        reward.start([])
-    reward.close()
 
 
 def test_a_conversation_that_the_template_refuses_stops_the_start(

@@ -18,6 +18,7 @@ from ppo_cli.rewards.local.reward import LocalModelReward
 
 Make = Callable[..., LoadedModel]
 Judge = Callable[[str, str], float]
+Start = Callable[..., list[str]]
 HINT = r"--reward_model_self_test warn"
 
 
@@ -47,6 +48,9 @@ class Reader:
         return Scores(values * self.module.weight[0, 0])  # type: ignore[index]
 
 
+MakeReader = Callable[..., Reader]
+
+
 def sums(question: str, answer: str) -> float:
     """Knows sums and nothing else."""
     numbers = [int(n) for n in re.findall(r"\d+", question)]
@@ -61,7 +65,7 @@ def on_topic(question: str, answer: str) -> float:
 
 
 @pytest.fixture
-def start(loaded: Make, tokenizer: Callable[[str], Any]) -> Callable[..., list[str]]:
+def start(loaded: Make, tokenizer: Callable[[str], Any]) -> Start:
     """Start a reward around a network, and return what it told."""
 
     def run(
@@ -80,70 +84,57 @@ def start(loaded: Make, tokenizer: Callable[[str], Any]) -> Callable[..., list[s
 
 
 @pytest.fixture
-def reader(tokenizer: Callable[[str], Any]) -> Callable[..., Reader]:
+def reader(tokenizer: Callable[[str], Any]) -> MakeReader:
     return lambda judge, weight=1.0: Reader(tokenizer("llama3"), judge, weight)
 
 
-def test_a_model_of_sums_is_tried_on_sums(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
+def test_a_model_of_sums_is_tried_on_sums(start: Start, reader: MakeReader) -> None:
     told = start(reader(sums), SUMS)
     assert told[1] == "Reward model tested: 9 of 9 good answers above bad ones."
 
 
-def test_plain_english_serves_where_rows_have_no_answers(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
+def test_plain_english_serves_where_rows_have_no_answers(start: Start, reader: MakeReader) -> None:
     rows = [prompt_of(1, "Write a poem.", None), prompt_of(2, "Sort.", "x" * 999)]
     told = start(reader(on_topic), rows)
     assert told[1].startswith(f"Reward model tested: {len(BUILT_IN)} of {len(BUILT_IN)}")
 
 
-@pytest.mark.parametrize(("judge", "prompts"), [(sums, SUMS), (on_topic, [])])
-def test_a_negated_head_is_refused(
-    start: Callable[..., list[str]],
-    reader: Callable[..., Reader],
-    judge: Judge,
-    prompts: list[Prompt],
-) -> None:
-    with pytest.raises(RewardError, match=rf"put only 0 of .* got .*{HINT}"):
-        start(reader(judge, weight=-1.0), prompts)
-
-
-def test_the_refusal_names_a_pair_and_its_scores(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
-    with pytest.raises(RewardError) as error:
+def test_a_model_that_puts_bad_answers_first_is_refused(start: Start, reader: MakeReader) -> None:
+    with pytest.raises(RewardError, match=rf"put only 0 of .* got .*{HINT}") as error:
         start(reader(sums, weight=-1.0), SUMS)
     assert "Asked 'What is 0 + 1?', '1' got -0 and '3' got 2." in str(error.value)
-
-
-def test_a_model_without_an_opinion_is_refused(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
+    with pytest.raises(RewardError, match=rf"put only 0 of .* got .*{HINT}"):
+        start(reader(on_topic, weight=-1.0), [])
     with pytest.raises(RewardError, match="only 0 of 9"):
         start(reader(sums, weight=0.0), SUMS)
+    assert len(start(reader(sums, weight=-1.0), SUMS, self_test="off")) == 1
+    told = start(reader(sums, weight=-1.0), SUMS, self_test="warn")
+    assert len(told) == 2 and "above bad ones" in told[1] and "warn" in told[1]
 
 
-def test_one_odd_row_does_not_stop_a_run(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
+def test_one_odd_row_stops_no_run_and_half_right_is_not_enough(
+    start: Start, reader: MakeReader
 ) -> None:
-    wrong = prompt_of(99, "What is 0 + 0?", "90")
-    told = start(reader(sums), [wrong, *SUMS])
-    assert "9 of 10" in told[1]
-
-
-def test_half_right_is_not_enough(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
+    odd = prompt_of(99, "What is 0 + 0?", "90")
+    assert "9 of 10" in start(reader(sums), [odd, *SUMS])[1]
     wrong = [prompt_of(90 + i, f"What is 5{i} + 0?", str(i)) for i in range(2)]
     with pytest.raises(RewardError, match="only 2 of 4"):
         start(reader(sums), [*wrong, *SUMS[:2]])
 
 
+def test_what_gives_no_score_is_told_in_a_sentence(start: Start, reader: MakeReader) -> None:
+    def broken(question: str, answer: str) -> float:
+        raise KeyError("weights")
+
+    with pytest.raises(RewardError, match="broke while scoring: KeyError"):
+        start(reader(broken), SUMS)
+    with pytest.raises(RewardError, match=rf"no sample fits into 12 tokens.*{HINT}"):
+        start(reader(sums), SUMS, max_length=12)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_scores_that_are_not_finite_are_refused(
-    start: Callable[..., list[str]], reader: Callable[..., Reader], value: float
+    start: Start, reader: MakeReader, value: float
 ) -> None:
     with pytest.raises(RewardError, match=rf"gave {value} as score.*{HINT}"):
         start(reader(lambda q, a: value), SUMS)
@@ -151,7 +142,7 @@ def test_scores_that_are_not_finite_are_refused(
 
 @pytest.mark.parametrize("amount", [0.01, float("nan")])
 def test_a_model_that_reads_its_padding_is_refused(
-    start: Callable[..., list[str]], reader: Callable[..., Reader], amount: float
+    start: Start, reader: MakeReader, amount: float
 ) -> None:
     network = reader(sums)
     plain = network.score
@@ -166,9 +157,7 @@ def test_a_model_that_reads_its_padding_is_refused(
         start(network, rows)
 
 
-def test_bfloat16_may_differ_a_little(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
+def test_bfloat16_may_differ_a_little(start: Start, reader: MakeReader) -> None:
     network = reader(sums)
     plain = network.score
     network.module.bfloat16()
@@ -180,36 +169,6 @@ def test_bfloat16_may_differ_a_little(
     network.module.float()
     with pytest.raises(RewardError, match="padded batch"):
         start(network, rows)
-
-
-def test_it_can_be_switched_off(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
-    assert len(start(reader(sums, weight=-1.0), SUMS, self_test="off")) == 1
-
-
-def test_a_warning_starts_all_the_same(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
-    told = start(reader(sums, weight=-1.0), SUMS, self_test="warn")
-    assert len(told) == 2 and "above bad ones" in told[1] and "warn" in told[1]
-
-
-def test_no_room_for_any_sample_is_told(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
-    with pytest.raises(RewardError, match=rf"no sample fits into 12 tokens.*{HINT}"):
-        start(reader(sums), SUMS, max_length=12)
-
-
-def test_a_network_that_breaks_is_told_in_a_sentence(
-    start: Callable[..., list[str]], reader: Callable[..., Reader]
-) -> None:
-    def broken(question: str, answer: str) -> float:
-        raise KeyError("weights")
-
-    with pytest.raises(RewardError, match="broke while scoring: KeyError"):
-        start(reader(broken), SUMS)
 
 
 def test_pairs_are_made_of_other_rows_answers() -> None:

@@ -331,22 +331,6 @@ def test_a_decision_can_be_refused(server: JudgeServer, wire: str, cause: str) -
 # --- odds and ends ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wire", "tail"),
-    [
-        ("openai", "/chat/completions"),
-        ("claude", "/v1/messages"),
-        ("gemini", "/v1beta/models/judge-model:generateContent"),
-        ("dashscope", "/services/aigc/text-generation/generation"),
-        ("dashscope-compatible", "/chat/completions"),
-    ],
-)
-def test_a_pasted_endpoint_works(server: JudgeServer, wire: str, tail: str) -> None:
-    endpoint = judge_api(WIRES[wire], "judge-model", server.url(wire) + tail)
-    assert isinstance(ask_once(build_provider(endpoint, environ=KEYS)), Reply)
-    assert server.calls[0].path.endswith(tail)
-
-
 def test_importing_the_providers_imports_no_sdk() -> None:
     code = (
         "import sys, ppo_cli.rewards.judge.providers as p\n"
