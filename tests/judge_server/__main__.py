@@ -1,6 +1,6 @@
 """`python -m tests.judge_server --port 0 --latency 0.5`: the judge as a process of its own.
 
-Its first line is JSON with the port and the base URLs. It changes by POST /_control.
+Its first line is JSON with the port and the base URLs. GET /_control counts its calls.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency-limit", type=int, default=None)
     parser.add_argument("--per-minute", type=int, default=None, help="calls a minute; above: 429")
     parser.add_argument("--hint", choices=HINTS, default="seconds", help="what a 429 says to wait")
-    parser.add_argument("--slow-share", type=float, default=0.0, help="share of slow calls")
-    parser.add_argument("--slow-latency", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep-calls", action="store_true", help="keep request bodies")
     parser.add_argument("--max-seconds", type=float, default=600.0, help="then it stops by itself")
     return parser.parse_args()
 
@@ -37,7 +34,7 @@ def main() -> None:
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: done.set())
-    with JudgeServer(**options) as server:
+    with JudgeServer(**options, keep_calls=False) as server:
         urls = {name: server.url(name) for name in BASES}
         print(json.dumps({"port": server.port, "url": urls}), flush=True)
         done.wait(longest)

@@ -18,6 +18,16 @@ from tests.judge_server.server import JudgeServer
 T = TypeVar("T")
 
 
+class Hands:
+    """A clock's hands, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def ask_for(word: str, **more: Any) -> Question:
     text = f"Judge this answer: {word}."
     return Question("You are strict.", text, text, Scale(1, 10), max_tokens=64, **more)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import json
 import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -68,8 +67,6 @@ class State:
     """What a test may look at or change at any moment."""
 
     latency: float = 0.0
-    slow_share: float = 0.0
-    slow_latency: float = 0.0
     concurrency_limit: int | None = None
     keys: set[str] | None = None
     keep_calls: bool = True
@@ -92,13 +89,12 @@ class JudgeServer(Loopback):
 
     def __init__(
         self, score: Score = default_score, *, latency: float = 0.0, rps: float | None = None,
-        burst: float = 1.0, concurrency_limit: int | None = None, slow_share: float = 0.0,
-        slow_latency: float = 0.0, port: int = 0, seed: int = 0, keep_calls: bool = True,
-        hint: str = "seconds", per_minute: int | None = None,
+        burst: float = 1.0, concurrency_limit: int | None = None, port: int = 0, seed: int = 0,
+        keep_calls: bool = True, hint: str = "seconds", per_minute: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__("judge server", port=port, largest=64 * 2**20)
         self.score = score
-        self.state = State(latency, slow_share, slow_latency, concurrency_limit)
+        self.state = State(latency, concurrency_limit)
         self.state.keep_calls = keep_calls
         self._bucket = Bucket(rps, burst) if rps else None
         self._minute = Minute(per_minute) if per_minute else None
@@ -151,7 +147,7 @@ class JudgeServer(Loopback):
     def reset(self) -> None:
         """Forget calls, counts, faults and keys."""
         old = self.state
-        self.state = State(old.latency, old.slow_share, old.slow_latency, old.concurrency_limit)
+        self.state = State(old.latency, old.concurrency_limit)
         self.state.keep_calls = old.keep_calls
         if self._bucket:
             self._bucket = Bucket(self._bucket.rate, self._bucket.burst)
@@ -211,9 +207,8 @@ class JudgeServer(Loopback):
         fault = next((f for f in list(state.faults) if f.strikes(path, body, self._dice)), None)
         if fault is not None and (broken := await self._break(request, name, fault)) is not None:
             return broken
-        slow = state.slow_share and self._dice.random() < state.slow_share
-        if wait := state.slow_latency if slow else state.latency:
-            await asyncio.sleep(wait)
+        if state.latency:
+            await asyncio.sleep(state.latency)
         state.answered += fault is None
         status, reply = self._judge(name, decision, body, fault)
         return web.json_response(reply, status=status)
@@ -305,36 +300,9 @@ class JudgeServer(Loopback):
     # --- from another process ---------------------------------------------------------------
 
     async def _control(self, request: web.Request) -> web.Response:
-        """GET: counts. POST {"do": "fail"|"heal"|"reset"|"pause"|"set"|"keys"|"calls", …}."""
-        if request.method == "POST":
-            order = await request.json()
-            do = order.pop("do", "fail")
-            if do == "calls":
-                return web.json_response([asdict(call) for call in self.state.calls])
-            self._obey(do, order)
+        """How many calls came in, and what became of them."""
         names = ("count", "answered", "rejected", "in_flight", "most_in_flight")
         return web.json_response({name: getattr(self.state, name) for name in names})
-
-    def _obey(self, do: str, order: dict[str, Any]) -> None:
-        if do == "fail":
-            self.fail(order.pop("kind"), **order)
-        elif do in {"heal", "reset"}:
-            getattr(self, do)()
-        elif do == "keys":
-            self.state.keys = set(order["keys"]) if order["keys"] is not None else None
-        elif do == "set":
-            for name in order.keys() & {"latency", "slow_share", "slow_latency"}:
-                setattr(self.state, name, float(order[name]))
-        elif do == "pause":
-            later = functools.partial(self._loop.create_task, self._outage(order["seconds"]))
-            self._loop.call_later(0.05, later)
-        else:
-            raise web.HTTPBadRequest(text=f"unknown order {do!r}")
-
-    async def _outage(self, seconds: float) -> None:
-        await self._unlisten()
-        await asyncio.sleep(seconds)
-        await self._listen()
 
 
 def forget_usage(reply: dict[str, Any], kind: str | int) -> dict[str, Any]:

@@ -21,15 +21,11 @@ def fenced(kind: str, user: str) -> str | None:
     return found[-1][1] if found else None
 
 
-def default_score(system: str, user: str, *, partial: int | None = None) -> int:
-    """10 when the ground truth stands in the response as a whole number or word, else 1.
-
-    With `partial`, a wrong response with at least one digit gets that score.
-    """
+def default_score(system: str, user: str) -> int:
+    """10 when the ground truth stands in the response as a whole number or word, else 1."""
     response, truth = fenced("response", user) or "", (fenced("ground_truth", user) or "").strip()
-    if truth and re.search(rf"(?<![\w.]){re.escape(truth)}(?!\w|\.\d)", response):
-        return 10
-    return partial if partial is not None and re.search(r"\d", response) else 1
+    found = truth and re.search(rf"(?<![\w.]){re.escape(truth)}(?!\w|\.\d)", response)
+    return 10 if found else 1
 
 
 def flat(content: Any) -> str:

@@ -72,8 +72,7 @@ class Fault(Occasion):
 class RewardServer(Loopback):
     """A reward model's server; `url("/classify")` and so on are what --reward_model takes.
 
-    `switch` is the name by which the activation is put off (None: it never is), `labels` the
-    rows of the head. `decode` turns token ids into the text that is scored.
+    `switch` is the name by which the activation is put off (None: it never is).
     """
 
     score: Scorer = score_of_text
@@ -81,10 +80,8 @@ class RewardServer(Loopback):
     switch: str | None = "use_activation"
     activation: str = "sigmoid"
     key: str | None = None
-    max_chars: int | None = None
     latency: float = 0.0
     seed: int = 0
-    decode: Callable[[list[int]], str] = lambda ids: " ".join(map(str, ids))
     calls: list[Call] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     port: int = 0
@@ -133,15 +130,13 @@ class RewardServer(Loopback):
         read = {"/classify": classified, "/get_reward": queried, "/rerank": ranked}
         if request.path not in read:
             return self._error(404, "Not Found")
-        texts = read[request.path](body, self.decode)
+        texts = read[request.path](body)
         struck = (f for f in list(self.faults) if f.strikes(body, len(texts), self._dice))
         fault = next(struck, None)
         if self.latency:
             await asyncio.sleep(self.latency)
         if fault is not None and (broken := await self._break(request, fault)) is not None:
             return broken
-        if self.max_chars is not None and any(len(text) > self.max_chars for text in texts):
-            return self._error(400, f"at most {self.max_chars} characters, please")
         if request.path == "/classify" and body.get("model", self.models[0]) not in self.models:
             return self._error(404, f"The model `{body['model']}` does not exist.")
         reply = self._written(request.path, body, [self.score(text) for text in texts])
@@ -223,20 +218,20 @@ def spoil(rows: list[Any], value: Any) -> None:
         first["score"] = value
 
 
-def classified(body: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
-    """Texts of a `/classify` request: ids, text or one conversation."""
+def classified(body: dict[str, Any]) -> list[str]:
+    """Texts of a `/classify` request: ids (as they are written), text or one conversation."""
     if "messages" in body:
         return ["".join(f"[{m['role']}]{m['content']}" for m in body["messages"])]
-    return [decode(item) if isinstance(item, list) else item for item in body["input"]]
+    return [" ".join(map(str, i)) if isinstance(i, list) else i for i in body["input"]]
 
 
-def queried(body: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
+def queried(body: dict[str, Any]) -> list[str]:
     """Texts of a `/get_reward` request."""
     assert len(body["query"]) == len(body["prompts"]) == len(body["labels"])
     return list(body["query"])
 
 
-def ranked(body: dict[str, Any], decode: Callable[[list[int]], str]) -> list[str]:
+def ranked(body: dict[str, Any]) -> list[str]:
     """Texts of a `/rerank` request."""
     assert body["raw_scores"] is True and body["truncate"] is False
     return [f"{body['query']}|{text}" for text in body["texts"]]

@@ -22,6 +22,7 @@ from ppo_cli.rewards.pool import Task, WorkerPool
 MakeRollout = Callable[..., Rollout]
 Build = Callable[..., Reward]
 Write = Callable[[str], str]
+Scores = Callable[..., list[Score]]
 PATIENCE = 60
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ MOODS = """
 
 
 @pytest.fixture
-def scores(build: Build, rollout: MakeRollout, reward_file: Write) -> Callable[..., list[Score]]:
+def scores(build: Build, rollout: MakeRollout, reward_file: Write) -> Scores:
     """Score replies with a function written in the test."""
 
     def run(code: str, *replies: str, name: str = "", **settings: object) -> list[Score]:
@@ -56,7 +57,7 @@ def scores(build: Build, rollout: MakeRollout, reward_file: Write) -> Callable[.
     return run
 
 
-def test_a_plain_function(scores: Callable[..., list[Score]]) -> None:
+def test_a_plain_function(scores: Scores) -> None:
     [score] = scores(MOODS, "four")
     assert (score.value, score.failure) == (4.0, "")
     assert score.info["output"] == "scoring four\n"
@@ -74,7 +75,7 @@ def test_its_arguments_arrive(build: Build, rollout: MakeRollout, reward_file: W
     assert score.info["seen"] == "here reply ['a', 1] {'tier': 2}"
 
 
-def test_bad_answers_fail_alone(scores: Callable[..., list[Score]]) -> None:
+def test_bad_answers_fail_alone(scores: Scores) -> None:
     failures = {
         "hang": "timeout: took longer than 1.5 s",
         "spin": "timeout: took longer than 1.5 s",
@@ -93,9 +94,7 @@ def test_bad_answers_fail_alone(scores: Callable[..., list[Score]]) -> None:
     assert [score.value for score in found[1::2]] == [5.0] * len(failures)
 
 
-def test_a_segmentation_fault_fails_alone_and_at_once(
-    scores: Callable[..., list[Score]], tmp_path: Path
-) -> None:
+def test_a_segmentation_fault_fails_alone_and_at_once(scores: Scores, tmp_path: Path) -> None:
     code = """
         import ctypes
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -111,7 +110,7 @@ def test_a_segmentation_fault_fails_alone_and_at_once(
     assert (tmp_path / "my_reward.py.log").read_text() == "x"
 
 
-def test_a_dict_brings_parts_reason_and_info(scores: Callable[..., list[Score]]) -> None:
+def test_a_dict_brings_parts_reason_and_info(scores: Scores) -> None:
     code = """
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return {"score": 0.5, "style": 0.25, "reason": "terse", "note": "x", "imputed": "y"}
@@ -124,7 +123,7 @@ def test_a_dict_brings_parts_reason_and_info(scores: Callable[..., list[Score]])
     assert score.judged
 
 
-def test_coroutines_run_side_by_side(scores: Callable[..., list[Score]]) -> None:
+def test_coroutines_run_side_by_side(scores: Scores) -> None:
     code = """
         import asyncio
         under_way, all_there = 0, asyncio.Event()
@@ -142,7 +141,7 @@ def test_coroutines_run_side_by_side(scores: Callable[..., list[Score]]) -> None
     assert [s.info["said"] for s in found] == [s.info["output"].strip() for s in found]
 
 
-def test_coroutines_have_deadlines(scores: Callable[..., list[Score]]) -> None:
+def test_coroutines_have_deadlines(scores: Scores) -> None:
     code = """
         import asyncio
         async def judge(data_source, solution_str, ground_truth, extra_info=None):
@@ -179,9 +178,7 @@ def test_a_blocked_event_loop_is_killed_and_its_neighbours_tried_again(
     assert (tmp_path / "my_reward.py.log").read_text() == "x"  # the other is late, too
 
 
-def test_calls_that_kill_their_worker_are_tried_twice(
-    scores: Callable[..., list[Score]], tmp_path: Path
-) -> None:
+def test_calls_that_kill_their_worker_are_tried_twice(scores: Scores, tmp_path: Path) -> None:
     code = f"""
         import asyncio, os
         log = {str(tmp_path / "log")!r}
@@ -202,7 +199,7 @@ def test_calls_that_kill_their_worker_are_tried_twice(
     assert (tmp_path / "log").read_text() == "xxxx"
 
 
-def test_keyword_arguments_from_the_settings(scores: Callable[..., list[Score]]) -> None:
+def test_keyword_arguments_from_the_settings(scores: Scores) -> None:
     code = """
         def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus):
             return bonus
@@ -212,7 +209,7 @@ def test_keyword_arguments_from_the_settings(scores: Callable[..., list[Score]])
 
 
 def test_callable_objects_lambdas_and_neighbouring_files_work(
-    scores: Callable[..., list[Score]], tmp_path: Path
+    scores: Scores, tmp_path: Path
 ) -> None:
     (tmp_path / "neighbour.py").write_text("bonus = 7\n")
     code = """
@@ -233,7 +230,7 @@ def test_callable_objects_lambdas_and_neighbouring_files_work(
 
 
 def test_output_of_any_kind_harms_nothing(
-    scores: Callable[..., list[Score]], capfd: pytest.CaptureFixture[str]
+    scores: Scores, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = """
         import logging, os, sys
@@ -252,7 +249,7 @@ def test_output_of_any_kind_harms_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def test_workers_use_one_thread_and_are_clean(scores: Callable[..., list[Score]]) -> None:
+def test_workers_use_one_thread_and_are_clean(scores: Scores) -> None:
     code = """
         import os, sys
         heavy = sorted({"torch", "transformers", "numpy", "sympy"} & set(sys.modules))
@@ -270,9 +267,7 @@ def test_workers_use_one_thread_and_are_clean(scores: Callable[..., list[Score]]
     assert len({own for info in found for own in info["pids"]}) == 3
 
 
-def test_children_of_a_killed_worker_die_with_it(
-    scores: Callable[..., list[Score]], tmp_path: Path
-) -> None:
+def test_children_of_a_killed_worker_die_with_it(scores: Scores, tmp_path: Path) -> None:
     code = """
         import subprocess, time, pathlib
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -14,11 +14,9 @@ from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.records import Part, Rollout, Score
 from ppo_cli.report.tracker import Screen
 from ppo_cli.trust.attacks import (
-    INJECTIONS,
     Ruler,
     Trial,
     bundled,
-    injected,
     load_items,
     outcome,
     ruler_for,
@@ -123,11 +121,6 @@ def test_a_function_beyond_one_is_measured_by_its_own_answers(settings: RewardSe
     assert ruler_for([item], inside, own_scale=False) == Ruler()
     beyond = {(uid, item.good): 100.0, (uid, item.bad): 0.0}
     assert ruler_for([item], beyond, own_scale=False).unit == 100.0
-
-
-def test_hidden_orders_name_the_score() -> None:
-    text = injected(INJECTIONS["hidden in zero-width text"], "no", 1, 10)
-    assert "@" not in text and "10" in text
 
 
 def test_a_judge_in_a_mixture_is_measured_by_itself() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import socket
@@ -16,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from types import ModuleType
 
 import pytest
 
 from ppo_cli.records import Score
 from ppo_cli.rewards.code import channel
 from ppo_cli.rewards.code.sandboxes import Sandbox
+from tests.rewards.code.attacks import listen, read_attacks, was_called
 
 RunCode = Callable[..., Score]
 MakeSandbox = Callable[[str], Sandbox]
@@ -39,17 +38,7 @@ ALL = [*WALLS, pytest.param("none", marks=pytest.mark.slow)]
 RIGHT = "def solve(n): return n * n"
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_READ = _load("attacks").read_attacks
-OUTSIDE, ENDLESS, TRICKS, FILES = map(_READ, ("outside", "endless", "tricks", "files"))
+OUTSIDE, ENDLESS, TRICKS, FILES = map(read_attacks, ("outside", "endless", "tricks", "files"))
 
 
 def _attack_all(attacks: dict[str, tuple[str, str]], run: Callable[[str], Score]) -> list[str]:
@@ -75,19 +64,7 @@ class Outside:
     def is_untouched(self) -> bool:
         names = sorted(path.name for path in self.folder.iterdir())
         calm = names == ["secret", "socket"] and (self.folder / "secret").read_text() == "secret"
-        return calm and not any(map(_was_called, self.listeners))
-
-
-def _was_called(listener: socket.socket) -> bool:
-    listener.setblocking(False)
-    try:
-        if listener.type == socket.SOCK_DGRAM:
-            listener.recv(1)
-        else:
-            listener.accept()
-    except BlockingIOError:
-        return False
-    return True
+        return calm and not any(map(was_called, self.listeners))
 
 
 @pytest.fixture
@@ -98,23 +75,11 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
     (folder / "secret").write_text("secret")
     buffer = ctypes.create_string_buffer(b"secrets!")
     with ExitStack() as stack:
-        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = tcp.getsockname()[1]
-        listeners = [tcp]
-        for family, kind, address in (
-            (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", port)),
-            (socket.AF_UNIX, socket.SOCK_STREAM, str(folder / "socket")),
-            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0ppo{port}"),
-        ):
-            plug = stack.enter_context(socket.socket(family, kind))
-            plug.bind(address)
-            if kind == socket.SOCK_STREAM:
-                plug.listen()
-            listeners.append(plug)
+        port, name, listeners = listen(stack, str(folder / "socket"))
         words = {
             "FOLDER": folder, "HOME": Path.home(),
             "FILES": len(os.listdir(Path.home())), "PID": os.getpid(), "PORT": port,
-            "SOCKET": folder / "socket", "ABSTRACT": f"ppo{port}", "HARNESS": channel.__file__,
+            "SOCKET": folder / "socket", "ABSTRACT": name, "HARNESS": channel.__file__,
             "ADDRESS": ctypes.addressof(buffer),
         }  # fmt: skip
         yield Outside({key: str(word) for key, word in words.items()}, folder, listeners)

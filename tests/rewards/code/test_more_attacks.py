@@ -6,18 +6,18 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo_cli.rewards.code.sandboxes import Sandbox
+from tests.rewards.code.attacks import listen, was_called
 
 CORPUS = Path(__file__).parent / "attacks_more.jsonl"
 VICTIM = """
@@ -39,20 +39,7 @@ class World:
         folder.mkdir()
         (folder / "secret").write_text("secret")
         (folder / "secret").chmod(0o600)
-        self.listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0)))]
-        self.port = self.listeners[0].getsockname()[1]
-        self.name = f"zz{os.getpid()}-{self.port}"
-        for family, kind, address in (
-            (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", self.port)),
-            (socket.AF_UNIX, socket.SOCK_STREAM, f"{folder}/stream"),
-            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0{self.name}"),
-            (socket.AF_UNIX, socket.SOCK_DGRAM, f"\0{self.name}d"),
-        ):
-            listener = stack.enter_context(socket.socket(family, kind))
-            listener.bind(address)
-            if kind == socket.SOCK_STREAM:
-                listener.listen()
-            self.listeners.append(listener)
+        self.port, self.name, self.listeners = listen(stack, f"{folder}/stream")
         self.victim = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-c", VICTIM],
@@ -82,7 +69,7 @@ class World:
         ]
         if heard := self.victim.stdout.read():
             changed.append(f"the victim got {heard!r}")
-        return changed + [f"{one} was called" for one in self.listeners if _was_called(one)]
+        return changed + [f"{one} was called" for one in self.listeners if was_called(one)]
 
     def _look(self) -> dict[str, Any]:
         process = Path(f"/proc/{self.victim.pid}")
@@ -96,17 +83,6 @@ class World:
             "processors": os.sched_getaffinity(self.victim.pid),
             "folder": sorted((one.name, one.stat()) for one in self.folder.iterdir()),
         }
-
-
-def _was_called(listener: socket.socket) -> bool:
-    listener.setblocking(False)
-    with suppress(BlockingIOError):
-        if listener.type == socket.SOCK_DGRAM:
-            listener.recv(1)
-        else:
-            listener.accept()[0].close()
-        return True
-    return False
 
 
 @pytest.fixture
@@ -184,14 +160,15 @@ def test_no_attack_of_the_corpus_gets_through(
         assert told.returncode == 0, told.stdout + told.stderr
         changes = world.list_changes()
     got = [json.loads(line) for line in scored.read_text().splitlines()]
+
+    def as_due(row: dict[str, Any]) -> bool:
+        right = row["score"] == 1.0
+        return right if row["name"] == "honest" else row["score"] == 0 and bool(row["reason"])
+
     wrong = [
         f"{row['name']}: {row['score']} {row['failure']} {row['reason']}"
         for row in got
-        if (
-            row["score"] != 1.0
-            if row["name"] == "honest"
-            else row["score"] != 0 or not row["reason"]
-        )
+        if not as_due(row)
     ]
     assert len(got) == len(rows)
     assert (wrong, changes, orphans(), os.listdir(temporary)) == ([], [], [], [])

@@ -19,12 +19,13 @@ from ppo_cli.rewards.function import RuleReward
 from ppo_cli.rewards.rules import RULES
 
 MakeRollout = Callable[..., Rollout]
+MakeReward = Callable[..., RuleReward]
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 PATIENCE = 90
 
 
 @pytest.fixture
-def make_reward(any_sandbox: Sandbox) -> Iterator[Callable[..., RuleReward]]:
+def make_reward(any_sandbox: Sandbox) -> Iterator[MakeReward]:
     made: list[RuleReward] = []
 
     def make(**settings: Any) -> RuleReward:
@@ -38,7 +39,7 @@ def make_reward(any_sandbox: Sandbox) -> Iterator[Callable[..., RuleReward]]:
 
 
 def test_scores_with_its_parts_and_facts(
-    make_reward: Callable[..., RuleReward], rollout: MakeRollout, any_sandbox: Sandbox
+    make_reward: MakeReward, rollout: MakeRollout, any_sandbox: Sandbox
 ) -> None:
     reward = make_reward()
     one = rollout("def f(n): return n + 1", TESTS, "mbpp")
@@ -53,9 +54,7 @@ def test_scores_with_its_parts_and_facts(
     json.dumps(asdict(score))
 
 
-def test_share_and_many_at_once(
-    make_reward: Callable[..., RuleReward], rollout: MakeRollout
-) -> None:
+def test_share_and_many_at_once(make_reward: MakeReward, rollout: MakeRollout) -> None:
     reward = make_reward(score="share")
     replies = ["def f(n): return n + 1", "def f(n): return 2 * n", "def f(n): return 0"] * 3
     futures = [reward.submit(rollout(reply, TESTS)) for reply in replies]
@@ -65,7 +64,7 @@ def test_share_and_many_at_once(
 
 
 def test_no_code_is_a_zero_at_once_and_no_tests_a_failure(
-    make_reward: Callable[..., RuleReward], rollout: MakeRollout
+    make_reward: MakeReward, rollout: MakeRollout
 ) -> None:
     reward = make_reward()
     empty = reward.submit(rollout("```python\n```", TESTS))
@@ -77,7 +76,7 @@ def test_no_code_is_a_zero_at_once_and_no_tests_a_failure(
 
 
 def test_prompts_without_any_tests_stop_the_start(
-    make_reward: Callable[..., RuleReward], rollout: MakeRollout
+    make_reward: MakeReward, rollout: MakeRollout
 ) -> None:
     with pytest.raises(RewardError, match="None of 2 prompts for the rule code can be scored"):
         make_reward().start([rollout("", "72").prompt, rollout("", None).prompt])
@@ -104,9 +103,7 @@ def test_without_a_sandbox_the_start_is_refused(
 
 
 @pytest.mark.usefixtures("no_trace")
-def test_closing_stops_what_runs(
-    make_reward: Callable[..., RuleReward], rollout: MakeRollout
-) -> None:
+def test_closing_stops_what_runs(make_reward: MakeReward, rollout: MakeRollout) -> None:
     reward = make_reward(timeout=60, cpu_seconds=60)
     slow = "import time\ndef f(n): time.sleep(50)"
     futures = [reward.submit(rollout(slow, TESTS)) for _ in range(4)]
@@ -121,9 +118,7 @@ def test_closing_stops_what_runs(
         reward.submit(rollout(slow, TESTS))
 
 
-def test_limits_are_those_that_were_set(
-    make_reward: Callable[..., RuleReward], rollout: MakeRollout
-) -> None:
+def test_limits_are_those_that_were_set(make_reward: MakeReward, rollout: MakeRollout) -> None:
     right = "    return n + 1"
     asleep = f"import time\ndef f(n):\n    time.sleep(8)\n{right}"
     flood = f"import os\ndef f(n):\n    os.write(1, bytes(2**19))\n{right}"

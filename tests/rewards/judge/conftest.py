@@ -1,12 +1,17 @@
-"""A loopback judge for each test."""
+"""A loopback judge for each test, and rewards that ask it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
+from tests.judge_server.asking import KEYS, WIRES
 
 
 @pytest.fixture
@@ -15,3 +20,28 @@ def server() -> Iterator[JudgeServer]:
 
     with JudgeServer(seed=2) as running:  # dice without a long row of sixes
         yield running
+
+
+@pytest.fixture
+def judge_of(server: JudgeServer, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Build rewards that ask the server over a wire; all of them are closed in the end."""
+    made: list[JudgeReward] = []
+
+    def build(
+        wire: str = "openai",
+        *,
+        kind: Callable[..., Any] = JudgeReward,
+        environ: dict[str, str] | None = None,
+        **changes: Any,
+    ) -> Any:
+        usual = {
+            "enable": True, "type": WIRES[wire], "model": "judge-1", "base_url": server.url(wire),
+            "cache": str(tmp_path / "c.sqlite"),
+        }  # fmt: skip
+        keys = KEYS | {"OTHER_KEY": "k2"} | (environ or {})
+        made.append(kind(ApiReward.model_validate(usual | changes), environ=keys))
+        return made[-1]
+
+    yield build
+    for reward in made:
+        reward.close()

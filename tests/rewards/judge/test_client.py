@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,6 @@ def asked_texts(server: JudgeServer) -> Counter[str]:
     return Counter(call.body["messages"][-1]["content"] for call in server.calls)
 
 
-def test_one_question_one_verdict(server: JudgeServer) -> None:
-    verdict = run(server, lambda client: client.ask(ask_for("well")))
-    assert 1 <= verdict.value <= 10
-    assert (verdict.calls, verdict.cached, verdict.reason) == (1, False, "As told.")
-    assert verdict.usage.input > 0 and verdict.latency_s > 0
-
-
 def test_a_third_of_the_calls_failing_loses_nothing(server: JudgeServer) -> None:
     for kind, share in ((500, 0.1), (503, 0.1), ("cut", 0.05), ("html", 0.08)):
         server.fail(kind, share=share)
@@ -100,18 +92,6 @@ def test_an_outage_costs_time_but_no_verdict(server: JudgeServer, concurrency: i
         assert "The judge does not answer (connection" in told
         assert counters.open_seconds > 0.3 and counters.concurrency >= 1
         assert nothing == Counters(concurrency=counters.concurrency)
-
-
-def test_nothing_is_asked_again_once_it_was_answered(server: JudgeServer) -> None:
-    server.state.latency = 0.02
-    fault = server.fail(503, after=10, seconds=1.5)
-
-    def work(client: JudgeClient) -> Awaitable[list[Any]]:
-        return ask_all(client, questions(40))
-
-    verdicts(run(server, work, concurrency=8))
-    assert fault.after == 0
-    assert server.state.answered == 40
 
 
 def test_an_outage_that_does_not_end_interrupts_everybody(server: JudgeServer) -> None:

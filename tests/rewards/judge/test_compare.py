@@ -7,9 +7,9 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.records import Prompt, Rollout, Score
-from ppo_cli.rewards.base import Reward as Scorer
+from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.compare import (
     PRIOR,
@@ -36,7 +35,7 @@ from ppo_cli.rewards.judge.rubric import Rivals
 from ppo_cli.rewards.judge.verdict import read_answer
 from ppo_cli.rewards.registry import build_reward
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import KEYS, WIRES
+from tests.rewards.scoring import score_all
 
 Make = Callable[..., CompareReward]
 BLOCK = re.compile(r"<response-(R\d+)-([0-9a-f]{16})>\n(.*?)\n</response-\1-\2>", re.DOTALL)
@@ -263,33 +262,15 @@ def answer(worths: Sequence[float]) -> str:
 
 
 @pytest.fixture
-def make(server: JudgeServer, tmp_path: Path) -> Iterator[Make]:
+def make(judge_of: Make, server: JudgeServer) -> Make:
     server.score = decide
-    made: list[CompareReward] = []
-
-    def build(wire: str = "openai", **changes: Any) -> CompareReward:
-        usual = {
-            "enable": True, "type": WIRES[wire], "model": "judge-1", "base_url": server.url(wire),
-            "cache": str(tmp_path / "c.sqlite"), "mode": "compare",
-        }  # fmt: skip
-        made.append(CompareReward(ApiReward(**(usual | changes)), environ=KEYS))
-        return made[-1]
-
-    yield build
-    for reward in made:
-        reward.close()
+    return partial(judge_of, kind=CompareReward, mode="compare")
 
 
 def group(number: int, *texts: str, **more: Any) -> list[Rollout]:
     asked = Prompt(f"p{number}", f"Question {number}?", (), "", (1,), **more)
     return [Rollout(asked, i, (1,), np.zeros(1, np.float32), text, "stop")
             for i, text in enumerate(texts)]  # fmt: skip
-
-
-def score_all(reward: Scorer, rollouts: Sequence[Rollout], kind: Any = "train") -> list[Score]:
-    futures = [reward.submit(one) for one in rollouts]
-    reward.settle(kind)
-    return [future.result(120) for future in futures]
 
 
 def said(times: int, tail: str = "") -> str:

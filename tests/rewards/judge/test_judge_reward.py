@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
+from tests.rewards.scoring import score_all
 
 Make = Callable[..., JudgeReward]
 
 
 @pytest.fixture
-def make(server: JudgeServer, tmp_path: Path) -> Iterator[Make]:
-    made: list[JudgeReward] = []
-
-    def build(**changes: Any) -> JudgeReward:
-        usual = {
-            "enable": True, "type": "openai", "model": "judge-1", "prompt_preset": "math",
-            "base_url": server.url("openai"), "cache": str(tmp_path / "c.sqlite"),
-        }  # fmt: skip
-        api = ApiReward(**(usual | changes))
-        made.append(JudgeReward(api, environ={"OPENAI_API_KEY": "k", "OTHER_KEY": "k2"}))
-        return made[-1]
-
-    yield build
-    for reward in made:
-        reward.close()
+def make(judge_of: Make) -> Make:
+    return partial(judge_of, prompt_preset="math")
 
 
 def prompt(number: int, **changes: Any) -> Prompt:
@@ -52,12 +40,6 @@ def rollout(number: int, response: str, **changes: Any) -> Rollout:
 
 def right(number: int) -> Rollout:
     return rollout(number, f"It is {number + 1}.")
-
-
-def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[Score]:
-    futures = [reward.submit(r) for r in rollouts]
-    reward.settle()
-    return [future.result(60) for future in futures]
 
 
 def test_scores_are_scaled_and_tell_what_was_said(make: Make) -> None:

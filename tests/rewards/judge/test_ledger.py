@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_cli.errors import Interrupted, RewardError, UsedUp
+from ppo_cli.errors import EXIT_RESUMABLE, Interrupted, RewardError, UsedUp
 from ppo_cli.rewards.judge.calls import (
     REQUEST_OVERHEAD,
     Failure,
@@ -125,9 +125,11 @@ def test_of_two_budgets_the_one_that_is_used_up_is_named() -> None:
     for usd, tokens in ((0.005, 10_000), (1.0, 900)):
         book = ledger(usd, tokens)
         asyncio.run(call(book, Usage(100, 300)))
-        with pytest.raises(Interrupted) as caught:
+        with pytest.raises(Interrupted, match="is used up") as caught:
             asyncio.run(call(book, Usage(10, 600)))
             asyncio.run(call(book, Usage(10, 600)))
+        assert caught.value.exit_code == EXIT_RESUMABLE and caught.value.used_up is not None
+        assert f"raise {caught.value.used_up.flag} and resume" in str(caught.value)
         named.append(caught.value.used_up)
     need = REQUEST_OVERHEAD + estimate_tokens("x")
     dollars, counted = named

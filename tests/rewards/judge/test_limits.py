@@ -11,16 +11,7 @@ from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.rewards.judge.breaker import Admission, Breaker
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
 from ppo_cli.rewards.judge.limiter import FIRST_WINDOW, Capacity, Limits, Spacing, Ticket
-
-
-class Hands:
-    """A clock's hands, moved by the test."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.judge_server.clients import Hands
 
 
 @pytest.fixture

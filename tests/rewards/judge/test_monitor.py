@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.records import Prompt, Rollout, Score
+from ppo_cli.records import Prompt, Rollout
 from ppo_cli.report import health
 from ppo_cli.rewards.judge.calls import Question, Scale, Usage
 from ppo_cli.rewards.judge.client import Counters
@@ -24,8 +25,10 @@ from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import Canaries, Monitor, call_metrics
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
+from tests.judge_server.asking import KEYS
+from tests.rewards.scoring import score_all
 
-KEYS = {"OPENAI_API_KEY": "k", "OTHER_KEY": "k2"}
+Make = Callable[..., JudgeReward]
 PRICES = "prices:\n  claude:\n    judge-2: {input: 3.0, output: 5.0, cached_input: 1.0}\n"
 
 
@@ -37,12 +40,6 @@ def rollout(number: int, sample: int = 0, text: str = "") -> Rollout:
     )  # fmt: skip
     said = text or f"It is {number + 1}."
     return Rollout(prompt, sample, (1,), np.zeros(1, np.float32), said, "stop")
-
-
-def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[Score]:
-    futures = [reward.submit(one) for one in rollouts]
-    reward.settle()
-    return [future.result(60) for future in futures]
 
 
 def measured(reward: JudgeReward, enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
@@ -85,21 +82,24 @@ def test_canaries_are_due_once_in_so_many_steps() -> None:
     assert not never.due
 
 
-def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer) -> None:
+def test_canaries_without_a_verdict_are_counted_once(server: JudgeServer, judge_of: Make) -> None:
     server.score = lambda system, user: 10 if "It is" in user else "no number"
-    api = ApiReward(
-        enable=True, type="openai", model="judge-1", prompt_preset="math", cache="off",
-        base_url=server.url("openai"), canary_every=1,
-    )  # fmt: skip
-    reward = JudgeReward(api, environ=KEYS)
-    try:
-        reward.begin_step(1)
-        assert score_all(reward, [rollout(1)])[0].value == 1.0
-        told = measured(reward, lambda told: told.get("judge/canary_failed", 0) >= 4)
-        assert told["judge/canary_failed"] == 4 and "judge/canary_max" not in told
-        assert "judge/canary_failed" not in reward.measure()
-    finally:
-        reward.close()
+    reward = judge_of(prompt_preset="math", cache="off", canary_every=1)
+    reward.begin_step(1)
+    assert score_all(reward, [rollout(1)])[0].value == 1.0
+    told = measured(reward, lambda told: told.get("judge/canary_failed", 0) >= 4)
+    assert told["judge/canary_failed"] == 4 and "judge/canary_max" not in told
+    assert "judge/canary_failed" not in reward.measure()
+
+
+@pytest.fixture
+def opened() -> Iterator[Make]:
+    """Rewards by their settings, closed in the end."""
+    with ExitStack() as stack:
+        keys = KEYS | {"OTHER_KEY": "k2"}
+        yield lambda api, **other: stack.enter_context(
+            closing(JudgeReward(api, environ=keys | other))
+        )
 
 
 def watched(server: JudgeServer, folder: Path, **changes: object) -> ApiReward:
@@ -118,7 +118,7 @@ def watched(server: JudgeServer, folder: Path, **changes: object) -> ApiReward:
 
 
 def test_a_monitor_is_compared_and_paid_at_its_own_price(
-    server: JudgeServer, tmp_path: Path
+    opened: Make, server: JudgeServer, tmp_path: Path
 ) -> None:
     asked: Counter[str] = Counter()
 
@@ -130,41 +130,38 @@ def test_a_monitor_is_compared_and_paid_at_its_own_price(
 
     server.score = opinion
     rollouts = [rollout(number) for number in (1, 2, 3)]
-    reward = JudgeReward(watched(server, tmp_path), environ=KEYS)
-    try:
-        reward.attach(tmp_path)
-        scores = score_all(reward, rollouts)
-        assert [one.value for one in scores] == pytest.approx([0.0, 1 / 9, 2 / 9])
-        until = time.monotonic() + 30.0
-        while any(one.facts["monitor"] is None for one in scores):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        assert [one.facts["monitor"] for one in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
-        assert [one.facts["monitor_gap"] for one in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
-        told = reward.measure()
-        assert told["judge/monitor_mean"] == pytest.approx(5 / 9)
-        assert told["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
-        assert told["judge/monitor_correlation"] == pytest.approx(-1.0)
-        assert "judge/monitor_failed" not in told
-        written = (tmp_path / "judge_calls.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in written.splitlines()]
-        paid = [line for line in lines if line["provider"] == "claude"]
-        whose = Counter((line["provider"], line["model"]) for line in lines)
-        assert whose == {("openai", "judge-1"): 3, ("claude", "judge-2"): 3}
-        cost = sum(
-            3 * (line["input"] - line["cached_input"]) + line["cached_input"] + 5 * line["output"]
-            for line in paid
-        )
-        assert told["judge/monitor_cost_usd"] == pytest.approx(cost / 1e6)
-        assert sum(line["usd"] for line in paid) == pytest.approx(cost / 1e6)
-        assert told["judge/cost_usd"] == pytest.approx(sum(line["usd"] for line in lines))
-        assert reward.measure() == {}
-        # Both verdicts are in the cache now; the responses are compared all the same.
-        score_all(reward, rollouts)
-        again = measured(reward, lambda told: "judge/monitor_gap" in told)
-        assert server.count == 6 and "judge/monitor_cost_usd" not in again
-    finally:
-        reward.close()
+    reward = opened(watched(server, tmp_path))
+    reward.attach(tmp_path)
+    scores = score_all(reward, rollouts)
+    assert [one.value for one in scores] == pytest.approx([0.0, 1 / 9, 2 / 9])
+    until = time.monotonic() + 30.0
+    while any(one.facts["monitor"] is None for one in scores):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert [one.facts["monitor"] for one in scores] == pytest.approx([6 / 9, 5 / 9, 4 / 9])
+    assert [one.facts["monitor_gap"] for one in scores] == pytest.approx([6 / 9, 4 / 9, 2 / 9])
+    told = reward.measure()
+    assert told["judge/monitor_mean"] == pytest.approx(5 / 9)
+    assert told["judge/monitor_gap"] == pytest.approx(1 / 9 - 5 / 9)
+    assert told["judge/monitor_correlation"] == pytest.approx(-1.0)
+    assert "judge/monitor_failed" not in told
+    written = (tmp_path / "judge_calls.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in written.splitlines()]
+    paid = [line for line in lines if line["provider"] == "claude"]
+    whose = Counter((line["provider"], line["model"]) for line in lines)
+    assert whose == {("openai", "judge-1"): 3, ("claude", "judge-2"): 3}
+    cost = sum(
+        3 * (line["input"] - line["cached_input"]) + line["cached_input"] + 5 * line["output"]
+        for line in paid
+    )
+    assert told["judge/monitor_cost_usd"] == pytest.approx(cost / 1e6)
+    assert sum(line["usd"] for line in paid) == pytest.approx(cost / 1e6)
+    assert told["judge/cost_usd"] == pytest.approx(sum(line["usd"] for line in lines))
+    assert reward.measure() == {}
+    # Both verdicts are in the cache now; the responses are compared all the same.
+    score_all(reward, rollouts)
+    again = measured(reward, lambda told: "judge/monitor_gap" in told)
+    assert server.count == 6 and "judge/monitor_cost_usd" not in again
 
 
 def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
@@ -173,9 +170,9 @@ def labelled(count: int = 16) -> list[tuple[Rollout, float]]:
     return [(rollout(n, text=text), float(n % 2 == 0)) for n, text in enumerate(texts)]
 
 
-def held_out(server: JudgeServer, folder: Path, **more: object) -> JudgeReward:
+def held_out(opened: Make, server: JudgeServer, folder: Path, **more: object) -> JudgeReward:
     monitor = {"labels": "l.jsonl", "labels_every": 3}
-    reward = JudgeReward(watched(server, folder, monitor=monitor, **more), environ=KEYS)
+    reward = opened(watched(server, folder, monitor=monitor, **more))
     reward.hold_out({"l.jsonl": labelled()})
     return reward
 
@@ -187,7 +184,7 @@ def read_at(reward: JudgeReward, step: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("changes", [False, True], ids=["the same judge", "another judge"])
 def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
-    server: JudgeServer, tmp_path: Path, changes: bool
+    opened: Make, server: JudgeServer, tmp_path: Path, changes: bool
 ) -> None:
     def harsh(system: str, user: str) -> int:
         """Gives 10 to right answers and 1 to others; later 5 and 1."""
@@ -195,27 +192,22 @@ def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
         return (5 if changes and server.count > 20 else 10) if f"is {number + 1}." in user else 1
 
     server.score = harsh
-    reward = held_out(server, tmp_path)
-    try:
-        first = read_at(reward, 1)
-        assert first["judge/label_gap"] == first["judge/label_drift"] == 0.0
-        assert first["judge/label_correlation"] == pytest.approx(1.0)
-        assert (first["judge/calls"], server.count) == (16, 16) and first["judge/cost_usd"] > 0
-        reward.begin_step(1)
-        reward.begin_step(2)
-        kept = json.loads(json.dumps(reward.state_dict()))
-    finally:
-        reward.close()
-    reward = held_out(server, tmp_path)
-    try:
-        reward.load_state_dict(kept)
-        reward.begin_step(2)
-        assert server.count == 16, "a run that goes on has read them before"
-        late = read_at(reward, 3)
-        assert server.count == 32, "past the cache"
-        later = read_at(reward, 6)
-    finally:
-        reward.close()
+    reward = held_out(opened, server, tmp_path)
+    first = read_at(reward, 1)
+    assert first["judge/label_gap"] == first["judge/label_drift"] == 0.0
+    assert first["judge/label_correlation"] == pytest.approx(1.0)
+    assert (first["judge/calls"], server.count) == (16, 16) and first["judge/cost_usd"] > 0
+    reward.begin_step(1)
+    reward.begin_step(2)
+    kept = json.loads(json.dumps(reward.state_dict()))
+    reward.close()
+    reward = held_out(opened, server, tmp_path)
+    reward.load_state_dict(kept)
+    reward.begin_step(2)
+    assert server.count == 16, "a run that goes on has read them before"
+    late = read_at(reward, 3)
+    assert server.count == 32, "past the cache"
+    later = read_at(reward, 6)
     lines = [{"step": step, **told} for step, told in enumerate((first, late, later), 1)]
     trouble = health.find_trouble(lines, health.Limits())
     if changes:
@@ -228,23 +220,20 @@ def test_labelled_responses_tell_when_the_judge_behind_a_name_changes(
 
 
 def test_readings_fail_in_silence_and_stay_out_of_validations(
-    server: JudgeServer, tmp_path: Path
+    opened: Make, server: JudgeServer, tmp_path: Path
 ) -> None:
     server.fail("refusal", times=10**6)
-    reward = held_out(server, tmp_path, budget_tokens=3000)
-    try:
-        reward.begin_step(1)
-        reward.settle("validation")
-        until = time.monotonic() + 30.0
-        while reward._held_out is None or not reward._held_out._metrics:
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        assert "judge/label_failed" not in reward.measure()
-        reward.settle()
-        told = reward.measure()
-        assert told["judge/label_failed"] == 16 and "judge/label_gap" not in told
-    finally:
-        reward.close()
+    reward = held_out(opened, server, tmp_path, budget_tokens=3000)
+    reward.begin_step(1)
+    reward.settle("validation")
+    until = time.monotonic() + 30.0
+    while reward._held_out is None or not reward._held_out._metrics:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "judge/label_failed" not in reward.measure()
+    reward.settle()
+    told = reward.measure()
+    assert told["judge/label_failed"] == 16 and "judge/label_gap" not in told
 
 
 def test_the_share_of_a_monitor_is_chosen_by_prompt_sample_and_text() -> None:
@@ -273,7 +262,9 @@ def test_a_monitor_is_asked_little_at_once_and_never_given_up(
 ) -> None:
     api = watched(server, tmp_path, concurrency=concurrency, timeout=7.0, max_rpm=30)
     limits, book = Limits.of(api), Ledger(None, budget_usd=None, budget_tokens=None)
-    monitor = Monitor(api, environ=KEYS, limits=limits, ledger=book, cache=None)
+    monitor = Monitor(
+        api, environ=KEYS | {"OTHER_KEY": "k"}, limits=limits, ledger=book, cache=None
+    )
     assert monitor._client is not None
     expected = replace(limits, concurrency=most, outage_wait=float("inf"))
     assert monitor._client._limits == expected
@@ -281,55 +272,46 @@ def test_a_monitor_is_asked_little_at_once_and_never_given_up(
 
 
 def test_a_monitor_that_does_not_answer_is_counted_and_changes_no_reward(
-    server: JudgeServer, tmp_path: Path
+    opened: Make, server: JudgeServer, tmp_path: Path
 ) -> None:
     server.fail("refusal", paths=("/v1/messages",), times=1)
     server.fail("hang", paths=("/v1/messages",))
-    reward = JudgeReward(watched(server, tmp_path, timeout=0.2), environ=KEYS)
-    try:
-        assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
-        told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
-        assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
-        assert "judge/monitor_failed" not in reward.measure()
-        assert told["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
-    finally:
-        reward.close()
+    reward = opened(watched(server, tmp_path, timeout=0.2))
+    assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
+    told = measured(reward, lambda told: told.get("judge/monitor_failed", 0) >= 2)
+    assert told["judge/monitor_failed"] == 2 and "judge/monitor_mean" not in told
+    assert "judge/monitor_failed" not in reward.measure()
+    assert told["judge/calls"] == 2, "the counts of a step are those of the judge that rewards"
 
 
-def test_the_start_tries_the_monitor(server: JudgeServer, tmp_path: Path) -> None:
+def test_the_start_tries_the_monitor(opened: Make, server: JudgeServer, tmp_path: Path) -> None:
     told: list[str] = []
-    reward = JudgeReward(watched(server, tmp_path), environ=KEYS)
-    try:
-        server.fail(503, paths=("/v1/messages",), times=1)
-        reward.start([rollout(1).prompt], tell=told.append)
-        assert len(told) == 1 and "monitoring judge gave no verdict yet" in told[0]
-        server.fail(401, paths=("/v1/messages",), times=1)
-        with pytest.raises(RewardError, match=r"monitoring judge cannot be used.*OTHER_KEY"):
-            reward.start([rollout(1).prompt])
-    finally:
-        reward.close()
+    reward = opened(watched(server, tmp_path))
+    server.fail(503, paths=("/v1/messages",), times=1)
+    reward.start([rollout(1).prompt], tell=told.append)
+    assert len(told) == 1 and "monitoring judge gave no verdict yet" in told[0]
+    server.fail(401, paths=("/v1/messages",), times=1)
+    with pytest.raises(RewardError, match=r"monitoring judge cannot be used.*OTHER_KEY"):
+        reward.start([rollout(1).prompt])
 
 
 @pytest.mark.parametrize("key", ["k2", "", "k 2"], ids=["stale", "no", "mangled"])
 def test_a_second_judge_that_nobody_asked_for_ends_no_run(
-    server: JudgeServer, tmp_path: Path, key: str
+    opened: Make, server: JudgeServer, tmp_path: Path, key: str
 ) -> None:
     told: list[str] = []
     monitor = watched(server, tmp_path).monitor.model_copy(update={"required": False})
     api = watched(server, tmp_path, monitor=monitor.model_dump())
     server.fail(401, paths=("/v1/messages",), times=1)
-    reward = JudgeReward(api, environ=KEYS | {"OTHER_KEY": key})
-    try:
-        reward.start([rollout(1).prompt], tell=told.append)
-        assert len(told) == 1 and "second judge" in told[0] and "OTHER_KEY" in told[0]
-        assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
-        told_of = reward.measure()
-        assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
-    finally:
-        reward.close()
+    reward = opened(api, OTHER_KEY=key)
+    reward.start([rollout(1).prompt], tell=told.append)
+    assert len(told) == 1 and "second judge" in told[0] and "OTHER_KEY" in told[0]
+    assert [s.value for s in score_all(reward, [rollout(1), rollout(2)])] == [1.0, 1.0]
+    told_of = reward.measure()
+    assert not {"judge/monitor_mean", "judge/monitor_failed"} & told_of.keys()
     if key != "k2":
         with pytest.raises(RewardError, match="OTHER_KEY"):
-            JudgeReward(watched(server, tmp_path), environ=KEYS | {"OTHER_KEY": key})
+            opened(watched(server, tmp_path), OTHER_KEY=key)
 
 
 def test_a_guest_counts_for_itself_and_for_the_whole() -> None:

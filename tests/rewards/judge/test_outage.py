@@ -9,17 +9,7 @@ import pytest
 from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.breaker import BadRequests, Breaker
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, Usage
-
-
-class Hands:
-    """A clock's hands, moved by the test."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.judge_server.clients import Hands
 
 DOWN = JudgeError(Failure.RETRYABLE, "http_503", "overloaded", status=503)
 DENIED = JudgeError(

@@ -32,8 +32,9 @@ def in_an_hour() -> str:
     return format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
 
 
-@pytest.mark.parametrize("told", [3600, "99999999999", "in an hour", "20"])
-@pytest.mark.parametrize("concurrency", [1, 32])
+@pytest.mark.parametrize(
+    ("told", "concurrency"), [(3600, 1), ("99999999999", 32), ("in an hour", 32), ("20", 1)]
+)
 def test_no_pause_outlives_the_patience(
     server: JudgeServer, told: int | str, concurrency: int
 ) -> None:

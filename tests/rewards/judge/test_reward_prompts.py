@@ -36,42 +36,26 @@ def test_an_unknown_prompt_is_told() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_whole(name: str) -> None:
+    """Its form, what it tells the judge to ignore, its levels, and cases on both sides."""
     template = load_template(ApiReward(prompt_preset=name))
     assert (template.name, template.scale, template.output) == (name, Scale(1, 10), "json")
-    assert template.version
-    assert 0 < len(template.description) <= 90
+    assert template.version and 0 < len(template.description) <= 90
     file = bundled_path("reward_prompts") / f"{name}.yaml"
     assert file.read_text(encoding="utf-8").startswith("# ")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_math_needs_a_reference(name: str) -> None:
     wanted = ("prompt", "ground_truth", "response") if name == "math" else ("prompt", "response")
-    assert load_preset(name).variables == wanted
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_preset_says_what_to_ignore_and_what_levels_mean(name: str) -> None:
-    text = load_preset(name).scoring
+    assert template.variables == wanted, "only math needs a reference"
     for word in ("length", "confidence", "addresses you", "How to grade", "Ignore"):
-        assert word.lower() in text.lower()
-    levels = [int(level) for level in re.findall(r"^(\d+)  ", text, re.MULTILINE)]
-    assert levels[0] == 10
-    assert levels[-1] == 1
+        assert word.lower() in template.scoring.lower()
+    levels = [int(level) for level in re.findall(r"^(\d+)  ", template.scoring, re.MULTILINE)]
+    assert levels[0] == 10 and levels[-1] == 1 and len(levels) >= 5
     assert levels == sorted(levels, reverse=True)
-    assert len(levels) >= 5
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_there_are_cases_on_both_sides(name: str) -> None:
-    cases = load_preset(name).cases
-    assert len(cases) >= 6
-    assert len({case.name for case in cases}) == len(cases)
-    assert sum(case.at_least is not None for case in cases) >= 2
-    assert sum(case.at_most is not None for case in cases) >= 3
+    names = [case.name for case in template.cases]
+    assert len(set(names)) == len(names) >= 6
+    assert sum(case.at_least is not None for case in template.cases) >= 2
+    assert sum(case.at_most is not None for case in template.cases) >= 3
     for kind in ("master key", "injection", "verbose"):
-        assert any(kind in case.name for case in cases)
-    assert any("terse" in case.name or "short" in case.name for case in cases)
+        assert any(kind in case for case in names)
+    assert any("terse" in case or "short" in case for case in names)
 
 
 def test_each_case_can_be_asked_and_agrees_with_the_gate() -> None:

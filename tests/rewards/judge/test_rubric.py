@@ -6,26 +6,26 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
-from ppo_cli.records import Prompt, Rollout, Score, Scored
+from ppo_cli.records import Prompt, Rollout, Scored
 from ppo_cli.report.metrics import score_metrics
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply, Scale
 from ppo_cli.rewards.judge.reward import JudgeReward
 from ppo_cli.rewards.judge.rubric import Criterion, Rubric, read_rubric
 from ppo_cli.rewards.judge.verdict import read_answer
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import KEYS, WIRES
 from tests.judge_server.wire import fenced
+from tests.rewards.scoring import score_all
 
 Make = Callable[..., JudgeReward]
 BLOCK = re.compile(r"<response-([0-9a-f]+)>\n(.*?)\n?</response-\1>", re.S)
@@ -191,21 +191,9 @@ def test_any_other_answer_is_asked_for_again(text: str, cause: str) -> None:
 
 
 @pytest.fixture
-def make(server: JudgeServer, tmp_path: Path) -> Iterator[Make]:
+def make(judge_of: Make, server: JudgeServer) -> Make:
     server.score = decide
-    made: list[JudgeReward] = []
-
-    def build(wire: str = "openai", **changes: Any) -> JudgeReward:
-        usual = {
-            "enable": True, "type": WIRES[wire], "model": "judge-1", "base_url": server.url(wire),
-            "cache": str(tmp_path / "c.sqlite"), "rubric": "extra_info.rubric",
-        }  # fmt: skip
-        made.append(JudgeReward(ApiReward(**(usual | changes)), environ=KEYS))
-        return made[-1]
-
-    yield build
-    for reward in made:
-        reward.close()
+    return partial(judge_of, rubric="extra_info.rubric")
 
 
 def decide(system: str, user: str) -> str:
@@ -224,12 +212,6 @@ def rollout(number: int, response: str, rubric: Any = None) -> Rollout:
     extra: Mapping[str, Any] = {} if rubric is None else {"rubric": rubric}
     asked = Prompt(str(number), f"Question {number}", (), "", (1,), extra_info=extra)
     return Rollout(asked, 0, (1,), np.zeros(1, np.float32), response, "stop")
-
-
-def score_all(reward: JudgeReward, rollouts: Sequence[Rollout]) -> list[Score]:
-    futures = [reward.submit(one) for one in rollouts]
-    reward.settle()
-    return [future.result(120) for future in futures]
 
 
 def drawn(dice: random.Random, number: int) -> tuple[Rollout, Fraction]:

@@ -26,6 +26,7 @@ from ppo_cli.rewards.local.reward import LocalModelReward
 from ppo_cli.rewards.mixture import CompositeReward
 from tests.rewards.local.spawned import Spawned
 from tests.rewards.local.twins import armorm_twin
+from tests.rewards.scoring import score_all
 
 Make = Callable[..., LoadedModel]
 RewardOf = Callable[..., LocalModelReward]
@@ -44,12 +45,6 @@ def rollouts_of(count: int, seed: int = 3) -> list[Rollout]:
 
 def submit_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> list[Future[Score]]:
     return [reward.submit(rollout) for rollout in rollouts]
-
-
-def score_all(reward: LocalModelReward, rollouts: Sequence[Rollout]) -> list[Score]:
-    futures = submit_all(reward, rollouts)
-    reward.settle()
-    return [future.result(timeout=60) for future in futures]
 
 
 def wait_until(reached: Callable[[], bool]) -> None:

@@ -15,7 +15,7 @@ from ppo_cli.config.reward_schema import ModelReward
 from ppo_cli.rewards.local import checkpoint
 from ppo_cli.rewards.local.base import LoadedModel
 from ppo_cli.rewards.local.checkpoint import pack_left
-from ppo_cli.rewards.local.heads import OBJECTIVES, RowWeights, find_last, load_reward_model
+from ppo_cli.rewards.local.heads import OBJECTIVES, find_last, load_reward_model
 from tests.rewards.local import twins
 from tests.rewards.local.straight import armorm
 
@@ -49,12 +49,6 @@ def test_the_gate_reads_where_the_last_prompt_ends() -> None:
     mask = torch.tensor([[1] * 8, [1] * 6 + [0] * 2, [1] * 7 + [0]])
     assert find_last(ids, mask, (5, 6)).tolist() == [4, 0, -1]
     assert find_last(ids[:, :1], mask[:, :1], (5, 6)).tolist() == [-1, -1, -1]
-
-
-def test_the_weight_of_a_single_output_counts() -> None:
-    for weight, wanted in ((1.0, 2.0), (-1.0, -2.0), (0.5, 1.0)):
-        found = RowWeights((weight,), ("score",)).scores(torch.tensor([[2.0]]))
-        assert found.score_B.tolist() == [wanted] and found.objectives == {}
 
 
 def test_rows_are_packed_to_the_left_and_cut_to_the_longest() -> None:
@@ -93,22 +87,6 @@ def test_a_sample_of_full_length_is_scored(tmp_path: Path) -> None:
         loaded = load(build(tmp_path / build.__name__))
         ids = torch.full((1, loaded.max_length), 65)
         assert loaded.network.score(ids, torch.ones_like(ids)).score_B.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (twins.armorm_twin, {"pad": None}),
-        (twins.armorm_twin, {"pad": "<|eot_id|>"}),
-        (twins.starling_twin, {}),
-        (twins.gpt2_twin, {}),
-        (twins.deberta_twin, {}),
-    ],
-)
-def test_the_pad_token_is_one_that_the_body_knows(
-    build: Callable[..., Path], options: dict[str, Any], tmp_path: Path
-) -> None:
-    assert 0 <= load(build(tmp_path, **options)).pad_token_id < 272
 
 
 def test_the_reason_names_what_was_seen(tmp_path: Path) -> None:

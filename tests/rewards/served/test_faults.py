@@ -41,6 +41,12 @@ def test_only_the_sample_that_is_not_taken_fails(bench: Bench, status: int) -> N
     assert len(bench.server.calls) < 40
 
 
+def test_a_lone_sample_that_is_not_taken_fails_too(bench: Bench) -> None:
+    bench.server.fail(400, holding="poison", message="too long")
+    (score,) = bench.score_all(bench.make(), [bench.rollout(1, "poison")])
+    assert score.failure == "http_400: too long"
+
+
 def test_a_server_that_takes_fewer_rows_gets_fewer(bench: Bench) -> None:
     bench.server.fail(422, rows=4, message="batch size 16 > maximum allowed batch size 4")
     reward = bench.make("openrlhf", request_rows=16, concurrency=1)
@@ -337,6 +343,13 @@ def test_raw_scores_are_had_by_whatever_name(bench: Bench, switch: str) -> None:
     reward.start([bench.prompt()], tell=told.append)
     (score,) = bench.score_all(reward, [bench.rollout(1)])
     assert score.value is not None and score.value > 1.0 and told == []
+
+
+def test_scores_that_are_raw_whatever_is_asked_pass(bench: Bench) -> None:
+    bench.server.switch, bench.server.activation = None, "none"
+    told: list[str] = []
+    bench.make().start([bench.prompt()], tell=told.append)
+    assert told == []
 
 
 def test_scores_that_look_activated_are_told(bench: Bench) -> None:
