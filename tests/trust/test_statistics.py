@@ -213,7 +213,7 @@ def test_the_test_is_exact_for_a_few_and_close_for_many() -> None:
 def test_differences_are_paired_and_cover_the_truth() -> None:
     random = np.random.default_rng(3)
     covered, rejected = 0, 0
-    for _ in range(200):
+    for _ in range(100):
         # 60 prompts of varying difficulty, 2 responses each; the second model is 0.1 better.
         easy = random.uniform(0.1, 0.8, 60)
         draws = [random.random((60, 2)) < (easy + gain)[:, None] for gain in (0.1, 0.0)]
@@ -224,8 +224,8 @@ def test_differences_are_paired_and_cover_the_truth() -> None:
         found = difference(one, other)
         covered += found["low"] <= 0.1 <= found["high"]
         rejected += found["p"] < 0.05
-    assert covered >= 180  # of 190 expected; 3.2 standard deviations below
-    assert 40 < rejected < 160
+    assert covered >= 88  # of 95 expected; 3.2 standard deviations below
+    assert 20 < rejected < 80
     unpaired = difference(one, {"0": other["0"], "1": Answers("", (None, None)), "z": other["1"]})
     assert unpaired["prompts"] == 1
 
