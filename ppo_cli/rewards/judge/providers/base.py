@@ -88,6 +88,17 @@ def place_of(text: str, name: str) -> int | None:
     return found.start() if found else None
 
 
+def http_client(over_aiohttp: Callable[[], T]) -> T | None:
+    """An SDK's client over aiohttp: a call takes a third less CPU time than over httpx.
+
+    None, the SDK's default, where the environment names a SOCKS proxy: aiohttp speaks HTTP only.
+    """
+    from urllib.request import getproxies
+
+    socks = any(address.startswith("socks") for address in getproxies().values())
+    return None if socks else over_aiohttp()
+
+
 class SdkProvider(ABC):
     """One judge behind one official SDK."""
 

@@ -18,6 +18,7 @@ from ppo_cli.rewards.judge.providers.base import (
     attribute,
     bad_body,
     finish,
+    http_client,
     read_row,
     read_usage,
     refused,
@@ -64,9 +65,10 @@ class Judge(SdkProvider):
 
     def connect(self, key: str) -> Any:
         """An AsyncAnthropic client without retries."""
-        from anthropic import AsyncAnthropic
+        from anthropic import AsyncAnthropic, DefaultAioHttpClient
 
-        return AsyncAnthropic(api_key=key, base_url=self.base_url, max_retries=0)
+        http = http_client(DefaultAioHttpClient)
+        return AsyncAnthropic(api_key=key, base_url=self.base_url, max_retries=0, http_client=http)
 
     async def models(self, client: Any) -> list[str] | None:
         """What the models endpoint lists."""

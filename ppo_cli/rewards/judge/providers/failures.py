@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,8 @@ def read_symptoms(error: BaseException) -> Symptoms:
         found = _from_status(error, status, text)
         wordless = status < 300 and not found.codes
         return Symptoms("body", text) if wordless else found
-    if kinds & {"APITimeoutError", "TimeoutException", "TimeoutError"}:
+    lost = _lost_connection(error)
+    if lost is None and kinds & {"APITimeoutError", "TimeoutException", "TimeoutError"}:
         return Symptoms("timeout", text)
     module = type(error).__module__
     if module == "google.auth.exceptions" or "AWS credentials" in text:
@@ -112,7 +113,7 @@ def read_symptoms(error: BaseException) -> Symptoms:
         return Symptoms("connection" if passing else "credentials", text)
     root = module.split(".")[0]
     if "APIConnectionError" in kinds or isinstance(error, OSError):
-        return Symptoms("connection", f"{text} ({_root_cause(error)})")
+        return Symptoms("connection", f"{lost or text} ({_root_cause(error)})")
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return Symptoms("body", f"the reply is not JSON: {text}")
     if root in {"aiohttp", "httpx", "httpx2", "httpcore"}:
@@ -134,9 +135,22 @@ def read_status(error: BaseException) -> int | None:
 
 
 def _root_cause(error: BaseException) -> str:
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return type(error).__name__
+    return type([*_chain(error)][-1]).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lost_connection(error: BaseException) -> str | None:
+    """What aiohttp says of a connection that failed: its adapter to httpx calls that a timeout."""
+    for inner in _chain(error):
+        kinds = {kind.__name__ for kind in type(inner).__mro__}
+        if "ClientConnectionError" in kinds and "TimeoutError" not in kinds:
+            return str(inner)
+    return None
 
 
 def _from_status(error: BaseException, status: int, text: str) -> Symptoms:

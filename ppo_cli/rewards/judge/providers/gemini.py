@@ -87,6 +87,7 @@ class Judge(SdkProvider):
 
     def connect(self, key: str) -> Any:
         """A genai client; one attempt, which also ends the SDK's own second try."""
+        import aiohttp
         from google import genai
         from google.genai import types
 
@@ -95,7 +96,10 @@ class Judge(SdkProvider):
         base, version = found.groups() if found else (self.base_url, None)
         if version is None and self.api.mode == "decision":
             version = "v1beta"  # where the decision endpoint is documented
-        self._session = open_session()
+        # One of ours: the SDK's own warns.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), trust_env=True
+        )
         http = types.HttpOptions(
             base_url=base,
             api_version=version,
@@ -228,15 +232,6 @@ def _contents(question: Question, form: Form) -> str:
     """The prompt; a model without system instructions reads them at its beginning."""
     apart = form.get("system_instruction") == "apart" or not question.system
     return question.user if apart else f"{question.system}\n\n{question.user}"
-
-
-def open_session() -> Any:
-    """An aiohttp session for the SDK, whose own one warns; None where aiohttp is missing."""
-    try:
-        import aiohttp
-    except ImportError:
-        return None
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=True)
 
 
 def read_content(reply: Any) -> Reply:

@@ -23,6 +23,7 @@ from ppo_cli.rewards.judge.providers.base import (
     by_level,
     criteria,
     finish,
+    http_client,
     read_row,
     read_usage,
     refused,
@@ -81,9 +82,10 @@ class Judge(SdkProvider):
 
     def connect(self, key: str) -> Any:
         """An AsyncOpenAI client without retries."""
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAioHttpClient
 
-        return AsyncOpenAI(api_key=key, base_url=self.base_url, max_retries=0)
+        http = http_client(DefaultAioHttpClient)
+        return AsyncOpenAI(api_key=key, base_url=self.base_url, max_retries=0, http_client=http)
 
     async def models(self, client: Any) -> list[str] | None:
         """What the models endpoint lists."""
@@ -187,11 +189,14 @@ class Azure(Judge):
 
     def connect(self, key: str) -> Any:
         """An AsyncAzureOpenAI client without retries; the key may be a token of Entra ID."""
-        from openai import AsyncAzureOpenAI
+        from openai import AsyncAzureOpenAI, DefaultAioHttpClient
 
         token = self._key.variable == "AZURE_OPENAI_AD_TOKEN"
         let_in: dict[str, Any] = {"azure_ad_token": key} if token else {"api_key": key}
-        return AsyncAzureOpenAI(azure_endpoint=self.base_url, max_retries=0, **let_in)
+        return AsyncAzureOpenAI(
+            azure_endpoint=self.base_url, max_retries=0,
+            http_client=http_client(DefaultAioHttpClient), **let_in,
+        )  # fmt: skip
 
 
 def _outcome(row: Mapping[str, Any]) -> Reply | JudgeError:
