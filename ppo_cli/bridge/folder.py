@@ -175,8 +175,9 @@ def prompts_of(config: Config, split: Split) -> list[Prompt]:
     """Return the prompts of a split, with the system prompt, not rendered."""
     data = config.data
     files, most = split_files(config, split)
-    keys = {"prompt_key": data.prompt_key, "source_key": data.reward_fn_key}
-    sets = load_sets(files, **keys, max_samples=most)
+    sets = load_sets(
+        files, prompt_key=data.prompt_key, source_key=data.reward_fn_key, max_samples=most
+    )
     found = [
         prompt_of(f"{split}:{label}", row)
         for rows, label in zip(sets, unique_labels(sets), strict=True)
