@@ -5,15 +5,17 @@
 A random Qwen2 of 10 million parameters in float32, packed rows, settings as `ppo train` has them:
 sampling, annotation and update of 4 responses of 64 tokens, of 32 such responses, and of 4 of 256
 tokens. Each size has a process of its own; they take turns. Printed are the median processor
-seconds of each verb, the peak above the loaded models in MiB, and both as ratios to the first size:
-at most the ratio of tokens is linear. Attention grows with the square of a row, and counts little
-here.
+seconds of each verb and the peak above the loaded models in MiB, with ratios to the first size: at
+most the ratio of tokens is linear. Attention grows with the square of a row, and counts little.
+Then the peak above the libraries is compared with the sum on paper: three models, the moments of
+two, one gradient, and the most that autograd holds of activations at a time.
 Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -21,16 +23,22 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_speed import with_scores
 from step_against_trl import make_model
-from transformers import AutoTokenizer
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.algo.batch import build_batch
+from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
@@ -52,6 +60,8 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.size:
+        measure(str(model_folder("embedded")), 1, 2)  # what libraries take for themselves
+        gc.collect()
         print(json.dumps(measure(asked.model, *SIZES[asked.size])))
         return
     found: dict[str, list[Measured]] = {size: [] for size in SIZES}
@@ -69,8 +79,10 @@ def main() -> None:
     first, (rows, tokens) = next(iter(medians.values())), next(iter(SIZES.values()))
     for size, median in medians.items():
         grown = SIZES[size][0] * (PROMPT + SIZES[size][1]) / (rows * (PROMPT + tokens))
+        peak, paper = median.pop("peak"), median.pop("paper")
         shown = ", ".join(f"{n} {v:.2f} ({v / first[n]:.2f})" for n, v in median.items())
         print(f"{size:14} tokens x {grown:.1f}: {shown}")
+        print(f"{'':14} peak {peak:.0f} MiB, on paper {paper:.0f}: {peak / paper:.2f}")
 
 
 def measure(folder: str, rows: int, tokens: int) -> Measured:
@@ -82,11 +94,12 @@ def measure(folder: str, rows: int, tokens: int) -> Measured:
         }),
         lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
+    libraries, saved = resident(), Saved()
     engine = LocalEngine(config, AutoTokenizer.from_pretrained(folder), total_steps=10)
     loaded = resident()
     generator = torch.Generator().manual_seed(0)
     prompts = [
-        Prompt(str(i), "", (), "", tuple(torch.randint(5, 8000, (PROMPT,), generator=generator)
+        Prompt(str(i), "", (), "", tuple(torch.randint(5, 282, (PROMPT,), generator=generator)
         .tolist())) for i in range(rows)
     ]  # fmt: skip
     seconds: list[Measured] = []
@@ -96,14 +109,52 @@ def measure(folder: str, rows: int, tokens: int) -> Measured:
         batch = build_batch(drawn, pad_token_id=1)
         annotated, annotate = timed(lambda b=batch: engine.annotate(b))
         minibatch = MiniBatch(with_scores(annotated), actor=True, critic=True)
-        _, step = timed(lambda m=minibatch: engine.step(m))
+        with saved if turn == 0 else nullcontext():
+            _, step = timed(lambda m=minibatch: engine.step(m))
         engine.publish()
         if turn:
             seconds.append({"generate": generate, "annotate": annotate, "step": step})
     engine.close()
+    peak = resident()
+    model = sum(p.nbytes for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     return {what: min(one[what] for one in seconds) for what in seconds[0]} | {
-        "MiB": resident() - loaded
+        "MiB": peak - loaded,
+        "peak": peak - libraries,
+        "paper": ((3 + 4 + 1) * model + saved.most) / 2**20,
     }
+
+
+@dataclass(eq=False)
+class Held:
+    """A tensor as long as autograd keeps it."""
+
+    tensor: Tensor
+
+
+class Saved(saved_tensors_hooks):
+    """What autograd keeps for backward passes in this block, `most` bytes of it at a time.
+
+    Parameters do not count, and what is kept twice counts once.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._holders: dict[int, int] = {}
+        super().__init__(self._pack, lambda held: held.tensor)
+
+    def _pack(self, tensor: Tensor) -> Held:
+        held = Held(tensor)
+        if not isinstance(tensor, torch.nn.Parameter):
+            memory = tensor.untyped_storage()
+            self._count(memory.data_ptr(), memory.nbytes(), 1)
+            weakref.finalize(held, self._count, memory.data_ptr(), memory.nbytes(), -1)
+        return held
+
+    def _count(self, place: int, size: int, change: int) -> None:
+        before = self._holders.get(place, 0)
+        self._holders[place] = before + change
+        self.now += size * (bool(before + change) - bool(before))
+        self.most = max(self.most, self.now)
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

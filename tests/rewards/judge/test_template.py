@@ -369,5 +369,5 @@ def test_a_missing_file_is_told_with_its_nearest(tmp_path: Path) -> None:
     (tmp_path / "judge.yaml").touch()
     with pytest.raises(RewardError, match=r"no such file\. Did you mean 'judge\.yaml'\?"):
         load_template(ApiReward(prompt_file=str(tmp_path / "jugde.yaml")))
-    with pytest.raises(RewardError, match="cannot be read"):
+    with pytest.raises(RewardError, match="this is a folder"):
         load_template(ApiReward(prompt_file=str(tmp_path)))
