@@ -265,8 +265,8 @@ class Sampler(Protocol):
     def load_weights(self, weights: Weights) -> bool:
         """Take new weights, complete, and forget whatever was cached under the old ones.
 
-        Returns whether they are read where they lie, as they stay there: the next ones are in
-        use as soon as they are written, and need not be given.
+        Returns whether they are read in place (`stays`): the next ones are then in use as soon as
+        they are written, without another call.
         """
         ...
 

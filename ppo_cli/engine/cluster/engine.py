@@ -91,7 +91,7 @@ class Publisher:
         self._sleepers = sleepers
         self._awake = True
         self._connected = False
-        self._in_place = False  # samplers read what the first rank writes, and need no word
+        self._in_place = False  # samplers read the memory that the first rank writes
 
     def connect(self, plan: ExchangePlan) -> None:
         """Have learner and samplers meet; from now on weights go from process to process."""

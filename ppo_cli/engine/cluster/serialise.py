@@ -60,11 +60,12 @@ ALIGNED = 64  # bytes, as an allocator would
 
 
 class SharedTensors(Mapping[str, Tensor]):
-    """CPU tensors in memory that processes of one node and user share; pickled, they stay there.
+    """CPU tensors in memory that processes of one node and user share.
 
-    They are written in place, so that pages are taken once: each put into Ray's store takes new
-    ones. The memory has no name, and goes with the last process that has it. Only on Linux, and
-    only while the process that made it lives can others open it.
+    Pickling sends their place, not their bytes. They are written in place, so that pages are taken
+    once: each put into Ray's store takes new ones. The memory has no name, and goes with the last
+    process that has it. Only on Linux, and only while the process that made it lives can others
+    open it.
     """
 
     def __init__(self, path: str, size: int, places: bytes) -> None:

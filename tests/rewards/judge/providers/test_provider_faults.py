@@ -266,7 +266,7 @@ def test_an_sdk_that_does_not_start_is_fatal(
 
 
 @pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
-# anthropic's client complains as it goes, where it was never whole.
+# anthropic's client raises in __del__ when its constructor has failed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("wire", ["openai", "claude"])
 def test_a_socks_proxy_is_not_spoken_to_in_http(
