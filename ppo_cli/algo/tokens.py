@@ -78,13 +78,11 @@ def gather_logprobs_entropy(
         raise ValueError(f"{hidden_NH.shape[0]} hidden states for {targets_N.shape[0]} targets")
 
     def one_chunk(hidden_nH: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
-        logits_nV = _scaled_logits(hidden_nH, head, temperature)
-        logsumexp_n = torch.logsumexp(logits_nV, dim=-1)
-        picked_n = logits_nV.gather(-1, targets_n[:, None]).squeeze(-1)
+        logp_nV = _scaled_logits(hidden_nH, head, temperature).log_softmax(dim=-1)
+        picked_n = logp_nV.gather(-1, targets_n[:, None]).squeeze(-1)
         if not with_entropy:
-            return picked_n - logsumexp_n, torch.zeros_like(logsumexp_n)
-        mean_logit_n = (logits_nV.softmax(dim=-1) * logits_nV).sum(dim=-1)
-        return picked_n - logsumexp_n, logsumexp_n - mean_logit_n
+            return picked_n, torch.zeros_like(picked_n)
+        return picked_n, -torch.linalg.vecdot(logp_nV.exp(), logp_nV)
 
     parts = [
         _recomputed(one_chunk, hidden_NH[at], targets_N[at])
@@ -146,7 +144,8 @@ def _chunks(n: int, chunk: int) -> Iterator[slice]:
 
 
 def _scaled_logits(hidden_nH: Tensor, head: Head, temperature: float) -> Tensor:
-    return head(hidden_nH).float() / temperature
+    logits_nV = head(hidden_nH).float()
+    return logits_nV if temperature == 1 else logits_nV / temperature
 
 
 def _recomputed(function: Callable[..., R], *inputs: Tensor) -> R:

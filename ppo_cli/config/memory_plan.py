@@ -10,6 +10,7 @@ from ppo_cli.config.derived import (
     PlanPart,
     gen_batch,
     gpus_per_node,
+    matmul_library,
     sampler_name,
     uses_critic,
     uses_reference,
@@ -85,6 +86,7 @@ def memory_plan(config: Config) -> PlanPart:
         if why
         else "old log-probs are the sampler's, which computes with the actor's own weights"
     )
+    layout += matmul_plan(config)
     shapes, there = read_shapes(config), device_memory(config)
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):
@@ -121,6 +123,15 @@ def memory_plan(config: Config) -> PlanPart:
         "changes": changes,
     }
     return PlanPart((*said, *layout), facts)
+
+
+def matmul_plan(config: Config) -> list[str]:
+    """Say what multiplies the matrices of models in float32 on the CPU."""
+    if gpus_per_node(config) or config.model.dtype == "bfloat16":
+        return []
+    asked = config.model.float32_matmul
+    library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(asked)]
+    return [f"{library} multiplies float32 matrices{', as set' if asked else ''}"]
 
 
 def keep_activations(config: Config, tell: Callable[[str], None]) -> Config:

@@ -35,6 +35,11 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "Computing precision; unset: bfloat16 on a GPU, float32 without one.", flag="--dtype"
     )
+    float32_matmul: Literal["blas", "onednn"] | None = setting(
+        None,
+        "What multiplies float32 matrices on the CPU; unset: onednn on AMD processors with "
+        "AVX-512, of which torch's BLAS (MKL) uses half the width, else blas.",
+    )
     enable_gradient_checkpointing: bool | None = setting(
         None, "Recompute activations in the backward pass; unset: where memory is short."
     )

@@ -6,10 +6,11 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +34,48 @@ class Compute:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+def multiply_with(library: Literal["blas", "onednn"]) -> bool:
+    """Have oneDNN or torch's BLAS multiply float32 matrices on the CPU; whether it is so now.
+
+    torch gives these products to oneDNN where bfloat16 is allowed inside of them. Without AMX
+    oneDNN computes them in float32 nonetheless, twice as fast as MKL on AMD's processors with
+    AVX-512 (docs/log.md). That it does so is tried: where products are rounded, BLAS stays.
+    """
+    products = _products()
+    products.fp32_precision = "bf16" if library == "onednn" else "none"
+    if library == "onednn" and not _multiplies_exactly():
+        products.fp32_precision = "none"
+    return using_onednn() == (library == "onednn")
+
+
+def using_onednn() -> bool:
+    """Whether oneDNN multiplies float32 matrices."""
+    return bool(_products().fp32_precision == "bf16")
+
+
+def _products() -> Any:
+    backend: Any = torch.backends.mkldnn  # torch puts an object in the place of the module
+    return backend.matmul
+
+
+@contextmanager
+def products_by_blas() -> Iterator[None]:
+    """Leave products in this block to BLAS: many small ones at once are slower with oneDNN."""
+    products = _products()
+    held, products.fp32_precision = products.fp32_precision, "none"
+    try:
+        yield
+    finally:
+        products.fp32_precision = held
+
+
+def _multiplies_exactly() -> bool:
+    """Whether a product of numbers that bfloat16 cannot hold is right to float32's precision."""
+    number = 1 + 2.0**-12
+    product = torch.full((64, 64), number) @ torch.full((64, 64), number)
+    return bool(((product.double() / (64 * number**2) - 1).abs() < 1e-6).all())
 
 
 def set_threads(wanted: int | None, environ: Mapping[str, str] = os.environ) -> None:

@@ -27,20 +27,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import publishes_adapter
+from ppo_cli.config.derived import matmul_library, publishes_adapter
 from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
-from ppo_cli.engine.device import Compute
+from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
-from ppo_cli.engine.models import (
-    adapted,
-    decode_text,
-    load_policy,
-    plan_layers,
-    stop_token_ids,
-)
+from ppo_cli.engine.models import adapted, decode_text, load_policy, plan_layers, stop_token_ids
+from ppo_cli.engine.packing import choose_attention
 from ppo_cli.engine.rows import BY_ROWS
 from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
@@ -222,6 +217,8 @@ class HFSampler:
         self._autocast = nullcontext if compute is None else compute.autocast
         self._num_layers, has_sliding = plan_layers(model.config)
         attention = model.config._attn_implementation
+        # Other attention does not leave small products to BLAS by itself, as `attend_by_rows` does.
+        self._decoding = nullcontext if attention == BY_ROWS else products_by_blas
         self._takes_ready_mask = not has_sliding and attention in ("sdpa", BY_ROWS)
 
     def generate(
@@ -264,7 +261,7 @@ class HFSampler:
         return in_place
 
     def sleep(self) -> None:
-        """Give back what the allocator keeps; nothing else but the weights is held."""
+        """Give back what the allocator keeps."""
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -366,15 +363,16 @@ class HFSampler:
     def _decode(self, running: Running, sampling: Sampling) -> list[tuple[Rows, int]]:
         """Feed the last tokens and draw the next; return the rows that finish."""
         length = running.cache.get_seq_length()
-        device = self._model.device
-        out = self._model(
-            input_ids=torch.from_numpy(running.rows.last_R).to(device)[:, None],
-            attention_mask=self._mask(running, length + 1),
-            position_ids=(length - running.starts_R)[:, None],
-            past_key_values=running.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        last_R1 = torch.from_numpy(running.rows.last_R).to(self._model.device)[:, None]
+        with self._decoding():
+            out = self._model(
+                input_ids=last_R1,
+                attention_mask=self._mask(running, length + 1),
+                position_ids=(length - running.starts_R)[:, None],
+                past_key_values=running.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return self._record(running.rows, out.logits[:, -1], sampling)
 
     def _mask(self, running: Running, length: int) -> Tensor | None:
@@ -514,6 +512,7 @@ def sample_from(
 def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     """A sampler with a model of its own."""
     settings = config.model
+    multiply_with(matmul_library(settings.float32_matmul))
     policy = load_policy(
         model_folder(settings.path),
         trust_remote_code=settings.trust_remote_code,
@@ -521,6 +520,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
     )
     inject = adapt(settings, config.trainer.seed) if publishes_adapter(config) else None
     model = adapted(policy, inject).model
+    choose_attention(model)
     model.requires_grad_(False).eval().to(Compute.choose(settings.dtype).device)
     return sample_from(model, config, tokenizer)
 

@@ -23,6 +23,7 @@ from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_path,
+    matmul_library,
     publishes_adapter,
     uses_critic,
     uses_reference,
@@ -39,7 +40,7 @@ from ppo_cli.engine.checkpoint import (
     saved_model,
     take_snapshot,
 )
-from ppo_cli.engine.device import Compute, keep_freed_memory, set_threads
+from ppo_cli.engine.device import Compute, keep_freed_memory, multiply_with, set_threads
 from ppo_cli.engine.hf_sampler import sample_from
 from ppo_cli.engine.lora import (
     adapt,
@@ -83,10 +84,12 @@ class Learner:
         self._tokenizer = tokenizer
         self._ranks = ranks
         self._compute = Compute.choose(config.model.dtype)
+        self.remarks: list[str] = []
+        if not multiply_with(matmul_library(config.model.float32_matmul)):
+            self.remarks.append("oneDNN would round products of float32 here: BLAS computes them.")
         self.weight_version = 0  # how often `publish` was called in this run
         self._profiler = Profiler(config, profiles, f"rank_{ranks.rank}")
         self._files: dict[str, dict[str, bytes]] = {}  # of checkpoints; they never change
-        self.remarks: list[str] = []
         self.policy = self._load_policy(
             model_folder(config.model.path),
             config.actor.fsdp_config,

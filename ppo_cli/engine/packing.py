@@ -46,7 +46,7 @@ def pack(
     for all its rows; None is for where that was measured to be faster, the CPU.
     """
     attention = loaded.model.config._attn_implementation
-    packing = _choose(loaded.model)
+    packing = choose_attention(loaded.model)
     shares = compute.device.type == "cpu" if shares is None else shares
     packed: Loaded = replace(
         loaded, packing=packing, shares_prompts=shares and packing is Packing.BY_ROWS
@@ -81,7 +81,7 @@ def micro_batch_budget(tokens: int, rows: int | None, *models: Policy | ValueMod
     return Budget(tokens, rows, packed=packed, shared=shared)
 
 
-def _choose(model: Any) -> Packing:
+def choose_attention(model: Any) -> Packing:
     """Attend by rows where attention is plain; else leave it to masks, which windows need too."""
     config = model.config
     if config._attn_implementation == "sdpa" and _is_plain(config):

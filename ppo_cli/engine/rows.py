@@ -6,12 +6,14 @@ itself, and the work grows with the rows, not with the square of what they hold 
 go on from the first tokens of another: the prompt of several responses is then computed once, but
 for attention (the idea of PrefixGrouper, arXiv 2506.05433).
 Legend: B rows, L tokens, T response tokens, N response tokens of all rows, H hidden size, h heads,
-d size of a head.
+d size of a head; of attention by products n tokens and m that they look at, k heads of keys, q
+queries of all heads that share a key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -24,7 +26,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ppo_cli.algo.batch import Batch, TrainBatch
+from ppo_cli.engine.device import products_by_blas, using_onednn
 
+LONGEST = 512  # tokens up to which products are faster than SDPA's kernel on the CPU
+STEP = 32  # lengths are rounded up to multiples: oneDNN writes code for each shape that it meets
 BY_ROWS = "sdpa_by_rows"  # a model's attention that takes ends of rows for a mask
 ENDS = torch.int32  # real masks are bool or floating
 AMPERE = (8, 0)
@@ -81,9 +86,12 @@ def attend_by_rows(
 ) -> tuple[Tensor, None]:
     """SDPA; given `rows_113B` for a mask, causal within each row and blind beyond it."""
     if attention_mask is None or attention_mask.dtype != ENDS:
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
-        )
+        # A token that looks back makes many small products, for which oneDNN is slow.
+        looks_back = query_1hLd.shape[2] == 1 and using_onednn()
+        with products_by_blas() if looks_back else nullcontext():
+            found: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
+            )
         return found
     for more in ("sliding_window", "position_bias"):
         if options.get(more) is not None:
@@ -92,6 +100,13 @@ def attend_by_rows(
     ends, leads, shared = attention_mask[0, 0]
     if _has_kernel(query_1hLd, value_1hLd) and not shared.any():
         return _attend_at_once(*states, ends, options.get("scaling")), None
+    if _suits_products(query_1hLd, ends, shared) and not options.get("dropout"):
+        size = query_1hLd.shape[-1]
+        scaled_hLd = query_1hLd[0] * (options.get("scaling") or size**-0.5)
+        told = enumerate(zip(leads[1:].tolist(), shared[1:].tolist(), strict=True))
+        spans = [Span.of(ends.tolist(), at, *row) for at, row in told]
+        out_Lhd: Tensor = RowProducts.apply(scaled_hLd, key_1hLd[0], value_1hLd[0], spans)  # type: ignore[no-untyped-call]
+        return out_Lhd[None], None
     rows = zip(
         *(_whole_rows(s, ends.diff().tolist(), leads[1:].tolist(), shared[1:].tolist())
           for s in states),
@@ -111,6 +126,120 @@ def _whole_rows(
         torch.cat((own[lead][:, :, :count], row), dim=2) if count else row
         for row, lead, count in zip(own, leads, shared, strict=True)
     ]
+
+
+def _suits_products(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
+    """Whether `RowProducts` is the faster way: short rows in float32 that oneDNN multiplies."""
+    return (
+        query_1hLd.device.type == "cpu"
+        and _dtype(query_1hLd) == torch.float32
+        and using_onednn()
+        and int((ends.diff() + shared[1:]).max()) <= LONGEST
+    )
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of a row among all: its `own`, and those of another row that it goes on from.
+
+    `wide` and `wide_lead` go on beyond them, so that few lengths occur; what lies there is masked.
+    """
+
+    own: slice
+    wide: slice
+    lead: slice
+    wide_lead: slice
+
+    @classmethod
+    def of(cls, ends: Sequence[int], at: int, lead: int, shared: int) -> Span:
+        """Row `at` of rows with these ends, which goes on from so many tokens of row `lead`."""
+
+        def widened(start: int, length: int) -> slice:
+            return slice(start, min(start + -(-length // STEP) * STEP, ends[-1]))
+
+        start, first = ends[at], ends[lead]
+        return cls(
+            slice(start, ends[at + 1]), widened(start, ends[at + 1] - start),
+            slice(first, first + shared), widened(first, shared),
+        )  # fmt: skip
+
+    def seen(self, states_kLd: Tensor) -> Tensor:
+        """Of keys or values: what this row looks at."""
+        own_knd = states_kLd[:, self.wide]
+        if self.lead.start == self.lead.stop:
+            return own_knd
+        return torch.cat((states_kLd[:, self.wide_lead], own_knd), dim=1)
+
+    def add(self, total_kLd: Tensor, part_kmd: Tensor) -> None:
+        """Add gradients of what was `seen` to those of all tokens."""
+        leads = self.wide_lead.stop - self.wide_lead.start
+        shared, own = (at.stop - at.start for at in (self.lead, self.own))
+        total_kLd[:, self.lead] += part_kmd[:, :shared]
+        total_kLd[:, self.own] += part_kmd[:, leads : leads + own]
+
+    def probabilities(self, query_kqd: Tensor, key_kmd: Tensor) -> Tensor:
+        """softmax(q k^T), each query blind to what comes after it."""
+        count = self.wide.stop - self.wide.start
+        mask_nm = query_kqd.new_full((count, count), -torch.inf).triu_(1)
+        leads = key_kmd.shape[1] - count
+        if leads:
+            blind_l = query_kqd.new_zeros(leads)
+            blind_l[self.lead.stop - self.lead.start :] = -torch.inf
+            mask_nm = torch.cat((blind_l.expand(count, leads), mask_nm), dim=1)
+        mask_qm = mask_nm.repeat(query_kqd.shape[1] // count, 1)
+        return torch.baddbmm(mask_qm, query_kqd, key_kmd.mT).softmax(-1)
+
+
+class RowProducts(torch.autograd.Function):
+    """Attention of each row by itself as matrix products: softmax(q k^T) v, q scaled already.
+
+    Keys and values may have fewer heads (k) than queries (h). Probabilities are computed again in
+    the backward pass, so that nothing is kept but what autograd holds anyway.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_hLd: Tensor, key_kLd: Tensor, value_kLd: Tensor, spans: Sequence[Span]
+    ) -> Tensor:
+        """(tokens, heads, size of a value)."""
+        ctx.save_for_backward(query_hLd, key_kLd, value_kLd)
+        ctx.spans = spans
+        heads, tokens, _ = query_hLd.shape
+        out_Lhd = query_hLd.new_empty((tokens, heads, value_kLd.shape[-1]))
+        for span in spans:
+            query_kqd = _by_key(query_hLd[:, span.wide], len(key_kLd))
+            p_kqm = span.probabilities(query_kqd, span.seen(key_kLd))
+            found_hnd = (p_kqm @ span.seen(value_kLd)).unflatten(1, (heads // len(key_kLd), -1))
+            own = span.own.stop - span.own.start
+            out_Lhd[span.own] = found_hnd.flatten(0, 1)[:, :own].transpose(0, 1)
+        return out_Lhd
+
+    @staticmethod
+    def backward(ctx: Any, grad_Lhd: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values."""
+        query_hLd, key_kLd, value_kLd = ctx.saved_tensors
+        keys = len(key_kLd)
+        repeats = len(query_hLd) // keys
+        grads = (torch.empty_like(query_hLd), *map(torch.zeros_like, (key_kLd, value_kLd)))
+        for span in ctx.spans:
+            own = span.own.stop - span.own.start
+            query_kqd = _by_key(query_hLd[:, span.wide], keys)
+            grad_kqd = _by_key(grad_Lhd[span.wide].transpose(0, 1), keys)
+            key_kmd, value_kmd = span.seen(key_kLd), span.seen(value_kLd)
+            p_kqm = span.probabilities(query_kqd, key_kmd)
+            p_kqm.unflatten(1, (repeats, -1))[:, :, own:] = 0.0
+            span.add(grads[2], p_kqm.mT @ grad_kqd)
+            ds_kqm = torch._softmax_backward_data(grad_kqd @ value_kmd.mT, p_kqm, -1, p_kqm.dtype)
+            found_hnd = (ds_kqm @ key_kmd).unflatten(1, (repeats, -1)).flatten(0, 1)
+            grads[0][:, span.own] = found_hnd[:, :own]
+            span.add(grads[1], ds_kqm.mT @ query_kqd)
+        return *grads, None
+
+
+def _by_key(states_hnd: Tensor, keys: int) -> Tensor:
+    """Queries of all heads that share a key, one after the other: (k, q, d)."""
+    states_krnd: Tensor = states_hnd.unflatten(0, (keys, -1))
+    return states_krnd.flatten(1, 2)
 
 
 def _has_kernel(query_1hLd: Tensor, value_1hLd: Tensor) -> bool:

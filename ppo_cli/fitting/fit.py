@@ -18,7 +18,8 @@ import torch
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.engine.device import Compute
+from ppo_cli.config.derived import matmul_library
+from ppo_cli.engine.device import Compute, multiply_with
 from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
 from ppo_cli.fitting.preferences import (
     EncodedPair,
@@ -106,6 +107,7 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     split, dropped = read_split(settings, screen)
     recipe = settings.recipe
+    multiply_with(matmul_library(None))
     network = load_to_fit(
         model_folder(settings.model),
         compute=Compute.choose(recipe.dtype),

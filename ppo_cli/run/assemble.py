@@ -35,7 +35,7 @@ from ppo_cli.config.derived import (
     split_files,
 )
 from ppo_cli.config.keys import value_of
-from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.memory_plan import keep_activations, matmul_plan
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import with_devices
@@ -255,6 +255,8 @@ class Engines:
 
     def _make(self) -> Engine:
         self.config = keep_activations(self.config, self.tell)
+        for line in matmul_plan(self.config):
+            self.tell(f"CPU: {line}")
         if engine_name(self.config) == "local":
             return LocalEngine(
                 self.config, self.tokenizer, total_steps=self.total_steps, tell=self.tell,

