@@ -9,6 +9,9 @@
 
 A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many lengths, settings as
 `ppo train` has them without a flag. A ratio is how many times as fast we are; medians of pairs.
+The other side runs as torch ships: its BLAS multiplies the matrices, where ours may leave them to
+oneDNN (`model.float32_matmul`). With `--quick` BLAS does so for both, so that ratios hold on other
+processors too; what oneDNN brings is a line of its own there, on processors that it is chosen for.
 The bare loops take as many tokens as our rows hold, all rows of one length, so that they pad
 nothing: forward and backward passes with logits at response tokens and AdamW for actor and critic;
 for `annotate` passes of reference and critic alone, as old log-probs are the sampler's. Responses
@@ -29,7 +32,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import shared_prompts
 import torch
@@ -39,9 +44,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
+from ppo_cli.config.derived import matmul_library
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
+from ppo_cli.engine.device import multiply_with
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.records import Prompt
@@ -119,9 +126,21 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def by(library: Literal["blas", "onednn"], work: Callable[[], object]) -> Callable[[], object]:
+    """The same work, with matrices multiplied so."""
+
+    def run() -> None:
+        multiply_with(library)
+        work()
+
+    return run
+
+
 def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
     """What is compared: theirs and ours, by the name that the table shows."""
     size = argparse.Namespace(small=False, rows=8 if quick else 16)
+    chosen = matmul_library(None)
+    own: Literal["blas", "onednn"] = "blas" if quick else chosen
     config = keep_activations(
         Config.model_validate({
             "model": {"path": str(folder), "dtype": "float32"},
@@ -146,18 +165,21 @@ def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
     )
     texts = [json.loads(line)["prompt"] for line in lines]
     minibatch = MiniBatch(scored, actor=True, critic=True)
-    return [
-        (
-            "`step` against forward, backward and AdamW",
-            (bare.step, lambda: learner.step(minibatch)),
-        ),
-        ("`annotate` against forward passes", (bare.annotate, lambda: learner.annotate(batch))),
+    step = partial(learner.step, minibatch)
+    pairs = [
+        ("`step` against forward, backward and AdamW", bare.step, step),
+        ("`annotate` against forward passes", bare.annotate, partial(learner.annotate, batch)),
         (
             "sampling against `model.generate`",
-            sampling_pair(learner.policy.model, tokenizer, texts),
+            *sampling_pair(learner.policy.model, tokenizer, texts),
         ),
-        ("8 responses a prompt, against the prompt for each", shared_pair(folder, quick)),
+        ("8 responses a prompt, against the prompt for each", *shared_pair(folder, quick)),
     ]
+    found = [(what, (by("blas", theirs), by(own, ours))) for what, theirs, ours in pairs[:3]]
+    found += [(what, (by(own, theirs), by(own, ours))) for what, theirs, ours in pairs[3:]]
+    if quick and chosen == "onednn":
+        found.append(("`step` by oneDNN, against BLAS", (by("blas", step), by(chosen, step))))
+    return found
 
 
 def shared_pair(folder: Path, quick: bool) -> Pair:

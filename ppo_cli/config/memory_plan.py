@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ppo_cli.allocator import find_jemalloc
 from ppo_cli.config.derived import (
     PlanPart,
+    engine_name,
     gen_batch,
     gpus_per_node,
     matmul_library,
@@ -86,7 +88,7 @@ def memory_plan(config: Config) -> PlanPart:
         if why
         else "old log-probs are the sampler's, which computes with the actor's own weights"
     )
-    layout += matmul_plan(config)
+    layout += cpu_plan(config)
     shapes, there = read_shapes(config), device_memory(config)
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):
@@ -125,13 +127,18 @@ def memory_plan(config: Config) -> PlanPart:
     return PlanPart((*said, *layout), facts)
 
 
-def matmul_plan(config: Config) -> list[str]:
-    """Say what multiplies the matrices of models in float32 on the CPU."""
-    if gpus_per_node(config) or config.model.dtype == "bfloat16":
+def cpu_plan(config: Config) -> list[str]:
+    """Say what multiplies matrices and what gives out memory where models are on the CPU."""
+    if gpus_per_node(config):
         return []
-    asked = config.model.float32_matmul
-    library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(asked)]
-    return [f"{library} multiplies float32 matrices{', as set' if asked else ''}"]
+    said = []
+    if config.model.dtype != "bfloat16":
+        asked = config.model.float32_matmul
+        library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(asked)]
+        said.append(f"{library} multiplies float32 matrices{', as set' if asked else ''}")
+    if engine_name(config) == "local" and find_jemalloc():
+        said.append("jemalloc gives out memory")
+    return said
 
 
 def keep_activations(config: Config, tell: Callable[[str], None]) -> Config:

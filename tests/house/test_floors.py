@@ -10,7 +10,17 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-GROUND = {"atomic", "errors", "keeper", "moments", "records", "redact", "signals", "thoughts"}
+GROUND = {
+    "allocator",
+    "atomic",
+    "errors",
+    "keeper",
+    "moments",
+    "records",
+    "redact",
+    "signals",
+    "thoughts",
+}
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
 LOOP = {"loop", "train"}
 MAY: dict[str, set[str]] = {

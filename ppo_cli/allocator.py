@@ -1,0 +1,52 @@
+"""Which allocator a run on the CPU has: jemalloc where Ray brings it, else the system's.
+
+glibc cannot put an aligned block into a freed one of its size, so that tensors which come and go
+leave holes: a step takes a fifth more memory, and more time (docs/log.md). An allocator must be
+there when a process begins, so commands that compute replace their process by one with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+CHOICE = "PPO_ALLOCATOR"  # "system" switches it off
+STARTED = "jemalloc"  # its value while a process is replaced
+# What is freed stays for the next tensors, as `keep_freed_memory` has it with glibc.
+SETTINGS = "dirty_decay_ms:-1,muzzy_decay_ms:-1"
+
+
+def find_jemalloc(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Ray's copy, where it can be used: Linux on x86-64, no GPU, nothing else asked for.
+
+    Other processors may have larger pages than it was built for.
+    """
+    on_x86_64 = sys.platform == "linux" and os.uname().machine == "x86_64"
+    if not on_x86_64 or Path("/dev/nvidiactl").exists():
+        return None
+    if any(environ.get(name) for name in (CHOICE, "LD_PRELOAD", "MALLOC_CONF")):
+        return None
+    ray = find_spec("ray")
+    if ray is None or ray.origin is None:
+        return None
+    library = Path(ray.origin).parent / "core/libjemalloc.so"
+    return library if library.is_file() else None
+
+
+def start_with_jemalloc() -> None:
+    """Replace this process by the same one with jemalloc; returns where that is done or not due.
+
+    Its own children have the system's allocator: they inherit nothing of this.
+    """
+    if os.environ.get(CHOICE) == STARTED:
+        for name in (CHOICE, "LD_PRELOAD", "MALLOC_CONF"):
+            os.environ.pop(name, None)
+        return
+    library = find_jemalloc()
+    if library is None:
+        return
+    told = {CHOICE: STARTED, "LD_PRELOAD": str(library), "MALLOC_CONF": SETTINGS}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | told)

@@ -1,0 +1,83 @@
+"""A run on the CPU has jemalloc from its first moment, and nobody else gets it from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_cli.allocator import find_jemalloc
+from ppo_cli.cli.app import main
+
+# What a process has after it asked, and what its children will.
+PROBE = """
+import json, os, sys
+from pathlib import Path
+from ppo_cli.allocator import start_with_jemalloc
+start_with_jemalloc()
+loaded = "libjemalloc" in Path("/proc/self/maps").read_text()
+left = [n for n in ("LD_PRELOAD", "MALLOC_CONF", "PPO_ALLOCATOR") if n in os.environ]
+print(json.dumps([loaded, left, sys.argv[1:], os.getpid()]))
+"""
+
+needs_jemalloc = pytest.mark.skipif(
+    find_jemalloc({}) is None, reason="no jemalloc for this machine"
+)
+
+
+def probe(**variables: str) -> tuple[list[Any], int]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROBE, "some", "words"], env=clean | variables,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    told, _ = process.communicate(timeout=60)
+    found: list[Any] = json.loads(told)
+    return found, process.pid
+
+
+@needs_jemalloc
+def test_the_process_goes_on_with_jemalloc_and_its_children_without() -> None:
+    found, pid = probe()
+    assert found == [True, [], ["some", "words"], pid]
+
+
+@needs_jemalloc
+@pytest.mark.parametrize(
+    "variables", [{"PPO_ALLOCATOR": "system"}, {"MALLOC_CONF": "narenas:1"}], ids=str
+)
+def test_what_the_environment_asks_for_stays(variables: dict[str, str]) -> None:
+    found, _ = probe(**variables)
+    assert found[:2] == [False, list(variables)]
+
+
+@needs_jemalloc
+def test_a_library_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None:
+    """The loader says so on stderr, and the process goes on."""
+    found, _ = probe(PPO_ALLOCATOR="jemalloc", LD_PRELOAD=str(tmp_path / "none.so"))
+    assert found[:2] == [False, []]
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["train", "--no_such_flag"], 1), (["eval", "--no_such_flag"], 1), (["train", "--help"], 0),
+        (["train", "--dry-run", "--no_such_flag"], 0), (["plan", "--no_such_flag"], 0),
+        (["show", "train"], 0),
+    ],
+)  # fmt: skip
+def test_commands_that_compute_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], asked: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("ppo_cli.allocator.start_with_jemalloc", lambda: calls.append(None))
+    monkeypatch.setattr(sys, "argv", ["ppo", *words])
+    main()
+    assert len(calls) == asked
+    main(words)  # called by other code, which keeps its process
+    assert len(calls) == asked
