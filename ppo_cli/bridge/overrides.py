@@ -334,7 +334,7 @@ FILES: Final = frozenset(
 OWN: Final = frozenset(
     f"{group}.{name}"
     for group, names in {
-        "model": "share_prompts",
+        "model": "float32_matmul share_prompts",
         "rollout": "num_samplers weight_transfer",
         "data": "system_prompt",  # is in the rows that are written
         "trainer": "engine node_rank master_addr master_port threads max_restarts worker_timeout "
