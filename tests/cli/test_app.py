@@ -111,7 +111,11 @@ def test_flags_and_overrides_reach_the_plan(
     assert values(capsys, *PRESET, *args)[key] == {"value": value, "origin": origin}
 
 
-def test_the_plan_of_a_small_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_small_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo_cli.config.memory_plan.matmul_library", lambda asked: "onednn")
+    monkeypatch.setattr("ppo_cli.config.memory_plan.find_jemalloc", lambda: None)
     row = {"prompt": "a", "ground_truth": "1", "data_source": "arithmetic"}
     Path("t.jsonl").write_text((json.dumps(row) + "\n") * 20)
     Path("c.yaml").write_text(
@@ -153,6 +157,7 @@ Memory
   rows are packed without padding if a trial at the start gives the same numbers
   packed responses share their prompt
   old log-probs are the sampler's, which computes with the actor's own weights
+  oneDNN multiplies float32 matrices
 """
 
 

@@ -21,7 +21,15 @@ from tokenizers import (
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from ppo_cli.engine.device import multiply_with
 from ppo_cli.rewards.local.base import LoadedModel, Scores
+
+
+@pytest.fixture(autouse=True)
+def _products_as_in_a_process_of_its_own() -> None:
+    """An engine that other tests had in this process may have left them to oneDNN."""
+    multiply_with("blas")
+
 
 CORPUS = [
     "What is the capital of France? The capital of France is Paris. How can I boil an egg?",
