@@ -36,6 +36,13 @@ def find_jemalloc(environ: Mapping[str, str] = os.environ) -> Path | None:
     return library if library.is_file() else None
 
 
+def has_jemalloc() -> bool:
+    """Whether this process has it."""
+    import ctypes
+
+    return hasattr(ctypes.CDLL(None), "mallctl")
+
+
 def start_with_jemalloc() -> None:
     """Replace this process by the same one with jemalloc; returns where that is done or not due.
 

@@ -88,7 +88,7 @@ def memory_plan(config: Config) -> PlanPart:
         if why
         else "old log-probs are the sampler's, which computes with the actor's own weights"
     )
-    layout += cpu_plan(config)
+    layout += cpu_plan(config, jemalloc=find_jemalloc() is not None)
     shapes, there = read_shapes(config), device_memory(config)
     asked = config.model.enable_gradient_checkpointing
     if not isinstance(shapes, Shapes):
@@ -127,7 +127,7 @@ def memory_plan(config: Config) -> PlanPart:
     return PlanPart((*said, *layout), facts)
 
 
-def cpu_plan(config: Config) -> list[str]:
+def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
     """Say what multiplies matrices and what gives out memory where models are on the CPU."""
     if gpus_per_node(config):
         return []
@@ -136,7 +136,7 @@ def cpu_plan(config: Config) -> list[str]:
         asked = config.model.float32_matmul
         library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(asked)]
         said.append(f"{library} multiplies float32 matrices{', as set' if asked else ''}")
-    if engine_name(config) == "local" and find_jemalloc():
+    if jemalloc and engine_name(config) == "local":
         said.append("jemalloc gives out memory")
     return said
 

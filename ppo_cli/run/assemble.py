@@ -25,6 +25,7 @@ from threading import RLock
 from typing import Any, Protocol
 
 from ppo_cli import __version__
+from ppo_cli.allocator import has_jemalloc
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     Split,
@@ -255,7 +256,7 @@ class Engines:
 
     def _make(self) -> Engine:
         self.config = keep_activations(self.config, self.tell)
-        for line in cpu_plan(self.config):
+        for line in cpu_plan(self.config, jemalloc=has_jemalloc()):
             self.tell(f"CPU: {line}")
         if engine_name(self.config) == "local":
             return LocalEngine(

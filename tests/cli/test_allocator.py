@@ -18,9 +18,10 @@ from ppo_cli.cli.app import main
 PROBE = """
 import json, os, sys
 from pathlib import Path
-from ppo_cli.allocator import start_with_jemalloc
+from ppo_cli.allocator import has_jemalloc, start_with_jemalloc
 start_with_jemalloc()
 loaded = "libjemalloc" in Path("/proc/self/maps").read_text()
+assert has_jemalloc() == loaded
 left = [n for n in ("LD_PRELOAD", "MALLOC_CONF", "PPO_ALLOCATOR") if n in os.environ]
 print(json.dumps([loaded, left, sys.argv[1:], os.getpid()]))
 """
