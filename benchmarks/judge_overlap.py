@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8,
-         "layer_types": ["full_attention"] * 8}  # fmt: skip
+SIZES = {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 12,
+         "layer_types": ["full_attention"] * 12}  # fmt: skip
 
 
 def build_model(folder: Path) -> None:
