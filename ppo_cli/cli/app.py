@@ -180,7 +180,7 @@ def _say(text: str) -> None:
 # Rounds that an OpenMP thread spins before it sleeps: about half a millisecond. libgomp's own
 # 300,000 burn the CPU time that the other threads need to arrive when other work wants the CPUs.
 SPINS = "10000"
-HELP = {"-h", "--help", "--dry_run", "--dry-run"}  # of commands that compute: nothing is computed
+WITHOUT_WORK = {"-h", "--help", "--dry_run", "--dry-run"}  # with these a command computes nothing
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
 # Command -> module and Typer app in it, and the line of the help.
@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in own
     args = [word for word in own if word != "--debug"] + args[len(own) :]
     _open_closed_streams()
-    if argv is None and args[:1] in (["train"], ["eval"]) and not HELP & set(args):
+    if argv is None and args[:1] in (["train"], ["eval"]) and not WITHOUT_WORK & set(args):
         from ppo_cli.allocator import start_with_jemalloc
 
         start_with_jemalloc()

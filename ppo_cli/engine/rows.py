@@ -87,8 +87,7 @@ def attend_by_rows(
     """SDPA; given `rows_113B` for a mask, causal within each row and blind beyond it."""
     if attention_mask is None or attention_mask.dtype != ENDS:
         # A token that looks back makes many small products, for which oneDNN is slow.
-        looks_back = query_1hLd.shape[2] == 1 and using_onednn()
-        with products_by_blas() if looks_back else nullcontext():
+        with products_by_blas() if query_1hLd.shape[2] == 1 else nullcontext():
             found: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
             )
@@ -103,8 +102,9 @@ def attend_by_rows(
     if _suits_products(query_1hLd, ends, shared) and not options.get("dropout"):
         size = query_1hLd.shape[-1]
         scaled_hLd = query_1hLd[0] * (options.get("scaling") or size**-0.5)
+        bounds = ends.tolist()
         told = enumerate(zip(leads[1:].tolist(), shared[1:].tolist(), strict=True))
-        spans = [Span.of(ends.tolist(), at, *row) for at, row in told]
+        spans = [Span.of(bounds, at, *row) for at, row in told]
         out_Lhd: Tensor = RowProducts.apply(scaled_hLd, key_1hLd[0], value_1hLd[0], spans)  # type: ignore[no-untyped-call]
         return out_Lhd[None], None
     rows = zip(
