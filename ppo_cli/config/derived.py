@@ -51,6 +51,14 @@ def _devices_present(root: Path) -> int:
     return len(nodes) or len(driver)
 
 
+def read_cpuinfo(root: Path = Path("/")) -> str:
+    """What Linux says of the processor; nothing elsewhere."""
+    try:
+        return (root / "proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def matmul_library(
     asked: Literal["blas", "onednn"] | None,
     environ: Mapping[str, str] = os.environ,
@@ -63,10 +71,7 @@ def matmul_library(
     """
     if asked is not None:
         return asked
-    try:
-        processor = (root / "proc/cpuinfo").read_text()
-    except OSError:
-        return "blas"
+    processor = read_cpuinfo(root)
     flags = set(processor.partition("\nflags")[2].partition("\n")[0].split())
     wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags and "amx_tile" not in flags
     held_back = environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512"  # torch's own switch

@@ -14,7 +14,13 @@ from typing import Any
 
 from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import Placement, gpus_per_node, has_package, placement_of
+from ppo_cli.config.derived import (
+    Placement,
+    gpus_per_node,
+    has_package,
+    placement_of,
+    read_cpuinfo,
+)
 from ppo_cli.config.keys import Clash
 from ppo_cli.config.known_models import (
     JUDGES,
@@ -536,11 +542,8 @@ def judge_place(config: Config) -> Place | None:
 
 def has_bfloat16() -> bool:
     """Whether the processor computes in bfloat16; without, it is slower than float32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return True
-    return any(word in flags for word in ("avx512_bf16", "amx_bf16", " bf16"))
+    found = read_cpuinfo()
+    return not found or any(word in found for word in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def with_devices(config: Config) -> Reward:
