@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_cli.atomic import lives
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.schema import Config
 from ppo_cli.engine import vllm_sampler
@@ -58,18 +57,18 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     left = [*ours.glob("vllm*"), *ours.glob("ppo*")]
     if shared.is_dir():
         new = set(shared.glob("ppo-*")) - before
-        left += [path for path in new if not of_a_living_run(path)]
+        left += [path for path in new if owner_of(path) == found["pid"]]
     found["left"] = [path.name for path in left]
     found["stdout lines"] = len(done.stdout.strip().splitlines())
     return found
 
 
-def of_a_living_run(folder: Path) -> bool:
-    """Whether a process that runs beside this test has claimed the folder, or has just left it."""
+def owner_of(folder: Path) -> int | None:
+    """The process that claimed the folder: others run, and are killed, beside this test."""
     try:
-        return lives(int((folder / OWNER).read_text().split()[-1]))
-    except FileNotFoundError:
-        return not folder.exists()
+        return int((folder / OWNER).read_text().split()[-1])
+    except FileNotFoundError:  # not claimed yet, or gone by now
+        return None
 
 
 class TestReal:

@@ -6,6 +6,7 @@ python vllm_probe.py FOLDER        prints one line of JSON; FOLDER takes models 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -308,6 +309,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     tokenizer = load_tokenizer(model_folder("embedded"))
     found = {
+        "pid": os.getpid(),
         "bundled": probe_bundled(read_config(), tokenizer),
         "untied": probe_untied(folder / "untied", tokenizer),
         "lora": probe_lora(read_config("model.lora_rank=4", "model.lora_alpha=8"), tokenizer),
