@@ -8,6 +8,7 @@ there before the baseline.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -140,6 +141,7 @@ def status(line: str) -> int:
 def measure(config: Config) -> dict[str, int]:
     train(settings("embedded", 512, {"model.lora_rank": 2}), 1)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what that step freed is not there for the next ones
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     baseline = status("VmRSS")
     train(config, 2)

@@ -114,7 +114,9 @@ def take_steps(
 def gaps(one: Seen, other: Seen) -> dict[str, float]:
     """The largest difference of each kind: annotations and means as shares of what they are of.
 
-    A mean is one of log-probs, of values or of their ratios: its scale is theirs.
+    A mean is one of log-probs, of values or of their ratios: its scale is theirs. Of weights it is
+    the root mean square within a tensor: AdamW moves a weight whose gradient is near its eps by
+    what rounding makes of it.
     """
     annotated = [
         (a[name] - b[name], b[name].abs().max().clamp_min(1.0))
@@ -134,5 +136,7 @@ def gaps(one: Seen, other: Seen) -> dict[str, float]:
             for a, b in zip(one.sums, other.sums, strict=True)
             for key in b
         ),
-        "weights": max((one.weights[n] - other.weights[n]).abs().max().item() for n in one.weights),
+        "weights": max(
+            (one.weights[n] - other.weights[n]).square().mean().sqrt().item() for n in one.weights
+        ),
     }

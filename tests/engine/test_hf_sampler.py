@@ -205,7 +205,10 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
         first = [n for n, text in enumerate(texts) if any(one in text for one in stop)]
         end = min(first, default=len(whole.token_ids))
         assert cut[key].token_ids == whole.token_ids[:end]
-        np.testing.assert_array_equal(cut[key].sampler_logprobs, whole.sampler_logprobs[:end])
+        # Rows that end early leave smaller passes, which add up in another order.
+        np.testing.assert_allclose(
+            cut[key].sampler_logprobs, whole.sampler_logprobs[:end], rtol=1e-5
+        )
         assert cut[key].finish_reason == ("stop" if first else whole.finish_reason)
         ended += bool(first) and end < len(whole.token_ids)
     assert 2 <= ended < len(found)

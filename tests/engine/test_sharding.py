@@ -187,8 +187,7 @@ def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
 ) -> None:
     found = of_case(two, case)[0]
     assert found["counts"] == 0 and max(found["annotated"], found["means"]) < 2e-5, found
-    # A hundredth of the rate: gradients near AdamW's eps carry rounding far.
-    assert found["weights"] < 1e-5, found
+    assert found["weights"] < 2e-6, found
 
 
 @pytest.mark.parametrize("case", ["memory_case-1-2", "memory_case-1-1"])
