@@ -15,8 +15,10 @@ from pathlib import Path
 
 CHOICE = "PPO_ALLOCATOR"  # "system" switches it off
 STARTED = "jemalloc"  # its value while a process is replaced
-# What is freed stays for the next tensors, as `keep_freed_memory` has it with glibc.
-SETTINGS = "dirty_decay_ms:-1,muzzy_decay_ms:-1"
+# What is freed stays for the next tensors, as `keep_freed_memory` has it with glibc, and any of
+# them may take a piece of it: by default only those of at least a 64th of its size do, so that what
+# the activations of a large model leave, in one piece, is never used again.
+SETTINGS = "dirty_decay_ms:-1,muzzy_decay_ms:-1,lg_extent_max_active_fit:40"
 
 
 def find_jemalloc(environ: Mapping[str, str] = os.environ) -> Path | None:

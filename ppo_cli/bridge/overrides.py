@@ -22,6 +22,7 @@ from ppo_cli.config.derived import (
     clip_low,
     critic_mini_batch,
     critic_path,
+    micro_batch_tokens,
     sampler_seed,
 )
 from ppo_cli.config.keys import find, offered, table, value_of
@@ -156,6 +157,7 @@ def _recompute(config: Config) -> Values:
 
 @_writes(
     "actor.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size_per_gpu "
+    "actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu "
     "ref.log_prob_max_token_len_per_gpu"
 )
 def _micro_batches(config: Config) -> Values:
@@ -168,12 +170,15 @@ def _micro_batches(config: Config) -> Values:
         size = part.ppo_micro_batch_size_per_gpu
         found[f"{name}.ppo_micro_batch_size_per_gpu"] = size
         found[f"{name}.use_dynamic_bsz"] = size is None
+        budget = micro_batch_tokens(config, part.ppo_max_token_len_per_gpu)
+        found[f"{name}.ppo_max_token_len_per_gpu"] = budget
     size = config.actor.ppo_micro_batch_size_per_gpu
+    budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
     for name in ("actor_rollout_ref.ref", "actor_rollout_ref.rollout"):
         found[f"{name}.log_prob_use_dynamic_bsz"] = True
         found[f"{name}.log_prob_micro_batch_size_per_gpu"] = size
-        found[f"{name}.log_prob_max_token_len_per_gpu"] = config.ref.log_prob_max_token_len_per_gpu
-    found["critic.forward_max_token_len_per_gpu"] = config.ref.log_prob_max_token_len_per_gpu
+        found[f"{name}.log_prob_max_token_len_per_gpu"] = budget
+    found["critic.forward_max_token_len_per_gpu"] = budget
     return found
 
 

@@ -140,8 +140,11 @@ class Trained(Section):
     ppo_micro_batch_size_per_gpu: int | None = setting(
         None, "Sequences in a micro-batch; unset lets the token budget decide.", ge=1
     )
-    ppo_max_token_len_per_gpu: int = setting(
-        16384, "Token budget of a micro-batch, prompt and response.", ge=16
+    ppo_max_token_len_per_gpu: int | None = setting(
+        None,
+        "Token budget of a micro-batch, prompt and response; unset: 2048 for one rank on the CPU, "
+        "else 16384.",
+        ge=16,
     )
     shuffle: bool = setting(True, "Reshuffle rows before each epoch over the batch.")
     grad_clip: float = setting(1.0, "Largest gradient norm; 0 turns it off.", ge=0.0)
@@ -256,8 +259,10 @@ class Ref(Section):
     """The frozen reference policy."""
 
     path: str | None = setting(None, "Reference model; unset takes the actor's first weights.")
-    log_prob_max_token_len_per_gpu: int = setting(
-        16384, "Token budget of a micro-batch when log-probs are computed.", ge=16
+    log_prob_max_token_len_per_gpu: int | None = setting(
+        None,
+        "Token budget of a micro-batch when log-probs are computed; unset: as the actor's.",
+        ge=16,
     )
     param_offload: bool = setting(False, "Keep the reference in host memory between uses.")
 

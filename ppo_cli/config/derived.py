@@ -345,6 +345,17 @@ def data_ranks(config: Config, gpus: int | None = None) -> int:
     return max(1, learner_ranks(config, gpus) // config.trainer.tensor_parallel_size)
 
 
+def micro_batch_tokens(config: Config, asked: int | None) -> int:
+    """Return the token budget of a micro-batch: as set, else what keeps a device busy.
+
+    One rank on the CPU is as fast with few tokens, and holds fewer activations (docs/log.md).
+    """
+    if asked is not None:
+        return asked
+    alone = learner_ranks(config) == 1 and not gpus_per_node(config)
+    return 2048 if alone else 16384
+
+
 def train_rows(config: Config) -> int | None:
     """Count the rows that a run trains on; None when a file cannot be counted."""
     return _count_rows(*split_files(config, "train"))

@@ -22,6 +22,7 @@ from ppo_cli.config.derived import (
     engine_name,
     gen_batch,
     gpus_per_node,
+    micro_batch_tokens,
     placement_of,
     sampler_name,
     uses_critic,
@@ -256,7 +257,7 @@ def _work(
     if in_4_bits:
         whole -= int((FLOAT - FOUR_BITS) * shape.layers * shape.layer)
     state_bytes = FLOAT if device.half and device.shards == 1 else device.width
-    budget = config.ref.log_prob_max_token_len_per_gpu
+    budget = micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu)
     all_rows = -(-config.data.train_batch_size * config.rollout.n // data_ranks(config))
     asked = min(all_rows * longest, max(longest, budget))
     forward = asked * (4 * state_bytes * shape.hidden + 3 * device.width * shape.inner)
@@ -325,7 +326,8 @@ def _tokens(config: Config, part: Trained, mini: int) -> int:
     rows = -(-mini * config.rollout.n // data_ranks(config))
     if part.ppo_micro_batch_size_per_gpu is not None:
         rows = min(rows, part.ppo_micro_batch_size_per_gpu)
-    return min(rows * longest, max(longest, part.ppo_max_token_len_per_gpu))
+    budget = micro_batch_tokens(config, part.ppo_max_token_len_per_gpu)
+    return min(rows * longest, max(longest, budget))
 
 
 def _sampler(config: Config, shape: Shape, device: Device, there: int | None) -> Work:

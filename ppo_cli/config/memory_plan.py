@@ -13,6 +13,7 @@ from ppo_cli.config.derived import (
     gen_batch,
     gpus_per_node,
     matmul_library,
+    micro_batch_tokens,
     sampler_name,
     uses_critic,
     uses_reference,
@@ -183,12 +184,13 @@ def smallest_change(config: Config, shapes: Shapes, there: int | None) -> dict[s
 def _changes(config: Config) -> Iterator[Settings]:
     """Settings that save memory, those first that change nothing but speed."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    budgets = {
+    asked = {
         "actor.ppo_max_token_len_per_gpu": config.actor.ppo_max_token_len_per_gpu,
         "ref.log_prob_max_token_len_per_gpu": config.ref.log_prob_max_token_len_per_gpu,
     }
     if uses_critic(config):
-        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+        asked["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
+    budgets = {key: micro_batch_tokens(config, tokens) for key, tokens in asked.items()}
     tokens = max(budgets.values()) // 2
     while tokens >= max(longest, SMALLEST_BUDGET):
         yield {key: tokens for key, now in budgets.items() if tokens < now}

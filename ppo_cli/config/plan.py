@@ -24,6 +24,7 @@ from ppo_cli.config.derived import (
     data_ranks,
     device_plan,
     gen_batch,
+    micro_batch_tokens,
     most_gen_batches,
     train_rows,
     uses_critic,
@@ -267,7 +268,7 @@ def _micro_batches(config: Config, part: Trained, sequences: int) -> int:
     """Return the micro-batches of one rank when every response is as long as it may be."""
     own = math.ceil(sequences / data_ranks(config))
     longest = config.data.max_prompt_length + config.data.max_response_length
-    fits = max(1, part.ppo_max_token_len_per_gpu // longest)
+    fits = max(1, micro_batch_tokens(config, part.ppo_max_token_len_per_gpu) // longest)
     return math.ceil(own / (part.ppo_micro_batch_size_per_gpu or fits))
 
 

@@ -106,6 +106,7 @@ class ModelLearner:
         model: Policy | ValueModel,
         reference: Policy | None,
         settings: ActorSettings | CriticSettings,
+        tokens: int,  # of a micro-batch
         optimizer: Optimizer,
         compute: Compute,
         longest_response: int,
@@ -116,7 +117,7 @@ class ModelLearner:
         self._reference = reference
         self._asked = [model] if reference is None else [model, reference]
         self.budget = micro_batch_budget(
-            settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu, *self._asked
+            tokens, settings.ppo_micro_batch_size_per_gpu, *self._asked
         )
         self._aggregation: dict[str, Any] = {
             "mode": settings.loss_agg_mode,
@@ -194,13 +195,16 @@ class ActorLearner(ModelLearner):
         policy: Policy,
         reference: Policy | None,
         settings: ActorSettings,
+        tokens: int,
         optimizer: Optimizer,
         compute: Compute,
         temperature: float,
         longest_response: int,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(policy, reference, settings, optimizer, compute, longest_response, ranks)
+        super().__init__(
+            policy, reference, settings, tokens, optimizer, compute, longest_response, ranks
+        )
         self._policy = policy
         self._settings = settings
         self._temperature = temperature
@@ -302,12 +306,15 @@ class CriticLearner(ModelLearner):
         self,
         value_model: ValueModel,
         settings: CriticSettings,
+        tokens: int,
         optimizer: Optimizer,
         compute: Compute,
         longest_response: int,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(value_model, None, settings, optimizer, compute, longest_response, ranks)
+        super().__init__(
+            value_model, None, settings, tokens, optimizer, compute, longest_response, ranks
+        )
         self.value_model = value_model
         self._settings = settings
 

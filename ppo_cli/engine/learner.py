@@ -24,6 +24,7 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_path,
     matmul_library,
+    micro_batch_tokens,
     publishes_adapter,
     uses_critic,
     uses_reference,
@@ -99,7 +100,9 @@ class Learner:
         self._actor = self._build_actor(total_steps)
         self._critic = self._build_critic(total_steps)
         self._annotate_budget = micro_batch_budget(
-            config.ref.log_prob_max_token_len_per_gpu, None, *self._models()
+            micro_batch_tokens(config, config.ref.log_prob_max_token_len_per_gpu),
+            None,
+            *self._models(),
         )
         # Ranks give back what they gather layer by layer, where memory is short.
         ample = config.model.enable_gradient_checkpointing is False
@@ -363,8 +366,9 @@ class Learner:
     def _build_actor(self, total_steps: int) -> ActorLearner:
         c = self._config
         optimizer = self._build_optimizer(self.policy.model, c.actor, total_steps)
+        tokens = micro_batch_tokens(c, c.actor.ppo_max_token_len_per_gpu)
         return ActorLearner(
-            self.policy, self._reference, c.actor, optimizer, self._compute,
+            self.policy, self._reference, c.actor, tokens, optimizer, self._compute,
             c.rollout.temperature, c.data.max_response_length, self._ranks,
         )  # fmt: skip
 
@@ -381,8 +385,11 @@ class Learner:
             load_value_model, path, c.critic.fsdp_config, checkpointing, adapter
         )
         optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
-        longest = c.data.max_response_length
-        return CriticLearner(value_model, c.critic, optimizer, self._compute, longest, self._ranks)
+        tokens = micro_batch_tokens(c, c.critic.ppo_max_token_len_per_gpu)
+        return CriticLearner(
+            value_model, c.critic, tokens, optimizer, self._compute,
+            c.data.max_response_length, self._ranks,
+        )  # fmt: skip
 
     def _build_optimizer(self, model: Any, settings: Actor | Critic, total_steps: int) -> Optimizer:
         return Optimizer(

@@ -18,7 +18,7 @@ from ppo_cli.engine.base import merge_sums
 from ppo_cli.engine.models import load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
 from tests.bridge.settled import settled
-from tests.engine.test_learners import COMPUTE, LONGEST, make_batch
+from tests.engine.test_learners import COMPUTE, LONGEST, TOKENS, make_batch
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 ROWS = 16
@@ -55,8 +55,8 @@ def test_losses_and_norms_are_verls(tmp_path: Path) -> None:
                          clip_grad_value=None)  # fmt: skip
     of_critic = Optimizer(value_model.model, config.critic.optim, total_steps=1, grad_clip=1.0,
                           clip_grad_value=None)  # fmt: skip
-    actor = ActorLearner(policy, reference, config.actor, of_actor, COMPUTE, 0.7, LONGEST)
-    critic = CriticLearner(value_model, config.critic, of_critic, COMPUTE, LONGEST)
+    actor = ActorLearner(policy, reference, config.actor, TOKENS, of_actor, COMPUTE, 0.7, LONGEST)
+    critic = CriticLearner(value_model, config.critic, TOKENS, of_critic, COMPUTE, LONGEST)
     sums = merge_sums([actor.step(batch), critic.step(batch)])
     ours = {name: total / count for name, (total, count) in sums.items()}
     for own, name in {

@@ -26,15 +26,31 @@ left = [n for n in ("LD_PRELOAD", "MALLOC_CONF", "PPO_ALLOCATOR") if n in os.env
 print(json.dumps([loaded, left, sys.argv[1:], os.getpid()]))
 """
 
+# Resident MiB after each of several rounds of many blocks, which lie end to end when all are free.
+ROUNDS = """
+import json, random
+from pathlib import Path
+import numpy
+from ppo_cli.allocator import start_with_jemalloc
+start_with_jemalloc()
+dice, found = random.Random(0), []
+for _ in range(4):
+    blocks = [numpy.ones(dice.randrange(9_000, 18_000)) for _ in range(3_000)]
+    del blocks
+    status = Path("/proc/self/status").read_text()
+    found.append(int(status.split("VmRSS:")[1].split()[0]) >> 10)
+print(json.dumps(found))
+"""
+
 needs_jemalloc = pytest.mark.skipif(
     find_jemalloc({}) is None, reason="no jemalloc for this machine"
 )
 
 
-def probe(**variables: str) -> tuple[list[Any], int]:
+def probe(code: str = PROBE, **variables: str) -> tuple[list[Any], int]:
     clean = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROBE, "some", "words"], env=clean | variables,
+        [sys.executable, "-c", code, "some", "words"], env=clean | variables,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     told, _ = process.communicate(timeout=60)
@@ -46,6 +62,12 @@ def probe(**variables: str) -> tuple[list[Any], int]:
 def test_the_process_goes_on_with_jemalloc_and_its_children_without() -> None:
     found, pid = probe()
     assert found == [True, [], ["some", "words"], pid]
+
+
+@needs_jemalloc
+def test_small_blocks_take_what_many_of_them_left_in_one_piece() -> None:
+    first, *later = probe(ROUNDS)[0]
+    assert first > 250 and max(later) < 1.2 * first
 
 
 @needs_jemalloc

@@ -36,6 +36,7 @@ from tests.rounding import assert_near
 COMPUTE = Compute(torch.device("cpu"), torch.float32)
 VOCAB = 97
 LONGEST = 24
+TOKENS = 16384  # of a micro-batch, all rows
 TERMS = 17 * 32 * 2 * 32  # rows, tokens of about a row, layers, width
 
 
@@ -92,7 +93,7 @@ def gradients_of_actor(model_dir: str, batch: TrainBatch, **settings: object) ->
     reference = load_policy(model_dir)
     actor = Actor(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, **settings)  # type: ignore[arg-type]
     optimizer = Recorder(policy.model, ActorOptim())
-    ActorLearner(policy, reference, actor, optimizer, COMPUTE, 0.7, LONGEST).step(batch)
+    ActorLearner(policy, reference, actor, TOKENS, optimizer, COMPUTE, 0.7, LONGEST).step(batch)
     return optimizer.gradient
 
 
@@ -102,7 +103,7 @@ def gradients_of_critic(model_dir: str, batch: TrainBatch, **settings: object) -
     torch.manual_seed(1)
     torch.nn.init.normal_(value_model.head.weight)
     critic = Critic(**settings)  # type: ignore[arg-type]
-    CriticLearner(value_model, critic, optimizer, COMPUTE, LONGEST).step(batch)
+    CriticLearner(value_model, critic, TOKENS, optimizer, COMPUTE, LONGEST).step(batch)
     return optimizer.gradient
 
 
@@ -160,7 +161,7 @@ def pad_wider(batch: TrainBatch, extra: int) -> TrainBatch:
 def gradients_of_actor_plain(model_dir: str, batch: TrainBatch) -> torch.Tensor:
     policy = load_policy(model_dir)
     optimizer = Recorder(policy.model, ActorOptim())
-    ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7, LONGEST).step(batch)
+    ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 0.7, LONGEST).step(batch)
     return optimizer.gradient
 
 
@@ -188,7 +189,7 @@ def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
     optimizer = Optimizer(
         policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=None
     )
-    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST)
+    learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 1.0, LONGEST)
     sums = merge_sums([learner.step(batch)])
     assert sums == {"actor/empty_minibatches": (1.0, 1.0)}
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
@@ -202,7 +203,7 @@ def test_non_finite_gradients_skip_the_step(model_dir) -> None:
     optimizer = Optimizer(
         policy.model, ActorOptim(lr=1.0), total_steps=1, grad_clip=1.0, clip_grad_value=0.5
     )
-    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 1.0, LONGEST)
+    learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 1.0, LONGEST)
     sums = merge_sums([learner.step(batch)])
     assert sums["actor/skipped_steps"] == (1.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
@@ -222,12 +223,13 @@ def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
 
     batch, policy, value = make_batch(), load_policy(model_dir), load_value_model(model_dir)
     for rows, tokens, fewest in ((None, 16384, 1), (3, 16384, 6), (None, 120, 5), (2, 120, 9)):
-        cut = {"ppo_micro_batch_size_per_gpu": rows, "ppo_max_token_len_per_gpu": tokens}
+        cut = {"ppo_micro_batch_size_per_gpu": rows}
         actor = ActorLearner(
-            policy, None, Actor(**cut), Recorder(policy.model, ActorOptim()), COMPUTE, 0.7, LONGEST
-        )
+            policy, None, Actor(**cut), tokens, Recorder(policy.model, ActorOptim()), COMPUTE,
+            0.7, LONGEST,
+        )  # fmt: skip
         critic = CriticLearner(
-            value, Critic(**cut), Recorder(value.model, CriticOptim()), COMPUTE, LONGEST
+            value, Critic(**cut), tokens, Recorder(value.model, CriticOptim()), COMPUTE, LONGEST
         )
         for model, learner in ((policy, actor), (value, critic)):
             found = shapes(model, lambda learner=learner: learner.step(batch))
@@ -253,7 +255,7 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved(model_dir, monkeypatch)
 
     monkeypatch.setattr(policy.backbone, "forward", limited)
     optimizer = Recorder(policy.model, ActorOptim())
-    learner = ActorLearner(policy, None, Actor(), optimizer, COMPUTE, 0.7, LONGEST)
+    learner = ActorLearner(policy, None, Actor(), TOKENS, optimizer, COMPUTE, 0.7, LONGEST)
     learner.step(batch)
     assert_near(optimizer.gradient, whole, terms=TERMS)
     assert learner.budget.rows == 2 and learner.budget.halvings == 3
