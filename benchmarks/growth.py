@@ -38,6 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_cli.algo.batch import build_batch
+from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.memory_plan import keep_activations
 from ppo_cli.config.schema import Config
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.size:
+        start_with_jemalloc()  # as `ppo train` has it
         measure(str(model_folder("embedded")), 1, 2)  # what libraries take for themselves
         gc.collect()
         print(json.dumps(measure(asked.model, *SIZES[asked.size])))
