@@ -141,9 +141,9 @@ Settings
 Arithmetic
   a step: 8 prompts x 2 = 16 responses = 16 reward calls
   actor: 2 mini-batches of 8 responses x 1 epoch = 2 optimizer steps a step, each in at most \
-1 micro-batch
+4 micro-batches
   critic: 2 mini-batches of 8 responses x 1 epoch = 2 optimizer steps a step, each in at most \
-1 micro-batch
+4 micro-batches
   the run: 20 training rows, 6 steps, 12 actor optimizer steps
   reward: 96 calls in all, none of them for validation (--val_files)
   time: not known, no run of this model was measured in ./outputs
