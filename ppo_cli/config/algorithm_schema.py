@@ -261,7 +261,8 @@ class Ref(Section):
     path: str | None = setting(None, "Reference model; unset takes the actor's first weights.")
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
-        "Token budget of a micro-batch when log-probs are computed; unset: as the actor's.",
+        "Token budget of a micro-batch when log-probs are computed; unset: 2048 for one rank on "
+        "the CPU, else 16384.",
         ge=16,
     )
     param_offload: bool = setting(False, "Keep the reference in host memory between uses.")

@@ -16,11 +16,12 @@ from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.algo.estimators import POLICY_LOSSES
 from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
 from ppo_cli.config.bundled import model_folder
+from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.device import Compute
-from ppo_cli.engine.learner import LocalEngine
+from ppo_cli.engine.learner import Learner, LocalEngine
 from ppo_cli.engine.models import (
     Policy,
     ValueModel,
@@ -207,6 +208,28 @@ def test_non_finite_gradients_skip_the_step(model_dir) -> None:
     sums = merge_sums([learner.step(batch)])
     assert sums["actor/skipped_steps"] == (1.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [((300, 400, 500), [300, 400, 500]), ((None,) * 3, [2048] * 3)], ids=str
+)
+def test_budgets_of_tokens_are_as_set_or_small_on_the_cpu(given, found) -> None:
+    actor, critic, reference = given
+    config = Config.model_validate({
+        "model": {"path": "embedded", "packing": False},
+        "actor": {"ppo_max_token_len_per_gpu": actor},
+        "critic": {"ppo_max_token_len_per_gpu": critic},
+        "ref": {"log_prob_max_token_len_per_gpu": reference},
+    })  # fmt: skip
+    learner = Learner(config, load_tokenizer(model_folder("embedded")), total_steps=1)
+    budgets = learner._budgets()
+    assert [budgets[name].tokens for name in ("actor", "critic", "annotate")] == found
+
+
+@pytest.mark.parametrize("trainer", [{"n_gpus_per_node": 1}, {"num_workers": 2}], ids=str)
+def test_a_gpu_and_several_ranks_take_large_micro_batches(trainer) -> None:
+    config = Config.model_validate({"trainer": trainer})
+    assert micro_batch_tokens(config, None) == 16384 and micro_batch_tokens(config, 99) == 99
 
 
 def test_each_model_cuts_micro_batches_by_its_own_settings(model_dir) -> None:
