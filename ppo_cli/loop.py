@@ -71,7 +71,7 @@ def take_step(job: Job, state: RunState) -> None:
         job.reward.load_state_dict(scales)
         settle(job)
         if job.store.newest_step() != state.step:
-            save(job, state)
+            save(job, state, last=True)
         raise _resumable(job, state, stop) from stop
     job.tracker.rollouts(state.step, scored)
     seconds = time.perf_counter() - started
@@ -97,7 +97,7 @@ def finish_step(job: Job, state: RunState) -> bool:
     stop = job.stop_requested() or _unscored(state)
     done = last or _out_of_patience(job, state)
     if done or stop or state.is_best or _due(state.step, trainer.save_freq):
-        save(job, state)
+        save(job, state, last=bool(done or stop))
     if stop and not done:
         raise _resumable(job, state, Interrupted(f"Stopped after step {state.step} ({stop})."))
     return done
@@ -108,7 +108,7 @@ def _saved_when_stopped(job: Job, state: RunState) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        save(job, state)
+        save(job, state, last=True)
         raise _resumable(job, state, stop) from stop
 
 
@@ -177,12 +177,15 @@ def validate(job: Job, state: RunState) -> None:
     state.note_validation(metrics)
 
 
-def save(job: Job, state: RunState) -> None:
-    """Take a snapshot of engine, order, reward and state; it is written while training goes on."""
+def save(job: Job, state: RunState, *, last: bool) -> None:
+    """Take a snapshot of engine, order, reward and state; it is written while training goes on.
+
+    Nothing is trained after the `last` one.
+    """
 
     def fill(folder: Path) -> Future[None]:
         state.write(folder, order=job.order, reward=job.reward, fingerprint=job.fingerprint)
-        return job.engine.save(folder)
+        return job.engine.save(folder, last=last)
 
     with job.tracker.phase("save"):
         job.store.begin(state.step, fill, best=state.is_best)

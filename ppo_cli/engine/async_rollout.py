@@ -280,7 +280,7 @@ class AheadEngine:
         self._published += 1
         self._rounds = [r for r in self._rounds if not r.taken]
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Save the inner engine, and every round that no published step has used.
 
         What is under way began under the very weights that are saved here, so a resumed run
@@ -291,7 +291,7 @@ class AheadEngine:
         with self._lock:
             rounds = [copy(known) for known in self._rounds if known.moved_at is not None]
         write_rounds(directory, rounds, self._published)
-        return self._inner.save(directory)
+        return self._inner.save(directory, last=last)
 
     def load(self, directory: Path) -> None:
         """Take back what `save` wrote.

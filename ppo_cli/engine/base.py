@@ -118,11 +118,12 @@ class Engine(Protocol):
         """Hand the new weights to the sampler, drop its caches, raise the weight version."""
         ...
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Write `actor/`, `critic/` and `state/` into `directory`, which exists.
 
         Takes a snapshot at once, so that training may go on; all is on disk when the future is
-        done. It is done, well or not, only when nothing writes into `directory` any more.
+        done. It is done, well or not, only when nothing writes into `directory` any more. With
+        `last` nothing is trained before that: the weights need not be copied.
         """
         ...
 

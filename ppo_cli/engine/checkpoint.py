@@ -29,7 +29,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ppo_cli.atomic import replacing
 from ppo_cli.engine.optimizer import MOMENTS, Optimizer
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
-from ppo_cli.engine.sharding import fill_from_rank0, full_tensor
+from ppo_cli.engine.sharding import fill_from_rank0, full_tensor, whole_tensor
 from ppo_cli.errors import ModelError
 
 NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
@@ -174,11 +174,18 @@ class Share:
 
 
 def cut_share(
-    stem: str, tensors: Mapping[str, Tensor], ranks: Ranks, most: int, model: Any = None
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    most: int,
+    model: Any = None,
+    *,
+    copied: bool = True,
 ) -> Share:
-    """This rank's share of `tensors`, whole copies in host memory; all ranks call.
+    """This rank's share of `tensors`, whole and in host memory; all ranks call.
 
     The same names in the same order on all ranks. Bytes are balanced over the first `most`.
+    Unless `copied`, what is whole there already is the live tensor itself.
     """
     owners = assign_owners(tensors, most)
     places = sorted(set(owners.values())) or [0]  # without any tensor there is a file all the same
@@ -189,7 +196,7 @@ def cut_share(
         writers[places.index(owners[name])][name] = empty
         ours = owners[name] == ranks.rank
         if ours or isinstance(tensor, DTensor):
-            whole = full_tensor(tensor)
+            whole = full_tensor(tensor) if copied else whole_tensor(tensor).cpu()
             if ours:
                 own[name] = whole
     number = places.index(ranks.rank) if ranks.rank in places else None
@@ -253,7 +260,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What this rank writes of a checkpoint: copies in host memory, untouched by training."""
+    """What this rank writes of a checkpoint, in host memory: copies, unless it is the last one."""
 
     shares: Sequence[Share]
     files: Mapping[str, bytes]
@@ -338,18 +345,24 @@ def take_snapshot(
     state: Mapping[str, Any],
     ranks: Ranks,
     writers: int | None = None,
+    *,
+    last: bool = False,
 ) -> Snapshot:
     """Copy this rank's share of all models, moments and `state`; all ranks call.
 
-    The first `writers` ranks write (all by default): those that see the run folder.
+    The first `writers` ranks write (all by default): those that see the run folder. Before the
+    `last` one nothing is copied that need not be: nothing is trained until it is written.
     """
     shares: list[Share] = []
     files = {f"state/{ENGINE_FILE}": json.dumps(state, indent=2).encode()}
     for part in trained:
         most = ranks.size if writers is None else writers
         several = 1 if part.model is None else most  # an adapter is always one file
-        shares.append(cut_share(part.stem, part.weights, ranks, several, part.model))
-        shares.append(cut_share(part.optimizer_stem, part.optimizer.moments(), ranks, most))
+        moments = part.optimizer.moments()
+        shares += [
+            cut_share(part.stem, part.weights, ranks, several, part.model, copied=not last),
+            cut_share(part.optimizer_stem, moments, ranks, most, copied=not last),
+        ]
         files |= {f"{part.name}/{name}": content for name, content in part.files.items()}
     return Snapshot(shares, files, speaks=ranks.rank == 0)
 

@@ -193,16 +193,22 @@ class Learner:
 
     @torch.no_grad()
     def begin_save(
-        self, directory: Path, writers: int | None = None, room: Sequence[int | None] = ()
+        self,
+        directory: Path,
+        writers: int | None = None,
+        room: Sequence[int | None] = (),
+        *,
+        last: bool = False,
     ) -> Future[None]:
         """Copy this rank's share of a checkpoint at once, and write it in the background.
 
         The first `writers` ranks write (all by default): those that see the run folder. `room`
-        is what halvings have left of each sampler's, None where there were none.
+        is what halvings have left of each sampler's, None where there were none. The `last` one
+        is written from the live weights.
         """
         budgets = {name: budget.state() for name, budget in self._budgets().items()}
         state = {"weight_version": self.weight_version, "budgets": budgets, "room": [*room]}
-        snapshot = take_snapshot(self._trained(), state, self._ranks, writers)
+        snapshot = take_snapshot(self._trained(), state, self._ranks, writers, last=last)
         return snapshot.write_in_background(directory)
 
     def load(self, directory: Path) -> list[int | None]:
@@ -450,9 +456,9 @@ class LocalEngine:
         """Raise the weight version and move the learning-rate schedules on."""
         self._learner.publish()
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Take a snapshot; `actor/`, `critic/` and `state/` are written in the background."""
-        return self._learner.begin_save(directory, room=[self._sampler.room.left()])
+        return self._learner.begin_save(directory, room=[self._sampler.room.left()], last=last)
 
     def load(self, directory: Path) -> None:
         """Take back weights, optimizers, budgets and the weight version, exactly."""

@@ -109,7 +109,7 @@ class SmallEngine:
         self.version += 1
         self.sampler_weights = self.weights
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         (directory / "state").mkdir(exist_ok=True)
         state = [self.weights, self.sampler_weights, self.version]
         (directory / "state" / "engine.json").write_text(json.dumps(state))

@@ -160,6 +160,23 @@ def test_what_is_trained_after_the_snapshot_does_not_leak_into_the_files(tmp_pat
     assert equal(found, dict(sorted(moments.items())))
 
 
+def test_the_last_checkpoint_is_written_from_the_live_tensors(tmp_path: Path) -> None:
+    model = make("untied")
+    optimizer = train(model)
+    live = {tensor.data_ptr() for tensor in stored_tensors(model).values()}
+    live |= {tensor.data_ptr() for tensor in optimizer.moments().values()}
+
+    def held(*, last: bool) -> set[int]:
+        shares = take_snapshot([trained(model, optimizer)], {}, ALONE, last=last).shares
+        return {tensor.data_ptr() for share in shares for tensor in share.tensors.values()}
+
+    assert held(last=True) == live
+    assert not held(last=False) & live
+    take_snapshot([trained(model, optimizer)], {}, ALONE, last=True).write(tmp_path)
+    found = load_file(tmp_path / "actor/model.safetensors")
+    assert equal(found, dict(sorted(stored_tensors(model).items())))
+
+
 def test_what_the_disk_refuses_is_in_the_future(tmp_path: Path) -> None:
     model = make("tied")
     (tmp_path / "actor").write_text("in the way")

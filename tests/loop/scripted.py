@@ -89,8 +89,8 @@ class Engine:
         self.asked.append("publish")
         self.version += 1
 
-    def save(self, directory: Path) -> Future[None]:
-        self.asked.append("save")
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
+        self.asked.append("last save" if last else "save")
         (directory / "engine.json").write_text(json.dumps(self.version))
         done: Future[None] = Future()
         done.set_result(None)

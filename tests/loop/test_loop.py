@@ -65,7 +65,7 @@ def test_a_step_in_order_with_whole_mini_batches(make: Make) -> None:
     )  # fmt: skip
     stage = ran(script)
     one = ["generate", "annotate", *["critic"] * 6, *["actor"] * 6, "publish"]
-    assert stage.engine.asked == [*one, *one, "save"]
+    assert stage.engine.asked == [*one, *one, "last save"]
     assert stage.reward.asked == [1, "train", 2, "train"]
     orders = []
     for role, sizes, epochs in (("critic", [8, 4], 3), ("actor", [4, 4, 4], 2)):
@@ -275,7 +275,8 @@ def test_when_validations_and_checkpoints_are_due(
     )
     stage = ran(script)
     assert list(stage.column("val/reward_mean")) == validated
-    found = [n for n, verb in enumerate(stage.engine.asked) if verb == "save"]
+    found = [n for n, verb in enumerate(stage.engine.asked) if verb.endswith("save")]
+    assert [stage.engine.asked[n] for n in found] == ["save"] * (len(found) - 1) + ["last save"]
     published = [stage.engine.asked[:n].count("publish") for n in found]
     assert published == saved
     assert stage.job.store.steps() == kept
@@ -498,7 +499,7 @@ def test_lost_workers_cost_the_steps_since_the_last_checkpoint(
     go()
     assert stage.screen.warnings == told
     assert gathered == [*range(1, len(engines))]  # asked for before each new one
-    assert [e.asked[-1] for e in engines] == ["close"] * (len(engines) - 1) + ["save"]
+    assert [e.asked[-1] for e in engines] == ["close"] * (len(engines) - 1) + ["last save"]
     assert stage.lines == whole.lines
 
 

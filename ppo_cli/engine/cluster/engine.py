@@ -237,11 +237,11 @@ class ClusterEngine:
         self._publisher.send()
         self.cluster.waits.collect(published)
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
         directory = directory.absolute()
         writers = len(self._learners) if self._one_node else self._count_writers(directory)
-        self._learn("start_saving", directory, writers, self._room)
+        self._learn("start_saving", directory, writers, self._room, last)
         return self._saver.submit(self._await_saved, time.monotonic())
 
     def load(self, directory: Path) -> None:

@@ -272,9 +272,9 @@ class ApartEngine:
         """Raise the weight version and bring the new weights to all samplers."""
         self._call("publish")
 
-    def save(self, directory: Path) -> Future[None]:
+    def save(self, directory: Path, *, last: bool = False) -> Future[None]:
         """Keep what is to be saved and return; the future is done when all ranks have written."""
-        answer = self._ask("save", directory.absolute())
+        answer = self._ask("save", directory.absolute(), last)
         self._take(answer)
         return self._saver.submit(self._finish, answer)
 

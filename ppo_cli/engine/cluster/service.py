@@ -99,9 +99,9 @@ class Service:
         """What each rank found; the other side has the batch."""
         return self._built.find_annotations(batch)
 
-    def save(self, directory: Path) -> Iterator[None]:
+    def save(self, directory: Path, last: bool) -> Iterator[None]:
         """Yields when the snapshot is taken, and ends when all is on disk."""
-        saved = self._built.save(directory)
+        saved = self._built.save(directory, last=last)
         yield None
         saved.result()
 

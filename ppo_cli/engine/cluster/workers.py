@@ -216,9 +216,11 @@ class LearnerRole(Learner):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def start_saving(self, directory: Path, writers: int, room: Sequence[int | None]) -> None:
+    def start_saving(
+        self, directory: Path, writers: int, room: Sequence[int | None], last: bool
+    ) -> None:
         """Keep what is to be written; the writing goes on in the background."""
-        self._writing = self.begin_save(directory, writers, room)
+        self._writing = self.begin_save(directory, writers, room, last=last)
 
     def saved(self) -> bool:
         """Whether this rank has written all; raises what went wrong."""
