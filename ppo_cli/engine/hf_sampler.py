@@ -12,7 +12,7 @@ Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import matmul_library, publishes_adapter
@@ -61,6 +62,10 @@ class KVLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Add columns; return all."""
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):  # attention would cast all columns in every pass
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         new = key_states, value_states
         held = self.get_seq_length()
         columns = held + key_states.shape[2]
@@ -215,6 +220,7 @@ class HFSampler:
         self.room = Room(max_num_seqs)
         self._detokenize = detokenize
         self._autocast = nullcontext if compute is None else compute.autocast
+        self._dtype = torch.float32 if compute is None else compute.dtype
         self._num_layers, has_sliding = plan_layers(model.config)
         attention = model.config._attn_implementation
         # Other attention does not leave small products to BLAS by itself, as `attend_by_rows` does.
@@ -276,9 +282,10 @@ class HFSampler:
     ) -> Iterator[Rollout]:
         waiting = _list_jobs(begun)
         running: Running | None = None
+        cast = [] if self._dtype == torch.float32 else cast_layers(self._model, self._dtype)
         while waiting or running is not None:
             # No context may stay open at a yield: it would leak into whoever takes the rollout.
-            with self._sampling_mode():
+            with self._sampling_mode(cast):
                 running, finished = self._advance(waiting, running, sampling)
             for rows, i in finished:
                 yield self._rollout(rows, i, sampling, weight_version)
@@ -429,17 +436,44 @@ class HFSampler:
         return replace(found, entropies=np.concatenate([before, rows.entropies_RT[i, new]]))
 
     @contextmanager
-    def _sampling_mode(self) -> Iterator[None]:
+    def _sampling_mode(self, cast: Sequence[CastLayer]) -> Iterator[None]:
         """Evaluate without gradients, in the wanted precision; put training modes back after."""
         training = [module for module in self._model.modules() if module.training]
         if training:
             self._model.eval()
+        for layer in cast:
+            layer.module._parameters.update(layer.cast)
         try:
             with torch.inference_mode(), self._autocast():
                 yield
         finally:
+            for layer in cast:
+                layer.module._parameters.update(layer.own)
             for module in training:
                 module.training = True
+
+
+@dataclass(frozen=True)
+class CastLayer:
+    """A linear layer, its weights, and these cast as autocast casts them in every pass."""
+
+    module: nn.Module
+    own: Mapping[str, nn.Parameter]
+    cast: Mapping[str, Any]
+
+
+def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
+    """The linear layers of a model, cast once for all tokens of a rollout.
+
+    A tied output head is cast; the embedding, which is not a product, stays as it is.
+    """
+    found = []
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            own = {name: held for name, held in module._parameters.items() if held is not None}
+            cast = {name: held.detach().to(dtype) for name, held in own.items()}
+            found.append(CastLayer(module, own, cast))
+    return found
 
 
 def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:

@@ -12,7 +12,7 @@ queries of all heads that share a key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -88,6 +89,8 @@ def attend_by_rows(
     if attention_mask is None or attention_mask.dtype != ENDS:
         # A token that looks back makes many small products, for which oneDNN is slow.
         with products_by_blas() if query_1hLd.shape[2] == 1 else nullcontext():
+            if _shares_keys(query_1hLd, key_1hLd) and options.get("position_bias") is None:
+                return _look_back(query_1hLd, key_1hLd, value_1hLd, attention_mask, options), None
             found: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query_1hLd, key_1hLd, value_1hLd, attention_mask, **options
             )
@@ -114,6 +117,29 @@ def attend_by_rows(
     )  # fmt: skip
     out = [sdpa_attention_forward(module, *row, None, **options)[0] for row in rows]
     return torch.cat([o[:, p:] for o, p in zip(out, shared[1:].tolist(), strict=True)], 1), None
+
+
+def _shares_keys(query_RhLd: Tensor, key_RkCd: Tensor) -> bool:
+    """Whether each row has one token whose heads share keys, on the CPU."""
+    _, heads, tokens, _ = query_RhLd.shape
+    return tokens == 1 and heads > key_RkCd.shape[1] and query_RhLd.device.type == "cpu"
+
+
+def _look_back(
+    query_Rh1d: Tensor,
+    key_RkCd: Tensor,
+    value_RkCd: Tensor,
+    mask_R11C: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Heads that share a key as tokens of one head: transformers would copy the keys for each."""
+    query_Rkqd = query_Rh1d.unflatten(1, (key_RkCd.shape[1], -1)).squeeze(3)
+    out_Rkqd = scaled_dot_product_attention(
+        query_Rkqd, key_RkCd, value_RkCd, mask_R11C,
+        dropout_p=options.get("dropout", 0.0), scale=options.get("scaling"),
+    )  # fmt: skip
+    out_R1hd: Tensor = out_Rkqd.flatten(1, 2)[:, None]
+    return out_R1hd
 
 
 def _whole_rows(

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     MambaConfig,
     Qwen2Config,
@@ -22,6 +24,7 @@ from transformers import (
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mamba.modeling_mamba import MambaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
@@ -31,6 +34,7 @@ from ppo_cli.engine import hf_sampler
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler, KVCache, compute_uniforms, draw_tokens
+from ppo_cli.engine.rows import BY_ROWS
 from ppo_cli.errors import DataError, ModelError, UserError
 from ppo_cli.records import Prompt, Rollout
 
@@ -106,15 +110,19 @@ def forward_logprobs(model: Any, rollout: Rollout, temperature: float) -> np.nda
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [*((family, "sdpa") for family in FAMILIES), ("qwen2", "eager"), ("gemma2", "eager")],
-)
+    [
+        *((family, "sdpa") for family in FAMILIES), ("qwen2", "eager"), ("gemma2", "eager"),
+        *((family, BY_ROWS) for family in FAMILIES if family != "gemma2"),  # it caps its logits
+    ],
+)  # fmt: skip
 def test_greedy_equals_transformers_generate(family: str, attention: str) -> None:
     model = build_model(family, attention)
+    theirs = build_model(family, "sdpa") if attention == BY_ROWS else model
     prompts = make_prompts()
     found = sample(model, prompts, temperature=0.0, max_tokens=20)
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids])
-        expected = model.generate(
+        expected = theirs.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20
         )
         assert found[prompt.uid, 0].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
@@ -344,6 +352,56 @@ def test_low_precision_runs_and_stays_near() -> None:
     for rollout in sampler.generate(prompts, Sampling(max_tokens=12), 0):
         expected = forward_logprobs(model, rollout, 1.0)
         np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=0.1)
+
+
+class CastWeights(TorchDispatchMode):
+    """Counts how often weights of a model are cast."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+        self._weights = {weight.data_ptr() for weight in model.parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        casts = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)
+        if func in casts and args[0].data_ptr() in self._weights:
+            self.counts[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
+def test_low_precision_casts_a_weight_once_for_all_tokens(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family == "gpt2":
+        torch.manual_seed(7)
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}
+        model: Any = GPT2LMHeadModel(GPT2Config(**shape, n_positions=64)).eval()
+    else:
+        model = build_model(family)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    sampler = make_sampler(model, compute=Compute(torch.device("cpu"), torch.bfloat16))
+
+    def drawn() -> tuple[Counter[int], dict[tuple[str, int], Rollout]]:
+        found = {}
+        with CastWeights(model) as cast:
+            for rollout in sampler.generate(make_prompts(), Sampling(max_tokens=12), 0):
+                found[rollout.key] = rollout
+                now = dict(model.named_parameters(remove_duplicate=False))
+                assert all(now[name] is weight for name, weight in own.items())
+        return cast.counts, found
+
+    counts, found = drawn()
+    assert set(counts.values()) == {1}
+    monkeypatch.setattr(hf_sampler, "cast_layers", lambda model, dtype: [])
+    by_autocast, same = drawn()
+    assert by_autocast.keys() == counts.keys()
+    assert min(by_autocast.values()) > 1
+    assert tokens_of(found) == tokens_of(same)
+    for key, rollout in found.items():
+        np.testing.assert_array_equal(rollout.sampler_logprobs, same[key].sampler_logprobs)
 
 
 def test_draws_follow_the_distribution() -> None:
