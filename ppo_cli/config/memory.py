@@ -343,17 +343,19 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
         cache = max(least, claimed - weights) if device.gpu else least * rows
         return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
     own = 0 if engine_name(config) == "local" else FLOAT * shape.parameters()
-    layer = 2 * FLOAT * shape.keys * rows * longest
-    # A step makes one layer's cache anew; behind a mask keys are repeated for all heads.
+    layer = 2 * device.width * shape.keys * rows * longest
+    # A step makes one layer's cache anew; on a GPU keys are repeated for all heads behind a mask.
     cache = layer * (shape.layers + 1)
-    if shape.keys < shape.queries:
+    if shape.keys < shape.queries and device.gpu:
         cache += layer * shape.queries // shape.keys
+    # Linear layers are cast once a rollout.
+    cast = 2 * (shape.layers * shape.layer + shape.embedding) if device.half else 0
     logits = DRAWN_LOGITS * FLOAT * shape.vocabulary * rows
     prompts = min(gen_batch(config), rows) * config.data.max_prompt_length
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
     states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)
-    share = Share(own, 0, 0, states, logits, cache)
-    return Work(share, own, 0, cache + max(logits, states))
+    share = Share(own + cast, 0, 0, states, logits, cache)
+    return Work(share, own, 0, cast + cache + max(logits, states))
 
 
 def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:

@@ -337,7 +337,7 @@ def test_the_package_runs_as_a_module() -> None:
     root = Path(app_module.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "ppo_cli", "train", "--batch_sise", "3"],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=60,
