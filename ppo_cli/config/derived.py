@@ -51,33 +51,6 @@ def _devices_present(root: Path) -> int:
     return len(nodes) or len(driver)
 
 
-def read_cpuinfo(root: Path = Path("/")) -> str:
-    """What Linux says of the processor; nothing elsewhere."""
-    try:
-        return (root / "proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def matmul_library(
-    asked: Literal["blas", "onednn"] | None,
-    environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
-) -> Literal["blas", "onednn"]:
-    """What multiplies float32 matrices on the CPU: as set, else the one that was measured faster.
-
-    MKL goes by the name of the maker, and takes AVX2 on AMD's processors that have AVX-512. With
-    AMX oneDNN would round to bfloat16 (`ppo_cli.engine.device.multiply_with`).
-    """
-    if asked is not None:
-        return asked
-    processor = read_cpuinfo(root)
-    flags = set(processor.partition("\nflags")[2].partition("\n")[0].split())
-    wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags and "amx_tile" not in flags
-    held_back = environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512"  # torch's own switch
-    return "onednn" if wide and not held_back and "AuthenticAMD" in processor else "blas"
-
-
 Split = Literal["train", "val"]
 Role = Literal["train", "rollout", "reward", "judge"]
 Roles = dict[Role, tuple[int, ...]]

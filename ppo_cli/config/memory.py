@@ -30,7 +30,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import models_of
-from ppo_cli.config.model_checks import EXPERTS, read_config, why_logprobs_again
+from ppo_cli.config.model_checks import EXPERTS, compute_dtype, read_config, why_logprobs_again
 from ppo_cli.config.schema import Config
 
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
@@ -381,7 +381,7 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     rows = data_ranks(config)
     size = config.actor.fsdp_config.fsdp_size
     device = Device(
-        half=config.model.dtype == "bfloat16" or (config.model.dtype is None and gpu),
+        half=compute_dtype(config) == "bfloat16",
         gpu=gpu,
         shards=rows if size == -1 else min(size, rows),
         tensor=ranks // rows,

@@ -12,7 +12,6 @@ from ppo_cli.config.derived import (
     engine_name,
     gen_batch,
     gpus_per_node,
-    matmul_library,
     micro_batch_tokens,
     sampler_name,
     uses_critic,
@@ -28,7 +27,8 @@ from ppo_cli.config.memory import (
     device_memory,
     read_shapes,
 )
-from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config.model_checks import compute_dtype, why_logprobs_again
+from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.reward_checks import judge_place
 from ppo_cli.config.schema import Config
 
@@ -133,13 +133,26 @@ def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
     if gpus_per_node(config):
         return []
     said = []
-    if config.model.dtype != "bfloat16":
+    if compute_dtype(config) == "bfloat16":
+        why = "as set" if config.model.dtype else "for which the processor has matrix units (AMX)"
+        said.append(f"matrices are multiplied in bfloat16, {why}")
+    else:
         asked = config.model.float32_matmul
         library = {"onednn": "oneDNN", "blas": "torch's BLAS"}[matmul_library(asked)]
         said.append(f"{library} multiplies float32 matrices{', as set' if asked else ''}")
     if jemalloc and engine_name(config) == "local":
         said.append("jemalloc gives out memory")
     return said
+
+
+def settle_dtype(config: Config) -> Config:
+    """Write down bfloat16 where an unset `model.dtype` comes to it on the CPU.
+
+    Engines then compute in it, wherever their processes are.
+    """
+    if config.model.dtype or gpus_per_node(config) or compute_dtype(config) == "float32":
+        return config
+    return change(config, {"model.dtype": "bfloat16"})
 
 
 def keep_activations(config: Config, tell: Callable[[str], None]) -> Config:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from ppo_cli.config.bundled import EMBEDDED, model_folder
 from ppo_cli.config.derived import (
@@ -27,12 +27,14 @@ from ppo_cli.config.known_models import (
     tensor_names,
 )
 from ppo_cli.config.mixture import Scorer, models_of
+from ppo_cli.config.processor import has_amx
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.redact import redact
 
 TENSOR = "trainer.tensor_parallel_size"
+WIDE: Final = 512  # hidden states from which bfloat16 is faster with AMX
 
 
 def head_clashes(config: Config) -> Iterator[Clash]:
@@ -93,6 +95,24 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
 
 
+def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
+    """Return the precision of matrix products: as set, else the one that is faster.
+
+    That is bfloat16 on a GPU, and in one process on a processor with AMX for a model that is wide
+    enough (docs/log.md).
+    """
+    if config.model.dtype is not None:
+        return config.model.dtype
+    if gpus_per_node(config, gpus):
+        return "bfloat16"
+    if engine_name(config, gpus) != "local" or config.model.quantization or not has_amx():
+        return "float32"
+    told = read_config(config.model.path)
+    told = told.get("text_config") or told
+    width = told.get("hidden_size") or told.get("n_embd") or 0
+    return "bfloat16" if width >= WIDE else "float32"
+
+
 def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
     """Return why the actor computes old log-probs again; "" where the sampler's are taken.
 
@@ -111,8 +131,7 @@ def why_logprobs_again(config: Config, gpus: int | None = None) -> str:
         return "rollout_is and rollout_rs compare them with the sampler's"
     if asked:
         return ""
-    dtype = config.model.dtype
-    if dtype == "bfloat16" or (dtype is None and gpus_per_node(config, gpus)):
+    if compute_dtype(config, gpus) == "bfloat16":
         return "in bfloat16 sampler and trainer round differently"
     if config.model.quantization:
         return "with 4-bit weights sampler and trainer round differently"

@@ -29,7 +29,12 @@ from ppo_cli.config.device_checks import cluster_remarks
 from ppo_cli.config.keys import table, value_of
 from ppo_cli.config.known_models import is_url
 from ppo_cli.config.mixture import has_mixture, judges_of, mixture_of, models_of, rules_of
-from ppo_cli.config.model_checks import broken_models, missing_models, why_logprobs_again
+from ppo_cli.config.model_checks import (
+    broken_models,
+    compute_dtype,
+    missing_models,
+    why_logprobs_again,
+)
 from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_checks import (
     judge_remarks,
@@ -351,7 +356,7 @@ CONDITIONS: Final[dict[str, Callable[[Config], bool]]] = {
     "nothing_sharded": _one_process,
     "no_workers": _one_process,
     "nothing_to_offload": lambda c: _one_process(c) and gpus_per_node(c) == 0,
-    "nothing_in_float32": lambda c: gpus_per_node(c) > 0 or c.model.dtype == "bfloat16",
+    "nothing_in_float32": lambda c: gpus_per_node(c) > 0 or compute_dtype(c) == "bfloat16",
     "nothing_to_share": lambda c: c.rollout.n == 1 or c.model.packing is False,
     "no_lora": lambda c: c.model.lora_rank == 0,
     "no_critic_lora": lambda c: c.critic.model.lora_rank == 0,

@@ -19,7 +19,6 @@ from ppo_cli.config.derived import (
     gpus_per_node,
     has_package,
     placement_of,
-    read_cpuinfo,
 )
 from ppo_cli.config.keys import Clash
 from ppo_cli.config.known_models import (
@@ -43,6 +42,7 @@ from ppo_cli.config.mixture import (
     read_mixture,
 )
 from ppo_cli.config.model_checks import folder_problem, has_template
+from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_schema import ApiReward, Monitor, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ModelError, did_you_mean, ppo
@@ -538,12 +538,6 @@ def judge_place(config: Config) -> Place | None:
     taken = int(judge.settings.local.gpu_memory_utilization * there) if there else own
     share = Share(parameters=own, kv_cache=max(0, taken - own))
     return Place("a GPU of the judge", there, {"judge": share}, {"judging": max(own, taken)})
-
-
-def has_bfloat16() -> bool:
-    """Whether the processor computes in bfloat16; without, it is slower than float32."""
-    found = read_cpuinfo()
-    return not found or any(word in found for word in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def with_devices(config: Config) -> Reward:

@@ -33,7 +33,10 @@ class Model(Section):
         DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "Computing precision; unset: bfloat16 on a GPU, float32 without one.", flag="--dtype"
+        None,
+        "Computing precision; unset: bfloat16 on a GPU, and for a wide model in one process on a "
+        "processor with AMX; else float32.",
+        flag="--dtype",
     )
     float32_matmul: Literal["blas", "onednn"] | None = setting(
         None,

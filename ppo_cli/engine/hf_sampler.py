@@ -12,7 +12,7 @@ Shapes: R rows, P prompts, C columns, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import matmul_library, publishes_adapter
+from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.memory import PREFILL_TOKENS
+from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
+from ppo_cli.engine.cast_layers import CastLayer, cast_layers
 from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
+from ppo_cli.engine.kv_cache import KVCache
 from ppo_cli.engine.lora import adapt, load_adapter
 from ppo_cli.engine.micro_batches import LEAST_TOKENS, MOST_PADDING
 from ppo_cli.engine.models import adapted, decode_text, load_policy, plan_layers, stop_token_ids
@@ -42,84 +42,6 @@ from ppo_cli.errors import DataError, ModelError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
 
 BUSY_SHARE = 0.75
-SPARE_COLUMNS = 64  # a cache is copied once in so many tokens
-
-
-class KVLayer(DynamicLayer):
-    """One layer's keys and values (rows, heads, columns, size).
-
-    Both are views of tensors with spare columns, so that a token is written in place.
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._wide: tuple[Tensor, ...] = ()
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add columns; return all."""
-        device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # attention would cast all columns in every pass
-            dtype = torch.get_autocast_dtype(device)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        new = key_states, value_states
-        held = self.get_seq_length()
-        columns = held + key_states.shape[2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if not self._wide or self._wide[0].shape[2] < columns:
-            self._wide = tuple(
-                part.new_empty((*part.shape[:2], columns + SPARE_COLUMNS, part.shape[3]))
-                for part in new
-            )
-            if held:
-                for wide, before in zip(self._wide, (self.keys, self.values), strict=True):
-                    wide[:, :, :held] = before
-        for wide, part in zip(self._wide, new, strict=True):
-            wide[:, :, held:columns] = part
-        self.keys, self.values = (wide[:, :, :columns] for wide in self._wide)
-        return self.keys, self.values
-
-    def trim(self, columns: int) -> None:
-        """Forget the first columns."""
-        self.keys, self.values = self.keys[:, :, columns:], self.values[:, :, columns:]
-        self._wide = tuple(wide[:, :, columns:] for wide in self._wide)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows only."""
-        super().batch_select_indices(indices)
-        self._wide = ()
-
-    def append_rows(self, other: KVLayer, rows: Tensor) -> None:
-        """Add rows of a cache that is not longer, so that both end at the same column."""
-        # Zeros before them, for 0 x NaN is NaN.
-        before = (0, 0, self.get_seq_length() - other.get_seq_length(), 0)
-        self.keys = torch.cat([self.keys, pad(other.keys[rows], before)])
-        self.values = torch.cat([self.values, pad(other.values[rows], before)])
-        self._wide = ()
-
-
-class KVCache(Cache):
-    """A `KVLayer` for each layer of the model."""
-
-    layers: list[KVLayer]
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[KVLayer() for _ in range(num_layers)])
-
-    def trim(self, columns: int) -> None:
-        """Forget the first columns of every layer."""
-        for layer in self.layers:
-            layer.trim(columns)
-
-    def append_rows(self, other: KVCache, rows: Tensor) -> None:
-        """Add rows of a cache that is not longer, right-aligned."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.append_rows(theirs, rows)
 
 
 @dataclass(frozen=True)
@@ -442,38 +364,15 @@ class HFSampler:
         if training:
             self._model.eval()
         for layer in cast:
-            layer.module._parameters.update(layer.cast)
+            layer.put_in()
         try:
             with torch.inference_mode(), self._autocast():
                 yield
         finally:
             for layer in cast:
-                layer.module._parameters.update(layer.own)
+                layer.take_out()
             for module in training:
                 module.training = True
-
-
-@dataclass(frozen=True)
-class CastLayer:
-    """A linear layer, its weights, and these cast as autocast casts them in every pass."""
-
-    module: nn.Module
-    own: Mapping[str, nn.Parameter]
-    cast: Mapping[str, Any]
-
-
-def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
-    """The linear layers of a model, cast once for all tokens of a rollout.
-
-    A tied output head is cast; the embedding, which is not a product, stays as it is.
-    """
-    found = []
-    for module in model.modules():
-        if type(module) in (nn.Linear, Conv1D):
-            own = {name: held for name, held in module._parameters.items() if held is not None}
-            cast = {name: held.detach().to(dtype) for name, held in own.items()}
-            found.append(CastLayer(module, own, cast))
-    return found
 
 
 def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:

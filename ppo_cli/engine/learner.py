@@ -23,13 +23,13 @@ from ppo_cli.config.algorithm_schema import Actor, Critic, CriticModel, Sharding
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import (
     critic_path,
-    matmul_library,
     micro_batch_tokens,
     publishes_adapter,
     uses_critic,
     uses_reference,
 )
 from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told

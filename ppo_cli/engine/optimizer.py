@@ -85,6 +85,11 @@ class Optimizer:
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             weight_decay=optim.weight_decay,
         )  # fmt: skip
+        if not self._in_8_bits:
+            # From the start: made in the first step, they would lie where activations were, and
+            # those of the next steps would take memory of their own.
+            self._adamw.state.update((p, _no_moments(p)) for p in self._pieces.values())
+            self._place_moments(at_work=False)
         self.set_progress(0)
 
     @property
@@ -132,6 +137,8 @@ class Optimizer:
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             state: Mapping[str, Any] = self._adamw.state.get(self._pieces[name], {})
+            if not state or not state["step"]:
+                continue
             for what, tensor in (_unpacked(state) if self._in_8_bits else state).items():
                 found[f"{name}.{what}"] = tensor if what == "step" else _like(parameter, tensor)
         return found
@@ -154,8 +161,7 @@ class Optimizer:
             if not held:
                 continue
             piece = self._pieces[name]
-            state = {"step": torch.zeros((), dtype=torch.float32, device=piece.device)}
-            state |= {what: torch.zeros_like(piece) for what in MOMENTS if what != "step"}
+            state = _no_moments(piece)
             for what in held:
                 target = state[what] if what == "step" else _like(parameter, state[what])
                 fill_from_rank0(target, read(f"{name}.{what}"), self._ranks)
@@ -206,6 +212,12 @@ def _piece(parameter: Tensor) -> nn.Parameter:
     if isinstance(parameter, DTensor):
         return nn.Parameter(_local(parameter.detach()))
     return parameter  # type: ignore[return-value]
+
+
+def _no_moments(piece: Tensor) -> dict[str, Tensor]:
+    """What AdamW remembers of a piece that it has not stepped yet."""
+    step = torch.zeros((), dtype=torch.float32, device=piece.device)
+    return {"step": step, "exp_avg": torch.zeros_like(piece), "exp_avg_sq": torch.zeros_like(piece)}
 
 
 def _local(tensor: Tensor) -> Tensor:

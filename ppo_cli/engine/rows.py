@@ -29,7 +29,9 @@ from transformers.masking_utils import sdpa_mask
 from ppo_cli.algo.batch import Batch, TrainBatch
 from ppo_cli.engine.device import products_by_blas, using_onednn
 
-LONGEST = 512  # tokens up to which products are faster than SDPA's kernel on the CPU
+# Tokens of a row on the CPU up to which products of float32 by oneDNN are faster than SDPA's
+# kernel, and float32 faster than half precision.
+LONGEST = 512
 STEP = 32  # lengths are rounded up to multiples: oneDNN writes code for each shape that it meets
 BY_ROWS = "sdpa_by_rows"  # a model's attention that takes ends of rows for a mask
 ENDS = torch.int32  # real masks are bool or floating
@@ -100,6 +102,10 @@ def attend_by_rows(
             raise ValueError(f"rows are attended to plainly, without a {more}")
     states = (query_1hLd, key_1hLd, value_1hLd)
     ends, leads, shared = attention_mask[0, 0]
+    if _is_slow_in_half(query_1hLd, ends, shared):
+        with torch.autocast("cpu", enabled=False):
+            query, key, value = (s.float() for s in states)
+            return attend_by_rows(module, query, key, value, attention_mask, **options)
     if _has_kernel(query_1hLd, value_1hLd) and not shared.any():
         return _attend_at_once(*states, ends, options.get("scaling")), None
     if _suits_products(query_1hLd, ends, shared) and not options.get("dropout"):
@@ -154,14 +160,28 @@ def _whole_rows(
     ]
 
 
+def _is_slow_in_half(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
+    """Whether SDPA's kernel on the CPU, its backward pass above all, is faster in float32."""
+    return (
+        query_1hLd.device.type == "cpu"
+        and _dtype(query_1hLd) != torch.float32
+        and _longest(ends, shared) <= LONGEST
+    )
+
+
 def _suits_products(query_1hLd: Tensor, ends: Tensor, shared: Tensor) -> bool:
     """Whether `RowProducts` is the faster way: short rows in float32 that oneDNN multiplies."""
     return (
         query_1hLd.device.type == "cpu"
         and _dtype(query_1hLd) == torch.float32
         and using_onednn()
-        and int((ends.diff() + shared[1:]).max()) <= LONGEST
+        and _longest(ends, shared) <= LONGEST
     )
+
+
+def _longest(ends: Tensor, shared: Tensor) -> int:
+    """Tokens of the longest row, those included that it shares with another."""
+    return int((ends.diff() + shared[1:]).max())
 
 
 @dataclass(frozen=True)

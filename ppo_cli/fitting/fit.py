@@ -18,7 +18,7 @@ import torch
 
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.derived import matmul_library
+from ppo_cli.config.processor import matmul_library
 from ppo_cli.engine.device import Compute, multiply_with
 from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
 from ppo_cli.fitting.preferences import (

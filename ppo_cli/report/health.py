@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import correlation, fmean, median, pvariance
 
-from ppo_cli.config.derived import gpus_per_node
 from ppo_cli.config.mixture import judges_of, mixture_of, models_of
+from ppo_cli.config.model_checks import compute_dtype
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ppo
 from ppo_cli.report.drift import DRIFTED, History, Opinion, judge_drift
@@ -58,7 +58,7 @@ def limits_of(config: Config) -> Limits:
     """Take from a config what the limits depend on."""
     actor, algorithm = config.actor, config.algorithm
     mini_batches = math.ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
-    rough = config.model.dtype == "bfloat16" or (not config.model.dtype and gpus_per_node(config))
+    rough = compute_dtype(config) == "bfloat16"
     in_loss_only = actor.use_kl_loss and not algorithm.use_kl_in_reward
     return Limits(
         grad_clip=actor.grad_clip,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config import model_checks
+from ppo_cli.config.memory_plan import cpu_plan, settle_dtype
+from ppo_cli.config.model_checks import compute_dtype, why_logprobs_again
 from ppo_cli.config.requirements import missing_inputs, missing_parts, refused_settings
 from ppo_cli.errors import ConfigError
 from tests.config.settling import problems, settle
@@ -155,3 +158,39 @@ def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
 def test_what_the_sampler_cannot_give_is_refused() -> None:
     (line,) = refused_settings(settle(f"{BYPASS}=true", "algorithm.kl_penalty=full"))
     assert "the full KL needs" in line and "leave it out" in line
+
+
+AMX = {"hidden_size": 512}
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "amx", "gpus", "dtype", "said"),
+    [
+        ("", AMX, True, 0, "bfloat16", "in bfloat16, for which the processor has matrix units"),
+        ("", {"text_config": AMX}, True, 0, "bfloat16", "in bfloat16, for which"),
+        ("", {"n_embd": 768}, True, 0, "bfloat16", "in bfloat16, for which"),
+        ("", AMX, False, 0, "float32", "float32"),
+        ("", {"hidden_size": 511}, True, 0, "float32", "float32"),
+        ("", {}, True, 0, "float32", "float32"),
+        ("model.dtype=float32", AMX, True, 0, "float32", "float32"),
+        ("model.dtype=bfloat16", {}, False, 0, "bfloat16", "in bfloat16, as set"),
+        ("trainer.engine=ray", AMX, True, 0, "float32", "float32"),
+        ("model.quantization=nf4 model.lora_rank=4", AMX, True, 0, "float32", "float32"),
+        ("", {}, False, 1, "bfloat16", ""),
+    ],
+)
+def test_the_precision_that_is_faster(
+    given: str, told: dict[str, Any], amx: bool, gpus: int, dtype: str, said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(model_checks, "has_amx", lambda: amx)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
+    config = settle("model.path=./model", *given.split()).config
+    assert compute_dtype(config, gpus) == dtype
+    if gpus:
+        return
+    assert said in " ".join(cpu_plan(config, jemalloc=False))
+    settled = settle_dtype(config)
+    assert (settled.model.dtype or "float32") == dtype == compute_dtype(settled)
+    assert bool(why_logprobs_again(config)) == bool(why_logprobs_again(settled))

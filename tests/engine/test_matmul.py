@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ppo_cli.config.derived import matmul_library
+from ppo_cli.config.processor import has_amx, matmul_library
 from ppo_cli.engine import device
 from ppo_cli.engine.device import multiply_with, products_by_blas, using_onednn
 from ppo_cli.engine.rows import LONGEST, PackedRows, RowProducts, Span, attend_by_rows
@@ -48,6 +48,25 @@ def test_onednn_is_for_amd_processors_with_wide_vectors(
     assert matmul_library("blas", environ, tmp_path) == "blas"
     assert matmul_library("onednn", environ, tmp_path) == "onednn"
     assert matmul_library(None, environ, tmp_path / "nothing") == "blas"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "found"),
+    [
+        (f"{WIDE} amx_tile amx_bf16 amx_int8", {}, True),
+        (f"{WIDE} amx_tile amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
+        (f"{WIDE} amx_tile amx_bf16", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
+        (f"{WIDE} amx_tile amx_int8", {}, False),
+        (WIDE, {}, False),
+    ],
+)
+def test_amx_is_found_where_onednn_may_use_it(
+    tmp_path: Path, flags: str, environ: dict[str, str], found: bool
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t:\n")
+    assert has_amx(environ, tmp_path) is found
+    assert not has_amx(environ, tmp_path / "nothing")
 
 
 def test_products_stay_in_float32_whoever_computes_them() -> None:
@@ -149,3 +168,28 @@ def test_a_token_that_looks_back_leaves_its_products_to_blas(
     for queries in (1, 9):
         attend_by_rows(nn.Module(), past[:, :, :queries], past, past, None)
     assert seen == [False, True] and using_onednn()
+
+
+@pytest.mark.parametrize(("longest", "dtype"), [(LONGEST, torch.float32), (600, torch.bfloat16)])
+def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype) -> None:
+    """Under autocast too, with gradients: rounded to bfloat16 are only longer rows."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    lengths = (longest, 20)
+    states = [
+        torch.randn(1, count, sum(lengths), SIZE, requires_grad=True) for count in (HEADS, 2, 2)
+    ]
+    rows = PackedRows.of(lengths, torch.device("cpu")).rows_113B
+    weight = torch.randn(1, sum(lengths), HEADS, SIZE)
+    found = []
+    for rounded in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
+            out = attend_by_rows(module, *states, rows)[0]
+        assert out.dtype == (dtype if rounded else torch.float32)
+        found.append((out, *torch.autograd.grad((out.float() * weight).sum(), states)))
+    for ours, exact in zip(*found[::-1], strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(ours, exact, rtol=0, atol=0)
+        else:
+            assert float(((ours.float() - exact).norm() / exact.norm()).detach()) < 0.02

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 from ppo_cli import keeper
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.known_models import JUDGES, weight_files
+from ppo_cli.config.processor import has_bfloat16
 from ppo_cli.config.reward_checks import (
-    has_bfloat16,
     longest_request,
     server_environment,
     vllm_python,

@@ -1,0 +1,51 @@
+"""What the processor multiplies matrices with, read without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+
+def read_cpuinfo(root: Path = Path("/")) -> str:
+    """What Linux says of the processor; nothing elsewhere."""
+    try:
+        return (root / "proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def matmul_library(
+    asked: Literal["blas", "onednn"] | None,
+    environ: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> Literal["blas", "onednn"]:
+    """What multiplies float32 matrices on the CPU: as set, else the one that was measured faster.
+
+    MKL goes by the name of the maker, and takes AVX2 on AMD's processors that have AVX-512. With
+    AMX oneDNN would round to bfloat16 (`ppo_cli.engine.device.multiply_with`).
+    """
+    if asked is not None:
+        return asked
+    processor = read_cpuinfo(root)
+    flags = _processor_flags(processor)
+    wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags and "amx_tile" not in flags
+    held_back = environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512"  # torch's own switch
+    return "onednn" if wide and not held_back and "AuthenticAMD" in processor else "blas"
+
+
+def has_amx(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:
+    """Whether the processor has matrix units for bfloat16 (AMX), and oneDNN may use them."""
+    held_back = any(environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"))
+    return not held_back and {"amx_tile", "amx_bf16"} <= _processor_flags(read_cpuinfo(root))
+
+
+def _processor_flags(processor: str) -> set[str]:
+    return set(processor.partition("\nflags")[2].partition("\n")[0].split())
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor computes in bfloat16; without, it is slower than float32."""
+    found = read_cpuinfo()
+    return not found or any(word in found for word in ("avx512_bf16", "amx_bf16", " bf16"))
