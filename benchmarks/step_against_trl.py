@@ -3,13 +3,13 @@
     python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.12.0
     python benchmarks/step_against_trl.py --trl trl/bin/python --pairs 5
 
-Both train the same random Qwen2 of 10 million parameters in float32 on the same prompts with one
-optimizer step a batch: actor, critic and reference. `--epochs 4` takes four passes. Prompts and
-responses have many lengths (the model ends a response with probability 3/128 at each token), or
-one length with `--fixed`; `--large` takes 135 million parameters. TRL keeps its activations
-(`gradient_checkpointing=False`), as ours does where memory allows. A process of each runs in turn;
-the first step of each is left out. Printed are seconds a step and peak memory of each pair, and the
-median of the ratios.
+Both train the same random Qwen2 of 10 million parameters on the same prompts with one optimizer
+step a batch: actor, critic and reference. `--epochs 4` takes four passes. Prompts and responses
+have many lengths (the model ends a response with probability 3/128 at each token), or one length
+with `--fixed`; `--large` takes 135 million parameters. TRL keeps its activations
+(`gradient_checkpointing=False`), as ours does where memory allows, and computes in float32, or in
+its own default with `--bf16`. A process of each runs in turn; the first step of each is left out.
+Printed are seconds a step and peak memory of each pair, and the median of the ratios.
 
 Nothing is downloaded.
 """
@@ -105,7 +105,9 @@ def make_prompts(file: Path, count: int, *, fixed: bool) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def train_with_trl(folder: Path, batch: int, epochs: int, response: int) -> dict[str, Any]:
+def train_with_trl(
+    folder: Path, batch: int, epochs: int, response: int, half: int
+) -> dict[str, Any]:
     """Run TRL's trainer in this process; seconds of each step."""
     from datasets import Dataset
     from transformers import (
@@ -140,7 +142,7 @@ def train_with_trl(folder: Path, batch: int, epochs: int, response: int) -> dict
             output_dir=str(folder / "trl"), per_device_train_batch_size=batch,
             gradient_accumulation_steps=1, num_mini_batches=1, num_ppo_epochs=epochs,
             local_rollout_forward_batch_size=batch, response_length=response, stop_token="eos",
-            temperature=1.0, bf16=False, gradient_checkpointing=False, use_cpu=True,
+            temperature=1.0, bf16=bool(half), gradient_checkpointing=False, use_cpu=True,
             num_sample_generations=0, report_to="none", total_episodes=batch * STEPS,
             learning_rate=1e-6, save_strategy="no", kl_coef=0.05, disable_tqdm=True,
         ),
@@ -166,7 +168,7 @@ def run_ours(folder: Path, batch: int, epochs: int, response: int) -> dict[str, 
         "--mini_batch_size", str(batch), "--ppo_epochs", str(epochs), "--critic_epochs",
         str(epochs), "--max_response_length", str(response), "--max_prompt_length", "256",
         "--reward_function", str(folder / "reward.py"), "--lr", "1e-6", "--kl_coef", "0.05",
-        "--max_steps", str(STEPS), "--save_freq", "-1", "--test_freq", "-1", "--dtype", "float32",
+        "--max_steps", str(STEPS), "--save_freq", "-1", "--test_freq", "-1",
         "--resume", "never", "--output_dir", str(out), "data.apply_chat_template=false",
     ]  # fmt: skip
     return measured(line, lambda text: text.startswith("step "))
@@ -218,6 +220,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="TRL in bfloat16")
     asked = parser.parse_args()
     response = 64 if asked.fixed else RESPONSE
     with tempfile.TemporaryDirectory() as name:
@@ -232,7 +235,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|")
         ratios: list[tuple[float, float]] = []
         for pair in range(1, asked.pairs + 1):
-            theirs = run_trl(asked.trl, folder, asked.batch, asked.epochs, response)
+            theirs = run_trl(
+                asked.trl, folder, asked.batch, asked.epochs, response, int(asked.bf16)
+            )
             ours = run_ours(folder, asked.batch, asked.epochs, response)
             ratio = tuple(ours[key] / theirs[key] for key in ("seconds", "gigabytes"))
             ratios.append((ratio[0], ratio[1]))

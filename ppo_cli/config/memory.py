@@ -138,6 +138,8 @@ class Shape:
             return FLOAT * (6 * self.hidden + split // device.tensor)
         norms = (16 if device.shards > 1 else 26) * self.hidden
         split = 2 * (self._attention - self.heads + 4 * self.inner) + FLOAT * self.heads
+        if device.packed and not device.gpu:  # attention to rows in float32, and its result
+            split += 2 * self._attention + FLOAT * self.queries
         return norms + split // device.tensor
 
 
