@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ from ppo_cli.engine.lora import (
     reference_of,
     write_adapter_config,
 )
+from ppo_cli.engine.master_weights import make_master_weights
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
 from ppo_cli.engine.models import (
     Adapt,
@@ -95,6 +95,7 @@ class Learner:
             model_folder(config.model.path),
             config.actor.fsdp_config,
             adapt(config.model, config.trainer.seed),
+            trained=True,
         )
         self._reference = self._load_reference()
         self._actor = self._build_actor(total_steps)
@@ -316,9 +317,13 @@ class Learner:
             found["values_BT"] = self._critic.values_BT(cut)
         return found
 
-    def _load_policy(self, path: str, sharding: Sharding, adapter: Adapt | None = None) -> Policy:
+    def _load_policy(
+        self, path: str, sharding: Sharding, adapter: Adapt | None = None, *, trained: bool
+    ) -> Policy:
         checkpointing = self._config.model.enable_gradient_checkpointing is not False
-        policy: Policy = self._load(load_policy, path, sharding, checkpointing, adapter)
+        policy: Policy = self._load(
+            load_policy, path, sharding, checkpointing, adapter, trained=trained
+        )
         return policy
 
     def _load(
@@ -328,9 +333,18 @@ class Learner:
         sharding: Sharding,
         checkpointing: bool,
         adapter: Adapt | None = None,
+        *,
+        trained: bool,
     ) -> Loaded:
         """Load a model of the run onto all ranks, ready for the way in which it takes its rows."""
         settings = self._config.model
+
+        def prepare(loaded: Loaded) -> Loaded:
+            loaded = adapted(loaded, adapter)
+            if trained:
+                make_master_weights(loaded.model, self._compute.dtype, self._config.trainer.seed)
+            return loaded
+
         loaded: Loaded = load_spread(
             load,
             path,
@@ -338,7 +352,7 @@ class Learner:
             sharding,
             self._compute,
             gradient_checkpointing=checkpointing,
-            prepare=partial(adapted, adapt=adapter),
+            prepare=prepare,
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=settings.attn_implementation,
         )
@@ -365,7 +379,9 @@ class Learner:
         if c.model.lora_rank and c.ref.path is None:
             return reference_of(self.policy)
         sharding = c.actor.fsdp_config.model_copy(update={"param_offload": c.ref.param_offload})
-        reference = self._load_policy(model_folder(c.ref.path or c.model.path), sharding)
+        reference = self._load_policy(
+            model_folder(c.ref.path or c.model.path), sharding, trained=False
+        )
         reference.model.requires_grad_(False).eval()
         return reference
 
@@ -388,7 +404,7 @@ class Learner:
         path = model_folder(critic_path(c))
         adapter = adapt(c.critic.model, c.trainer.seed)
         value_model = self._load(
-            load_value_model, path, c.critic.fsdp_config, checkpointing, adapter
+            load_value_model, path, c.critic.fsdp_config, checkpointing, adapter, trained=True
         )
         optimizer = self._build_optimizer(value_model.model, c.critic, total_steps)
         tokens = micro_batch_tokens(c, c.critic.ppo_max_token_len_per_gpu)

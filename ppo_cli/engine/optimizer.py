@@ -85,10 +85,6 @@ class Optimizer:
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             weight_decay=optim.weight_decay,
         )  # fmt: skip
-        for piece in self._pieces.values():
-            if piece.device.type == "cpu" and not isinstance(piece, DTensor):
-                # Weights read from a file are mapped: the first step would copy them page by page.
-                piece.data = piece.data.clone()
         if not self._in_8_bits:
             # From the start: made in the first step, they would lie where activations were, and
             # those of the next steps would take memory of their own.

@@ -1,0 +1,53 @@
+"""Float32 weights that are trained while products round them to bfloat16.
+
+A checkpoint in bfloat16 holds just those numbers that bfloat16 can hold. Each lies in the middle
+of all that are rounded to it, so that an update moves no product until many of them add up to
+half a gap: at a learning rate of 1e-5 that takes some twenty steps for a weight of 0.1. Spread
+over what is rounded to them, the share of weights that cross a border in a step is the share of a
+gap that the update is: products move by the update, on average, from the first step on
+(docs/log.md). It is the idea of stochastic rounding (Gupta et al. 2015, arXiv 1502.02551), done
+once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+HALF_GAP = 1 << 15  # of two bfloat16 numbers, in float32's last places
+BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat
+
+
+@torch.no_grad()
+def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> None:
+    """Give trained weights memory of their own; spread those that products round to bfloat16.
+
+    What products are given stays the same to the bit. Embeddings, which are looked up, norms and
+    biases stay as they are, and so do weights that bfloat16 cannot hold.
+    """
+    looked_up = {
+        id(held)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for held in module.parameters()
+    }
+    noise = torch.randint(
+        1 - HALF_GAP, HALF_GAP, (BLOCK,), dtype=torch.int32,
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    for held in model.parameters():
+        if held.requires_grad and not held.is_meta:
+            # What was read from a file is mapped: its pages would be copied in the first step.
+            held.data = held.data.clone()
+            if compute == torch.bfloat16 and held.ndim >= 2 and id(held) not in looked_up:
+                spread(held.data, noise)
+
+
+def spread(weights: Tensor, noise_N: Tensor) -> None:
+    """Add last places to contiguous float32 numbers of bfloat16, in place; zeros stay.
+
+    `noise_N` is used again and again, less than HALF_GAP either way.
+    """
+    for bits in weights.view(torch.int32).view(-1).split(len(noise_N)):
+        exact = ((bits & (2 * HALF_GAP - 1)) == 0) & (bits << 1 != 0)
+        bits += noise_N[: len(bits)] * exact
