@@ -23,7 +23,7 @@ def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> No
     """Give trained weights memory of their own; spread those that products round to bfloat16.
 
     What products are given stays the same to the bit. Embeddings, which are looked up, norms and
-    biases stay as they are, and so do weights that bfloat16 cannot hold.
+    biases stay as they are, and so do weights of a float32 checkpoint.
     """
     looked_up = {
         id(held)
@@ -44,10 +44,11 @@ def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> No
 
 
 def spread(weights: Tensor, noise_N: Tensor) -> None:
-    """Add last places to contiguous float32 numbers of bfloat16, in place; zeros stay.
+    """Add last places to contiguous float32 numbers if bfloat16 holds them all; zeros stay.
 
     `noise_N` is used again and again, less than HALF_GAP either way.
     """
-    for bits in weights.view(torch.int32).view(-1).split(len(noise_N)):
-        exact = ((bits & (2 * HALF_GAP - 1)) == 0) & (bits << 1 != 0)
-        bits += noise_N[: len(bits)] * exact
+    blocks = weights.view(torch.int32).view(-1).split(len(noise_N))
+    if not any((bits & (2 * HALF_GAP - 1)).any() for bits in blocks):
+        for bits in blocks:
+            bits += noise_N[: len(bits)] * (bits << 1 != 0)
