@@ -22,14 +22,14 @@ BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat
 def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> None:
     """Give trained weights memory of their own; spread those that products round to bfloat16.
 
-    What products are given stays the same to the bit. Embeddings, which are looked up, norms and
-    biases stay as they are, and so do weights of a float32 checkpoint.
+    What products are given stays the same to the bit. Norms, biases and embeddings that are only
+    looked up stay as they are, and so do weights of a float32 checkpoint.
     """
-    looked_up = {
+    multiplied = {
         id(held)
         for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for held in module.parameters()
+        if not isinstance(module, nn.Embedding)
+        for held in module.parameters(recurse=False)
     }
     noise = torch.randint(
         1 - HALF_GAP, HALF_GAP, (BLOCK,), dtype=torch.int32,
@@ -39,7 +39,7 @@ def make_master_weights(model: nn.Module, compute: torch.dtype, seed: int) -> No
         if held.requires_grad and not held.is_meta:
             # What was read from a file is mapped: its pages would be copied in the first step.
             held.data = held.data.clone()
-            if compute == torch.bfloat16 and held.ndim >= 2 and id(held) not in looked_up:
+            if compute == torch.bfloat16 and held.ndim >= 2 and id(held) in multiplied:
                 spread(held.data, noise)
 
 

@@ -50,11 +50,15 @@ def test_products_are_given_the_same_and_all_else_stays(tied: bool) -> None:
     make_master_weights(model, HALF, seed=3)
     for (name, held), old in zip(model.named_parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(held.to(HALF), old.to(HALF), rtol=0, atol=0)
-        kept = name.endswith(("embed_tokens.weight", "norm.weight"))
+        kept = name.endswith("norm.weight") or (name.endswith("embed_tokens.weight") and not tied)
         assert torch.equal(held, old) is kept, name
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
-        assert torch.equal(model(ids).logits, before(ids).logits)
+        found, wanted = model(ids).logits, before(ids).logits
+    if tied:  # lookups of the head's weights are not rounded
+        assert float((found - wanted).norm() / wanted.norm()) < 0.01
+    else:
+        assert torch.equal(found, wanted)
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
