@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.optimizer import Optimizer, lr_factor
@@ -84,6 +85,17 @@ def test_moments_have_the_names_of_the_parameters_and_go_back() -> None:
     assert all(torch.equal(t, saved[name]) for name, t in fresh.moments().items())
     fresh.load_moments([], saved.get)
     assert fresh.moments() == {}
+
+
+def test_the_first_step_takes_no_memory_for_moments() -> None:
+    module = nn.Linear(512, 512)
+    optimizer = build(module)
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        optimizer.apply()
+    taken = sum(max(0, one.self_cpu_memory_usage) for one in seen.events())
+    assert taken < module.weight.nbytes / 8
 
 
 def test_moments_of_other_parameters_are_refused() -> None:
