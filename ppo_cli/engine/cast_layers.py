@@ -46,8 +46,8 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
     found = []
     packs = has_amx() and dtype == torch.bfloat16
     for module in model.modules():
-        if type(module) not in (nn.Linear, Conv1D):
-            continue
+        if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
+            continue  # one that somebody has given another forward pass computes as that says
         own = {name: held for name, held in module._parameters.items() if held is not None}
         cast = {name: held.detach().to(dtype) for name, held in own.items()}
         packed = None
