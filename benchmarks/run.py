@@ -44,8 +44,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
-from ppo_cli.config.derived import matmul_library
 from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.device import multiply_with

@@ -109,8 +109,8 @@ def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32",
         return "float32"
     told = read_config(config.model.path)
     told = told.get("text_config") or told
-    width = told.get("hidden_size") or told.get("n_embd") or 0
-    return "bfloat16" if width >= WIDE else "float32"
+    width = told.get("hidden_size") or told.get("n_embd")
+    return "bfloat16" if isinstance(width, int) and width >= WIDE else "float32"
 
 
 def why_logprobs_again(config: Config, gpus: int | None = None) -> str:

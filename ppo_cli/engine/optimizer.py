@@ -85,6 +85,7 @@ class Optimizer:
             [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             weight_decay=optim.weight_decay,
         )  # fmt: skip
+        self._stepped: set[str] = set()  # parameters whose moments say something
         if not self._in_8_bits:
             # From the start: made in the first step, they would lie where activations were, and
             # those of the next steps would take memory of their own.
@@ -114,9 +115,11 @@ class Optimizer:
 
         A norm that is not finite leaves weights and moments untouched, on all ranks.
         """
+        graded = []
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._pieces[name].grad = _local(parameter.grad)
+                graded.append(name)
         # Measured before clipping by value, which would turn an infinity into a number.
         norm = self._norm()
         stepped = math.isfinite(norm)
@@ -124,6 +127,7 @@ class Optimizer:
             self._clip(norm)
             self._place_moments(at_work=True)
             self._adamw.step()
+            self._stepped.update(graded)
             self._place_moments(at_work=False)
         self.zero_grad()
         return norm, stepped
@@ -136,11 +140,10 @@ class Optimizer:
         """
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            state: Mapping[str, Any] = self._adamw.state.get(self._pieces[name], {})
-            if not state or not state["step"]:
-                continue
-            for what, tensor in (_unpacked(state) if self._in_8_bits else state).items():
-                found[f"{name}.{what}"] = tensor if what == "step" else _like(parameter, tensor)
+            if name in self._stepped:
+                state: Mapping[str, Any] = self._adamw.state[self._pieces[name]]
+                for what, tensor in (_unpacked(state) if self._in_8_bits else state).items():
+                    found[f"{name}.{what}"] = tensor if what == "step" else _like(parameter, tensor)
         return found
 
     def load_moments(self, names: Collection[str], read: Callable[[str], Tensor | None]) -> None:
@@ -156,10 +159,12 @@ class Optimizer:
                 f"and {len(unknown) - 1} more)."
             )
         self._adamw.state.clear()
+        self._stepped.clear()
         for name, parameter in self._parameters.items():
             held = [what for what in MOMENTS if f"{name}.{what}" in names]
             if not held:
                 continue
+            self._stepped.add(name)
             piece = self._pieces[name]
             state = _no_moments(piece)
             for what in held:

@@ -171,6 +171,7 @@ AMX = {"hidden_size": 512}
         ("", {"n_embd": 768}, True, 0, "bfloat16", "in bfloat16, for which"),
         ("", AMX, False, 0, "float32", "float32"),
         ("", {"hidden_size": 511}, True, 0, "float32", "float32"),
+        ("", {"hidden_size": "big"}, True, 0, "float32", "float32"),
         ("", {}, True, 0, "float32", "float32"),
         ("model.dtype=float32", AMX, True, 0, "float32", "float32"),
         ("model.dtype=bfloat16", {}, False, 0, "bfloat16", "in bfloat16, as set"),

@@ -45,13 +45,6 @@ MODELS: dict[str, Any] = {
             num_attention_heads=5, tie_word_embeddings=False, **SPECIAL,
         )
     ),
-    # What libraries take and give back between two runs is little beside it, even with an adapter.
-    "wide": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16000, hidden_size=640, intermediate_size=1792, num_hidden_layers=6,
-            num_attention_heads=10, tie_word_embeddings=False, **SPECIAL,
-        )
-    ),
 }  # fmt: skip
 # Model, tokens of a micro-batch, and settings that differ from the usual ones.
 CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -64,7 +57,7 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama", 128, {"model.enable_gradient_checkpointing": True}),
     ("llama", 128, {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": False}),
     (
-        "wide", 256,
+        "llama", 256,
         {
             "algorithm.adv_estimator": "rloo", "model.lora_rank": 8, "model.packing": False,
             "model.enable_gradient_checkpointing": True,
