@@ -146,10 +146,7 @@ def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
 
 
 def settle_dtype(config: Config) -> Config:
-    """Write down bfloat16 where an unset `model.dtype` comes to it on the CPU.
-
-    Engines then compute in it, wherever their processes are.
-    """
+    """Write down bfloat16 where an unset `model.dtype` comes to it on the CPU."""
     if config.model.dtype or gpus_per_node(config) or compute_dtype(config) == "float32":
         return config
     return change(config, {"model.dtype": "bfloat16"})

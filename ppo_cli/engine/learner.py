@@ -27,6 +27,7 @@ from ppo_cli.config.derived import (
     uses_critic,
     uses_reference,
 )
+from ppo_cli.config.memory_plan import settle_dtype
 from ppo_cli.config.model_checks import why_logprobs_again
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
@@ -440,6 +441,7 @@ class LocalEngine:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         set_threads(config.trainer.threads)
+        config = settle_dtype(config)
         self._learner = Learner(config, tokenizer, total_steps=total_steps, profiles=profiles)
         for remark in self._learner.remarks:
             tell(remark)

@@ -160,7 +160,7 @@ def test_what_the_sampler_cannot_give_is_refused() -> None:
     assert "the full KL needs" in line and "leave it out" in line
 
 
-AMX = {"hidden_size": 512}
+AMX = {"hidden_size": 320}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ AMX = {"hidden_size": 512}
         ("", {"text_config": AMX}, True, 0, "bfloat16", "in bfloat16, for which"),
         ("", {"n_embd": 768}, True, 0, "bfloat16", "in bfloat16, for which"),
         ("", AMX, False, 0, "float32", "float32"),
-        ("", {"hidden_size": 511}, True, 0, "float32", "float32"),
+        ("", {"hidden_size": 319}, True, 0, "float32", "float32"),
         ("", {"hidden_size": "big"}, True, 0, "float32", "float32"),
         ("", {}, True, 0, "float32", "float32"),
         ("model.dtype=float32", AMX, True, 0, "float32", "float32"),

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ MODELS: dict[str, Any] = {
             num_attention_heads=5, tie_word_embeddings=False, **SPECIAL,
         )
     ),
+    # What libraries take and give back between two runs is little beside it, even with an adapter.
+    "wide": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16000, hidden_size=640, intermediate_size=1792, num_hidden_layers=6,
+            num_attention_heads=10, tie_word_embeddings=False, **SPECIAL,
+        )
+    ),
 }  # fmt: skip
 # Model, tokens of a micro-batch, and settings that differ from the usual ones.
 CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -57,7 +65,7 @@ CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama", 128, {"model.enable_gradient_checkpointing": True}),
     ("llama", 128, {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": False}),
     (
-        "llama", 256,
+        "wide", 256,
         {
             "algorithm.adv_estimator": "rloo", "model.lora_rank": 8, "model.packing": False,
             "model.enable_gradient_checkpointing": True,
@@ -70,7 +78,9 @@ def settings(path: str, tokens: int, others: dict[str, Any]) -> Config:
     alone = others.get("algorithm.adv_estimator") == "rloo"
     prompts = ROWS // (2 if alone else 1)
     told: dict[str, Any] = {
-        "model": {"path": path, "enable_gradient_checkpointing": False},
+        "model": {
+            "path": path, "enable_gradient_checkpointing": False, "dtype": "float32",
+        },
         "data": {
             "max_prompt_length": PROMPT, "max_response_length": RESPONSE,
             "train_batch_size": prompts,
@@ -157,22 +167,31 @@ def main(folder: Path, chosen: set[int]) -> None:
     torch.manual_seed(0)
     for name, build in MODELS.items():
         if not (folder / name).exists():
-            build().save_pretrained(folder / name)
+            # What a model leaves on the heap would be there for the runs that are measured.
+            apart(lambda name=name, build=build: build().save_pretrained(folder / name))
     for number, (model, tokens, others) in enumerate(CASES):
-        if chosen and number not in chosen:
-            continue
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid:
-            os.waitpid(pid, 0)
-            continue
-        try:
-            found = measure(settings(str(folder / model), tokens, others))
-            told = {"case": f"{model}, {tokens} tokens, {others}", **found}
-            print(json.dumps(told), flush=True)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
+        if not chosen or number in chosen:
+            apart(lambda case=(model, tokens, others): show(folder, *case))
+
+
+def apart(work: Callable[[], object]) -> None:
+    """Do it in a forked process."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
+def show(folder: Path, model: str, tokens: int, others: dict[str, Any]) -> None:
+    found = measure(settings(str(folder / model), tokens, others))
+    told = {"case": f"{model}, {tokens} tokens, {others}", **found}
+    print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
