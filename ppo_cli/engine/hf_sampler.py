@@ -30,7 +30,7 @@ from ppo_cli.config.memory import PREFILL_TOKENS
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
-from ppo_cli.engine.cast_layers import CastLayer, cast_layers
+from ppo_cli.engine.bfloat16 import CastLayer, cast_layers
 from ppo_cli.engine.device import Compute, multiply_with, products_by_blas
 from ppo_cli.engine.kv_cache import KVCache
 from ppo_cli.engine.lora import adapt, load_adapter

@@ -33,6 +33,7 @@ from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
+from ppo_cli.engine.bfloat16 import make_master_weights
 from ppo_cli.engine.checkpoint import (
     Trained,
     model_files,
@@ -50,7 +51,6 @@ from ppo_cli.engine.lora import (
     reference_of,
     write_adapter_config,
 )
-from ppo_cli.engine.master_weights import make_master_weights
 from ppo_cli.engine.micro_batches import Budget, run_within_memory, tell_out_of_memory
 from ppo_cli.engine.models import (
     Adapt,

@@ -31,7 +31,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from ppo_cli.config.processor import has_amx
-from ppo_cli.engine import cast_layers, hf_sampler
+from ppo_cli.engine import bfloat16, hf_sampler
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.hf_sampler import HFSampler, compute_uniforms, draw_tokens
@@ -381,7 +381,7 @@ class CastWeights(TorchDispatchMode):
 def test_low_precision_casts_a_weight_once_for_all_tokens(
     family: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast_layers, "has_amx", lambda: packs)
+    monkeypatch.setattr(bfloat16, "has_amx", lambda: packs)
     if family == "gpt2":
         torch.manual_seed(7)
         shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}

@@ -15,10 +15,8 @@ MOST = 25
 STANDS = {
     "cli.bridge": "a command of its own; with it, train is over the cap",
     "engine.actor_critic": "the models that are trained; with them, learner is over the cap",
-    "engine.cast_layers": "weights cast once a rollout; with them, hf_sampler is over the cap",
     "engine.hf_sampler": "one sampler of several",
     "engine.kv_cache": "keys and values; with them, hf_sampler is over the cap",
-    "engine.master_weights": "numerics of trained weights, tested by themselves",
     "engine.cluster.engine": "the engine itself; service is the process around it",
     "launch.ray_process": "Ray itself; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",

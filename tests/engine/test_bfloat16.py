@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.engine.master_weights import HALF_GAP, make_master_weights, spread
+from ppo_cli.engine.bfloat16 import HALF_GAP, make_master_weights, spread
 
 HALF = torch.bfloat16
 
