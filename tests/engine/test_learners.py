@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.algo.estimators import POLICY_LOSSES
+from ppo_cli.config import model_checks
 from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import micro_batch_tokens
@@ -337,3 +338,29 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
         f"{name}/micro_batch_{unit}": (10.0 * number, 1.0) for number, name in enumerate(budgets, 1)
     }
     assert sums["actor/empty_minibatches"] == sums["critic/empty_minibatches"] == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_faster(
+    amx: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint in bfloat16: what is trained gets other last places, the reference none."""
+    monkeypatch.setattr(model_checks, "has_amx", lambda: amx)
+    monkeypatch.setattr(model_checks, "WIDE", 1)
+    tokenizer = load_tokenizer(model_folder("embedded"))
+    stored = load_policy(model_folder("embedded")).model.bfloat16()
+    stored.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = Config.model_validate(
+        {"model": {"path": str(tmp_path)}, "trainer": {"engine": "local"}}
+    )
+    learner = LocalEngine(config, tokenizer, total_steps=8)._learner
+    assert learner._compute.dtype == (torch.bfloat16 if amx else torch.float32)
+    name = next(n for n, _ in stored.named_parameters() if n.endswith("mlp.up_proj.weight"))
+    exact = stored.get_parameter(name)
+    assert learner._reference is not None
+    trained = learner.policy.model.get_parameter(name)
+    kept = learner._reference.model.get_parameter(name)
+    assert torch.equal(kept, exact.float())
+    assert torch.equal(trained, exact.float()) is not amx
+    assert torch.equal(trained.bfloat16(), exact)
