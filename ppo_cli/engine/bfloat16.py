@@ -105,6 +105,25 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
     return found
 
 
+@torch.no_grad()
+def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the linear layers of a frozen model as products take them, and no longer in float32.
+
+    Results stay the same to the bit.
+    """
+    for layer in cast_layers(model, dtype):
+        layer.put_in()
+        if layer.packed is not None:
+            told = layer.own["weight"]
+            layer.module._parameters["weight"] = nn.Parameter(
+                torch.empty_like(told, dtype=dtype, device="meta"), requires_grad=False
+            )
+    for held in model.parameters():
+        if not held.is_meta:
+            # Read from a file, it is mapped: any of them would keep the whole file in memory.
+            held.data = held.data.clone()
+
+
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The linear map by a weight that lies as oneDNN's matrix units read it.
 

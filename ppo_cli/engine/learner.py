@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
 from ppo_cli.engine.base import MiniBatch, Sampling, Sums, Weights, merge_sums, room_told
-from ppo_cli.engine.bfloat16 import make_master_weights
+from ppo_cli.engine.bfloat16 import hold_cast, make_master_weights
 from ppo_cli.engine.checkpoint import (
     Trained,
     model_files,
@@ -44,6 +45,7 @@ from ppo_cli.engine.checkpoint import (
 )
 from ppo_cli.engine.device import Compute, keep_freed_memory, multiply_with, set_threads
 from ppo_cli.engine.hf_sampler import sample_from
+from ppo_cli.engine.lean_layers import keep_less, round_norms
 from ppo_cli.engine.lora import (
     adapt,
     adapter_tensors,
@@ -342,6 +344,8 @@ class Learner:
 
         def prepare(loaded: Loaded) -> Loaded:
             loaded = adapted(loaded, adapter)
+            if self._compute.device.type == "cpu" and self._ranks.tensor_size == 1:
+                keep_less(loaded.model)
             if trained:
                 make_master_weights(loaded.model, self._compute.dtype, self._config.trainer.seed)
             return loaded
@@ -364,6 +368,8 @@ class Learner:
                 f"The tokenizer of {settings.path} has {len(self._tokenizer)} tokens "
                 f"and the model {path} only {size}: they do not belong together."
             )
+        if self._rounds_on_cpu():
+            round_norms(loaded.model, partial(self._some_states, loaded))
         if settings.packing is False:
             return loaded
         packed = pack(
@@ -372,6 +378,16 @@ class Learner:
         if packed.packing is None:
             self.remarks.append(f"Rows of {path} are padded: packing does not suit its attention.")
         return packed
+
+    def _rounds_on_cpu(self) -> bool:
+        """Whether products here, on the CPU in one process, are not in float32."""
+        compute = self._compute
+        return self._ranks.alone and compute.device.type == "cpu" and compute.dtype != torch.float32
+
+    def _some_states(self, loaded: Policy | ValueModel) -> Tensor:
+        """The last hidden states of a few tokens, in the computing precision."""
+        with self._compute.autocast():
+            return loaded.hidden_BLH(torch.arange(7)[None])
 
     def _load_reference(self) -> Policy | None:
         c = self._config
@@ -384,6 +400,8 @@ class Learner:
             model_folder(c.ref.path or c.model.path), sharding, trained=False
         )
         reference.model.requires_grad_(False).eval()
+        if self._rounds_on_cpu():
+            hold_cast(reference.model, self._compute.dtype)
         return reference
 
     def _build_actor(self, total_steps: int) -> ActorLearner:
