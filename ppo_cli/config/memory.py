@@ -68,6 +68,7 @@ class Shape:
     keys: int
     vocabulary: int
     tied: bool
+    lean: bool = False  # norms and units of which the learner keeps less (`lean_layers`)
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Shape | None:
@@ -93,6 +94,7 @@ class Shape:
             keys=(told.get("num_key_value_heads") or heads) * size,
             vocabulary=vocabulary,
             tied=bool(told.get("tie_word_embeddings", True)),
+            lean=told.get("hidden_act") == "silu" and "rms_norm_eps" in told,
         )
 
     @property
@@ -127,17 +129,22 @@ class Shape:
         """Bytes that autograd keeps of a token in one layer.
 
         These are inputs, quotients and results of two norms (6 hidden), queries, keys, values and
-        results of attention with its normaliser, and four states of the MLP.
+        results of attention with its normaliser, and four states of the MLP; where layers are
+        `lean` on the CPU, a norm keeps no quotients and the MLP three states.
         In bfloat16, norms compute in float32. Without sharding the states between layers are
-        float32 too, and each of five linear modules keeps its own copy of what it is given.
+        float32 too, and each of five linear modules keeps its own copy of what it is given, or
+        both of a lean norm's result share one.
         """
+        lean = self.lean and not device.gpu and device.tensor == 1
+        inner = (3 if lean else 4) * self.inner
         if not device.half:
             # Attention to packed rows on the CPU keeps each row's result and all together.
             packed = self.queries if device.packed else 0
-            split = self._attention + packed + 4 * self.inner
-            return FLOAT * (6 * self.hidden + split // device.tensor)
-        norms = (16 if device.shards > 1 else 26) * self.hidden
-        split = 2 * (self._attention - self.heads + 4 * self.inner) + FLOAT * self.heads
+            split = self._attention + packed + inner
+            return FLOAT * ((4 if lean else 6) * self.hidden + split // device.tensor)
+        alone = 12 if lean else 26
+        norms = (16 if device.shards > 1 else alone) * self.hidden
+        split = 2 * (self._attention - self.heads + inner) + FLOAT * self.heads
         if device.packed and not device.gpu:  # attention to rows in float32, and its result
             split += 2 * self._attention + FLOAT * self.queries
         return norms + split // device.tensor
@@ -164,6 +171,15 @@ class Device:
         inside = shape.layers * shape.layer
         share = min(count, inside) // self.tensor + max(0, count - inside)
         return FLOAT * share // self.shards
+
+    def frozen(self, shape: Shape) -> int:
+        """Bytes of a reference's weights.
+
+        In bfloat16 one process on the CPU holds its linear layers, the head among them, so.
+        """
+        if self.gpu or self.shards > 1 or not self.half:
+            return self.held(shape, shape.parameters())
+        return FLOAT * shape.embedding + 2 * (shape.layers * shape.layer + shape.embedding)
 
     def gathered(self, shape: Shape, whole: bool) -> int:
         """Bytes of the weights that are whole while one works: embeddings, and two layers."""
@@ -254,7 +270,8 @@ def _work(
     longest = config.data.max_prompt_length + config.data.max_response_length
     adapted = config.critic.model if critic else config.model
     rank = 0 if part is None else adapted.lora_rank
-    whole = device.held(shape, shape.parameters(head=not critic)) + FLOAT * shape.adapter(rank)
+    trained = device.held(shape, shape.parameters(head=not critic))
+    whole = device.frozen(shape) if part is None else trained + FLOAT * shape.adapter(rank)
     in_4_bits = part is not None and adapted.quantization is not None
     if in_4_bits:
         whole -= int((FLOAT - FOUR_BITS) * shape.layers * shape.layer)
@@ -281,7 +298,6 @@ def _work(
     annotate += brought
     if part is None:
         return Work(Share(parameters=whole), rest, annotate, 0)
-    trained = device.held(shape, shape.parameters(head=not critic))
     if rank:
         trained = FLOAT * shape.adapter(rank)
     at_home = device.gpu and device.shards > 1 and offload.param_offload

@@ -109,7 +109,7 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
 def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Hold the linear layers of a frozen model as products take them, and no longer in float32.
 
-    Results stay the same to the bit.
+    Under autocast its results stay what they are.
     """
     for layer in cast_layers(model, dtype):
         layer.put_in()

@@ -110,6 +110,9 @@ def _normalise(module: Any, states_XH: Tensor, *, rounds: bool = False) -> Tenso
 
 
 def _gate(module: Any, states: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        whole: Tensor = type(module).forward(module, states)
+        return whole
     inner = GatedUnit.apply(module.gate_proj(states), module.up_proj(states))  # type: ignore[no-untyped-call]
     found: Tensor = module.down_proj(inner)
     return found

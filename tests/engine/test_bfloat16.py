@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ppo_cli.engine.bfloat16 import HALF_GAP, make_master_weights, spread
+from ppo_cli.engine import bfloat16
+from ppo_cli.engine.bfloat16 import HALF_GAP, hold_cast, make_master_weights, spread
 
 HALF = torch.bfloat16
 
@@ -101,3 +102,25 @@ def test_small_updates_move_rounded_weights_from_the_first_step_on() -> None:
     assert moved() == 0.0
     make_master_weights(layer, HALF, seed=3)
     assert moved() == pytest.approx(1e-5, rel=0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("amx", [False, True])
+def test_a_frozen_model_is_held_as_products_take_it(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, tied: bool
+) -> None:
+    """With and without weights packed for matrix units, which oneDNN computes with anywhere."""
+    monkeypatch.setattr(bfloat16, "has_amx", lambda: amx)
+    model = make_model(tied=tied, stored=torch.float32).requires_grad_(False)
+    ids = torch.arange(64)[None]
+    with torch.no_grad(), torch.autocast("cpu", HALF):
+        wanted = model(ids).logits
+        hold_cast(model, HALF)
+        found = model(ids).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01
+    if not amx:
+        assert torch.equal(found, wanted)
+    held = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    full = {name for name, p in held.items() if p.dtype == torch.float32}
+    assert all("norm" in name or "embed" in name for name in full)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == HALF
