@@ -7,6 +7,7 @@ A mask is bool and True means it counts. Values outside a mask may be anything, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -64,11 +65,13 @@ def gather_logprobs_entropy(
     temperature: float,
     chunk: int,
     with_entropy: bool = True,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, softmax(logits / temperature).
 
     `head` maps (n, H) to (n, V) logits. They exist for `chunk` tokens at a time, in fp32; with
-    gradients on, a chunk's logits are computed again in the backward pass instead of kept.
+    gradients on, a chunk's logits are computed again in the backward pass unless they are to be
+    kept (`keep`).
     Returns fp32 (logprobs_N, entropy_N), differentiable in `hidden_NH` and the head's weights;
     entropy is zeros without `with_entropy`. N may be 0. Logits must be finite.
     Raises ValueError for a temperature or chunk that is not positive, or N that differ.
@@ -84,10 +87,8 @@ def gather_logprobs_entropy(
             return picked_n, torch.zeros_like(picked_n)
         return picked_n, -torch.linalg.vecdot(logp_nV.exp(), logp_nV)
 
-    parts = [
-        _recomputed(one_chunk, hidden_NH[at], targets_N[at])
-        for at in _chunks(hidden_NH.shape[0], chunk)
-    ]
+    compute = one_chunk if keep else partial(_recomputed, one_chunk)
+    parts = [compute(hidden_NH[at], targets_N[at]) for at in _chunks(hidden_NH.shape[0], chunk)]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 

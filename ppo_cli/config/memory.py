@@ -36,6 +36,9 @@ from ppo_cli.config.schema import Config
 # Response tokens whose logits exist at once. With 2,048 a step of 10 million parameters took
 # 270 MiB more, and was no faster.
 LOGIT_CHUNK = 512
+# Logits of a micro-batch that are kept for its backward pass, not computed again: few numbers are
+# little memory, and all the more time of a small model (docs/log.md).
+KEPT_LOGITS = 1 << 24
 PREFILL_TOKENS = 16_384  # of one forward pass of the hf sampler
 # Activations are kept when a step with them needs at most this share of the memory: an estimate
 # may be wrong, and others may need some too.
@@ -45,14 +48,13 @@ FLOAT = 4
 FOUR_BITS = 1 / 2 + 1 / 64 + FLOAT / 64 / 256  # bytes of a weight in NF4, and of sizes of blocks
 EIGHT_BITS = (1 + FLOAT / 256) / FLOAT  # a code, and a block's size, as a share of a float32
 GIB = 1 << 30
-# Float32 copies of a chunk's logits at once: in a backward pass, in a forward pass alone, and when
-# a token is drawn.
-BACKWARD_LOGITS, FORWARD_LOGITS, DRAWN_LOGITS = 4, 3, 4
+# Float32 copies of a chunk's logits at once: in a backward pass, in one beside kept logits, in a
+# forward pass alone, and when a token is drawn.
+BACKWARD_LOGITS, KEPT_BACKWARD_LOGITS, FORWARD_LOGITS, DRAWN_LOGITS = 4, 3, 3, 4
 # A process on the CPU keeps what it frees, and glibc's aligned allocation does not fit a block
 # into the hole of one of the same size: blocks of the forward passes (of an annotation, of an
 # update) are still held when those of the backward pass are added. Larger ones are given back.
 # The small gradients of adapters lie between what layers free, about an output of each module.
-HELD_LOGITS = FORWARD_LOGITS + BACKWARD_LOGITS
 LARGEST_HELD = 1 << 30
 
 
@@ -313,11 +315,7 @@ def _work(
     kept = tokens * (
         kept + shape.layers * (shape.hidden * state_bytes if _recomputes(config, critic) else layer)
     )
-    full_loss = not critic and config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
-    block = chunk * min(LOGIT_CHUNK, int(tokens * answers))
-    held = HELD_LOGITS if device.keeps_freed and block <= LARGEST_HELD else 0
-    copies = BACKWARD_LOGITS * (2 if full_loss else 1) + held
-    update_logits = 0 if critic else copies * block
+    update_logits = 0 if critic else _update_logits(config, device, shape, int(tokens * answers))
     table = 0 if rank else FLOAT * shape.embedding
     earlier = gradients if tokens < own_rows * longest else 0
     if rank and device.keeps_freed:
@@ -331,6 +329,18 @@ def _work(
     update = brought + gathered + reduced + cast + max(start, end, apply)
     share = Share(whole, gradients, moments, kept, update_logits)
     return Work(share, rest + (0 if optimizer_away else moments), annotate, update)
+
+
+def _update_logits(config: Config, device: Device, shape: Shape, tokens: int) -> int:
+    """Bytes that the logits of so many response tokens take in an update."""
+    chunk = FLOAT * shape.vocabulary * min(LOGIT_CHUNK, tokens)
+    whole = shape.vocabulary * tokens
+    kept = FLOAT * whole if whole <= KEPT_LOGITS else 0
+    backward = KEPT_BACKWARD_LOGITS if kept else BACKWARD_LOGITS
+    full = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
+    held = device.keeps_freed and chunk <= LARGEST_HELD
+    copies = backward + (BACKWARD_LOGITS if full else 0) + held * (FORWARD_LOGITS + backward)
+    return kept + chunk * copies
 
 
 def _recomputes(config: Config, critic: bool) -> bool:

@@ -27,7 +27,7 @@ from ppo_cli.algo.tokens import full_kl, gather_logprobs_entropy
 from ppo_cli.config.algorithm_schema import Actor as ActorSettings
 from ppo_cli.config.algorithm_schema import Critic as CriticSettings
 from ppo_cli.config.derived import clip_high, clip_low
-from ppo_cli.config.memory import LOGIT_CHUNK
+from ppo_cli.config.memory import KEPT_LOGITS, LOGIT_CHUNK
 from ppo_cli.engine.base import Sums, add_sum
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.micro_batches import Result, run_within_memory
@@ -61,11 +61,14 @@ def view_tokens(
 ) -> TokenView:
     """Log-probs of the response tokens, the entropy and the KL at them, at a temperature."""
 
+    count = len(cut.targets_N) * policy.model.config.get_text_config().vocab_size
+
     def view(input_ids_BL: Tensor) -> tuple[Tensor, ...]:
         hidden_NH = cut.pick(policy.hidden_BLH(input_ids_BL, cut.packed))
         logprobs_N, entropy_N = gather_logprobs_entropy(
-            hidden_NH, policy.head, cut.targets_N, temperature, LOGIT_CHUNK, with_entropy
-        )
+            hidden_NH, policy.head, cut.targets_N, temperature, LOGIT_CHUNK, with_entropy,
+            keep=count <= KEPT_LOGITS,
+        )  # fmt: skip
         if kl_to is None:
             return logprobs_N, entropy_N
         # The policy's weights must still be at hand: sharded ones are so only in here.

@@ -83,14 +83,15 @@ def test_logprob_and_entropy_by_hand() -> None:
     assert float(entropy) == pytest.approx(by_hand, abs=1e-6)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 9, 100])
-def test_chunks_change_neither_values_nor_gradients(chunk: int) -> None:
+def test_chunks_change_neither_values_nor_gradients(chunk: int, keep: bool) -> None:
     hidden, weight = random_head(0)
     targets = torch.arange(9)
     hidden.requires_grad_()
     weight.requires_grad_()
     logprob, entropy = tokens.gather_logprobs_entropy(
-        hidden, lambda h: h @ weight.T, targets, temperature=0.7, chunk=chunk
+        hidden, lambda h: h @ weight.T, targets, temperature=0.7, chunk=chunk, keep=keep
     )
     coefficients = torch.linspace(-1, 2, 9)
     (logprob * coefficients + entropy * coefficients.flip(0)).sum().backward()
@@ -150,6 +151,21 @@ def test_the_vocabulary_is_never_materialised_for_all_tokens() -> None:
     assert max(kept, default=0) < 2 * weight.shape[0]
     logprob.sum().backward()
     assert len(seen) == 10  # each chunk once more for the backward pass
+
+
+def test_kept_logits_are_not_computed_again() -> None:
+    hidden, weight = random_head(2)
+    weight.requires_grad_()
+    seen: list[int] = []
+
+    def head(h: Tensor) -> Tensor:
+        seen.append(len(h))
+        return h @ weight.T
+
+    targets = torch.zeros(9, dtype=torch.int64)
+    logprob, _ = tokens.gather_logprobs_entropy(hidden, head, targets, 1.0, 2, keep=True)
+    logprob.sum().backward()
+    assert seen == [2, 2, 2, 2, 1]
 
 
 def test_bfloat16_logits_become_fp32() -> None:

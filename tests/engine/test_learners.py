@@ -14,11 +14,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, TrainBatch, build_batch
 from ppo_cli.algo.estimators import POLICY_LOSSES
+from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config import model_checks
 from ppo_cli.config.algorithm_schema import Actor, ActorOptim, Critic, CriticOptim, PolicyLoss
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import micro_batch_tokens
 from ppo_cli.config.schema import Config
+from ppo_cli.engine import actor_critic
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner
 from ppo_cli.engine.base import MiniBatch, merge_sums
 from ppo_cli.engine.device import Compute
@@ -131,6 +133,26 @@ def test_gradients_do_not_depend_on_padding_or_order(gradients, model_dir) -> No
     shuffled = batch.rows(torch.randperm(len(batch)))
     for other in (wider, shuffled):
         assert_near(gradients(model_dir, other), whole, terms=TERMS)
+
+
+def test_many_logits_are_computed_again_and_few_are_kept(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch()
+    logits = int(batch.response_len_B.sum()) * VOCAB
+    found = []
+    for most in (logits, logits - 1):
+        monkeypatch.setattr(actor_critic, "KEPT_LOGITS", most)
+        passes: list[object] = []
+        monkeypatch.setattr(
+            actor_critic, "gather_logprobs_entropy",
+            lambda *given, passes=passes, **named: (
+                passes.append(named["keep"]) or gather_logprobs_entropy(*given, **named)
+            ),
+        )  # fmt: skip
+        found.append(gradients_of_actor(model_dir, batch))
+        assert passes == [most == logits]
+    assert_near(found[0], found[1], terms=TERMS)
 
 
 @pytest.mark.parametrize("kind", [k for k, loss in POLICY_LOSSES.items() if loss.chooses])
