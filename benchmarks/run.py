@@ -7,11 +7,13 @@
                                                    # twice; `scripts/check --all` runs it
     OMP_NUM_THREADS=1 python benchmarks/run.py --quick --record   # what --quick compares with
 
-A random Qwen2 of 10 million parameters in float32 on the CPU, rows of many lengths, settings as
+A random Qwen2 of 10 million parameters on the CPU, rows of many lengths, settings and allocator as
 `ppo train` has them without a flag. A ratio is how many times as fast we are; medians of pairs.
-The other side runs as torch ships: its BLAS multiplies the matrices, where ours may leave them to
-oneDNN (`model.float32_matmul`). With `--quick` BLAS does so for both, so that ratios hold on other
-processors too; what oneDNN brings is a line of its own there, on processors that it is chosen for.
+The other side runs as torch ships: its BLAS multiplies the matrices in float32, where ours may
+leave them to oneDNN (`model.float32_matmul`), or computes in bfloat16 on a processor with AMX;
+`--bf16` lets the other side do the latter too, under autocast. With `--quick` BLAS multiplies in
+float32 for both, so that ratios hold on other processors too; what oneDNN brings is a line of its
+own there, on processors that it is chosen for.
 The bare loops take as many tokens as our rows hold, all rows of one length, so that they pad
 nothing: forward and backward passes with logits at response tokens and AdamW for actor and critic;
 for `annotate` passes of reference and critic alone, as old log-probs are the sampler's. Responses
@@ -44,11 +46,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
-from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.allocator import start_with_jemalloc
+from ppo_cli.config.memory_plan import keep_activations, settle_dtype
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
-from ppo_cli.engine.device import multiply_with
+from ppo_cli.engine.device import Compute, multiply_with
 from ppo_cli.engine.hf_sampler import HFSampler
 from ppo_cli.engine.learner import Learner
 from ppo_cli.records import Prompt
@@ -71,13 +74,14 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="keep the ratios for --quick")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--bf16", action="store_true", help="bare loops in bfloat16")
     parser.add_argument("--trl", help="the Python of an environment with TRL")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder, ends=ENDS)
         make_prompts(folder / "prompts.jsonl", 64, fixed=False)
-        pairs = dict(pairs_of(folder, asked.quick))
+        pairs = dict(pairs_of(folder, asked.quick, half=asked.bf16))
         ratios = {what: measure(what, pair, asked.pairs) for what, pair in pairs.items()}
         if asked.quick and not asked.record:
             for what in worse_than_recorded(ratios):  # other work may have hit one side alone
@@ -136,19 +140,30 @@ def by(library: Literal["blas", "onednn"], work: Callable[[], object]) -> Callab
     return run
 
 
-def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
+def in_bfloat16(work: Callable[[], object]) -> Callable[[], object]:
+    """The same work under autocast."""
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            work()
+
+    return run
+
+
+def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str, Pair]]:
     """What is compared: theirs and ours, by the name that the table shows."""
     size = argparse.Namespace(small=False, rows=8 if quick else 16)
     chosen = matmul_library(None)
     own: Literal["blas", "onednn"] = "blas" if quick else chosen
     config = keep_activations(
         Config.model_validate({
-            "model": {"path": str(folder), "dtype": "float32"},
+            "model": {"path": str(folder), "dtype": "float32" if quick else None},
             "actor": {"use_kl_loss": True},
             "data": {"max_prompt_length": 256, "max_response_length": 1024},
         }),
         lambda text: print(text, file=sys.stderr),
     )  # fmt: skip
+    config = settle_dtype(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = make_batch(size, VOCABULARY)
     batch = replace(batch, sampler_entropy_BT=torch.zeros_like(batch.sampler_logprobs_BT))
@@ -171,11 +186,14 @@ def pairs_of(folder: Path, quick: bool) -> list[tuple[str, Pair]]:
         ("`annotate` against forward passes", bare.annotate, partial(learner.annotate, batch)),
         (
             "sampling against `model.generate`",
-            *sampling_pair(learner.policy.model, tokenizer, texts),
+            *sampling_pair(learner.policy.model, config, tokenizer, texts),
         ),
         ("8 responses a prompt, against the prompt for each", *shared_pair(folder, quick)),
     ]
-    found = [(what, (by("blas", theirs), by(own, ours))) for what, theirs, ours in pairs[:3]]
+    found = [
+        (what, (by("blas", in_bfloat16(theirs) if half else theirs), by(own, ours)))
+        for what, theirs, ours in pairs[:3]
+    ]
     found += [(what, (by(own, theirs), by(own, ours))) for what, theirs, ours in pairs[3:]]
     if quick and chosen == "onednn":
         found.append(("`step` by oneDNN, against BLAS", (by("blas", step), by(chosen, step))))
@@ -239,7 +257,9 @@ class BareLoops:
         return values_BT1
 
 
-def sampling_pair(model: PreTrainedModel, tokenizer: object, texts: list[str]) -> Pair:
+def sampling_pair(
+    model: PreTrainedModel, config: Config, tokenizer: object, texts: list[str]
+) -> Pair:
     """Responses of at most 128 tokens; theirs in one batch, padded on the left."""
     assert callable(tokenizer)
     rows: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
@@ -259,7 +279,7 @@ def sampling_pair(model: PreTrainedModel, tokenizer: object, texts: list[str]) -
     def ours() -> None:
         sampler = HFSampler(
             model, eos_token_ids=frozenset({0}), pad_token_id=1, max_num_seqs=256,
-            detokenize=lambda ids: "",
+            detokenize=lambda ids: "", compute=Compute.choose(config.model.dtype),
         )  # fmt: skip
         list(sampler.generate(prompts, Sampling(max_tokens=128, seed=next(turns)), 0))
 
@@ -286,4 +306,5 @@ def against_trl(python: str, count: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    start_with_jemalloc()
     sys.exit(main())
