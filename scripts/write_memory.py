@@ -53,17 +53,17 @@ ppo plan --model Qwen/Qwen2.5-7B --n_gpus 8
 It reads the shape of a model from `config.json` and counts parameters, gradients, optimizer
 moments, activations and logits of the largest micro-batch, and the sampler's cache. Weights,
 gradients and moments are float32 (16 bytes a trained parameter), whatever the computing precision;
-activations are in that precision (`--dtype`). One process on the CPU that computes in bfloat16 holds
-the reference's linear layers in it too. {RESERVE:.0%} of a device is left for libraries and drivers. Mixtures of
-experts are not counted, and the plan says so.
+activations are in that precision (`--dtype`). One process on the CPU that computes in bfloat16
+holds the reference's linear layers in it too. {RESERVE:.0%} of a device is left for libraries and
+drivers. Mixtures of experts are not counted, and the plan says so.
 
 ## What was measured
 
 On the CPU: nine runs of models of 12, 15 and 50 million parameters (packed and padded, with and
 without gradient checkpointing, LoRA, critic and reference, one of them in bfloat16) took what was
-counted to within 15 % of their peaks; `tests/engine/test_memory_peaks.py` repeats it. Logits count there for more than
-their tensors, since one process on the CPU keeps blocks that it has freed and glibc does not
-always use them again.
+counted to within 15 % of their peaks; `tests/engine/test_memory_peaks.py` repeats it. Logits count
+there for more than their tensors, since one process on the CPU keeps blocks that it has freed and
+glibc does not always use them again.
 
 On GPUs nothing was measured: the counts for them, and all of the tables below, are computed.
 
