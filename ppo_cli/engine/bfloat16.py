@@ -113,15 +113,16 @@ def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for layer in cast_layers(model, dtype):
         layer.put_in()
-        if layer.packed is not None:
+        held = layer.cast
+        if layer.packed is not None:  # all that is left of the weight is its shape
             told = layer.own["weight"]
-            layer.module._parameters["weight"] = nn.Parameter(
-                torch.empty_like(told, dtype=dtype, device="meta"), requires_grad=False
-            )
-    for held in model.parameters():
-        if not held.is_meta:
+            held = {"weight": torch.empty_like(told, dtype=dtype, device="meta")}
+        for name, tensor in held.items():
+            layer.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    for parameter in model.parameters():
+        if not parameter.is_meta:
             # Read from a file, it is mapped: any of them would keep the whole file in memory.
-            held.data = held.data.clone()
+            parameter.data = parameter.data.clone()
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
