@@ -120,7 +120,7 @@ def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
         for name, tensor in held.items():
             layer.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     for parameter in model.parameters():
-        if not parameter.is_meta:
+        if parameter.dtype == torch.float32:
             # Read from a file, it is mapped: any of them would keep the whole file in memory.
             parameter.data = parameter.data.clone()
 
