@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ppo_cli.algo.batch import build_batch
 from ppo_cli.allocator import start_with_jemalloc
 from ppo_cli.config.bundled import model_folder
-from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.memory_plan import settle_memory
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.learner import LocalEngine
@@ -89,7 +89,7 @@ def main() -> None:
 
 def measure(folder: str, rows: int, tokens: int) -> Measured:
     """Seconds of the verbs, the faster of two turns after a warm-up, and the peak in MiB."""
-    config = keep_activations(
+    config = settle_memory(
         Config.model_validate({
             "model": {"path": folder, "dtype": "float32"},
             "data": {"max_prompt_length": PROMPT, "max_response_length": tokens},

@@ -40,7 +40,7 @@ from step_against_trl import ENDS, VOCABULARY, make_model
 from ppo_cli.algo.batch import AnnotatedBatch, Batch, build_batch
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import Placement
-from ppo_cli.config.memory_plan import keep_activations
+from ppo_cli.config.memory_plan import settle_memory
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
 from ppo_cli.engine.cluster.remote import ApartEngine
@@ -131,7 +131,7 @@ def measure_overhead(folder: Path, asked: Namespace) -> None:
         for i, text in enumerate(texts)
     ]
     with cluster(folder, name, 1) as ray:
-        local = LocalEngine(settings(name), tokenizer, total_steps=100)
+        local = LocalEngine(settings(name, None), tokenizer, total_steps=100)
         seconds: dict[str, list[list[float]]] = {}
         for turn in range(2 * asked.turns + 1):
             for place, engine in enumerate((local, ray)):
@@ -168,15 +168,15 @@ def cluster(folder: Path, name: str, ranks: int) -> Any:
     """An engine under a Ray of its own, which ends with it."""
     learners = tuple(range(ranks))
     return closing(ApartEngine(
-        settings(str(folder / name)), load_tokenizer(str(folder / name)), total_steps=100,
+        settings(str(folder / name), ranks), load_tokenizer(str(folder / name)), total_steps=100,
         placement=Placement(1, 0, learners, ((ranks,),), ()),
         logs=Path(tempfile.mkdtemp(dir=folder)),
     ))  # fmt: skip
 
 
-def settings(model: str) -> Config:
-    """As `ppo train` has them, with a reference."""
-    return keep_activations(
+def settings(model: str, ranks: int | None) -> Config:
+    """As `ppo train` has them, with a reference; without ranks, of one process."""
+    return settle_memory(
         Config.model_validate({
             "model": {"path": model, "dtype": "float32"},
             "rollout": {"name": "hf"},
@@ -184,7 +184,10 @@ def settings(model: str) -> Config:
             # The same work on both sides: only one process could take the sampler's log-probs.
             "algorithm": {"rollout_correction": {"bypass_mode": False}},
             "data": {"max_prompt_length": 512, "max_response_length": 1024},
-            "trainer": {"threads": 1},
+            "trainer": {
+                "threads": 1, "n_gpus_per_node": 0, "num_workers": ranks,
+                "engine": "ray" if ranks else "local",
+            },
         }),
         lambda text: None,
     )  # fmt: skip

@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ppo_cli.algo.batch import merge_annotations
 from ppo_cli.allocator import start_with_jemalloc
-from ppo_cli.config.memory_plan import keep_activations, settle_dtype
+from ppo_cli.config.memory_plan import settle_dtype, settle_memory
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config
 from ppo_cli.engine.base import MiniBatch, Sampling
@@ -155,7 +155,7 @@ def pairs_of(folder: Path, quick: bool, *, half: bool = False) -> list[tuple[str
     size = argparse.Namespace(small=False, rows=8 if quick else 16)
     chosen = matmul_library(None)
     own: Literal["blas", "onednn"] = "blas" if quick else chosen
-    config = keep_activations(
+    config = settle_memory(
         Config.model_validate({
             "model": {"path": str(folder), "dtype": "float32" if quick else None},
             "actor": {"use_kl_loss": True},

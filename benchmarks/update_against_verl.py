@@ -96,7 +96,7 @@ def main() -> None:
 
     from ppo_cli.algo.batch import merge_annotations
     from ppo_cli.bridge.overrides import bridge
-    from ppo_cli.config.memory_plan import keep_activations
+    from ppo_cli.config.memory_plan import settle_memory
     from ppo_cli.engine.base import MiniBatch
     from ppo_cli.engine.learner import Learner
 
@@ -109,7 +109,7 @@ def main() -> None:
             f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}",
             "data.train_files=p.jsonl",
         ]  # fmt: skip
-        ours = keep_activations(settle(lines), print)
+        ours = settle_memory(settle(lines), print)
         torch.manual_seed(0)
         learner = Learner(ours, AutoTokenizer.from_pretrained(folder / "model"), total_steps=100)
         batch = make_batch()

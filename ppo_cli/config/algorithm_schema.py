@@ -130,7 +130,11 @@ class Sharding(Section):
     fsdp_size: NotZero = setting(-1, "Devices in a sharding group; -1 is all of them.", ge=-1)
     param_offload: bool = setting(False, "Keep parameters in host memory between uses.")
     optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between steps.")
-    reshard_after_forward: bool = setting(True, "Free gathered parameters after the forward pass.")
+    reshard_after_forward: bool | None = setting(
+        None,
+        "Free gathered parameters after each pass, and reduce gradients after each micro-batch; "
+        "false: once a step. Unset: once a step on the CPU where memory is ample.",
+    )
 
 
 class Trained(Section):
@@ -142,8 +146,8 @@ class Trained(Section):
     )
     ppo_max_token_len_per_gpu: int | None = setting(
         None,
-        "Token budget of a micro-batch, prompt and response; unset: 2048 for one rank on the CPU, "
-        "else 16384.",
+        "Token budget of a micro-batch, prompt and response; unset: 2048 on the CPU for one rank, "
+        "or where weights stay gathered through a step, else 16384.",
         ge=16,
     )
     shuffle: bool = setting(True, "Reshuffle rows before each epoch over the batch.")
@@ -261,8 +265,8 @@ class Ref(Section):
     path: str | None = setting(None, "Reference model; unset takes the actor's first weights.")
     log_prob_max_token_len_per_gpu: int | None = setting(
         None,
-        "Token budget of a micro-batch when log-probs are computed; unset: 2048 for one rank on "
-        "the CPU, else 16384.",
+        "Token budget of a micro-batch when log-probs are computed; unset: 2048 on the CPU for "
+        "one rank, or where weights stay gathered through a step, else 16384.",
         ge=16,
     )
     param_offload: bool = setting(False, "Keep the reference in host memory between uses.")

@@ -321,12 +321,14 @@ def data_ranks(config: Config, gpus: int | None = None) -> int:
 def micro_batch_tokens(config: Config, asked: int | None) -> int:
     """Return the token budget of a micro-batch: as set, else what keeps a device busy.
 
-    One rank on the CPU is as fast with few tokens, and holds fewer activations (docs/log.md).
+    On the CPU few tokens are as fast, and hold fewer activations (docs/log.md), where weights do
+    not travel between ranks with each micro-batch.
     """
     if asked is not None:
         return asked
-    alone = learner_ranks(config) == 1 and not gpus_per_node(config)
-    return 2048 if alone else 16384
+    travel = config.actor.fsdp_config.reshard_after_forward is not False
+    few = not gpus_per_node(config) and (learner_ranks(config) == 1 or not travel)
+    return 2048 if few else 16384
 
 
 def train_rows(config: Config) -> int | None:

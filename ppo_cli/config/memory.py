@@ -246,12 +246,16 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Work:
-    """What one model needs: at rest, and beyond it in an annotation and in an update."""
+    """What one model needs: at rest, and beyond it in an annotation and in an update.
+
+    `whole` are weights that are gathered for all of an annotation.
+    """
 
     share: Share
     rest: int
     annotate: int
     update: int
+    whole: int
 
 
 def _work(
@@ -286,20 +290,22 @@ def _work(
     answers = config.data.max_response_length / longest
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
     logits = 0 if critic else FORWARD_LOGITS * chunk * min(LOGIT_CHUNK, int(asked * answers))
-    gathered = device.gathered(shape, not offload.reshard_after_forward)
+    stays_whole = offload.reshard_after_forward is False
+    gathered = device.gathered(shape, stays_whole)
+    shared = gathered if stays_whole else 0
     # Outside of sharding, autocast keeps the trained weights in bfloat16 until a pass is over.
     cast = (
         2 * shape.parameters()
         if device.half and device.shards == 1 and part and not in_4_bits
         else 0
     )
-    annotate = gathered + cast + max(forward, logits * (2 if full else 1))
+    annotate = gathered - shared + cast + max(forward, logits * (2 if full else 1))
     rest = 0 if offload.param_offload and device.gpu else whole
     # One process brings offloaded weights to the device for as long as it works with them.
     brought = whole - rest if device.shards == 1 else 0
     annotate += brought
     if part is None:
-        return Work(Share(parameters=whole), rest, annotate, 0)
+        return Work(Share(parameters=whole), rest, annotate, 0, shared)
     if rank:
         trained = FLOAT * shape.adapter(rank)
     at_home = device.gpu and device.shards > 1 and offload.param_offload
@@ -317,18 +323,21 @@ def _work(
     )
     update_logits = 0 if critic else _update_logits(config, device, shape, int(tokens * answers))
     table = 0 if rank else FLOAT * shape.embedding
-    earlier = gradients if tokens < own_rows * longest else 0
+    several = tokens < own_rows * longest
+    earlier = gradients if several else 0
+    if stays_whole and several and device.shards > 1:  # added up once, after all micro-batches
+        earlier = gradients * device.shards
     if rank and device.keeps_freed:
         at_once = 1 if _recomputes(config, critic) else shape.layers
         kept += tokens * at_once * shape.outputs * FLOAT
     start = earlier + kept + max(update_logits + (0 if critic else table), inside)
     reduced = gathered + FLOAT * shape.layer if device.shards > 1 else 0
-    end = gradients + max(inside, table + (table if earlier and not critic else 0))
+    end = max(gradients, earlier) + max(inside, table + (table if earlier and not critic else 0))
     optimizer_away = offload.optimizer_offload and device.gpu and not at_home
     apply = gradients + (moments if optimizer_away else 0)
     update = brought + gathered + reduced + cast + max(start, end, apply)
     share = Share(whole, gradients, moments, kept, update_logits)
-    return Work(share, rest + (0 if optimizer_away else moments), annotate, update)
+    return Work(share, rest + (0 if optimizer_away else moments), annotate, update, shared)
 
 
 def _update_logits(config: Config, device: Device, shape: Shape, tokens: int) -> int:
@@ -369,7 +378,7 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
         least = token * shape.layers * longest
         claimed = int(config.rollout.gpu_memory_utilization * (there or 0)) if device.gpu else 0
         cache = max(least, claimed - weights) if device.gpu else least * rows
-        return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
+        return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache, 0)
     own = 0 if engine_name(config) == "local" else FLOAT * shape.parameters()
     layer = 2 * device.width * shape.keys * rows * longest
     # A step makes one layer's cache anew; on a GPU keys are repeated for all heads behind a mask.
@@ -383,7 +392,7 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
     states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)
     share = Share(own + cast, 0, 0, states, logits, cache)
-    return Work(share, own, 0, cast + cache + max(logits, states))
+    return Work(share, own, 0, cast + cache + max(logits, states), 0)
 
 
 def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
@@ -398,7 +407,7 @@ def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
         rest += 0 if settings.offload and gpu else own
         batch = settings.batch_tokens * width * (3 * shape.inner + 4 * shape.hidden)
         states = max(states, batch + own - (0 if settings.offload and gpu else own))
-    return Work(Share(parameters=weights, activations=states), rest, 0, states)
+    return Work(Share(parameters=weights, activations=states), rest, 0, states, 0)
 
 
 def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Place, ...]:
@@ -435,15 +444,12 @@ def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Pla
     sampler = _sampler(config, shapes.actor, device, there)
     rewards = _rewards(config, shapes.rewards, gpu)
     rest = sum(work.rest for work in works.values())
-    asked = [
-        work.annotate
-        for name, work in works.items()
-        if name != "actor" or why_logprobs_again(config)
-    ]
-    brought = sum(asked) if device.shards == 1 and gpu else 0
+    asked = [work for name, work in works.items() if name != "actor" or why_logprobs_again(config)]
+    brought = sum(work.annotate for work in asked) if device.shards == 1 and gpu else 0
+    most = max(brought, *(work.annotate for work in asked)) if asked else 0
     phases = {
         "rollout": rest,
-        "annotation": rest + max((brought, *asked)),
+        "annotation": rest + sum(work.whole for work in asked) + most,
         **{
             f"update of the {name}": rest + work.update
             for name, work in works.items()

@@ -9,6 +9,7 @@ from typing import Any
 from ppo_cli.allocator import find_jemalloc
 from ppo_cli.config.derived import (
     PlanPart,
+    data_ranks,
     engine_name,
     gen_batch,
     gpus_per_node,
@@ -39,11 +40,11 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs with its settings, gradient checkpointing settled."""
+    """What a run needs with its settings, those settled that take memory for speed."""
 
     config: Config
     places: tuple[Place, ...]
-    ample: int | None  # bytes that a step with all activations needs, where that was asked
+    ample: int  # bytes that a step needs with all that was unset kept
 
     @property
     def fits(self) -> bool | None:
@@ -53,16 +54,31 @@ class Estimate:
 
 
 def estimate(config: Config, shapes: Shapes, there: int | None) -> Estimate:
-    """Count the memory of a run; unset, checkpointing is on unless memory is ample."""
-    if config.model.enable_gradient_checkpointing is not None:
-        return Estimate(config, count_memory(config, shapes, there), None)
-    keeping = change(config, {"model.enable_gradient_checkpointing": False})
-    kept = count_memory(keeping, shapes, there)
-    most = max(place.needed for place in kept)
-    if there is not None and most <= AMPLE * there:
-        return Estimate(keeping, kept, most)
-    recomputing = change(config, {"model.enable_gradient_checkpointing": True})
-    return Estimate(recomputing, count_memory(recomputing, shapes, there), most)
+    """Count the memory of a run; what is unset takes memory for speed only where it is ample."""
+    most = 0
+    for reshard in (False, True) if _ranks_on_cpu(config) else (True,):
+        keeping = _settle(config, recompute=False, reshard=reshard)
+        kept = count_memory(keeping, shapes, there)
+        most = max(place.needed for place in kept)
+        if there is not None and most <= AMPLE * there:
+            return Estimate(keeping, kept, most)
+    saving = _settle(config, recompute=True, reshard=True)
+    return Estimate(saving, count_memory(saving, shapes, there), most)
+
+
+def _ranks_on_cpu(config: Config) -> bool:
+    """Whether weights travel between learner ranks on the CPU; on GPUs no test has run."""
+    return data_ranks(config) > 1 and not gpus_per_node(config)
+
+
+def _settle(config: Config, *, recompute: bool, reshard: bool) -> Config:
+    """Decide whether to take memory for speed, in all settings that are unset."""
+    if config.model.enable_gradient_checkpointing is None:
+        config = change(config, {"model.enable_gradient_checkpointing": recompute})
+    for part in ("actor", "critic"):
+        if getattr(config, part).fsdp_config.reshard_after_forward is None:
+            config = change(config, {f"{part}.fsdp_config.reshard_after_forward": reshard})
+    return config
 
 
 def memory_plan(config: Config) -> PlanPart:
@@ -117,8 +133,7 @@ def memory_plan(config: Config) -> PlanPart:
             said.append("the smallest change that makes it fit: " + _words(changes))
     if asked is not None:
         said.append(f"gradient checkpointing is {'on' if asked else 'off'}, as set")
-    else:
-        said.append(_settled(found, there))
+    said += _settled(config, found, there)
     facts = {
         "fits": found.fits,
         "devices": [place.facts() for place in places],
@@ -152,15 +167,14 @@ def settle_dtype(config: Config) -> Config:
     return change(config, {"model.dtype": "bfloat16"})
 
 
-def keep_activations(config: Config, tell: Callable[[str], None]) -> Config:
-    """Settle `model.enable_gradient_checkpointing` where it is unset, and say why."""
-    if config.model.enable_gradient_checkpointing is not None:
-        return config
+def settle_memory(config: Config, tell: Callable[[str], None]) -> Config:
+    """Settle what is unset and takes memory for speed where it is ample, and say why."""
     shapes, there = read_shapes(config), device_memory(config)
     if not isinstance(shapes, Shapes) or there is None:
-        return change(config, {"model.enable_gradient_checkpointing": True})
+        return _settle(config, recompute=True, reshard=True)
     found = estimate(config, shapes, there)
-    tell(f"Memory: {_settled(found, there)}")
+    for line in _settled(config, found, there):
+        tell(f"Memory: {line}")
     return found.config
 
 
@@ -275,15 +289,28 @@ def _lines(place: Place) -> Iterator[str]:
             yield f"{role}: {', '.join(parts)}"
 
 
-def _settled(found: Estimate, there: int | None) -> str:
-    """Say what was counted and what follows from it for gradient checkpointing."""
-    recomputed = found.config.model.enable_gradient_checkpointing
-    if there is None or found.ample is None:
-        return "gradient checkpointing is on: what a step needs of memory is not known here"
-    count = f"a step with all activations needs about {_size(found.ample)} of {_size(there)}"
-    if recomputed:
-        return f"{count}: they are computed again (gradient checkpointing)"
-    return f"{count}: they are kept (no gradient checkpointing)"
+def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]:
+    """Say what was counted and what follows from it for what was unset."""
+    if asked.model.enable_gradient_checkpointing is None:
+        if there is None:
+            yield "gradient checkpointing is on: what a step needs of memory is not known here"
+        else:
+            count = f"a step with all activations needs about {_size(found.ample)} of "
+            yield (
+                count
+                + _size(there)
+                + (
+                    ": they are computed again (gradient checkpointing)"
+                    if found.config.model.enable_gradient_checkpointing
+                    else ": they are kept (no gradient checkpointing)"
+                )
+            )
+    if _ranks_on_cpu(asked) and asked.actor.fsdp_config.reshard_after_forward is None:
+        yield (
+            "weights and gradients travel between the ranks with each micro-batch"
+            if found.config.actor.fsdp_config.reshard_after_forward
+            else "weights and gradients travel between the ranks once a step: memory is ample"
+        )
 
 
 def _words(changes: Settings) -> str:

@@ -140,8 +140,9 @@ class ModelLearner:
 
         def accumulate(plan: Sequence[Sequence[int]]) -> Sums:
             sums: Sums = {}
-            for rows in plan:
+            for turn, rows in enumerate(plan):
                 cut = self._cut(batch, rows)
+                model.sync_gradients(turn == len(plan) - 1)
                 self._loss(batch, cut, aggregation, sums).backward()
             return sums
 

@@ -66,6 +66,10 @@ class Around(Protocol):
         """Context in which the weights stay where the work is."""
         ...
 
+    def sync_gradients(self, now: bool) -> None:
+        """Say whether the backward pass to come, while awake, adds up the gradients of ranks."""
+        ...
+
     def forget(self) -> None:
         """Come to rest after work, or its backward, that broke off."""
         ...
@@ -99,6 +103,14 @@ class _Asked:
     def awake(self) -> AbstractContextManager[None]:
         """Context that keeps weights on the device: for a whole step, or for a sampler."""
         return nullcontext() if self.around is None else self.around.awake()
+
+    def sync_gradients(self, now: bool) -> None:
+        """Say whether the backward pass to come, while awake, adds up the gradients of ranks.
+
+        Say it of each micro-batch: True of the last one.
+        """
+        if self.around is not None:
+            self.around.sync_gradients(now)
 
     def forget(self) -> None:
         """Forget a forward or backward pass that broke off, as when memory ran out."""

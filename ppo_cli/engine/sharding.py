@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -266,12 +266,17 @@ class AgreedReduction(DefaultReduceScatter):
 
 
 class Gathered:
-    """Runs work in a sharded model, and leaves the model in pieces whatever happens."""
+    """Runs work in a sharded model, and leaves the model in pieces whatever happens.
 
-    def __init__(self, root: FSDPModule, reshard_after_forward: bool) -> None:
+    While awake, a model that `stays_whole` gathers its weights once, and the ranks add up their
+    gradients once, in the backward pass that `sync_gradients` announces.
+    """
+
+    def __init__(self, root: FSDPModule, stays_whole: bool) -> None:
         self._root = root
-        self._reshard_after_forward = reshard_after_forward
+        self._stays_whole = stays_whole
         self._inside = False
+        self._depth = 0
 
     def __call__(self, work: Work, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Gather, work, let go."""
@@ -285,15 +290,33 @@ class Gathered:
             raise
         finally:
             self._inside = False
-        # Without a backward to come nobody else would let go of the weights.
-        if not self._reshard_after_forward and not torch.is_grad_enabled():
-            for module in _sharded_modules(self._root):
-                module.reshard()
         return found
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Nothing to do: weights are gathered layer by layer, as work comes to them."""
-        return nullcontext()
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Keep the weights that work gathers, if the model stays whole; else nothing to do."""
+        self._depth += 1
+        if self._depth == 1 and self._stays_whole:
+            self._reshard_at_once(False)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and self._stays_whole:
+                self._reshard_at_once(True)
+                self.sync_gradients(True)
+                for module in _sharded_modules(self._root):
+                    module.reshard()
+
+    def sync_gradients(self, now: bool) -> None:
+        """Say whether the backward pass to come adds up the gradients of the ranks."""
+        if self._stays_whole:
+            self._root.set_requires_gradient_sync(now)
+            self._root.set_reshard_after_backward(now)
+
+    def _reshard_at_once(self, now: bool) -> None:
+        self._root.set_reshard_after_forward(now)
+        self._root.set_reshard_after_backward(now)
 
     def forget(self) -> None:
         """Take the model apart again; gradients under way are lost."""
@@ -333,6 +356,9 @@ class Hosted:
             if self._depth == 0:
                 self._model.to("cpu")
 
+    def sync_gradients(self, now: bool) -> None:
+        """There are no other ranks."""
+
     def forget(self) -> None:
         """Nothing stays behind here."""
 
@@ -353,7 +379,7 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
     shard = partial(
         fully_shard,
         mesh=mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
-        reshard_after_forward=sharding.reshard_after_forward,
+        reshard_after_forward=True,
         offload_policy=CPUOffloadPolicy(pinned) if sharding.param_offload else OffloadPolicy(),
     )
     precision = _precision(compute)
@@ -379,7 +405,7 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _return_freed_memory()
-    return replace(loaded, around=Gathered(root, sharding.reshard_after_forward))
+    return replace(loaded, around=Gathered(root, sharding.reshard_after_forward is False))
 
 
 def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:

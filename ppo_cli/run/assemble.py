@@ -36,7 +36,7 @@ from ppo_cli.config.derived import (
     split_files,
 )
 from ppo_cli.config.keys import value_of
-from ppo_cli.config.memory_plan import cpu_plan, keep_activations
+from ppo_cli.config.memory_plan import cpu_plan, settle_memory
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import with_devices
@@ -255,7 +255,7 @@ class Engines:
             return hosted
 
     def _make(self) -> Engine:
-        self.config = keep_activations(self.config, self.tell)
+        self.config = settle_memory(self.config, self.tell)
         for line in cpu_plan(self.config, jemalloc=has_jemalloc()):
             self.tell(f"CPU: {line}")
         if engine_name(self.config) == "local":

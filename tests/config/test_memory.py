@@ -27,8 +27,8 @@ from ppo_cli.config.memory import Device, Place, Shape, Shapes, count_memory, ho
 from ppo_cli.config.memory_plan import (
     change,
     estimate,
-    keep_activations,
     memory_plan,
+    settle_memory,
     smallest_change,
 )
 from ppo_cli.config.schema import Config
@@ -283,7 +283,7 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
         ("nobody/has-this-model", True, "is not known"),
     ):
         told: list[str] = []
-        settled = keep_activations(config(model={"path": path}), told.append)
+        settled = settle_memory(config(model={"path": path}), told.append)
         assert settled.model.enable_gradient_checkpointing is recomputed, path
         assert words in " ".join(memory_plan(config(model={"path": path})).sentences)
         assert all(line in words or words in line for line in told), told
@@ -293,7 +293,7 @@ def test_activations_are_kept_where_memory_is_ample(tmp_path: Path) -> None:
 def test_what_was_set_stays(asked: bool, tmp_path: Path) -> None:
     for path in ("embedded", write_model(tmp_path / "huge", **HUGE)):
         given = config(model={"path": path, "enable_gradient_checkpointing": asked})
-        assert keep_activations(given, pytest.fail) is given
+        assert settle_memory(given, pytest.fail) is given
         said = memory_plan(given).sentences
         assert f"gradient checkpointing is {'on' if asked else 'off'}, as set" in said
 

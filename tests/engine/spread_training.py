@@ -71,15 +71,17 @@ def train(
     for step in range(STEPS):
         own = rows(step, vocabulary)[ranks.data_rank :: ranks.data_size]
         total = 0.0
-        for part in (own[:2], own[2:]):
-            with compute.autocast():
-                loss = loss_of(model, part) if len(part) else loss_of(model, own[:1]) * 0
-            if spoilt and ranks.rank == ranks.size - 1:
-                loss = loss * torch.nan
-            loss.backward()
-            total += loss.item()
-        losses.append(sum_over(ranks, total) / ranks.tensor_size)
-        norm, stepped = optimizer.apply()
+        with model.awake():
+            for part, last in ((own[:2], False), (own[2:], True)):
+                model.sync_gradients(last)
+                with compute.autocast():
+                    loss = loss_of(model, part) if len(part) else loss_of(model, own[:1]) * 0
+                if spoilt and ranks.rank == ranks.size - 1:
+                    loss = loss * torch.nan
+                loss.backward()
+                total += loss.item()
+            losses.append(sum_over(ranks, total) / ranks.tensor_size)
+            norm, stepped = optimizer.apply()
         assert stepped is not spoilt
         norms.append(norm)
     parameters = {n: full_tensor(p) for n, p in model.model.named_parameters()}

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from packed_steps import MIXED, Rows, Seen, gaps, settings, take_steps
 from published_weights import published
@@ -25,7 +26,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from ppo_cli.algo.tokens import full_kl
 from ppo_cli.config.algorithm_schema import CriticModel, Optim, Sharding
-from ppo_cli.config.schema import Model
+from ppo_cli.config.memory_plan import change
+from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.lora import adapt, reference_of
 from ppo_cli.engine.models import Policy, adapted, load_policy, load_value_model
 from ppo_cli.engine.optimizer import Optimizer
@@ -37,7 +39,13 @@ from ppo_cli.engine.ranks import (
     sum_over,
     together,
 )
-from ppo_cli.engine.sharding import fill_from_rank0, full_tensor, load_spread
+from ppo_cli.engine.sharding import (
+    AgreedGather,
+    AgreedReduction,
+    fill_from_rank0,
+    full_tensor,
+    load_spread,
+)
 from ppo_cli.errors import ConfigError
 
 Found = dict[str, Any]
@@ -130,6 +138,36 @@ def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
         policy_loss(spread.model, rows(0, 60)[:1])
     pieces = all(isinstance(p, DTensor) for p in spread.model.model.parameters())
     return compare(spread, alone) | {"trained": len(spread.moments) // 3, "pieces": pieces}
+
+
+WHOLE = Sharding(reshard_after_forward=False)
+
+
+def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """Weights are gathered and gradients reduced once a step; `told` is how often in all steps."""
+    told = {"gathers": 0, "reductions": 0}
+
+    def counting(name: str, collective: Any) -> Callable[..., Any]:
+        def called(*given: Any, **named: Any) -> Any:
+            told[name] += 1
+            return collective(*given, **named)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgreedGather, "__call__", counting("gathers", AgreedGather.__call__))
+        patch.setattr(AgreedReduction, "__call__", counting("reductions", AgreedReduction.__call__))
+        policy = both(ranks, models["tied"], sharding=WHOLE)
+    model = policy[0].model.model
+    value = both(ranks, models["untied"], value=True, sharding=WHOLE)
+    lora = both(ranks, models["tied"], sharding=WHOLE, prepare=ADAPT)
+    mixed = both(ranks, models["untied"], sharding=WHOLE, compute=BFLOAT16)
+    pieces = all(isinstance(p, DTensor) for p in model.parameters())
+    return {
+        "policy": compare(*policy), "value": compare(*value), "lora": compare(*lora),
+        "bfloat16": compare(*mixed), "told": told, "pieces": pieces,
+        "parts": model.config.num_hidden_layers + 1,
+    }  # fmt: skip
 
 
 def offload_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -299,12 +337,26 @@ def unsplit_case(ranks: Ranks, models: dict[str, str]) -> Found:
     return found
 
 
+def stay_whole(config: Config) -> Config:
+    """The same, with weights that stay whole through a step."""
+    keys = [f"{part}.fsdp_config.reshard_after_forward" for part in ("actor", "critic")]
+    return change(config, dict.fromkeys(keys, False))
+
+
 def packed_case(
-    ranks: Ranks, models: dict[str, str], lora_rank: int = 0, rows: Rows = MIXED
+    ranks: Ranks,
+    models: dict[str, str],
+    lora_rank: int = 0,
+    rows: Rows = MIXED,
+    *,
+    whole: bool = False,
 ) -> Found:
     """Packed rows on all ranks against padded ones on the first alone."""
     model = {"path": models["tied"], "lora_rank": lora_rank}
-    spread = take_steps(settings(model={**model, "packing": True}), ranks, rows, steps=2)
+    config = settings(model={**model, "packing": True})
+    if whole:
+        config = stay_whole(config)
+    spread = take_steps(config, ranks, rows, steps=2)
     if ranks.rank > 0:
         return {}
     return gaps(spread, padded_alone(models["tied"], lora_rank, rows))
@@ -316,14 +368,26 @@ def padded_alone(path: str, lora_rank: int, rows: Rows) -> Seen:
     return take_steps(settings(model=model), ALONE, rows, steps=2)
 
 
+def packed_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The same with weights that stay whole, in micro-batches of a row or two."""
+    return packed_case(ranks, models, whole=True)
+
+
 def idle_case(ranks: Ranks, models: dict[str, str]) -> Found:
     """The same with an adapter, and with one row for all ranks."""
     return packed_case(ranks, models, lora_rank=4, rows=MIXED[1:2])
 
 
-def memory_case(ranks: Ranks, models: dict[str, str]) -> Found:
+def memory_whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """The same with weights that stay whole."""
+    return memory_case(ranks, models, whole=True)
+
+
+def memory_case(ranks: Ranks, models: dict[str, str], *, whole: bool = False) -> Found:
     """Memory runs out on the last rank alone, in a forward and in a backward pass."""
     config = settings(tokens=400, model={"path": models["tied"]})
+    if whole:
+        config = stay_whole(config)
     found: Found = {}
     for where in ("forward", "backward"):
         with out_of_memory(where, above=2 if ranks.rank == ranks.size - 1 else 99) as refused:
@@ -374,14 +438,15 @@ Case = Callable[[Ranks, dict[str, str]], Found]
 CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
     2: {
         (1, 2): [
-            tied_case, frozen_case, offload_case, value_case, bfloat16_case, lora_case, nested_case,
+            tied_case, frozen_case, whole_case, offload_case, value_case, bfloat16_case, lora_case,
+            nested_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
-            together_case, published_case, memory_case,
+            together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],
-        (1, 1): [untied_case, memory_case],
+        (1, 1): [untied_case, memory_case, packed_whole_case],
         (2, 1): [
             tied_case, heads_case, gathered_case, value_case, lora_case, spoilt_case, packed_case,
-            unsplit_case,
+            packed_whole_case, unsplit_case,
         ],
     },
     4: {(2, 2): [untied_case, heads_case, offload_case, published_case], (2, 1): [untied_case]},

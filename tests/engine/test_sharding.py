@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ppo_cli.config.bundled import model_folder
+from tests.engine.spread_training import STEPS
 from tests.forked import run_ranks
 
 # 63 tokens and 46 / 2 columns do not go into equal pieces.
@@ -135,7 +136,19 @@ def test_whole_weights_and_moments_go_back_into_pieces(
 def test_frozen_and_trained_weights_mix_in_a_layer(two: list[dict[str, Any]]) -> None:
     found = check_alike(two, "frozen_case-1-2")
     assert found["trained"] == 9  # down projections with biases, two norms a layer, the last one
-    assert found["pieces"]  # unsharded weights are let go after a pass without gradients
+    assert found["pieces"]  # whole weights are let go after a pass without gradients, not awake
+
+
+def test_weights_that_stay_whole_are_gathered_and_reduced_once_a_step(
+    two: list[dict[str, Any]],
+) -> None:
+    for model in ("policy", "value", "lora"):
+        check_alike(two, "whole_case-1-2", model)
+    for found in of_case(two, "whole_case-1-2"):
+        assert found["told"] == dict.fromkeys(("gathers", "reductions"), STEPS * found["parts"])
+        assert found["pieces"]
+    mixed = of_case(two, "whole_case-1-2")[0]["bfloat16"]
+    assert 0 < mixed["loss"] < 2e-3 and mixed["norm"] < 1e-2
 
 
 @pytest.mark.parametrize("case", ["lora_case-1-2", "lora_case-2-1"])
@@ -181,7 +194,13 @@ def test_a_pass_that_broke_off_leaves_a_model_that_works(two: list[dict[str, Any
         assert found["failed"] == 2 and found["gap"] < 1e-6
 
 
-@pytest.mark.parametrize("case", ["packed_case-1-2", "idle_case-1-2", "packed_case-2-1"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "packed_case-1-2", "idle_case-1-2", "packed_case-2-1",
+        "packed_whole_case-1-2", "packed_whole_case-1-1", "packed_whole_case-2-1",
+    ],
+)  # fmt: skip
 def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
     two: list[dict[str, Any]], case: str
 ) -> None:
@@ -190,7 +209,7 @@ def test_two_ranks_with_packed_rows_train_as_one_with_padded_ones(
     assert found["weights"] < 2e-6, found
 
 
-@pytest.mark.parametrize("case", ["memory_case-1-2", "memory_case-1-1"])
+@pytest.mark.parametrize("case", ["memory_case-1-2", "memory_case-1-1", "memory_whole_case-1-2"])
 def test_memory_that_runs_out_on_one_rank_halves_on_all_and_changes_nothing(
     two: list[dict[str, Any]], case: str
 ) -> None:
