@@ -75,7 +75,7 @@ def _settle(config: Config, *, recompute: bool, reshard: bool) -> Config:
     """Decide whether to take memory for speed, in all settings that are unset."""
     if config.model.enable_gradient_checkpointing is None:
         config = change(config, {"model.enable_gradient_checkpointing": recompute})
-    for part in ("actor", "critic"):
+    for part in ("actor", "critic") if _ranks_on_cpu(config) else ():
         if getattr(config, part).fsdp_config.reshard_after_forward is None:
             config = change(config, {f"{part}.fsdp_config.reshard_after_forward": reshard})
     return config

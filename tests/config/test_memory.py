@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,63 @@ def test_what_was_set_stays(asked: bool, tmp_path: Path) -> None:
         assert settle_memory(given, pytest.fail) is given
         said = memory_plan(given).sentences
         assert f"gradient checkpointing is {'on' if asked else 'off'}, as set" in said
+
+
+RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "trainer", "asked", "actor", "critic", "said"),
+    [
+        ("embedded", RANKS, None, False, False, "travel between the ranks once a step"),
+        ("huge", RANKS, None, True, True, "travel between the ranks with each micro-batch"),
+        ("embedded", RANKS, True, True, False, None),
+        ("huge", RANKS, False, False, True, None),
+        ("embedded", RANKS | {"num_workers": 1}, None, None, None, None),
+        ("embedded", RANKS | {"n_gpus_per_node": 2, "num_workers": None}, None, None, None, None),
+    ],
+)
+def test_ranks_keep_whole_weights_where_memory_is_ample(
+    path: str,
+    trainer: dict[str, Any],
+    asked: bool | None,
+    actor: bool | None,
+    critic: bool | None,
+    said: str | None,
+    tmp_path: Path,
+) -> None:
+    path = path if path == "embedded" else write_model(tmp_path / path, **HUGE)
+    given = config(
+        model={"path": path},
+        trainer=trainer,
+        actor={"fsdp_config": {"reshard_after_forward": asked}},
+    )
+    told: list[str] = []
+    settled = settle_memory(given, told.append)
+    for part, wanted in ((settled.actor, actor), (settled.critic, critic)):
+        assert part.fsdp_config.reshard_after_forward is wanted
+    lines = [line for line in (*told, *memory_plan(given).sentences) if "travel" in line]
+    assert len(lines) == 2 * bool(said) and all(said in line for line in lines if said)
+
+
+def test_whole_weights_are_counted() -> None:
+    """Of two ranks: in an annotation the layers of all models, in an update all gradients."""
+    shape = replace(SHAPE, layers=5)
+
+    def phases(reshard: bool) -> Any:
+        part = {
+            "fsdp_config": {"reshard_after_forward": reshard}, "ppo_max_token_len_per_gpu": 128,
+        }  # fmt: skip
+        given = config(trainer=RANKS, actor=part, critic=part)
+        (host,) = count_memory(given, Shapes(shape, shape, shape), None)
+        return host.phases
+
+    whole, freed = phases(False), phases(True)
+    layers = 4 * 3 * shape.layer  # three more than two, in float32
+    models = 4 * shape.parameters()  # actor, critic and reference at once, not one of them
+    assert whole["annotation"] - freed["annotation"] == 2 * (layers + 2 * models)
+    others = 4 * shape.parameters() // 2  # gradients of the other rank's half
+    assert whole["update of the actor"] - freed["update of the actor"] == 2 * (layers + others)
 
 
 def test_a_control_group_may_leave_less_than_the_machine_has(tmp_path: Path) -> None:

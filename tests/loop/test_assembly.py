@@ -311,7 +311,7 @@ def test_a_cluster_engine_is_given_all_that_it_needs(
     assert first.placement == placement_of(seen.job.config) and first.placement.train == (0, 1, 2)
     assert (first.address, first.stop_requested()) == (Cluster.address, "SIGTERM on node 1")
     first.tell("Hello")
-    assert seen.screen.notes[-4:] == ["Loading embedded", *memory, *products, "Hello"]
+    assert seen.screen.notes[-5:] == ["Loading embedded", *memory, *products, "Hello"]
     # What failed once need not be tried again by another start.
     assert engine.renew() is made[1].engine and first.engine.closed
     assert made[1].config.rollout.weight_transfer == "memory"
