@@ -331,7 +331,7 @@ def _work(
         at_once = 1 if _recomputes(config, critic) else shape.layers
         kept += tokens * at_once * shape.outputs * FLOAT
     start = earlier + kept + max(update_logits + (0 if critic else table), inside)
-    reduced = gathered + FLOAT * shape.layer if device.shards > 1 else 0
+    reduced = gathered - shared + FLOAT * shape.layer if device.shards > 1 else 0
     end = max(gradients, earlier) + max(inside, table + (table if earlier and not critic else 0))
     optimizer_away = offload.optimizer_offload and device.gpu and not at_home
     apply = gradients + (moments if optimizer_away else 0)
