@@ -295,15 +295,11 @@ def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]
         if there is None:
             yield "gradient checkpointing is on: what a step needs of memory is not known here"
         else:
-            count = f"a step with all activations needs about {_size(found.ample)} of "
+            recompute = found.config.model.enable_gradient_checkpointing
+            then = "computed again (gradient" if recompute else "kept (no gradient"
             yield (
-                count
-                + _size(there)
-                + (
-                    ": they are computed again (gradient checkpointing)"
-                    if found.config.model.enable_gradient_checkpointing
-                    else ": they are kept (no gradient checkpointing)"
-                )
+                f"a step with all activations needs about {_size(found.ample)} of {_size(there)}: "
+                f"they are {then} checkpointing)"
             )
     if _ranks_on_cpu(asked) and asked.actor.fsdp_config.reshard_after_forward is None:
         yield (
