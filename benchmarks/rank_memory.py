@@ -1,6 +1,7 @@
 """Peak memory of each learner rank: actor, critic and reference of a random 50M model.
 
     python benchmarks/rank_memory.py            # one rank, then two; prints a table
+    python benchmarks/rank_memory.py --whole    # weights stay gathered through a step
 
 Peaks are resident memory over the whole life of a rank, loading included; the baseline is what
 the imports alone take. Nothing is downloaded.
@@ -31,17 +32,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        measure(options.rank, options.ranks, options.steps, options.folder)
+        measure(options.rank, options.ranks, options.steps, options.folder, options.whole)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run([sys.executable, __file__, "--rank", "-1", "--folder", name], check=True)
-        alone = run_ranks(1, options.steps, folder)
-        spread = run_ranks(options.ranks, options.steps, folder)
+        alone = run_ranks(1, options.steps, folder, options.whole)
+        spread = run_ranks(options.ranks, options.steps, folder, options.whole)
     print(f"{'':14} baseline   loaded     peak   peak above baseline   of one rank's")
     whole = alone[0]["peak"] - alone[0]["baseline"]
     for label, found in [("one rank", alone[0])] + [
@@ -54,13 +56,13 @@ def main() -> None:
         )
 
 
-def run_ranks(size: int, steps: int, folder: Path) -> list[dict[str, float]]:
+def run_ranks(size: int, steps: int, folder: Path, whole: bool) -> list[dict[str, float]]:
     """Start `size` ranks and collect what they measured."""
     workers = [
         subprocess.Popen(
             [
                 sys.executable, __file__, "--rank", str(rank), "--ranks", str(size),
-                "--steps", str(steps), "--folder", str(folder),
+                "--steps", str(steps), "--folder", str(folder), *["--whole"] * whole,
             ],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
@@ -77,7 +79,7 @@ def run_ranks(size: int, steps: int, folder: Path) -> list[dict[str, float]]:
     return [json.loads((folder / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
 
 
-def measure(rank: int, size: int, steps: int, folder: Path) -> None:
+def measure(rank: int, size: int, steps: int, folder: Path, whole: bool) -> None:
     """Train a little as one rank and write down the memory it took."""
     import torch
 
@@ -98,10 +100,13 @@ def measure(rank: int, size: int, steps: int, folder: Path) -> None:
         ranks = join_ranks(
             rank, size, init_method=f"file://{folder}/meet-{size}", device=torch.device("cpu")
         )
+    sharding = {"reshard_after_forward": not whole}
     config = Config.model_validate({
         "model": {"path": str(folder / "model")},
-        "actor": {"use_kl_loss": True, "ppo_max_token_len_per_gpu": BUDGET},
-        "critic": {"ppo_max_token_len_per_gpu": BUDGET},
+        "actor": {
+            "use_kl_loss": True, "ppo_max_token_len_per_gpu": BUDGET, "fsdp_config": sharding,
+        },
+        "critic": {"ppo_max_token_len_per_gpu": BUDGET, "fsdp_config": sharding},
         "ref": {"log_prob_max_token_len_per_gpu": BUDGET},
         "data": {"max_prompt_length": PROMPT, "max_response_length": RESPONSE},
     })  # fmt: skip

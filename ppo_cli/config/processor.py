@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+
+ZEN_5 = 26  # the family of AMD's first processors that compute AVX-512 in full width
 
 
 def read_cpuinfo(root: Path = Path("/")) -> str:
@@ -23,8 +27,9 @@ def matmul_library(
 ) -> Literal["blas", "onednn"]:
     """What multiplies float32 matrices on the CPU: as set, else the one that was measured faster.
 
-    MKL goes by the name of the maker, and takes AVX2 on AMD's processors that have AVX-512. With
-    AMX oneDNN would round to bfloat16 (`ppo_cli.engine.device.multiply_with`).
+    MKL goes by the name of the maker, and takes AVX2 on AMD's processors that have AVX-512. Those
+    before Zen 5 compute it in halves, no faster than AVX2 (docs/log.md). With AMX oneDNN would
+    round to bfloat16 (`ppo_cli.engine.device.multiply_with`).
     """
     if asked is not None:
         return asked
@@ -32,7 +37,9 @@ def matmul_library(
     flags = _processor_flags(processor)
     wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags and "amx_tile" not in flags
     held_back = environ.get("ATEN_CPU_CAPABILITY", "avx512") != "avx512"  # torch's own switch
-    return "onednn" if wide and not held_back and "AuthenticAMD" in processor else "blas"
+    family = re.search(r"^cpu family\s*: (\d+)", processor, re.MULTILINE)
+    zen5 = "AuthenticAMD" in processor and family is not None and int(family[1]) >= ZEN_5
+    return "onednn" if wide and zen5 and not held_back else "blas"
 
 
 def has_amx(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:

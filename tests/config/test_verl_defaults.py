@@ -35,7 +35,16 @@ NOT_TAKEN = {
 }  # fmt: skip
 
 # Settings that take another's value where they are unset.
-COMES_TO = {"critic.ppo_mini_batch_size": critic_mini_batch, "rollout.seed": sampler_seed}
+COMES_TO = {
+    "critic.ppo_mini_batch_size": critic_mini_batch, "rollout.seed": sampler_seed,
+    # Unset, memory decides on the CPU, where verl does not train.
+    "actor.fsdp_config.reshard_after_forward": lambda c: (
+        c.actor.fsdp_config.reshard_after_forward is not False
+    ),
+    "critic.fsdp_config.reshard_after_forward": lambda c: (
+        c.critic.fsdp_config.reshard_after_forward is not False
+    ),
+}  # fmt: skip
 
 
 def versions() -> dict[str, dict[str, Any]]:

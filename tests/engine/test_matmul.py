@@ -28,21 +28,23 @@ def _torch_as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("maker", "flags", "environ", "library"),
+    ("maker", "family", "flags", "environ", "library"),
     [
-        ("AuthenticAMD", WIDE, {}, "onednn"),
-        ("AuthenticAMD", WIDE, {"ATEN_CPU_CAPABILITY": "avx2"}, "blas"),
-        ("AuthenticAMD", f"{WIDE} amx_tile amx_bf16", {}, "blas"),
-        ("AuthenticAMD", "avx2 fma", {}, "blas"),
-        ("GenuineIntel", WIDE, {}, "blas"),
+        ("AuthenticAMD", 26, WIDE, {}, "onednn"),
+        ("AuthenticAMD", 25, WIDE, {}, "blas"),
+        ("AuthenticAMD", 26, WIDE, {"ATEN_CPU_CAPABILITY": "avx2"}, "blas"),
+        ("AuthenticAMD", 26, f"{WIDE} amx_tile amx_bf16", {}, "blas"),
+        ("AuthenticAMD", 26, "avx2 fma", {}, "blas"),
+        ("GenuineIntel", 26, WIDE, {}, "blas"),
     ],
 )
 def test_onednn_is_for_amd_processors_with_wide_vectors(
-    tmp_path: Path, maker: str, flags: str, environ: dict[str, str], library: str
+    tmp_path: Path, maker: str, family: int, flags: str, environ: dict[str, str], library: str
 ) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
-        f"processor\t: 0\nvendor_id\t: {maker}\nflags\t\t: fpu {flags} sse\nbugs\t\t: none\n"
+        f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+        f"flags\t\t: fpu {flags} sse\nbugs\t\t: none\n"
     )
     assert matmul_library(None, environ, tmp_path) == library
     assert matmul_library("blas", environ, tmp_path) == "blas"
