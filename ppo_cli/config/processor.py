@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-
 ZEN_5 = 26  # the family of AMD's first processors that compute AVX-512 in full width
 
 

@@ -41,7 +41,7 @@ class Model(Section):
     float32_matmul: Literal["blas", "onednn"] | None = setting(
         None,
         "What multiplies float32 matrices on the CPU; unset: onednn on AMD processors with "
-        "AVX-512, of which torch's BLAS (MKL) uses half the width, else blas.",
+        "AVX-512 in full width (Zen 5 on), of which torch's BLAS (MKL) uses half, else blas.",
     )
     enable_gradient_checkpointing: bool | None = setting(
         None, "Recompute activations in the backward pass; unset: where memory is short."
