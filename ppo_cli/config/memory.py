@@ -255,7 +255,7 @@ class Work:
     rest: int
     annotate: int
     update: int
-    whole: int
+    whole: int = 0
 
 
 def _work(
@@ -292,20 +292,20 @@ def _work(
     logits = 0 if critic else FORWARD_LOGITS * chunk * min(LOGIT_CHUNK, int(asked * answers))
     stays_whole = offload.reshard_after_forward is False
     gathered = device.gathered(shape, stays_whole)
-    shared = gathered if stays_whole else 0
+    kept_whole = gathered if stays_whole else 0
     # Outside of sharding, autocast keeps the trained weights in bfloat16 until a pass is over.
     cast = (
         2 * shape.parameters()
         if device.half and device.shards == 1 and part and not in_4_bits
         else 0
     )
-    annotate = gathered - shared + cast + max(forward, logits * (2 if full else 1))
+    annotate = gathered - kept_whole + cast + max(forward, logits * (2 if full else 1))
     rest = 0 if offload.param_offload and device.gpu else whole
     # One process brings offloaded weights to the device for as long as it works with them.
     brought = whole - rest if device.shards == 1 else 0
     annotate += brought
     if part is None:
-        return Work(Share(parameters=whole), rest, annotate, 0, shared)
+        return Work(Share(parameters=whole), rest, annotate, 0, kept_whole)
     if rank:
         trained = FLOAT * shape.adapter(rank)
     at_home = device.gpu and device.shards > 1 and offload.param_offload
@@ -331,13 +331,13 @@ def _work(
         at_once = 1 if _recomputes(config, critic) else shape.layers
         kept += tokens * at_once * shape.outputs * FLOAT
     start = earlier + kept + max(update_logits + (0 if critic else table), inside)
-    reduced = gathered - shared + FLOAT * shape.layer if device.shards > 1 else 0
+    reduced = gathered - kept_whole + FLOAT * shape.layer if device.shards > 1 else 0
     end = max(gradients, earlier) + max(inside, table + (table if earlier and not critic else 0))
     optimizer_away = offload.optimizer_offload and device.gpu and not at_home
     apply = gradients + (moments if optimizer_away else 0)
     update = brought + gathered + reduced + cast + max(start, end, apply)
     share = Share(whole, gradients, moments, kept, update_logits)
-    return Work(share, rest + (0 if optimizer_away else moments), annotate, update, shared)
+    return Work(share, rest + (0 if optimizer_away else moments), annotate, update, kept_whole)
 
 
 def _update_logits(config: Config, device: Device, shape: Shape, tokens: int) -> int:
@@ -378,7 +378,7 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
         least = token * shape.layers * longest
         claimed = int(config.rollout.gpu_memory_utilization * (there or 0)) if device.gpu else 0
         cache = max(least, claimed - weights) if device.gpu else least * rows
-        return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache, 0)
+        return Work(Share(parameters=weights, kv_cache=cache), 0, 0, weights + cache)
     own = 0 if engine_name(config) == "local" else FLOAT * shape.parameters()
     layer = 2 * device.width * shape.keys * rows * longest
     # A step makes one layer's cache anew; on a GPU keys are repeated for all heads behind a mask.
@@ -392,7 +392,7 @@ def _sampler(config: Config, shape: Shape, device: Device, there: int | None) ->
     prefill = min(prompts, max(PREFILL_TOKENS, config.data.max_prompt_length))
     states = prefill * device.width * (3 * shape.inner + 4 * shape.hidden)
     share = Share(own + cast, 0, 0, states, logits, cache)
-    return Work(share, own, 0, cast + cache + max(logits, states), 0)
+    return Work(share, own, 0, cast + cache + max(logits, states))
 
 
 def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
@@ -407,7 +407,7 @@ def _rewards(config: Config, shapes: Iterable[Shape], gpu: bool) -> Work:
         rest += 0 if settings.offload and gpu else own
         batch = settings.batch_tokens * width * (3 * shape.inner + 4 * shape.hidden)
         states = max(states, batch + own - (0 if settings.offload and gpu else own))
-    return Work(Share(parameters=weights, activations=states), rest, 0, states, 0)
+    return Work(Share(parameters=weights, activations=states), rest, 0, states)
 
 
 def count_memory(config: Config, shapes: Shapes, there: int | None) -> tuple[Place, ...]:

@@ -295,14 +295,16 @@ class Gathered:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Keep the weights that work gathers, if the model stays whole; else nothing to do."""
+        if not self._stays_whole:
+            yield
+            return
         self._depth += 1
-        if self._depth == 1 and self._stays_whole:
-            self._reshard_at_once(False)
+        self._reshard_at_once(False)
         try:
             yield
         finally:
             self._depth -= 1
-            if self._depth == 0 and self._stays_whole:
+            if self._depth == 0:
                 self._reshard_at_once(True)
                 self.sync_gradients(True)
                 for module in _sharded_modules(self._root):

@@ -136,7 +136,7 @@ def test_whole_weights_and_moments_go_back_into_pieces(
 def test_frozen_and_trained_weights_mix_in_a_layer(two: list[dict[str, Any]]) -> None:
     found = check_alike(two, "frozen_case-1-2")
     assert found["trained"] == 9  # down projections with biases, two norms a layer, the last one
-    assert found["pieces"]  # whole weights are let go after a pass without gradients, not awake
+    assert found["pieces"]  # outside of `awake`, a pass without gradients frees what it gathered
 
 
 def test_weights_that_stay_whole_are_gathered_and_reduced_once_a_step(
