@@ -149,7 +149,7 @@ def cpu_plan(config: Config, *, jemalloc: bool) -> list[str]:
         return []
     said = []
     if compute_dtype(config) == "bfloat16":
-        why = "as set" if config.model.dtype else "for which the processor has matrix units (AMX)"
+        why = "as set" if config.model.dtype else "which this processor does faster"
         said.append(f"matrices are multiplied in bfloat16, {why}")
     else:
         asked = config.model.float32_matmul

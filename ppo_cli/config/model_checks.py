@@ -27,14 +27,14 @@ from ppo_cli.config.known_models import (
     tensor_names,
 )
 from ppo_cli.config.mixture import Scorer, models_of
-from ppo_cli.config.processor import has_amx
+from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ModelError, UserError, ppo
 from ppo_cli.redact import redact
 
 TENSOR = "trainer.tensor_parallel_size"
-WIDE: Final = 320  # hidden size; the smallest that was measured to be faster in bfloat16 with AMX
+WIDE: Final = 320  # hidden size; the smallest that was measured to be faster in bfloat16
 
 
 def head_clashes(config: Config) -> Iterator[Clash]:
@@ -98,14 +98,14 @@ def read_config(path: str) -> dict[str, Any]:
 def compute_dtype(config: Config, gpus: int | None = None) -> Literal["float32", "bfloat16"]:
     """Return the precision of matrix products: as set, else the one that is faster.
 
-    That is bfloat16 on a GPU, and in one process on a processor with AMX for a model that is wide
-    enough (docs/log.md).
+    That is bfloat16 on a GPU, and in one process on a processor with AVX512-BF16 or AMX for a model
+    that is wide enough (docs/log.md).
     """
     if config.model.dtype is not None:
         return config.model.dtype
     if gpus_per_node(config, gpus):
         return "bfloat16"
-    if engine_name(config, gpus) != "local" or config.model.quantization or not has_amx():
+    if engine_name(config, gpus) != "local" or config.model.quantization or not has_fast_bfloat16():
         return "float32"
     told = read_config(config.model.path)
     told = told.get("text_config") or told

@@ -35,7 +35,7 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
         "Computing precision; unset: bfloat16 on a GPU, and for a wide model in one process on a "
-        "processor with AMX; else float32.",
+        "processor with AVX512-BF16 or AMX; else float32.",
         flag="--dtype",
     )
     float32_matmul: Literal["blas", "onednn"] | None = setting(

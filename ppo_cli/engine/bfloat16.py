@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ppo_cli.config.processor import has_amx
+from ppo_cli.config.processor import has_fast_bfloat16
 
 HALF_GAP = 1 << 15  # of two bfloat16 numbers, in float32's last places
 BLOCK = (1 << 20) + 7  # random numbers that are drawn; they repeat
@@ -65,7 +65,7 @@ def spread(weights: Tensor, noise_N: Tensor) -> None:
 class CastLayer:
     """A linear layer, its weights, and these cast as autocast casts them in every pass.
 
-    With AMX, oneDNN packs a weight again for each product of few rows; here it is packed once.
+    oneDNN packs a weight again for each product of few rows; here it is packed once.
     """
 
     module: nn.Module
@@ -92,7 +92,7 @@ def cast_layers(model: nn.Module, dtype: torch.dtype) -> list[CastLayer]:
     A tied output head is cast; the embedding, which is not a product, stays as it is.
     """
     found = []
-    packs = has_amx() and dtype == torch.bfloat16
+    packs = has_fast_bfloat16() and dtype == torch.bfloat16
     for module in model.modules():
         if type(module) not in (nn.Linear, Conv1D) or "forward" in module.__dict__:
             continue  # one that somebody has given another forward pass computes as that says
@@ -126,7 +126,7 @@ def hold_cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The linear map by a weight that lies as oneDNN's matrix units read it.
+    """The linear map by a weight that lies as oneDNN reads it.
 
     The operators are those of torch's own compiler for frozen weights.
     """

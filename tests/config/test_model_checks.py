@@ -160,31 +160,31 @@ def test_what_the_sampler_cannot_give_is_refused() -> None:
     assert "the full KL needs" in line and "leave it out" in line
 
 
-AMX = {"hidden_size": 320}
+FAST = {"hidden_size": 320}
 
 
 @pytest.mark.parametrize(
-    ("given", "told", "amx", "gpus", "dtype", "said"),
+    ("given", "told", "fast", "gpus", "dtype", "said"),
     [
-        ("", AMX, True, 0, "bfloat16", "in bfloat16, for which the processor has matrix units"),
-        ("", {"text_config": AMX}, True, 0, "bfloat16", "in bfloat16, for which"),
-        ("", {"n_embd": 768}, True, 0, "bfloat16", "in bfloat16, for which"),
-        ("", AMX, False, 0, "float32", "float32"),
+        ("", FAST, True, 0, "bfloat16", "in bfloat16, which this processor does faster"),
+        ("", {"text_config": FAST}, True, 0, "bfloat16", "in bfloat16, which"),
+        ("", {"n_embd": 768}, True, 0, "bfloat16", "in bfloat16, which"),
+        ("", FAST, False, 0, "float32", "float32"),
         ("", {"hidden_size": 319}, True, 0, "float32", "float32"),
         ("", {"hidden_size": "big"}, True, 0, "float32", "float32"),
         ("", {}, True, 0, "float32", "float32"),
-        ("model.dtype=float32", AMX, True, 0, "float32", "float32"),
+        ("model.dtype=float32", FAST, True, 0, "float32", "float32"),
         ("model.dtype=bfloat16", {}, False, 0, "bfloat16", "in bfloat16, as set"),
-        ("trainer.engine=ray", AMX, True, 0, "float32", "float32"),
-        ("model.quantization=nf4 model.lora_rank=4", AMX, True, 0, "float32", "float32"),
+        ("trainer.engine=ray", FAST, True, 0, "float32", "float32"),
+        ("model.quantization=nf4 model.lora_rank=4", FAST, True, 0, "float32", "float32"),
         ("", {}, False, 1, "bfloat16", ""),
     ],
 )
 def test_the_precision_that_is_faster(
-    given: str, told: dict[str, Any], amx: bool, gpus: int, dtype: str, said: str,
+    given: str, told: dict[str, Any], fast: bool, gpus: int, dtype: str, said: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(model_checks, "has_amx", lambda: amx)
+    monkeypatch.setattr(model_checks, "has_fast_bfloat16", lambda: fast)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(told))
     config = settle("model.path=./model", *given.split()).config

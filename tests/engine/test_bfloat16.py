@@ -104,16 +104,16 @@ def test_small_updates_move_rounded_weights_from_the_first_step_on() -> None:
     assert moved() == pytest.approx(1e-5, rel=0.1)
 
 
-AMX = pytest.mark.skipif(not bfloat16.has_amx(), reason="needs a processor with AMX")
+FAST = pytest.mark.skipif(not bfloat16.has_fast_bfloat16(), reason="needs AVX512-BF16 or AMX")
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("amx", [False, pytest.param(True, marks=AMX)])
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=FAST)])
 def test_a_frozen_model_is_held_as_products_take_it(
-    monkeypatch: pytest.MonkeyPatch, amx: bool, tied: bool
+    monkeypatch: pytest.MonkeyPatch, fast: bool, tied: bool
 ) -> None:
-    """With and without weights packed for matrix units."""
-    monkeypatch.setattr(bfloat16, "has_amx", lambda: amx)
+    """With and without weights packed as oneDNN reads them."""
+    monkeypatch.setattr(bfloat16, "has_fast_bfloat16", lambda: fast)
     model = make_model(tied=tied, stored=torch.float32).requires_grad_(False)
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
@@ -121,7 +121,7 @@ def test_a_frozen_model_is_held_as_products_take_it(
         hold_cast(model, HALF)
         found = model(ids).logits
     assert float((found - wanted).norm() / wanted.norm()) < 0.01
-    if not amx:
+    if not fast:
         assert torch.equal(found, wanted)
     held = {name: p for name, p in model.named_parameters() if not p.is_meta}
     full = {name for name, p in held.items() if p.dtype == torch.float32}

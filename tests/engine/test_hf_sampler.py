@@ -30,7 +30,7 @@ from transformers.models.mamba.modeling_mamba import MambaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from ppo_cli.config.processor import has_amx
+from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.engine import bfloat16, hf_sampler
 from ppo_cli.engine.base import Sampling, stream_key
 from ppo_cli.engine.device import Compute
@@ -356,7 +356,7 @@ def test_low_precision_runs_and_stays_near() -> None:
         np.testing.assert_allclose(rollout.sampler_logprobs, expected, atol=0.1)
 
 
-needs_amx = pytest.mark.skipif(not has_amx(), reason="needs a processor with AMX")
+needs_bfloat16 = pytest.mark.skipif(not has_fast_bfloat16(), reason="needs AVX512-BF16 or AMX")
 
 
 class CastWeights(TorchDispatchMode):
@@ -376,12 +376,12 @@ class CastWeights(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=needs_amx)])
+@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=needs_bfloat16)])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
 def test_low_precision_casts_a_weight_once_for_all_tokens(
     family: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bfloat16, "has_amx", lambda: packs)
+    monkeypatch.setattr(bfloat16, "has_fast_bfloat16", lambda: packs)
     if family == "gpt2":
         torch.manual_seed(7)
         shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}

@@ -362,15 +362,15 @@ def test_a_checkpoint_keeps_versions_rates_and_what_memory_allows(
     assert sums["actor/empty_minibatches"] == sums["critic/empty_minibatches"] == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
 def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_faster(
-    amx: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint in bfloat16: what is trained gets other last places, the reference none.
 
-    It is held in bfloat16 itself, or packed as matrix units take it.
+    It is held in bfloat16 itself, or packed as oneDNN reads it.
     """
-    monkeypatch.setattr(model_checks, "has_amx", lambda: amx)
+    monkeypatch.setattr(model_checks, "has_fast_bfloat16", lambda: fast)
     monkeypatch.setattr(model_checks, "WIDE", 1)
     tokenizer = load_tokenizer(model_folder("embedded"))
     stored = load_policy(model_folder("embedded")).model.bfloat16()
@@ -380,13 +380,13 @@ def test_one_process_computes_in_bfloat16_and_spreads_weights_where_that_is_fast
         {"model": {"path": str(tmp_path)}, "trainer": {"engine": "local"}}
     )
     learner = LocalEngine(config, tokenizer, total_steps=8)._learner
-    assert learner._compute.dtype == (torch.bfloat16 if amx else torch.float32)
+    assert learner._compute.dtype == (torch.bfloat16 if fast else torch.float32)
     name = next(n for n, _ in stored.named_parameters() if n.endswith("mlp.up_proj.weight"))
     exact = stored.get_parameter(name)
     assert learner._reference is not None
     trained = learner.policy.model.get_parameter(name)
     kept = learner._reference.model.get_parameter(name)
-    assert kept.dtype == (torch.bfloat16 if amx else torch.float32)
+    assert kept.dtype == (torch.bfloat16 if fast else torch.float32)
     assert kept.is_meta or torch.equal(kept.float(), exact.float())
-    assert torch.equal(trained, exact.float()) is not amx
+    assert torch.equal(trained, exact.float()) is not fast
     assert torch.equal(trained.bfloat16(), exact)

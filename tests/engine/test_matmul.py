@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ppo_cli.config.processor import has_amx, matmul_library
+from ppo_cli.config.processor import has_fast_bfloat16, matmul_library
 from ppo_cli.engine import device
 from ppo_cli.engine.device import multiply_with, products_by_blas, using_onednn
 from ppo_cli.engine.rows import LONGEST, PackedRows, RowProducts, Span, attend_by_rows
@@ -55,20 +55,22 @@ def test_onednn_is_for_amd_processors_with_wide_vectors(
 @pytest.mark.parametrize(
     ("flags", "environ", "found"),
     [
-        (f"{WIDE} amx_tile amx_bf16 amx_int8", {}, True),
-        (f"{WIDE} amx_tile amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
-        (f"{WIDE} amx_tile amx_bf16", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
-        (f"{WIDE} amx_tile amx_int8", {}, False),
-        (WIDE, {}, False),
+        ("avx2 amx_tile amx_bf16 amx_int8", {}, True),
+        ("avx2 amx_tile amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
+        ("avx2 amx_tile amx_bf16", {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
+        ("avx512f amx_tile amx_int8", {}, False),
+        ("avx512f avx512_bf16", {}, True),
+        ("avx512f avx512_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, False),
+        ("avx2 avx512f", {}, False),
     ],
 )
-def test_amx_is_found_where_onednn_may_use_it(
+def test_fast_bfloat16_is_found_where_onednn_may_use_it(
     tmp_path: Path, flags: str, environ: dict[str, str], found: bool
 ) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\nbugs\t\t:\n")
-    assert has_amx(environ, tmp_path) is found
-    assert not has_amx(environ, tmp_path / "nothing")
+    assert has_fast_bfloat16(environ, tmp_path) is found
+    assert not has_fast_bfloat16(environ, tmp_path / "nothing")
 
 
 def test_products_stay_in_float32_whoever_computes_them() -> None:
