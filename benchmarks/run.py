@@ -10,7 +10,7 @@
 A random Qwen2 of 10 million parameters on the CPU, rows of many lengths, settings and allocator as
 `ppo train` has them without a flag. A ratio is how many times as fast we are; medians of pairs.
 The other side runs as torch ships: its BLAS multiplies the matrices in float32, where ours may
-leave them to oneDNN (`model.float32_matmul`), or computes in bfloat16 on a processor with AMX;
+leave them to oneDNN (`model.float32_matmul`), or computes in bfloat16 (`model.dtype`);
 `--bf16` lets the other side do the latter too, under autocast. With `--quick` BLAS multiplies in
 float32 for both, so that ratios hold on other processors too; what oneDNN brings is a line of its
 own there, on processors that it is chosen for.

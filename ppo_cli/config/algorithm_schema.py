@@ -136,6 +136,11 @@ class Sharding(Section):
         "false: once a step. Unset: once a step on the CPU where memory is ample.",
     )
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether weights stay gathered through a step; `settle_memory` decides what is unset."""
+        return self.reshard_after_forward is False
+
 
 class Trained(Section):
     """What actor and critic have in common."""

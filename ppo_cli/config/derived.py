@@ -321,14 +321,13 @@ def data_ranks(config: Config, gpus: int | None = None) -> int:
 def micro_batch_tokens(config: Config, asked: int | None) -> int:
     """Return the token budget of a micro-batch: as set, else what keeps a device busy.
 
-    On the CPU few tokens are as fast, and hold fewer activations (docs/log.md), where weights do
-    not travel between ranks with each micro-batch.
+    On the CPU few tokens are as fast, and hold fewer activations (docs/log.md), where weights are
+    not gathered for each micro-batch.
     """
     if asked is not None:
         return asked
-    travel = config.actor.fsdp_config.reshard_after_forward is not False
-    few = not gpus_per_node(config) and (learner_ranks(config) == 1 or not travel)
-    return 2048 if few else 16384
+    whole = learner_ranks(config) == 1 or config.actor.fsdp_config.stays_whole
+    return 2048 if whole and not gpus_per_node(config) else 16384
 
 
 def train_rows(config: Config) -> int | None:

@@ -290,9 +290,8 @@ def _work(
     answers = config.data.max_response_length / longest
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
     logits = 0 if critic else FORWARD_LOGITS * chunk * min(LOGIT_CHUNK, int(asked * answers))
-    stays_whole = offload.reshard_after_forward is False
-    gathered = device.gathered(shape, stays_whole)
-    kept_whole = gathered if stays_whole else 0
+    gathered = device.gathered(shape, offload.stays_whole)
+    kept_whole = gathered if offload.stays_whole else 0
     # Outside of sharding, autocast keeps the trained weights in bfloat16 until a pass is over.
     cast = (
         2 * shape.parameters()
@@ -325,7 +324,7 @@ def _work(
     table = 0 if rank else FLOAT * shape.embedding
     several = tokens < own_rows * longest
     earlier = gradients if several else 0
-    if stays_whole and several and device.shards > 1:  # added up once, after all micro-batches
+    if offload.stays_whole and several and device.shards > 1:  # added up once, after all micro-batches
         earlier = gradients * device.shards
     if rank and device.keeps_freed:
         at_once = 1 if _recomputes(config, critic) else shape.layers

@@ -67,7 +67,7 @@ def estimate(config: Config, shapes: Shapes, there: int | None) -> Estimate:
 
 
 def _ranks_on_cpu(config: Config) -> bool:
-    """Whether weights travel between learner ranks on the CPU; on GPUs no test has run."""
+    """Whether several ranks on the CPU share the weights; on GPUs no test has run."""
     return data_ranks(config) > 1 and not gpus_per_node(config)
 
 
@@ -303,9 +303,9 @@ def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]
             )
     if _ranks_on_cpu(asked) and asked.actor.fsdp_config.reshard_after_forward is None:
         yield (
-            "weights and gradients travel between the ranks with each micro-batch"
+            "ranks gather weights and reduce gradients with each micro-batch"
             if found.config.actor.fsdp_config.reshard_after_forward
-            else "weights and gradients travel between the ranks once a step: memory is ample"
+            else "ranks gather weights and reduce gradients once a step: memory is ample"
         )
 
 

@@ -407,7 +407,7 @@ def _cut(loaded: Loaded, path: str, ranks: Ranks, sharding: Sharding, compute: C
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _return_freed_memory()
-    return replace(loaded, around=Gathered(root, sharding.reshard_after_forward is False))
+    return replace(loaded, around=Gathered(root, sharding.stays_whole))
 
 
 def _layers(loaded: Policy | ValueModel) -> list[tuple[str, nn.Module]]:

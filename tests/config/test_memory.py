@@ -305,8 +305,8 @@ RANKS = {"engine": "ray", "n_gpus_per_node": 0, "num_workers": 2}
 @pytest.mark.parametrize(
     ("path", "trainer", "asked", "actor", "critic", "said"),
     [
-        ("embedded", RANKS, None, False, False, "travel between the ranks once a step"),
-        ("huge", RANKS, None, True, True, "travel between the ranks with each micro-batch"),
+        ("embedded", RANKS, None, False, False, "reduce gradients once a step"),
+        ("huge", RANKS, None, True, True, "reduce gradients with each micro-batch"),
         ("embedded", RANKS, True, True, False, None),
         ("huge", RANKS, False, False, True, None),
         ("embedded", RANKS | {"num_workers": 1}, None, None, None, None),
@@ -332,7 +332,7 @@ def test_ranks_keep_whole_weights_where_memory_is_ample(
     settled = settle_memory(given, told.append)
     for part, wanted in ((settled.actor, actor), (settled.critic, critic)):
         assert part.fsdp_config.reshard_after_forward is wanted
-    lines = [line for line in (*told, *memory_plan(given).sentences) if "travel" in line]
+    lines = [line for line in (*told, *memory_plan(given).sentences) if "gather" in line]
     assert len(lines) == 2 * bool(said) and all(said in line for line in lines if said)
 
 
