@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.flags import Given, add_command, own_flag, own_word, switch, taking
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.keys import find
@@ -71,7 +72,9 @@ def evaluate(given: Given) -> None:
     if problems:
         raise ConfigError(problems)
     from ppo_cli.cli.screen import make_screen, print_result
-    from ppo_cli.run.evaluate import eval_sampling, evaluate
+
+    with collection_paused():
+        from ppo_cli.run.evaluate import eval_sampling, evaluate
 
     as_trained = any(resolved.origins[key].startswith(("flag", "override")) for key in DRAWN)
     sampling = eval_sampling(config, extras["n"], greedy=extras["greedy"], as_trained=as_trained)

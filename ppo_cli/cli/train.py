@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ppo_cli.allocator import collection_paused
 from ppo_cli.cli.app import Crash
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
 from ppo_cli.config.bundled import model_folder
@@ -406,17 +407,21 @@ def _drive(resolved: Resolved, screen: Screen) -> None:
     screen.note("Importing torch and transformers")  # takes seconds, in which nothing else is shown
     several = resolved.config.trainer.nnodes > 1 or os.environ.get("RAY_ADDRESS", "").strip()
     if not several or engine_name(resolved.config) == "local":
-        from ppo_cli.run.assemble import train as train_now
-
+        train_now = _import_loop()
         train_now(resolved, screen)
         return
     from ppo_cli.launch.nodes import open_cluster
 
     with open_cluster(resolved.config, os.environ, screen.note) as nodes:
         os.environ.update(nodes.variables)  # read when Ray is imported
-        from ppo_cli.run.assemble import train as train_now
-
+        train_now = _import_loop()
         train_now(resolved, screen, nodes)
+
+
+def _import_loop() -> Callable[..., None]:
+    with collection_paused():
+        from ppo_cli.run.assemble import train as train_now
+    return train_now
 
 
 train_app = typer.Typer(add_completion=False)

@@ -324,7 +324,7 @@ def _work(
     table = 0 if rank else FLOAT * shape.embedding
     several = tokens < own_rows * longest
     earlier = gradients if several else 0
-    if offload.stays_whole and several and device.shards > 1:  # added up once, after all micro-batches
+    if offload.stays_whole and several and device.shards > 1:  # reduced once, at the end
         earlier = gradients * device.shards
     if rank and device.keeps_freed:
         at_once = 1 if _recomputes(config, critic) else shape.layers

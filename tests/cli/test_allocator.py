@@ -1,7 +1,11 @@
-"""A run on the CPU has jemalloc from its first moment, and nobody else gets it from there."""
+"""A run on the CPU has jemalloc from its first moment, and nobody else gets it from there.
+
+Its imports pause the garbage collector.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -11,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.allocator import find_jemalloc
+from ppo_cli.allocator import collection_paused, find_jemalloc
 from ppo_cli.cli.app import main
 
 # What a process has after it asked, and what its children will.
@@ -104,3 +108,10 @@ def test_commands_that_compute_ask_for_it(
     assert len(calls) == asked
     main(words)  # called by other code, which keeps its process
     assert len(calls) == asked
+
+
+def test_garbage_is_collected_again_after_imports_that_fail() -> None:
+    with pytest.raises(ImportError), collection_paused():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
