@@ -303,9 +303,9 @@ def _settled(asked: Config, found: Estimate, there: int | None) -> Iterator[str]
             )
     if _ranks_on_cpu(asked) and asked.actor.fsdp_config.reshard_after_forward is None:
         yield (
-            "ranks gather weights and reduce gradients with each micro-batch"
-            if found.config.actor.fsdp_config.reshard_after_forward
-            else "ranks gather weights and reduce gradients once a step: memory is ample"
+            "ranks gather weights and reduce gradients once a step: memory is ample"
+            if found.config.actor.fsdp_config.stays_whole
+            else "ranks gather weights and reduce gradients with each micro-batch"
         )
 
 

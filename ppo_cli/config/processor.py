@@ -42,7 +42,7 @@ def matmul_library(
 
 
 def has_fast_bfloat16(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> bool:
-    """Whether oneDNN multiplies bfloat16 at least twice as fast as float32 is multiplied.
+    """Whether oneDNN multiplies matrices in bfloat16, about twice as fast as in float32.
 
     It needs AVX512-BF16 or AMX, and that oneDNN may use them.
     """

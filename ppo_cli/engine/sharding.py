@@ -299,13 +299,13 @@ class Gathered:
             yield
             return
         self._depth += 1
-        self._reshard_at_once(False)
+        self._root.set_reshard_after_forward(False)
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._reshard_at_once(True)
+                self._root.set_reshard_after_forward(True)
                 self.sync_gradients(True)
                 for module in _sharded_modules(self._root):
                     module.reshard()
@@ -315,10 +315,6 @@ class Gathered:
         if self._stays_whole:
             self._root.set_requires_gradient_sync(now)
             self._root.set_reshard_after_backward(now)
-
-    def _reshard_at_once(self, now: bool) -> None:
-        self._root.set_reshard_after_forward(now)
-        self._root.set_reshard_after_backward(now)
 
     def forget(self) -> None:
         """Take the model apart again; gradients under way are lost."""
