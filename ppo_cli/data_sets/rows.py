@@ -209,6 +209,12 @@ PROMPT_ALIASES = ("messages", "question", "problem", "instruction", "query")
 TRUTH_ALIASES = ("answer", "target", "reference_answer")
 Item = TypeVar("Item")
 OWN_COLUMNS = ("ground_truth", "reward_model", "extra_info", "ability")
+# Columns of code data sets that belong to the tests; they join the extra_info of their row.
+TEST_COLUMNS = (
+    "test", "test_list", "test_setup_code", "test_imports", "entry_point", "fn_name",
+    "starter_code", "input_output", "public_tests", "private_tests", "generated_tests",
+    "public_test_cases", "private_test_cases", "metadata",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -349,7 +355,7 @@ def find_columns(raw: Records, prompt_key: str, source_key: str) -> Columns:
             f"Its columns: {list_names(names)}.{did_you_mean(source_key, names)}"
         )
     truth = "" if {"ground_truth", "reward_model"} & set(names) else sole(TRUTH_ALIASES, names)
-    used = {prompt, source, truth, *OWN_COLUMNS}
+    used = {prompt, source, truth, *OWN_COLUMNS, *TEST_COLUMNS}
     unused = tuple(name for name in names if name not in used)
     return Columns(prompt, truth or "ground_truth", source, unused)
 
@@ -404,7 +410,8 @@ def read_row(place: Place, record: Record, columns: Columns) -> Row:
     extra_info = read_plain(record.get("extra_info"), "extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise RowError("extra_info", f"is {name_type(extra_info)}, not an object")
-    return Row(place, prompt, ground_truth, source or "", extra_info or {})
+    tests = {name: read_plain(record[name], name) for name in TEST_COLUMNS if record.get(name)}
+    return Row(place, prompt, ground_truth, source or "", {**tests, **(extra_info or {})})
 
 
 def read_ground_truth(record: Record, column: str) -> Any:

@@ -279,7 +279,8 @@ class RuleReward(Reward):
         if rule is None:
             return _done(Score.failed(f"no rule for data_source {prompt.data_source!r}"))
         text = rollout.whole if rule.whole else rollout.answer
-        call = Call(prompt.data_source, text, prompt.ground_truth, dict(prompt.extra_info))
+        extra_info = {"question": prompt.text, **prompt.extra_info}
+        call = Call(prompt.data_source, text, prompt.ground_truth, extra_info)
         score = answer_now(rule, call, self._settings)
         if not rule.whole and not text and rollout.unclosed and not (score and score.failure):
             score = read_returned({"score": 0.0, "extracted": None, "reason": NO_ANSWER})

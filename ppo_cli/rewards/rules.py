@@ -479,7 +479,8 @@ def score_repetition(reply: str, truth: Any, extra: Facts) -> Answer:
 @_rule(
     "code", "Python code, fenced or bare",
     "openai_humaneval", "openai/openai_humaneval", "humaneval*", "evalplus/*", "mbpp*",
-    "google-research-datasets/mbpp", "codecontests", "apps", "taco", "livecodebench*",
+    "google-research-datasets/mbpp", "codecontests", "code_contests", "deepmind/code_contests",
+    "apps", "codeparrot/apps", "taco", "baai/taco", "livecodebench*",
     has_answer=False,
 )  # fmt: skip
 def score_code(reply: str, truth: Any, extra: Facts) -> Answer | None:

@@ -58,6 +58,16 @@ def test_where_the_ground_truth_is_read(tmp_path: Path) -> None:
     assert (found.rows[0].ground_truth, found.columns.unused) == (None, ("answer",))
 
 
+def test_the_tests_of_a_code_row_join_its_extra_info(tmp_path: Path) -> None:
+    row = {"prompt": "a", "test_list": ["assert f(1)"], "test_setup_code": "", "other": 1}
+    found = read(tmp_path, row, {**row, "extra_info": {"test_list": ["assert f(2)"]}})
+    assert [one.extra_info for one in found.rows] == [
+        {"test_list": ["assert f(1)"]},
+        {"test_list": ["assert f(2)"]},
+    ]
+    assert found.columns.unused == ("other",)
+
+
 def test_verl_row(tmp_path: Path) -> None:
     row = only(
         tmp_path,

@@ -377,6 +377,7 @@ class Candidate:
     def __init__(self) -> None:
         self.objects: list[Any] = []
         self.source: Any = None
+        self.given: dict[str, Any] = {}
 
     def number_of(self, value: Any) -> int:
         """Remember an object that is no plain data."""
@@ -395,33 +396,23 @@ class Candidate:
             return encode(("raised", *describe(error)), self.number_of)
 
     def do_load(
-        self, attempts: list[str], before: str, names: list[str], entry: str, seeded: bool
+        self, attempts: list[str], given: dict[str, Any], names: list[str], entry: str
     ) -> dict[str, Any]:
         """Run the code and return those of the names that it defines."""
         code = compile_first(attempts)
-        if seeded:
-            __import__("random").seed(0)
-        module = new_module("solution")
-        # Run what the question has given (imports, functions to build on), where it is Python.
-        try:
-            exec(compile(before, "<prompt>", "exec", dont_inherit=True), module.__dict__)
-        except Exception:
-            module.__dict__.clear()
-            module.__dict__["__name__"] = module.__name__
+        module = new_module("solution", given)
         # The question's own beginning of the function is no answer.
         module.__dict__.pop(entry, None)
         exec(code, module.__dict__)
         return {name: module.__dict__[name] for name in names if name in module.__dict__}
 
-    def do_prepare(self, attempts: list[str]) -> None:
+    def do_prepare(self, attempts: list[str], given: dict[str, Any]) -> None:
         """Compile a program that reads its input and prints."""
-        self.source = compile_first(attempts)
+        self.source, self.given = compile_first(attempts), given
 
-    def do_run(self, text: str, seeded: bool) -> bytes:
+    def do_run(self, text: str) -> bytes:
         """Run the program afresh on an input; return what it printed."""
-        if seeded:
-            __import__("random").seed(0)
-        return run_program(self.source, text)
+        return run_program(self.source, text, self.given)
 
     def do_call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -472,23 +463,61 @@ def compile_first(attempts: list[str]) -> Any:
     return compile(attempts[-1], "<response>", "exec", dont_inherit=True)
 
 
-def new_module(name: str) -> ModuleType:
-    """Make the module that the code runs in; dataclasses and pickle look it up by name."""
+# What LiveCodeBench's and APPS' scorers put in front of every response.
+_USUAL_MODULES = (
+    "typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math",
+    "random", "statistics", "itertools", "functools", "operator", "io", "sys", "json",
+)  # fmt: skip
+_USUAL_IMPORTS = "\n".join(
+    [
+        *(f"from {module} import *" for module in _USUAL_MODULES),
+        f"import {', '.join(_USUAL_MODULES)}, time, fractions",
+    ]
+)
+_USUAL_DEPTH = 50_000
+
+
+def new_module(name: str, given: dict[str, Any]) -> ModuleType:
+    """Make the module that the code runs in; dataclasses and pickle look it up by name.
+
+    Names that are imported for the code come after its own, as those of Python do: a function of
+    the same name that it lacks is not taken for its own, and its lines keep their numbers.
+    """
     module = type(sys)(name)
     sys.modules[name] = module
+    usual: dict[str, Any] = {}
+    if given["usual"]:
+        exec(_USUAL_IMPORTS, usual)
+        sys.setrecursionlimit(_USUAL_DEPTH)
+    if given["seeded"]:
+        __import__("random").seed(0)
+    imported: dict[str, Any] = {}
+    for text in given["imports"]:
+        run_given(text, imported)
+    module.__dict__["__builtins__"] = {**usual, **vars(builtins), **imported}
+    for text in given["texts"]:
+        run_given(text, module.__dict__)
     return module
 
 
-def run_program(code: Any, text: str) -> bytes:
+def run_given(text: str, space: dict[str, Any]) -> None:
+    """Run what a row brings for the code, as far as it is Python."""
+    try:
+        exec(compile(text, "<prompt>", "exec", dont_inherit=True), space)
+    except Exception:
+        return
+
+
+def run_program(code: Any, text: str, given: dict[str, Any]) -> bytes:
     """Run a program with the input on its standard input; files, so that no way to read fails."""
-    with open("input", "wb+") as given, open("output", "wb+") as printed:
-        given.write(text.encode("utf-8", "surrogatepass"))
-        given.seek(0)
-        kept = [take_over(0, given.fileno()), take_over(1, printed.fileno())]
+    with open("input", "wb+") as file, open("output", "wb+") as printed:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        kept = [take_over(0, file.fileno()), take_over(1, printed.fileno())]
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         try:
-            exec(code, new_module("__main__").__dict__)
+            exec(code, new_module("__main__", given).__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise

@@ -3,16 +3,23 @@
 Text work only. Nothing foreign is parsed as Python here, for even that can crash an interpreter.
 Tests are read from a row's ground_truth (JSON or an object) or its extra_info, in these forms:
 HumanEval (`test`, `entry_point`, `prompt`), asserts (`test_list`, `tests`, with
-`test_setup_code`), inputs and outputs of a program, or of a function with `fn_name`.
+`test_setup_code`), inputs and outputs of a program, or of a function with `fn_name`, in the
+layouts of APPS and TACO (`input_output`), CodeContests (`public_tests`) and LiveCodeBench
+(`public_test_cases`).
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
 import re
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ppo_cli.rewards.base import CannotScore
@@ -20,16 +27,18 @@ from ppo_cli.thoughts import strip_reasoning
 
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w.+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
+_ANSWER, _ANSWER_END = "<answer>", "</answer>"
 _NEW_BLOCK = re.compile(r"\n(?=[^\s#)\]}])")
 
 
 def find_code(text: str, entry_point: str = "") -> str:
     """Return the code of a response, or an empty text when there is none.
 
-    Of several fenced blocks it is the last in Python (else the last of any kind) that defines
-    the entry point; where none does, the last. Without any it is the whole text.
+    It is in the last complete `<answer>…</answer>`, else anywhere in the response. Of several
+    fenced blocks it is the last in Python (else the last of any kind) that defines the entry
+    point; where none does, the last. Without any it is the whole text.
     """
-    answer = strip_reasoning(text)
+    answer = _find_answer(strip_reasoning(text).replace("\r\n", "\n").replace("\r", "\n"))
     blocks = _list_blocks(answer)
     filled = [(language, code) for language, code in blocks if code.strip()]
     if not filled:
@@ -40,24 +49,45 @@ def find_code(text: str, entry_point: str = "") -> str:
     return (defining or codes)[-1].strip("\n").rstrip()
 
 
+def _find_answer(text: str) -> str:
+    """Return what the last complete `<answer>…</answer>` holds, else the text."""
+    # Fenced code is blanked out: a program may print such tags.
+    lines = (" " * len(line) if fenced else line for line, _, fenced in _read_lines(text))
+    visible = "\n".join(lines)
+    end = visible.rfind(_ANSWER_END)
+    start = visible.rfind(_ANSWER, 0, max(end, 0))
+    return text if start < 0 else text[start + len(_ANSWER) : end]
+
+
 def _list_blocks(text: str) -> list[tuple[str, str]]:
-    """Return language and code of every fenced block; the last one may lack its end.
+    """Return language and code of every fenced block; the last one may lack its end."""
+    blocks: list[tuple[str, list[str]]] = []
+    for line, language, fenced in _read_lines(text):
+        if language is not None:
+            blocks.append((language, []))
+        elif fenced:
+            blocks[-1][1].append(line)
+    return [(language, "\n".join(code)) for language, code in blocks]
+
+
+def _read_lines(text: str) -> Iterator[tuple[str, str | None, bool]]:
+    """Yield each line, the language of the fence that it opens, and whether it is fenced code.
 
     Goes line by line: on a long line of fence characters or blanks, a single pattern would go
     back and forth for hours.
     """
-    blocks: list[tuple[str, list[str]]] = []
     fence = ""
     for line in text.split("\n"):
         opening = None if fence else _FENCE.match(line)
         if opening is not None:
             fence = opening[1]
-            blocks.append((opening[2].lower(), []))
-        elif fence and line.strip(" \t") == fence:
+            yield line, opening[2].lower(), False
+            continue
+        bare = line.strip(" \t")
+        # The end of the answer ends a fence that was not closed, too.
+        if fence and bare and bare.removesuffix(_ANSWER_END).rstrip(" \t") in ("", fence):
             fence = ""
-        elif fence:
-            blocks[-1][1].append(line)
-    return [(language, "\n".join(code)) for language, code in blocks]
+        yield line, None, bool(fence)
 
 
 def defines(code: str, name: str) -> bool:
@@ -87,17 +117,26 @@ def list_attempts(code: str, prompt: str, entry_point: str) -> list[str]:
 
 
 FORMS = (
-    "`test` with `entry_point`, `test_list` of asserts, or `inputs` and `outputs` "
-    "(in ground_truth or extra_info)"
+    "`test` with `entry_point`, `test_list` of asserts, `inputs` and `outputs`, `input_output`, "
+    "`public_tests` or `public_test_cases` (in ground_truth, extra_info or the row)"
 )
 _ASSERTS = ("test", "test_list", "tests", "assert_case", "test_cases")
-_ENTRY = ("entry_point", "fn_name", "function_name")
+_ENTRY = ("entry_point", "fn_name", "function_name", "func_name")
 _SETUP = ("test_imports", "test_setup_code")
+_PROMPTS = ("starter_code", "prompt", "question")
+_CONTEST_TESTS = (
+    "public_tests", "private_tests", "generated_tests", "public_test_cases", "private_test_cases",
+)  # fmt: skip
+_METHOD_OWNER = "Solution()."
 
 
 @dataclass(frozen=True)
 class RowTests:
-    """What a tester needs to know. `pairs` are inputs with outputs, `tests` Python texts."""
+    """What a tester needs to know. `pairs` are inputs with outputs, `tests` Python texts.
+
+    `before` is the code that the answer goes on from, `imports` are the statements of the row's
+    texts that import something.
+    """
 
     kind: Literal["asserts", "programs", "calls"]
     entry_point: str = ""
@@ -105,13 +144,44 @@ class RowTests:
     setup: str = ""
     tests: tuple[str, ...] = ()
     pairs: tuple[tuple[Any, Any], ...] = ()
+    imports: tuple[str, ...] = ()
 
 
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTests:
     """Return the tests of a row; CannotScore tells what is wrong with it."""
-    facts = {**(extra_info or {}), **_given(ground_truth)}
+    truth = _given(ground_truth)
+    facts = {**(extra_info or {}), **truth}
+    # A form that the ground truth has comes before any of the extra facts.
+    tests = _read_form(truth, facts) or _read_form(facts, facts)
+    if tests is None:
+        raise CannotScore(f"the row's ground_truth has no tests; known forms: {FORMS}")
+    texts = [facts[key] for key in _PROMPTS if isinstance(facts.get(key), str)]
+    parts = [facts[key] for key in _SETUP if facts.get(key)]
+    lines = [line for part in parts for line in ([part] if isinstance(part, str) else part)]
+    setup = "\n".join(map(str, lines))
+    before = next((str(facts[key]) for key in _PROMPTS[:2] if facts.get(key) in texts), "")
+    imports = [statement for text in (*texts, setup) for statement in find_imports(text)]
+    return replace(tests, before=before, setup=setup, imports=tuple(dict.fromkeys(imports)))
+
+
+def find_imports(text: str) -> Iterator[str]:
+    """Yield what may be the import statements of a text at the outermost level of its code."""
+    lines = iter(text.replace("\r", "").split("\n"))
+    for line in lines:
+        if line.startswith(("import ", "from ")) and " import " in f" {line}":
+            while line.count("(") > line.count(")"):
+                continuation = next(lines, None)
+                if continuation is None:
+                    break
+                line += f"\n{continuation}"
+            yield line
+
+
+def _read_form(source: Mapping[str, Any], facts: Mapping[str, Any]) -> RowTests | None:
+    """Return the tests that one of the two has, in whatever form; `facts` names the function."""
     entry = next((str(facts[key]) for key in _ENTRY if facts.get(key)), "")
-    texts: Any = next((facts[key] for key in _ASSERTS if facts.get(key)), None)
+    entry = entry.removeprefix(_METHOD_OWNER)
+    texts: Any = next((source[key] for key in _ASSERTS if source.get(key)), None)
     if isinstance(texts, str):
         texts = _loaded(texts) if texts.lstrip()[:1] in ("[", "{") else texts
     if _are_pairs(texts):
@@ -120,14 +190,50 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTe
         tests = (texts,) if isinstance(texts, str) else tuple(texts)
         if not all(isinstance(one, str) for one in tests):
             raise CannotScore(f"the row's tests are no texts; known forms: {FORMS}")
-        before = facts.get("prompt") if isinstance(facts.get("prompt"), str) else ""
-        found = [facts[key] for key in _SETUP if facts.get(key)]
-        lines = [line for one in found for line in ([one] if isinstance(one, str) else one)]
-        setup = "\n".join(map(str, lines))
-        return RowTests("asserts", entry, str(before or ""), setup, tests)
-    if facts.get("inputs") is not None and facts.get("outputs") is not None:
-        return _read_pairs(_listed(facts["inputs"]), _listed(facts["outputs"]), entry)
-    raise CannotScore(f"the row's ground_truth has no tests; known forms: {FORMS}")
+        return RowTests("asserts", entry, tests=tests)
+    packed = _loaded(source.get("input_output"))
+    pairs = {**source, **packed} if isinstance(packed, Mapping) else source
+    if pairs.get("inputs") is not None and pairs.get("outputs") is not None:
+        entry = next((str(pairs[key]) for key in _ENTRY if pairs.get(key)), entry)
+        return _read_pairs(_listed(pairs["inputs"]), _listed(pairs["outputs"]), entry)
+    cases = [case for key in _CONTEST_TESTS for case in _list_cases(source.get(key))]
+    if not cases:
+        return None
+    metadata = _loaded(facts.get("metadata"))
+    if isinstance(metadata, Mapping):
+        entry = next((str(metadata[key]) for key in _ENTRY if metadata.get(key)), entry)
+    return _read_listed(cases, entry)
+
+
+def _list_cases(value: Any) -> list[Mapping[str, Any]]:
+    """Return the {"input", "output"} of a list, or of an object of two lists."""
+    cases = _loaded(value)
+    if isinstance(cases, str) and cases:
+        cases = _unpack(cases)
+    if isinstance(cases, Mapping):
+        columns = [_listed(cases.get(key) or []) for key in ("input", "output")]
+        if len(columns[0]) != len(columns[1]):
+            raise CannotScore(f"the row has {len(columns[0])} inputs but {len(columns[1])} outputs")
+        return [{"input": a, "output": b} for a, b in zip(*columns, strict=True)]
+    if cases and not _are_pairs(cases):
+        raise CannotScore(f"the row's tests have no input and output; known forms: {FORMS}")
+    return list(cases or [])
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads text and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is not text")
+
+
+def _unpack(text: str) -> Any:
+    """Read LiveCodeBench's private tests: JSON, pickled, compressed, in base64."""
+    try:
+        packed = zlib.decompress(base64.b64decode(text, validate=True))
+        return _loaded(_TextUnpickler(io.BytesIO(packed)).load())
+    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError) as error:
+        raise CannotScore(f"the row's packed tests cannot be read ({error})") from None
 
 
 def _given(ground_truth: Any) -> dict[str, Any]:
@@ -187,7 +293,12 @@ def _arguments(given: Any) -> list[Any]:
     """Return the arguments of one call: a list, or a line of JSON for each."""
     if isinstance(given, str):
         return [_loaded(line) for line in given.splitlines() if line.strip()]
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    arguments = list(given) if isinstance(given, (list, tuple)) else [given]
+    # JSON has made the numbers that are keys into texts; APPS' scorer undoes this for the first.
+    if arguments and isinstance(arguments[0], Mapping):
+        with suppress(ValueError):
+            arguments[0] = {int(key): value for key, value in arguments[0].items()}
+    return arguments
 
 
 def _text(value: Any) -> str:

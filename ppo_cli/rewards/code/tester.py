@@ -23,6 +23,7 @@ from ppo_cli.rewards.code.channel import (
     encode,
     no_numbers,
     no_objects,
+    run_given,
     take_over,
 )
 from ppo_cli.rewards.code.limits import confine
@@ -266,6 +267,7 @@ def _defined(nodes: list[ast.AST]) -> set[str]:
 
 
 CHECK = "check"
+SOLUTION = "Solution"
 
 
 class NotDefined(Exception):
@@ -294,12 +296,38 @@ class Tester:
     def load(self, names: list[str]) -> dict[str, Any]:
         """Have the candidate load the code; returns what it defines of these names."""
         job = self.job
-        seeded = "random" in job["attempts"][0]
-        found = self.peer.ask(
-            "load", job["attempts"], job["before"], names, job["entry_point"], seeded
-        )
+        found = self.peer.ask("load", job["attempts"], self.given(), names, job["entry_point"])
         self.loaded = True
         return found if type(found) is dict else {}
+
+    def given(self) -> dict[str, Any]:
+        """Return what runs in front of the code.
+
+        The setup of asserts stays here, but for its imports: it may hold answers. The usual
+        imports are for the kinds of rows whose own scorers have them.
+        """
+        job = self.job
+        texts = {
+            "asserts": [job["before"]],
+            "calls": [job["before"], job["setup"]],
+            "programs": [job["setup"]],
+        }
+        usual = job["kind"] != "asserts" or "class Solution" in job["attempts"][0]
+        return {
+            "imports": list(job["imports"]),
+            "texts": texts[job["kind"]],
+            "usual": usual,
+            "seeded": usual or "random" in job["attempts"][0],
+        }
+
+    def entry(self, found: dict[str, Any]) -> Any:
+        """Return the function that the tests are about, or that method of `Solution`."""
+        name = self.job["entry_point"]
+        if name not in found and type(found.get(SOLUTION)) is Remote:
+            return getattr(found[SOLUTION](), name)
+        if name not in found:
+            raise NotDefined(f"the code defines no '{name}'")
+        return found[name]
 
     def run_asserts(self) -> None:
         """Run tests that are Python: asserts, or a function `check(candidate)`."""
@@ -310,20 +338,15 @@ class Tester:
         entry = self.job["entry_point"]
         modules = used_modules(trees)
         names = [name for name in free_names(trees) if name not in modules]
-        found = self.load([*names, entry] if entry else names)
+        found = self.load([*names, entry, SOLUTION] if entry else names)
         space: dict[str, Any] = {"__name__": "tests", RECORD: self.checks}
         space |= {name: __import__(name) for name in modules}
         if "random" in "".join(self.job["tests"]):
             __import__("random").seed(0)
-        try:
-            exec(compile(self.job["before"], "<prompt>", "exec"), space)
-        except Exception as error:
-            print(f"the prompt raised {type(error).__name__}: {error}", file=sys.stderr)
+        run_given(self.job["before"], space)
         space |= {name: found[name] for name in names if name in found and name not in space}
         if entry:
-            if entry not in found:
-                raise NotDefined(f"the code defines no '{entry}'")
-            space[entry] = space["candidate"] = found[entry]
+            space[entry] = space["candidate"] = self.entry(found)
         self.run_setup(trees[0], space)
         for tree in trees[1:]:
             self.run_tree(tree, space)
@@ -386,24 +409,19 @@ class Tester:
     def run_calls(self) -> None:
         """Call one function with every input, and compare what it returns."""
         name = self.job["entry_point"]
-        found = self.load([name, "Solution"])
-        if name not in found and type(found.get("Solution")) is Remote:
-            found[name] = getattr(found["Solution"](), name)
-        if name not in found:
-            raise NotDefined(f"the code defines no '{name}'")
+        function = self.entry(self.load([name, SOLUTION]))
         for number, (args, expected) in enumerate(self.job["pairs"], 1):
             self.judge(number, lambda args=args, expected=expected: same_value(
-                found[name](*args), expected
+                function(*args), expected
             ))  # fmt: skip
 
     def run_programs(self) -> None:
         """Run the program on every input, and compare what it prints."""
-        self.peer.ask("prepare", self.job["attempts"])
+        self.peer.ask("prepare", self.job["attempts"], self.given())
         self.loaded = True
-        seeded = "random" in self.job["attempts"][0]
         for number, (given, expected) in enumerate(self.job["pairs"], 1):
             self.judge(number, lambda given=given, expected=expected: same_output(
-                _text(self.peer.ask("run", given, seeded)), expected
+                _text(self.peer.ask("run", given)), expected
             ))  # fmt: skip
 
     def judge(self, number: int, right: Any) -> None:

@@ -32,6 +32,21 @@ def fenced(code: str, language: str = "python") -> str:
         (f"````python\ns = '''\n{FENCE}\n'''\n````", f"s = '''\n{FENCE}\n'''"),
         (f"<think>{fenced('x = 1')}</think>\n{fenced('x = 2')}", "x = 2"),
         (f"<think>x = 0</think>{fenced('x = 1')}", "x = 1"),
+        ("So:\n<answer>\nx = 1\n</answer> Done.", "x = 1"),
+        ("<answer>x = 1</answer>", "x = 1"),
+        (f"{fenced('x = 0')}\n<answer>\n{fenced('x = 1')}\n</answer>", "x = 1"),
+        (f"<answer>\n{fenced('x = 1')}\n</answer>\n{fenced('x = 0')}", "x = 1"),
+        (f"<answer>{FENCE}python\nx = 1\n{FENCE}</answer>", "x = 1"),
+        (f"<answer>\n{FENCE}python\nx = 1\n{FENCE}</answer>", "x = 1"),
+        (f"<answer>\n{FENCE}python\nx = 1\n</answer>", "x = 1"),
+        ("<answer>x = 0</answer> No: <answer>x = 1</answer>", "x = 1"),
+        ("<think><answer>x = 0</answer></think><answer>x = 1</answer>", "x = 1"),
+        (fenced("print('<answer>5</answer>')"), "print('<answer>5</answer>')"),
+        ("<answer> </answer>", ""),
+        (f"<answer>\n{fenced('x = 1')}", "x = 1"),
+        (fenced("x = 1\ny = 2").replace("\n", "\r\n"), "x = 1\ny = 2"),
+        ("x = 1\r\ny = 2\r\n", "x = 1\ny = 2"),
+        (fenced("x = 1\ny = 2").replace("\n", "\r"), "x = 1\ny = 2"),
         (fenced(""), ""),
         ("", ""),
     ],
@@ -42,7 +57,19 @@ def test_the_code_of_a_response(text: str, code: str) -> None:
 
 def test_long_lines_take_time_in_proportion_to_their_length() -> None:
     slow = []
-    for unit in ("`", "```", f"{' ' * 30}{FENCE}", f"{FENCE} ", f"{FENCE}\n", "~", " ", "\n~~~~ "):
+    for unit in (
+        "`",
+        "```",
+        f"{' ' * 30}{FENCE}",
+        f"{FENCE} ",
+        f"{FENCE}\n",
+        "~",
+        " ",
+        "\n~~~~ ",
+        "<answer>",
+        "</answer>",
+        f"{FENCE}\n<answer>\n</answer>",
+    ):
         taken = []
         for length in (20_000, 320_000):
             text = unit * (length // len(unit))

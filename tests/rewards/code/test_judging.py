@@ -22,6 +22,17 @@ class Pair:
 def totals(pairs):
     return [pair.total() for pair in pairs]
 """
+TYPED = """
+class Solution:
+    def total(self, numbers: List[int], times: Optional[int] = 1) -> int:
+        return sum(k * v for k, v in Counter(numbers).items()) * times
+"""
+TOTALS = {"fn_name": "total", "inputs": ["[1, 2]\n2", "[4]"], "outputs": ["6", "4"]}
+USUAL = (
+    "n = int(stdin.readline())\nheap = []\nheappush(heap, gcd(n, inf and 6))\n"
+    "print(heap[0], reduce(add, [1, 2]), bisect_left([1, 3], 3), math.pi > pow(3, 1, 5))"
+)
+DEEP = "def f(n): return n and 1 + f(n - 1)"
 # name, code, row, passed, total
 RIGHT: list[tuple[str, str, Any, int]] = [
     ("asserts", "def f(n): return n + 1", ["assert f(1) == 2", "assert f(2) == 3"], 2),
@@ -75,6 +86,28 @@ RIGHT: list[tuple[str, str, Any, int]] = [
      {"inputs": [[1, 2], "3\n4"], "outputs": [[3], 7], "fn_name": "add"}, 2),
     ("method", "class Solution:\n    def add(self, a, b): return (a, b)",
      {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"}, 1),
+    ("usual_imports", TYPED, TOTALS, 2),
+    ("usual_imports_of_asserts", TYPED,
+     {"test": "def check(candidate):\n    assert candidate([3]) == 3",
+      "entry_point": "Solution().total"}, 1),
+    ("usual_imports_of_programs", USUAL, {"inputs": ["9"], "outputs": ["3 3 1 True"]}, 1),
+    ("usual_depth", DEEP, {"inputs": [[9000]], "outputs": [9000], "fn_name": "f"}, 1),
+    ("setup_of_calls", "def f(n): return n % MOD + twice(n)",
+     {"inputs": [[9]], "outputs": [20], "fn_name": "f",
+      "test_setup_code": "MOD = 7\ndef twice(n): return 2 * n"}, 1),
+    ("setup_of_programs", "print(MOD)",
+     {"inputs": [""], "outputs": ["7"], "test_imports": ["MOD = 7"]}, 1),
+    ("imports_of_asserts", "def f(n: List[int]): return Counter(n)[1] + m.floor(0.5)",
+     {"test_list": ["assert f([1, 1]) == 2"], "test_setup_code": "import math as m",
+      "test_imports": ["from collections import Counter"],
+      "prompt": "from typing import List\n\ndef f(n: List[int]):"}, 1),
+    ("imports_of_a_question", "def f(n): return isqrt(n)",
+     {"test_list": ["assert f(9) == 3"], "question": "Use\n```\nfrom math import isqrt\n```"}, 1),
+    ("apps", "print(int(input()) * 2)",
+     {"input_output": '{"inputs": ["2\\n"], "outputs": ["4\\n"]}'}, 1),
+    ("code_contests", "print(int(input()) * 2)",
+     {"public_tests": {"input": ["2\n"], "output": ["4\n"]},
+      "generated_tests": {"input": ["3\n"], "output": ["6\n"]}}, 2),
 ]  # fmt: skip
 
 
@@ -138,6 +171,20 @@ WRONG: list[tuple[str, str, Any, tuple[int, int], str]] = [
     ("function", "def add(a): return a",
      {"inputs": [[1], [2]], "outputs": [1, 3], "fn_name": "add"},
      (1, 2), "'input 2'"),
+    ("usual_import_is_no_answer", "x = 1",
+     {"inputs": [[4, 6]], "outputs": [2], "fn_name": "gcd"}, (0, 0), "defines no 'gcd'"),
+    ("row's_import_is_no_answer", "x = 1",
+     {"tests": ["assert gcd(4, 6) == 2"], "question": "from math import gcd"}, (0, 1),
+     "'gcd' is not defined"),
+    ("setup_holds_answers", "def f(): return ANSWER",
+     {"tests": ["assert f() == ANSWER"], "test_setup_code": "ANSWER = 5"}, (0, 1),
+     "'ANSWER' is not defined"),
+    ("functions_have_no_usual_imports", "def f(n): return gcd(n, 6)", ["assert f(4) == 2"],
+     (0, 1), "'gcd' is not defined"),
+    ("one_of_all_contest_tests", "print(4)",
+     {"public_tests": {"input": ["2"], "output": ["4"]},
+      "private_tests": {"input": ["3"], "output": ["6"]}}, (1, 2), "'input 2'"),
+    ("lines_are_the_response's", "import os\nx = (", TOTALS, (0, 0), "line 2"),
     ("true_is_not_one", "def f(a): return True",
      {"inputs": [[1]], "outputs": [1], "fn_name": "f"}, (0, 1), "another output"),
 ]  # fmt: skip
@@ -148,7 +195,7 @@ def test_wrong_answers(run_code: RunCode) -> None:
     wrong = [
         (name, score)
         for (name, _, _, counts, words), score in zip(WRONG, found, strict=True)
-        if (score.value, score.failure) != (counts[0] / counts[1], "")
+        if (score.value, score.failure) != (counts[0] / max(counts[1], 1), "")
         or counts_of(score) != counts
         or words not in score.reason
     ]
