@@ -93,7 +93,7 @@ def finish_step(job: Job, state: RunState) -> bool:
             validate(job, state)
     job.tracker.step(state.step, state.unfinished or {})
     state.unfinished = None
-    state.refuse_broken_steps(trainer.max_nonfinite_steps, job.resume_command)
+    state.refuse_broken_steps(trainer.max_nonfinite_steps, job.resume_command, job.store.newest())
     stop = job.stop_requested() or _unscored(state)
     done = last or _out_of_patience(job, state)
     if done or stop or state.is_best or _due(state.step, trainer.save_freq):

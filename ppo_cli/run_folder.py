@@ -271,21 +271,6 @@ class RunFolder:
         return earlier
 
 
-def differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-    """Say in what a checkpoint's run differs from this one; empty where it is the same.
-
-    `saved` is a checkpoint's state. What an older checkpoint did not note counts as the same.
-    """
-    before = saved["fingerprint"]
-    changed = [key for key, value in identity.items() if before.get(key, value) != value]
-    return ", ".join(
-        f"{key} (other rows)"
-        if key == "data.train_files"
-        else f"{key} (was {before[key]}, now {identity[key]})"
-        for key in changed
-    )
-
-
 STEP_NAME = re.compile(r"^step_(\d{6,})$")
 MODEL_FILES = ("config.json", "adapter_config.json")
 RUST_FAILED = re.compile(r"([^:\s][^:]*) \(os error \d+\)")

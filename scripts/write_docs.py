@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ppo_cli.cli.app import listed
+from ppo_cli.config.keys import find
 from ppo_cli.config.mixture import MixPart
 from ppo_cli.config.schema import Config
 
@@ -28,6 +29,10 @@ would use and where each comes from. Which ones matter most:
 A setting without a flag is given as `key=value` (`ppo train actor.clip_ratio_high=0.28`) or in a
 YAML file (`--config FILE`). Flags may be spelled with underscores or dashes. verl's wrapper
 `actor_rollout_ref.` is accepted before every key.
+
+"Stays for" says what happens when a run is started again with another value. `start`: the run goes
+on with the new value. `run`: a new run starts and says why; `--resume PATH` and `--fork` accept the
+new value. `checkpoint`: a new run starts too, and no checkpoint is accepted under another value.
 """
 SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
@@ -73,12 +78,15 @@ def values_of(field: FieldInfo) -> str:
 
 def table(section: type[BaseModel], above: str) -> list[str]:
     """One row per setting."""
-    lines = ["| key | default | values | flag, variable | meaning |", "|---|---|---|---|---|"]
+    lines = ["| key | default | values | flag, variable | stays for | meaning |"]
+    lines.append("|---|---|---|---|---|---|")
     for key, field in rows(section, above):
+        known = find(key)
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         names = ", ".join(f"`{extra[n]}`" for n in ("flag", "env") if n in extra)
         meaning = (field.description or "").replace("|", "\\|")
-        cells = (f"`{key}`", default_of(field), values_of(field), names, meaning)
+        stays_for = known.identity if known else MixPart.identity
+        cells = (f"`{key}`", default_of(field), values_of(field), names, stays_for, meaning)
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

@@ -23,8 +23,8 @@ ON_A_LINE = {word: key for key, word in COLUMNS.items()} | {"val": "val/accuracy
 HEADINGS = {
     "key": "setting", "metric": "metric", "is": "is", "type": "type", "range": "range",
     "usual": "usual", "default": "default", "flag": "flag", "variable": "variable",
-    "healthy": "healthy", "otherwise": "otherwise", "plot": "plot", "no_effect": "no effect if",
-    "beside": "beside it",
+    "stays_for": "stays for", "healthy": "healthy", "otherwise": "otherwise", "plot": "plot",
+    "no_effect": "no effect if", "beside": "beside it",
 }  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def setting_facts(name: str) -> dict[str, Any]:
         "default": "unset" if key.default in (None, ()) else key.default,
         "flag": key.flag,
         "variable": key.env,
+        "stays_for": key.identity,
         "no_effect": list(effects_of(key.name)),
         "beside": [k for k in table() if k.rpartition(".")[0] == group and k != key.name],
     }  # fmt: skip

@@ -8,16 +8,22 @@ its declaration, so that it is written down once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 
+# How long a value stays: a checkpoint loads under no other; another one makes another run; each
+# start of a run may have its own (speed, placement, logs, cadence, spending, length).
+Identity = Literal["checkpoint", "run", "start"]
+
 
 class Section(BaseModel):
     """A frozen group of settings that refuses keys it does not know."""
 
+    # What a setting's declaration says unless it names its own.
+    identity: ClassVar[Identity] = "run"
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
@@ -28,14 +34,17 @@ def setting(
     flag: str | None = None,
     env: str | None = None,
     usual: tuple[float, float] | None = None,
+    identity: Identity | None = None,
     **limits: Any,
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
-    A value outside the `usual` range is taken with a remark.
+    A value outside the `usual` range is taken with a remark. Without `identity` that of the
+    section counts.
     """
-    extra: Any = {k: v for k, v in (("flag", flag), ("env", env), ("usual", usual)) if v}
+    facts = {"flag": flag, "env": env, "usual": usual, "identity": identity}
+    extra: Any = {name: fact for name, fact in facts.items() if fact}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
 
 
@@ -127,6 +136,7 @@ class CriticOptim(Optim):
 class Sharding(Section):
     """How a model is spread over devices (FSDP2)."""
 
+    identity: ClassVar[Identity] = "start"
     fsdp_size: NotZero = setting(-1, "Devices in a sharding group; -1 is all of them.", ge=-1)
     param_offload: bool = setting(False, "Keep parameters in host memory between uses.")
     optimizer_offload: bool = setting(False, "Keep optimizer state in host memory between steps.")
@@ -145,15 +155,19 @@ class Sharding(Section):
 class Trained(Section):
     """What actor and critic have in common."""
 
-    strategy: Literal["fsdp2", "fsdp", "megatron"] = setting("fsdp2", "Sharding back end.")
-    ppo_micro_batch_size_per_gpu: int | None = setting(
-        None, "Sequences in a micro-batch; unset lets the token budget decide.", ge=1
+    strategy: Literal["fsdp2", "fsdp", "megatron"] = setting(
+        "fsdp2", "Sharding back end.", identity="start"
     )
+    ppo_micro_batch_size_per_gpu: int | None = setting(
+        None, "Sequences in a micro-batch; unset lets the token budget decide.", ge=1,
+        identity="start",
+    )  # fmt: skip
     ppo_max_token_len_per_gpu: int | None = setting(
         None,
         "Token budget of a micro-batch, prompt and response; unset: 2048 on the CPU for one rank, "
         "or where weights stay gathered through a step, else 16384.",
         ge=16,
+        identity="start",
     )
     shuffle: bool = setting(True, "Reshuffle rows before each epoch over the batch.")
     grad_clip: float = setting(1.0, "Largest gradient norm; 0 turns it off.", ge=0.0)
@@ -228,20 +242,23 @@ class CriticModel(Section):
 
     path: str | None = setting(
         None, "Critic backbone; unset takes the actor's.", flag="--critic_model",
-        env="CRITIC_MODEL_PATH",
+        env="CRITIC_MODEL_PATH", identity="checkpoint",
     )  # fmt: skip
     enable_gradient_checkpointing: bool | None = setting(
-        None, "Recompute the critic's activations; unset does as for the actor."
+        None, "Recompute the critic's activations; unset does as for the actor.", identity="start"
     )
     lora_rank: int = setting(
-        0, "Rank of the critic's LoRA adapter; its value head trains too. 0 trains all.", ge=0
-    )
+        0, "Rank of the critic's LoRA adapter; its value head trains too. 0 trains all.", ge=0,
+        identity="checkpoint",
+    )  # fmt: skip
     lora_alpha: float = setting(16, "The critic's LoRA scale is alpha / rank.", gt=0)
     target_modules: str | tuple[str, ...] = setting(
-        "all-linear", "Modules of the critic that LoRA adapts: all-linear, names, or a pattern."
+        "all-linear",
+        "Modules of the critic that LoRA adapts: all-linear, names, or a pattern.",
+        identity="checkpoint",
     )
     quantization: Literal["nf4"] | None = setting(
-        None, "Hold the critic's linear layers under its adapter in 4 bits."
+        None, "Hold the critic's linear layers under its adapter in 4 bits.", identity="checkpoint"
     )
 
 
@@ -273,8 +290,11 @@ class Ref(Section):
         "Token budget of a micro-batch when log-probs are computed; unset: 2048 on the CPU for "
         "one rank, or where weights stay gathered through a step, else 16384.",
         ge=16,
+        identity="start",
     )
-    param_offload: bool = setting(False, "Keep the reference in host memory between uses.")
+    param_offload: bool = setting(
+        False, "Keep the reference in host memory between uses.", identity="start"
+    )
 
 
 class KlControl(Section):
@@ -332,7 +352,7 @@ class FilterGroups(Section):
         "such as acc.",
     )
     max_num_gen_batches: int = setting(
-        0, "Most batches sampled in a step; 0 is one pass over the prompts.", ge=0
+        0, "Most batches sampled in a step; 0 is one pass over the prompts.", ge=0, identity="start"
     )
 
 
@@ -341,7 +361,7 @@ class Algorithm(Section):
 
     adv_estimator: EstimatorName = setting(
         "gae", "Advantage estimator; only gae trains a critic.", flag="--adv_estimator",
-        env="ADV_ESTIMATOR",
+        env="ADV_ESTIMATOR", identity="checkpoint",
     )  # fmt: skip
     gamma: float = setting(
         1.0, "Discount.", flag="--gamma", env="GAE_GAMMA", usual=(0.9, 1.0), ge=0.0, le=1.0

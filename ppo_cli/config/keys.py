@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppo_cli.config.algorithm_schema import Section
+from ppo_cli.config.algorithm_schema import Identity, Section
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import did_you_mean
 
@@ -47,6 +47,7 @@ class Key:
     env: str | None = None
     limits: tuple[tuple[str, float], ...] = ()
     usual: tuple[float, float] | None = None
+    identity: Identity = "run"
 
     @property
     def is_list(self) -> bool:
@@ -193,11 +194,11 @@ def _walk(section: type[Section], prefix: str) -> list[tuple[str, Key]]:
         if isinstance(kind, type) and issubclass(kind, Section):
             found += _walk(kind, f"{dotted}.")
         else:
-            found.append((dotted, _key(dotted, field)))
+            found.append((dotted, _key(dotted, field, section.identity)))
     return found
 
 
-def _key(name: str, field: FieldInfo) -> Key:
+def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
     kind, optional = _without_none(field.annotation)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     limits = [
@@ -216,6 +217,7 @@ def _key(name: str, field: FieldInfo) -> Key:
         env=typing.cast("str | None", extra.get("env")),
         limits=tuple(limits),
         usual=typing.cast("tuple[float, float] | None", extra.get("usual")),
+        identity=typing.cast("Identity", extra.get("identity", identity)),
     )
 
 

@@ -32,14 +32,16 @@ class Scaling:
     """A way of scaling: `own` settings (`needed`: it cannot do without), and whether it compares
     the responses to a prompt (`grouped`).
 
-    `bound` is where scaled values are cut unless the part says so: else the first hit of a rare
-    rule is all there is.
+    A `relative` scale comes from what the model answers, so no two models share it. `bound` is
+    where scaled values are cut unless the part says so: else the first hit of a rare rule is all
+    there is.
     """
 
     help: str
     own: tuple[str, ...] = ()
     needed: bool = False
     grouped: bool = False
+    relative: bool = False
     bound: float | None = None
 
 
@@ -48,8 +50,8 @@ SCALINGS = {
     "none": Scaling("raw"),
     "affine": Scaling("(raw - mean) / std", own=("mean", "std"), needed=True),
     "sigmoid": Scaling("of the affine value", own=("mean", "std")),
-    "zscore": Scaling("with mean and spread of the run so far", bound=5.0),
-    "group": Scaling("with those of the prompt's responses", grouped=True),
+    "zscore": Scaling("with mean and spread of the run so far", relative=True, bound=5.0),
+    "group": Scaling("with those of the prompt's responses", grouped=True, relative=True),
 }
 if TYPE_CHECKING:
     ScalingName = str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from ppo_cli.config.algorithm_schema import Section, checked, section, setting
+from ppo_cli.config.algorithm_schema import Identity, Section, checked, section, setting
 from ppo_cli.config.known_models import HEADS, JUDGES, SERVED
 from ppo_cli.errors import did_you_mean
 from ppo_cli.redact import redact
@@ -112,6 +112,7 @@ Variable = Annotated[str | None, checked(_is_variable)]
 class Monitor(Section):
     """A second judge that is only compared with the first; it rewards nothing."""
 
+    identity: ClassVar[Identity] = "start"
     type: JudgeType = setting(
         "openai", "Provider of the monitoring judge.", flag="--rm_monitor_type"
     )
@@ -147,16 +148,19 @@ class LocalJudge(Section):
     """vLLM's server of a judge that the run starts itself (type local)."""
 
     devices: tuple[int, ...] = setting(
-        (), "GPUs of the judge; unset: those that --placement names for judge."
+        (), "GPUs of the judge; unset: those that --placement names for judge.", identity="start"
     )
     gpu_memory_utilization: float = setting(
-        0.85, "Share of each GPU's memory that the judge's server takes.", gt=0.0, lt=1.0
-    )
+        0.85, "Share of each GPU's memory that the judge's server takes.", gt=0.0, lt=1.0,
+        identity="start",
+    )  # fmt: skip
     max_model_len: int | None = setting(
         None, "Most tokens of a request and its answer; unset: 8192, or what the model was made "
         "for.", ge=64,
     )  # fmt: skip
-    start_timeout: float = setting(900.0, "Seconds until its server must answer.", gt=0.0)
+    start_timeout: float = setting(
+        900.0, "Seconds until its server must answer.", gt=0.0, identity="start"
+    )
     engine_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's server, such as {reasoning_parser: qwen3}.",
@@ -182,7 +186,7 @@ class ApiReward(Section):
     )  # fmt: skip
     key_env: Variable = setting(
         None, "Variable that holds the key, if not the provider's usual one.",
-        flag="--rm_key_env",
+        flag="--rm_key_env", identity="start",
     )  # fmt: skip
     prompt_preset: Literal["math", "code", "dialogue", "safety"] = setting(
         "dialogue", "Bundled judge prompt.", flag="--rm_prompt_preset", env="RM_PROMPT_PRESET"
@@ -245,58 +249,70 @@ class ApiReward(Section):
         1024, "Most tokens of a judge's answer.", flag="--rm_max_tokens", ge=1
     )
     votes: int = setting(1, "Independent verdicts a response.", flag="--rm_votes", ge=1, le=64)
-    timeout: float = setting(60.0, "Seconds that one call may take.", flag="--rm_timeout", gt=0.0)
+    timeout: float = setting(
+        60.0, "Seconds that one call may take.", flag="--rm_timeout", gt=0.0, identity="start"
+    )
     deadline: float | None = setting(
         None, "Seconds that one verdict may take, retries included; unset: 3 x timeout.",
-        flag="--rm_deadline", gt=0.0,
+        flag="--rm_deadline", gt=0.0, identity="start",
     )  # fmt: skip
-    concurrency: int = setting(32, "Most calls under way at once.", flag="--rm_concurrency", ge=1)
-    max_rpm: int | None = setting(None, "Requests a minute, whole job.", flag="--rm_max_rpm", ge=1)
-    max_tpm: int | None = setting(None, "Tokens a minute, whole job.", flag="--rm_max_tpm", ge=1)
+    concurrency: int = setting(
+        32, "Most calls under way at once.", flag="--rm_concurrency", ge=1, identity="start"
+    )
+    max_rpm: int | None = setting(
+        None, "Requests a minute, whole job.", flag="--rm_max_rpm", ge=1, identity="start"
+    )
+    max_tpm: int | None = setting(
+        None, "Tokens a minute, whole job.", flag="--rm_max_tpm", ge=1, identity="start"
+    )
     hedge_after: float | None = setting(
         None, "Seconds after which a slow call is asked a second time; unset: never.",
-        flag="--rm_hedge_after", gt=0.0,
+        flag="--rm_hedge_after", gt=0.0, identity="start",
     )  # fmt: skip
     on_failure: Literal["mask", "batch_mean", "stop"] = setting(
         "mask", "What becomes of a response without a verdict.", flag="--rm_on_failure"
     )
     max_failure_rate: float = setting(
         0.2, "Share of failed verdicts in a step above which the run pauses.",
-        flag="--rm_max_failure_rate", ge=0.0, le=1.0,
+        flag="--rm_max_failure_rate", ge=0.0, le=1.0, identity="start",
     )  # fmt: skip
     outage_wait: float = setting(
-        1800.0, "Seconds to wait for a judge that is down.", flag="--rm_outage_wait", ge=0.0
-    )
+        1800.0, "Seconds to wait for a judge that is down.", flag="--rm_outage_wait", ge=0.0,
+        identity="start",
+    )  # fmt: skip
     cache: str | None = setting(
         None, "File of the verdict cache, or `off`; unset: one for all runs of this user.",
-        flag="--rm_cache", env="RM_CACHE",
+        flag="--rm_cache", env="RM_CACHE", identity="start",
     )  # fmt: skip
     budget_usd: float | None = setting(
-        None, "Most to spend, in US dollars.", flag="--rm_budget_usd", gt=0.0
+        None, "Most to spend, in US dollars.", flag="--rm_budget_usd", gt=0.0, identity="start"
     )
     budget_tokens: int | None = setting(
-        None, "Most judge tokens to use.", flag="--rm_budget_tokens", ge=1
+        None, "Most judge tokens to use.", flag="--rm_budget_tokens", ge=1, identity="start"
     )
     budget_usd_day: float | None = setting(
         None, "Most to spend in a day (UTC), in US dollars, over all runs of a user that set it.",
-        flag="--rm_budget_usd_day", gt=0.0,
+        flag="--rm_budget_usd_day", gt=0.0, identity="start",
     )  # fmt: skip
     prices: str | None = setting(
-        None, "YAML file with prices of your own.", flag="--rm_prices", env="RM_PRICES"
-    )
+        None, "YAML file with prices of your own.", flag="--rm_prices", env="RM_PRICES",
+        identity="start",
+    )  # fmt: skip
     price_input: float | None = setting(
-        None, "US dollars for a million input tokens.", flag="--rm_price_input", ge=0.0
-    )
+        None, "US dollars for a million input tokens.", flag="--rm_price_input", ge=0.0,
+        identity="start",
+    )  # fmt: skip
     price_output: float | None = setting(
-        None, "US dollars for a million output tokens.", flag="--rm_price_output", ge=0.0
-    )
+        None, "US dollars for a million output tokens.", flag="--rm_price_output", ge=0.0,
+        identity="start",
+    )  # fmt: skip
     canary_every: int = setting(
         50, "Steps between two tests of the judge with worthless replies; 0: never.",
-        flag="--rm_canary_every", ge=0,
+        flag="--rm_canary_every", ge=0, identity="start",
     )  # fmt: skip
     batch_wait: float | None = setting(
         None, "Seconds to wait for batch jobs in place of calls; --batch of ppo reward sets it.",
-        gt=0.0,
+        gt=0.0, identity="start",
     )  # fmt: skip
     local: LocalJudge = section(LocalJudge)
     monitor: Monitor = section(Monitor)
@@ -337,16 +353,19 @@ class ModelReward(Section):
     )
     device: Annotated[str | None, checked(_is_device)] = setting(
         None, "Where it runs: cpu, cuda, cuda:1; unset takes a GPU where there is one.",
-        flag="--reward_model_device",
+        flag="--reward_model_device", identity="start",
     )  # fmt: skip
     offload: bool = setting(
-        False, "Keep it in host memory between steps.", flag="--reward_model_offload"
-    )
+        False, "Keep it in host memory between steps.", flag="--reward_model_offload",
+        identity="start",
+    )  # fmt: skip
     max_length: int | None = setting(
         None, "Most tokens of a sample, response included; unset: what the model was made for.",
         flag="--reward_model_max_length", ge=8,
     )  # fmt: skip
-    batch_tokens: int = setting(16384, "Token budget of a batch, padding included.", ge=16)
+    batch_tokens: int = setting(
+        16384, "Token budget of a batch, padding included.", ge=16, identity="start"
+    )
     system_prompt: Literal["keep", "drop"] = setting(
         "keep", "System messages of a prompt: shown to the reward model, or not."
     )
@@ -361,16 +380,26 @@ class ModelReward(Section):
     )
     self_test: Literal["strict", "warn", "off"] = setting(
         "strict", "See before the run that good answers score above bad ones; warn only tells.",
-        flag="--reward_model_self_test",
+        flag="--reward_model_self_test", identity="start",
     )  # fmt: skip
-    key_env: Variable = setting(None, "Variable that holds the key of a served model.")
+    key_env: Variable = setting(
+        None, "Variable that holds the key of a served model.", identity="start"
+    )
     model_name: str | None = setting(
         None, "Name of the model at its server; unset: what the server says."
     )
-    timeout: float = setting(60.0, "Seconds that one request to a served model may take.", gt=0.0)
-    concurrency: int = setting(8, "Most requests to a served model at once.", ge=1)
-    request_rows: int = setting(16, "Samples in one request to a served model.", ge=1)
-    outage_wait: float = setting(1800.0, "Seconds to wait for a served model that is down.", ge=0.0)
+    timeout: float = setting(
+        60.0, "Seconds that one request to a served model may take.", gt=0.0, identity="start"
+    )
+    concurrency: int = setting(
+        8, "Most requests to a served model at once.", ge=1, identity="start"
+    )
+    request_rows: int = setting(
+        16, "Samples in one request to a served model.", ge=1, identity="start"
+    )
+    outage_wait: float = setting(
+        1800.0, "Seconds to wait for a served model that is down.", ge=0.0, identity="start"
+    )
 
 
 class Code(Section):
@@ -381,11 +410,11 @@ class Code(Section):
     )
     sandbox: Literal["bwrap", "sandlock"] | None = setting(
         None, "Which sandbox; unset: bubblewrap where it works, else sandlock.",
-        flag="--code_sandbox",
+        flag="--code_sandbox", identity="start",
     )  # fmt: skip
     allow_unsandboxed: bool = setting(
         False, "Without a sandbox run code all the same, with limits only: not safe.",
-        flag="--allow_unsandboxed",
+        flag="--allow_unsandboxed", identity="start",
     )  # fmt: skip
     timeout: float = setting(10.0, "Seconds that the tests of one response may take.", gt=0.0)
     cpu_seconds: int = setting(10, "Processor seconds of one response.", ge=1)
@@ -459,14 +488,19 @@ class Reward(Section):
     rule: str | None = setting(
         None, "Built-in rule for every row, whatever its data_source.", flag="--rule"
     )
-    timeout: float = setting(10.0, "Seconds that a rule or function may take for one row.", gt=0.0)
-    num_workers: int = setting(2, "Processes that run slow rules and functions.", ge=1)
+    timeout: float = setting(
+        10.0, "Seconds that a rule or function may take for one row.", gt=0.0, identity="start"
+    )
+    num_workers: int = setting(
+        2, "Processes that run slow rules and functions.", ge=1, identity="start"
+    )
     parts: tuple[str, ...] = setting(
         (), "Mixture KIND[:NAME]:WEIGHT, repeatable (judge, model, rule).", flag="--reward"
     )
     config_file: str | None = setting(
-        None, "YAML file that sets up the judge, or another reward.", flag="--reward_config"
-    )
+        None, "YAML file that sets up the judge, or another reward.", flag="--reward_config",
+        identity="start",
+    )  # fmt: skip
     api: ApiReward = section(ApiReward)
     model: ModelReward = section(ModelReward)
     code: Code = section(Code)

@@ -5,7 +5,7 @@ verl's names without the `actor_rollout_ref.` wrapper. Defaults live here and no
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
@@ -13,6 +13,7 @@ from ppo_cli.config.algorithm_schema import (
     Actor,
     Algorithm,
     Critic,
+    Identity,
     NotZero,
     Ref,
     Section,
@@ -30,8 +31,9 @@ class Model(Section):
     """The model to train."""
 
     path: str = setting(
-        DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1
-    )
+        DEFAULT_MODEL, "Model folder or hub name.", flag="--model", env="MODEL_PATH", min_length=1,
+        identity="checkpoint",
+    )  # fmt: skip
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
         "Computing precision; unset: bfloat16 on a GPU, and for a wide model in one process on a "
@@ -42,37 +44,49 @@ class Model(Section):
         None,
         "What multiplies float32 matrices on the CPU; unset: onednn on AMD processors with "
         "AVX-512 in full width (Zen 5 on), of which torch's BLAS (MKL) uses half, else blas.",
+        identity="start",
     )
     enable_gradient_checkpointing: bool | None = setting(
-        None, "Recompute activations in the backward pass; unset: where memory is short."
+        None,
+        "Recompute activations in the backward pass; unset: where memory is short.",
+        identity="start",
     )
-    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    trust_remote_code: bool = setting(
+        False, "Run Python code that comes with the model.", identity="start"
+    )
     lora_rank: int = setting(
-        0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0
-    )
+        0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0,
+        identity="checkpoint",
+    )  # fmt: skip
     lora_alpha: float = setting(16, "LoRA's scale is alpha / rank.", flag="--lora_alpha", gt=0)
     target_modules: str | tuple[str, ...] = setting(
-        "all-linear", "Modules that LoRA adapts: all-linear, names, or a pattern."
+        "all-linear",
+        "Modules that LoRA adapts: all-linear, names, or a pattern.",
+        identity="checkpoint",
     )
     quantization: Literal["nf4"] | None = setting(
         None, "Hold the linear layers under the adapter in 4 bits (QLoRA); needs bitsandbytes.",
-        flag="--quantization",
+        flag="--quantization", identity="checkpoint",
     )  # fmt: skip
     lora_merge: bool = setting(
-        False, "Publish merged weights to the sampler; off, only the adapter travels."
+        False,
+        "Publish merged weights to the sampler; off, only the adapter travels.",
+        identity="start",
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = setting(
-        "sdpa", "Attention kernel."
+        "sdpa", "Attention kernel.", identity="start"
     )
     packing: bool | None = setting(
         None,
         "Lay the rows of a learner's micro-batch end to end, without padding; unset: for a model "
         "of plain attention, when a trial at the start gives the same numbers.",
+        identity="start",
     )
     share_prompts: bool | None = setting(
         None,
         "Compute a prompt once for all its responses in a packed micro-batch, but for attention; "
         "unset: on the CPU.",
+        identity="start",
     )
 
 
@@ -80,13 +94,14 @@ class Data(Section):
     """Prompts in."""
 
     train_files: tuple[str, ...] = setting(
-        (), "Prompt files or hub sets to train on.", flag="--train_files", env="TRAIN_FILES"
-    )
+        (), "Prompt files or hub sets to train on.", flag="--train_files", env="TRAIN_FILES",
+        identity="checkpoint",
+    )  # fmt: skip
     val_files: tuple[str, ...] = setting(
         (), "Prompt files or hub sets to validate on.", flag="--val_files", env="VAL_FILES"
     )
     train_batch_size: int = setting(
-        256, "Prompts a step.", flag="--batch_size", env="BATCH_SIZE", ge=1
+        256, "Prompts a step.", flag="--batch_size", env="BATCH_SIZE", ge=1, identity="checkpoint"
     )
     gen_batch_size: int | None = setting(
         None, "Prompts sampled at once under algorithm.filter_groups; unset is the batch.", ge=1
@@ -102,7 +117,7 @@ class Data(Section):
     truncation: Literal["error", "left", "right"] = setting(
         "error", "What to do with a prompt that is too long."
     )
-    shuffle: bool = setting(True, "New seeded order each epoch.")
+    shuffle: bool = setting(True, "New seeded order each epoch.", identity="checkpoint")
     system_prompt: str | None = setting(
         None, "Put in front of prompts that have no system message.", flag="--system_prompt"
     )
@@ -170,21 +185,29 @@ class Rollout(Section):
         flag="--partial_tokens", ge=1,
     )  # fmt: skip
     tensor_model_parallel_size: int = setting(
-        1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1
-    )
+        1, "GPUs that one sampler spans.", flag="--rollout_tp", env="ROLLOUT_TP_SIZE", ge=1,
+        identity="start",
+    )  # fmt: skip
     gpu_memory_utilization: float = setting(
         0.5, "Share of GPU memory for the sampler.", flag="--gpu_memory_utilization",
-        env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0,
+        env="GPU_MEMORY_UTILIZATION", gt=0.0, le=1.0, identity="start",
     )  # fmt: skip
     num_samplers: int | None = setting(
-        None, "Sampler processes without GPUs; unset is one.", flag="--num_samplers", ge=1
+        None, "Sampler processes without GPUs; unset is one.", flag="--num_samplers", ge=1,
+        identity="start",
+    )  # fmt: skip
+    max_num_seqs: int = setting(256, "Sequences sampled at once.", ge=1, identity="start")
+    max_num_batched_tokens: int = setting(
+        8192, "Token budget of a sampler's batch.", ge=16, identity="start"
     )
-    max_num_seqs: int = setting(256, "Sequences sampled at once.", ge=1)
-    max_num_batched_tokens: int = setting(8192, "Token budget of a sampler's batch.", ge=16)
-    enforce_eager: bool = setting(False, "No compiled graphs in the sampler.")
-    enable_prefix_caching: bool = setting(True, "Share the cache of equal prompts.")
+    enforce_eager: bool = setting(False, "No compiled graphs in the sampler.", identity="start")
+    enable_prefix_caching: bool = setting(
+        True, "Share the cache of equal prompts.", identity="start"
+    )
     weight_transfer: Literal["auto", Transfer] = setting(
-        "auto", "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory."
+        "auto",
+        "How new weights reach vLLM; auto: nccl or ipc (shared GPUs) on GPUs, else memory.",
+        identity="start",
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs)
     seed: int | None = setting(None, "Sampler seed; unset takes trainer.seed.", ge=0)
@@ -205,6 +228,7 @@ def _are_steps(words: tuple[str, ...]) -> None:
 class Trainer(Section):
     """The run: how long, where to, on what."""
 
+    identity: ClassVar[Identity] = "start"
     total_epochs: int = setting(
         1, "Passes over the training set.", flag="--epochs", env="TOTAL_EPOCHS", ge=1
     )
@@ -212,14 +236,16 @@ class Trainer(Section):
         None, "Stop after this many steps, whatever the epochs.", flag="--max_steps",
         env="MAX_STEPS", ge=1,
     )  # fmt: skip
-    critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0)
+    critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0, identity="run")
     output_dir: str = setting(
         "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1
     )
     resume_mode: str = setting(
         "auto", "auto, never, or the checkpoint folder to go on from.", flag="--resume"
     )
-    seed: int = setting(42, "Seed of everything.", flag="--seed", env="SEED", ge=0, lt=2**31)
+    seed: int = setting(
+        42, "Seed of everything.", flag="--seed", env="SEED", ge=0, lt=2**31, identity="checkpoint"
+    )
     save_freq: NotZero = setting(
         50, "Steps between checkpoints; -1 saves only at the end.", flag="--save_freq", ge=-1
     )
@@ -285,8 +311,9 @@ class Trainer(Section):
         ge=1,
     )
     async_steps: int = setting(
-        0, "Steps that sampling may run ahead of training.", flag="--async_steps", ge=0, le=16
-    )
+        0, "Steps that sampling may run ahead of training.", flag="--async_steps", ge=0, le=16,
+        identity="run",
+    )  # fmt: skip
     max_restarts: int = setting(
         3, "Lost workers or nodes after which the run stops.", flag="--max_restarts", ge=0
     )

@@ -8,7 +8,6 @@ current engine.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import shlex
@@ -35,7 +34,6 @@ from ppo_cli.config.derived import (
     rows_missing,
     split_files,
 )
-from ppo_cli.config.keys import value_of
 from ppo_cli.config.memory_plan import cpu_plan, settle_memory
 from ppo_cli.config.plan import as_begun, config_yaml
 from ppo_cli.config.resolve import Resolved
@@ -57,16 +55,16 @@ from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
 from ppo_cli.rewards.registry import build_reward
+from ppo_cli.run.identity import differences, run_identity
 from ppo_cli.run_folder import (
     WRITTEN_BY,
     CheckpointStore,
     RunFolder,
-    differences,
     find_resume,
     read_metrics,
 )
 from ppo_cli.signals import StopOnSignal
-from ppo_cli.train.steps import Job, RunState, read_state, train_sampling
+from ppo_cli.train.steps import Job, RunState, train_sampling
 from ppo_cli.trust.sources import labelled_rollouts
 
 Build = Callable[[], Engine]
@@ -293,27 +291,6 @@ class Engines:
         return chosen, train_sampling(self.config, step)
 
 
-# Settings that decide what is learned; with other values `--resume auto` starts a new run.
-LEARNED_FROM = (
-    "data.max_response_length",
-    "algorithm.gamma", "algorithm.lam", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type",
-    "algorithm.use_kl_in_reward",
-    "actor.optim.lr", "actor.ppo_mini_batch_size", "actor.ppo_epochs", "actor.clip_ratio",
-    "actor.entropy_coeff", "actor.use_kl_loss", "actor.kl_loss_coef",
-    "critic.optim.lr", "critic.ppo_epochs", "critic.cliprange_value",
-    "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.stop",
-    "reward.function", "reward.rule", "reward.parts", "reward.model.path",
-    "reward.api.enable", "reward.api.type", "reward.api.model", "reward.api.prompt_preset",
-    "reward.api.system_prompt", "reward.api.scoring_prompt", "reward.api.votes",
-)  # fmt: skip
-# Settings that a checkpoint is bound to, with the rows of data.train_files.
-FIXED = (
-    "model.path", "critic.model.path", "algorithm.adv_estimator",
-    "model.lora_rank", "critic.model.lora_rank", "model.quantization",
-    "critic.model.quantization", "data.train_batch_size", "trainer.seed",
-)  # fmt: skip
-
-
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
     """Load the tokenizer of a model folder or hub name; `embedded` is the bundled model."""
     return _load_tokenizer(model_folder(path), trust_remote_code=trust_remote_code, flag=flag)
@@ -356,9 +333,9 @@ def _train_in(
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
     order = _prompt_order(config, prompts)
-    identity = _identity(config, prompts)
+    identity = run_identity(config, prompts, val_prompts)
     other = _changes_since(resume_from, config, identity)
-    resume_from = None if other else resume_from
+    begun, resume_from = resume_from, None if other else resume_from
     config = (resolved := as_begun(resolved, resume_from, screen.note)).config
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * order.steps_per_epoch
@@ -398,8 +375,8 @@ def _train_in(
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
             earlier = folder.set_aside(all_of_it=afresh)
-            if other:
-                screen.note(f"A new run: the one before had another {other}. It is in {earlier}.")
+            if begun and earlier and other:
+                screen.note(_new_run_note(other, earlier / "checkpoints" / begun.name, identity))
         if afresh:
             reward.attach(folder.path)
         folder.write_config(f"{WRITTEN_BY}{machine()}\n{config_yaml(resolved)}")
@@ -532,32 +509,26 @@ def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
     )
 
 
-def _identity(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What a run is, by the key that sets it.
-
-    With other values `--resume auto` starts a new run. Under a checkpoint that is named,
-    `LEARNED_FROM` may change and the rest may not. How long, where and how fast a run goes is not
-    among them.
-    """
-    values = {key: value_of(config, key) for key in (*LEARNED_FROM, *FIXED)}
-    found: dict[str, Any] = json.loads(json.dumps(values))  # as a checkpoint gives it back
-    return found | {"data.train_files": fingerprint(prompts)}
-
-
 def _changes_since(resume_from: Path | None, config: Config, identity: Mapping[str, Any]) -> str:
     """Say in what the run that would go on differs; raises UserError for a checkpoint by name."""
     if resume_from is None:
         return ""
-    saved = read_state(resume_from)
     if config.trainer.resume_mode == "auto":
-        return differences(saved, identity)
-    fixed = {key: value for key, value in identity.items() if key not in LEARNED_FROM}
-    if other := differences(saved, fixed):
+        return differences(resume_from, identity)
+    if other := differences(resume_from, identity, bound=True):
         raise UserError(
             f"{resume_from} is of another run, which differs in {other}. Leave --resume out: a new "
             "run then starts, and the earlier one is kept."
         )
     return ""
+
+
+def _new_run_note(other: str, checkpoint: Path, identity: Mapping[str, Any]) -> str:
+    """Say why a new run starts, where the one before is now, and how it goes on all the same."""
+    text = f"A new run: the one before had another {other}. It is in {checkpoint.parents[1]}."
+    if differences(checkpoint, identity, bound=True):
+        return text
+    return f"{text} To go on from there with the new settings: --resume {checkpoint}"
 
 
 def _resume_command(resolved: Resolved) -> str:

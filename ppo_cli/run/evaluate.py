@@ -7,9 +7,7 @@ the same whichever others are sampled beside it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -27,8 +25,9 @@ from typing import Any
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
-from ppo_cli.config.mixture import mixture_of
-from ppo_cli.config.reward_schema import Composite, Reward
+from ppo_cli.config.keys import value_of
+from ppo_cli.config.mixture import SCALINGS, mixture_of
+from ppo_cli.config.reward_schema import Composite, Reward, Shaping
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place
 from ppo_cli.data_sets.prompts import Renderer, render_prompts
@@ -41,6 +40,7 @@ from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen, rollout_line
 from ppo_cli.run.assemble import load_tokenizer, prompt_settings, read_prompts
+from ppo_cli.run.identity import changes, digest, rows_digest, setting_values
 from ppo_cli.run_folder import ModelSource, RunFolder, append_line, plain, read_lines, replace_lines
 from ppo_cli.train.steps import VALIDATION, stream_seed
 from ppo_cli.trust.score import Watch, counted, score_all, started
@@ -49,18 +49,6 @@ from ppo_cli.trust.statistics import Answers, ByPrompt, compare
 SETTINGS_FILE = "eval.json"
 DEFAULT_PLACE = "evals"
 LM_EVAL_ROWS = 16  # that lm-eval computes at once
-RELATIVE = ("zscore", "group")  # scalings of a mixture's parts
-# How fast, how long and for how much a reward is asked does not change what it says.
-OF_EFFORT = frozenset({"reward.timeout", "reward.num_workers", "reward.shaping"} | {
-    f"reward.{kind}.{name}"
-    for kind in ("api", "model")
-    for name in (
-        "timeout", "deadline", "concurrency", "max_rpm", "max_tpm", "hedge_after", "key_env",
-        "max_failure_rate", "outage_wait", "cache", "budget_usd", "budget_tokens",
-        "budget_usd_day", "prices", "price_input", "price_output", "canary_every", "batch_wait",
-        "monitor", "request_rows", "batch_tokens", "self_test", "device", "offload",
-    )
-})  # fmt: skip
 
 
 def eval_sampling(config: Config, n: int | None, *, greedy: bool, as_trained: bool) -> Sampling:
@@ -235,7 +223,7 @@ def evaluate(
                 screen.note(note)
             if folder is None:
                 settings = _settings(config, sampling, prompts)
-                place = out or Path(DEFAULT_PLACE) / _digest(settings)
+                place = out or Path(DEFAULT_PLACE) / digest(settings)
                 folder = closing.enter_context(_folder(place, settings))
             rows = _Rows(folder / _file_name(source))
             spent: dict[str, float] = {}
@@ -261,12 +249,13 @@ def evaluate(
 
 
 def with_fixed_scales(settings: Reward) -> tuple[Reward, list[str]]:
-    """The same reward, with the parts of a mixture that answers would scale as they are.
+    """The same reward without shaping, and with fixed scales of the parts of a mixture.
 
-    Also returns the names of these parts.
+    Parts that answers would scale count as they are; also returns their names.
     """
+    settings = settings.model_copy(update={"shaping": Shaping()})  # of training alone
     parts = mixture_of(settings)
-    relative = [part.name for part in parts if part.scaling in RELATIVE]
+    relative = [part.name for part in parts if SCALINGS[part.scaling].relative]
     if not relative:
         return settings, []
     own = {p.name: p.model_dump(exclude={"name"}, exclude_unset=True) for p in parts}
@@ -368,10 +357,9 @@ def _folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
         folder.prepare()
         with folder.alone():
             before = json.loads(noted.read_bytes()) if noted.exists() else settings
-            names = settings.keys() | before.keys()
-            if other := sorted(n for n in names if settings.get(n) != before.get(n)):
+            if other := changes(before, settings):
                 raise ConfigError(
-                    f"--out {place} holds an eval with another {', '.join(other)}. Name another "
+                    f"--out {place} holds an eval with another {other}. Name another "
                     "folder, or leave --out out: each eval then has one of its own."
                 )
             with replacing(noted) as fresh:
@@ -384,32 +372,13 @@ def _folder(place: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
 
 def _settings(config: Config, sampling: Sampling, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What decides the rows of an eval, by the key that sets it, as JSON gives it back."""
-    asked = [(p.uid, p.messages, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
     found = {f"sampling.{name}": value for name, value in asdict(sampling).items()}
     found |= {f"data.{name}": value for name, value in prompt_settings(config.data).items()}
-    found |= dict(_flat("reward", config.reward.model_dump()))
-    found["data.val_files"] = _digest(asked)
+    sampler = ("model.dtype", "rollout.name", "rollout.engine_kwargs.vllm")
+    found |= {name: value_of(config, name) for name in sampler}
+    found |= setting_values(config, "reward.") | {"data.val_files": rows_digest(prompts)}
     settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return settings
-
-
-def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The settings of a reward one by one; where a file is named, what it says counts."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            if f"{key}.{name}" not in OF_EFFORT:
-                yield from _flat(f"{key}.{name}", inner)
-        return
-    yield key, value
-    # Path.expanduser raises where a text starts with ~ and names nobody's home.
-    path = Path(os.path.expanduser(value.partition(":")[0])) if isinstance(value, str) else None
-    if path is not None and len(str(path)) < 256 and path.is_file():
-        yield f"{key} (the file)", hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _file_name(source: ModelSource) -> str:
@@ -419,4 +388,4 @@ def _file_name(source: ModelSource) -> str:
     weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     path = str(folder.resolve()) if files else source.path
     name = re.sub(r"[^\w.-]+", "_", source.name)[-40:]
-    return f"{name}-{_digest([path, weights])}.jsonl"
+    return f"{name}-{digest([path, weights])}.jsonl"

@@ -25,7 +25,7 @@ from ppo_cli.config.derived import critic_mini_batch, gen_batch, most_gen_batche
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
-from ppo_cli.errors import Interrupted, ModelError, RewardError, UserError, ppo
+from ppo_cli.errors import Interrupted, ModelError, RewardError, UserError, ppo, with_flag
 from ppo_cli.moments import Moments
 from ppo_cli.records import Prompt, Rollout, Score, Scored
 from ppo_cli.report.metrics import StepSums
@@ -117,14 +117,17 @@ class RunState:
         none = not any(s.score.judged for s in scored)
         self.unscored_steps = self.unscored_steps + 1 if none else 0
 
-    def refuse_broken_steps(self, most: int, resume_command: str) -> None:
-        """Stop the run when gradients were not finite for `most` steps in a row."""
+    def refuse_broken_steps(self, most: int, resume_command: str, newest: Path | None) -> None:
+        """Stop the run when gradients were not finite for `most` steps in a row.
+
+        With settings that may be other ones, only a checkpoint by name goes on: the `newest`.
+        """
         if self.broken_steps >= most:
             raise UserError(
                 f"Gradients were not finite in {most} steps in a row (the last is step "
                 f"{self.step}); those updates were left out. Lower --lr and --critic_lr, set "
-                "actor.grad_clip or --dtype float32, then start again from the last checkpoint, "
-                f"if there is one: {resume_command}"
+                "actor.grad_clip or --dtype float32, then start again: "
+                + (with_flag(resume_command, "--resume", str(newest)) if newest else resume_command)
             )
 
     def write(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +20,6 @@ from ppo_cli.run import assemble
 from ppo_cli.run.assemble import Engines, start_engine
 from ppo_cli.train.steps import RunState
 from tests.loop.scripted import Screen, ScriptedReward
-from tests.loop.scripted import prompts as scripted_prompts
 
 WHOLE = (
     "data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "data.train_max_samples=10",
@@ -199,51 +197,6 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
         assert told == [("start", 13, False), attached, "close"]
         assert sum("A new run: " in note for note in anew.screen.notes) == notes
         assert anew.restarts["origin"] is None and anew.job.store.steps() == []
-
-
-OTHER_RUN = {
-    "data.max_response_length": "9", "algorithm.gamma": "0.9", "algorithm.lam": "0.9",
-    "algorithm.kl_ctrl.kl_coef": "0.1", "algorithm.kl_ctrl.type": "adaptive",
-    "algorithm.use_kl_in_reward": "false", "actor.optim.lr": "0.002",
-    "actor.ppo_mini_batch_size": "4", "actor.ppo_epochs": "3", "actor.clip_ratio": "0.1",
-    "actor.entropy_coeff": "0.01", "actor.use_kl_loss": "true", "critic.optim.lr": "0.002",
-    "critic.ppo_epochs": "3", "critic.cliprange_value": "0.1", "rollout.n": "3",
-    "rollout.temperature": "0.9", "rollout.top_p": "0.9", "rollout.top_k": "7",
-    "reward.rule": "exact", "trainer.seed": "7", "model.lora_rank": "2",
-    "data.train_batch_size": "2", "model.path": "a/b", "critic.model.path": "a/b",
-    "reward.model.path": "a/b", "reward.function": "f.py", "reward.parts": "rule:1",
-}  # fmt: skip
-SAME_RUN = {
-    "trainer.total_epochs": "4", "trainer.save_freq": "9", "trainer.test_freq": "9",
-    "actor.ppo_max_token_len_per_gpu": "999", "trainer.max_ckpt_to_keep": "9",
-    "data.val_max_samples": "9",
-}  # fmt: skip
-
-
-def test_what_is_learned_decides_whether_it_is_another_run() -> None:
-    prompts = scripted_prompts(3)
-
-    def identity(**changed: str) -> dict[str, Any]:
-        given = [f"{key}={value}" for key, value in changed.items()]
-        found = resolve(
-            flags={}, preset="embedded", config_files=(), overrides=[*WHOLE, *given], environ={}
-        )
-        return assemble._identity(found.config, prompts)
-
-    first = identity()
-    assert json.loads(json.dumps(first)) == first
-    for changes, same in ((OTHER_RUN, False), (SAME_RUN, True)):
-        for key, value in changes.items():
-            assert (identity(**{key: value}) == first) is same, key
-    judge = {"reward.api.enable": "true", "reward.api.model": "m"}
-    judged = identity(**judge)
-    for key, value in {
-        "type": "openai", "model": "n", "prompt_preset": "code", "system_prompt": "x",
-        "scoring_prompt": "x", "votes": "3",
-    }.items():  # fmt: skip
-        assert identity(**judge | {f"reward.api.{key}": value}) != judged != first, key
-    prompts.pop()
-    assert identity() != first
 
 
 def test_a_run_that_has_to_start_again_is_given_its_tries() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ppo_cli.cli.show import is_running
 from ppo_cli.errors import UserError
-from ppo_cli.run_folder import LOCK, RunFolder, differences
+from ppo_cli.run_folder import LOCK, RunFolder
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
@@ -113,10 +113,3 @@ def test_what_a_judge_cost_stays_with_a_run_that_begins_again(tmp_path: Path) ->
     ]  # fmt: skip
     RunFolder(tmp_path).set_aside()
     assert not list(tmp_path.glob("*.jsonl"))
-
-
-def test_a_run_is_told_apart_by_each_changed_key() -> None:
-    saved = {"fingerprint": {"model.path": "a", "data.train_files": "123", "trainer.seed": 1}}
-    assert differences(saved, saved["fingerprint"] | {"of a later version": 1}) == ""
-    now = {"model.path": "b", "data.train_files": "456", "trainer.seed": 1}
-    assert differences(saved, now) == "model.path (was a, now b), data.train_files (other rows)"

@@ -1,0 +1,171 @@
+"""What makes a run, or an eval, the same one: settings by their declared identity, and contents.
+
+A setting's declaration says how long its value stays (`Identity`). A file or a row that a setting
+names counts by its content. `run/assemble.py` keeps what `run_identity` returns in each checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ppo_cli.config.keys import keys_of, table, value_of
+from ppo_cli.config.mixture import mixture_of
+from ppo_cli.config.reward_schema import ApiReward, ModelReward, Reward
+from ppo_cli.config.schema import Config
+from ppo_cli.data_sets.prompts import fingerprint
+from ppo_cli.errors import UserError
+from ppo_cli.records import Prompt
+from ppo_cli.redact import mask_secrets
+from ppo_cli.run_folder import holds_model, run_settings
+from ppo_cli.train.steps import read_state
+
+ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read of them
+TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # which `fingerprint` leaves out
+CONTENTS = "contents"  # digests of files and model folders, by path
+# Training or merging changes every layer, so that blocks all over a file tell it.
+BLOCKS, BLOCK_BYTES = 64, 64 * 1024
+SHOWN_CHARACTERS = 60  # of a value in a message
+
+
+def run_identity(
+    config: Config, prompts: Sequence[Prompt], val_prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Return what a run is, by the key that sets it, as a checkpoint gives it back.
+
+    With other values `--resume auto` starts a new run.
+    """
+    return setting_values(config) | {
+        "data.train_files": fingerprint(prompts),
+        TRAIN_EXTRA_INFO: digest([prompt.extra_info for prompt in prompts]),
+        "data.val_files": rows_digest(val_prompts),
+    }
+
+
+def setting_values(config: Config, below: str = "") -> dict[str, Any]:
+    """Return the values of all settings below a section that another start may not change.
+
+    Secrets are masked. Models and files that the reward reads are in it with their digests.
+    """
+    values = {
+        name: mask_secrets(value_of(config, name))
+        for name, key in table().items()
+        if key.identity != "start" and name.startswith(below) and name not in ROWS
+    }
+    values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward))
+    named = [v for k, v in values.items() if k.startswith("reward.") or k.endswith(".path")]
+    values[CONTENTS] = dict(_contents(named))
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def rows_digest(prompts: Iterable[Prompt]) -> str:
+    """Return a digest of all that a model and a reward read of prompts."""
+    return digest(
+        [(p.uid, p.messages, p.data_source, p.ground_truth, p.extra_info) for p in prompts]
+    )
+
+
+def digest(value: Any) -> str:
+    """Return a short digest of anything that JSON can say."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def differences(checkpoint: Path, identity: Mapping[str, Any], *, bound: bool = False) -> str:
+    """Say in what the run of a checkpoint differs from this one; empty where it is the same.
+
+    With `bound` only what a checkpoint cannot be loaded without counts. What an older version did
+    not write into the checkpoint is read from the run's config.yaml.
+    """
+    saved: dict[str, Any] = read_state(checkpoint)["fingerprint"]
+    if identity.keys() - saved.keys():
+        with suppress(UserError):
+            saved = setting_values(run_settings(checkpoint.parents[1])) | saved
+    if bound:
+        keys = (key for key, setting in table().items() if setting.identity == "checkpoint")
+        identity = {key: identity[key] for key in keys}
+    return changes(saved, identity)
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say which values are others than before, and what they were; what one lacks is the same."""
+    both = [key for key in now if key in before]
+    return ", ".join(text for key in both for text in _changes(key, before[key], now[key]))
+
+
+def _part_settings(reward: Reward) -> dict[str, Any]:
+    """Return the settings of a mixture's parts without those of a start: limits, timeouts …"""
+    parts = {}
+    for part in mixture_of(reward):
+        settings = part.model_dump(exclude_unset=True, exclude={"name"})
+        for kind, section in (("judge", ApiReward), ("model", ModelReward)):
+            if kind in settings:
+                keys = keys_of(section)
+                settings[kind] = {
+                    name: value
+                    for name, value in settings[kind].items()
+                    if keys[name].identity != "start"
+                }
+        parts[part.name] = settings
+    return parts
+
+
+def _contents(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield files (as FILE or FILE:NAME) and model folders that a value names, with digests."""
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _contents(inner)
+    elif isinstance(value, str):
+        # Unlike pathlib, os.path takes texts that are no path: too long, or with a NUL.
+        path = os.path.expanduser(value.partition(":")[0])
+        if os.path.isfile(path) or (os.path.isdir(path) and holds_model(Path(path))):
+            with suppress(OSError):  # what cannot be read is reported where it is loaded
+                yield path, _content_digest(Path(path))
+
+
+def _content_digest(path: Path) -> str:
+    """Return the digest of a file or of a folder's files; of large ones, BLOCKS blocks count."""
+    files = [path] if path.is_file() else sorted(p for p in path.glob("[!.]*") if p.is_file())
+    state = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            if size <= BLOCKS * BLOCK_BYTES:
+                state.update(opened.read())
+                continue
+            for i in range(BLOCKS):
+                opened.seek(i * (size - BLOCK_BYTES) // (BLOCKS - 1))
+                state.update(opened.read(BLOCK_BYTES))
+    return state.hexdigest()
+
+
+def _changes(key: str, before: Any, now: Any) -> Iterator[str]:
+    if before == now:
+        return
+    if key in ROWS:
+        yield f"{key} (other rows)"
+    elif key == TRAIN_EXTRA_INFO:
+        yield "data.train_files (other extra_info)"
+    elif key == CONTENTS:  # a file that only one of them names is another value of its setting
+        changed = (file for file in now if before.get(file, now[file]) != now[file])
+        yield from (f"{file} (other content)" for file in changed)
+    elif isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys([*before, *now]):
+            yield from _changes(f"{key}.{name}", before.get(name), now.get(name))
+    else:
+        yield f"{key} (was {_shown(before)}, now {_shown(now)})"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "unset"
+    text = " ".join(str(value).split())
+    text = text.lower() if isinstance(value, bool) else text
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"

@@ -1,0 +1,207 @@
+"""Which settings and contents make another run: every setting once, five of them in whole runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+import yaml
+
+from ppo_cli.config.keys import Key, nested, table, value_of
+from ppo_cli.config.plan import config_yaml
+from ppo_cli.config.resolve import Resolved
+from ppo_cli.config.schema import Config
+from ppo_cli.run.identity import changes, differences, run_identity
+from ppo_cli.train.steps import FORMAT
+from tests.loop.runs import metrics, train
+from tests.loop.scripted import prompts
+
+# Values that differ from the default, where the type alone does not give one.
+OTHER_VALUES: dict[str, Any] = {
+    "actor.optim.betas": (0.8, 0.9),
+    "critic.optim.betas": (0.8, 0.9),
+    "reward.api.base_url": "http://localhost:1/v1",
+    "reward.api.monitor.base_url": "http://localhost:1/v1",
+    "reward.api.compare": "list",
+    "reward.api.scale": "0-3",
+    "reward.composite.parts": {"rule": {"weight": 2}},
+    "reward.composite.weights": {"rule": 2},
+    "reward.model.device": "cpu",
+    "reward.model.template": "{prompt} {response}",
+    "reward.parts": ("rule:1",),
+    "trainer.profile_steps": ("2",),
+}
+
+
+def other_value(key: Key) -> Any:
+    """A valid value of a setting that is not its default."""
+    if key.name in OTHER_VALUES:
+        return OTHER_VALUES[key.name]
+    item = get_args(key.kind)[0] if key.is_list else key.kind
+    if key.choices:
+        value: Any = next(c for c in key.choices if c not in (key.default, *(key.default or ())))
+    elif item is bool:
+        value = not key.default
+    elif item is int:
+        value = (key.default or 0) + 100 if not dict(key.limits).get("le") else 7
+    elif item is float:
+        value = key.default / 2 + 0.001 if key.default else 0.5
+    elif get_origin(item) is dict:
+        value = {"a": 1}
+    else:
+        value = "another"
+    return (value,) if key.is_list else value
+
+
+def identity(values: dict[str, Any] | None = None) -> dict[str, Any]:
+    return run_identity(Config.model_validate(nested(values or {})), prompts(2), prompts(1))
+
+
+@pytest.mark.parametrize("name", table())
+def test_every_setting_decides_as_it_declares(name: str) -> None:
+    key = table()[name]
+    config = Config.model_validate(nested({name: other_value(key)}))
+    assert value_of(config, name) != key.default
+    # Rows count in the place of the files that they come from.
+    by_name = key.identity != "start" and name not in ("data.train_files", "data.val_files")
+    told = changes(identity(), identity({name: other_value(key)}))
+    assert (f"{name} (was " in told or f"{name}." in told) is by_name
+    assert bool(told) is by_name
+
+
+def test_rows_count_by_what_they_hold() -> None:
+    config, first = Config(), prompts(2)
+    same = run_identity(config, first, first)
+    other = [replace(first[0], extra_info={"rubric": "Be brief."}), first[1]]
+    assert changes(same, run_identity(config, prompts(1), first)) == (
+        "data.train_files (other rows), data.train_files (other extra_info)"
+    )
+    assert changes(same, run_identity(config, other, first)) == (
+        "data.train_files (other extra_info)"
+    )
+    assert changes(same, run_identity(config, first, other)) == "data.val_files (other rows)"
+
+
+def test_files_and_models_count_by_their_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rm").mkdir()
+    contents = {
+        name: tmp_path / name
+        for name in (
+            "rubric.yaml", "judge.yaml", "score.py", "table.csv", "part.yaml", "rm/config.json",
+        )
+    }  # fmt: skip
+    for file in contents.values():
+        file.write_text("first")
+    values = {
+        "reward.api.rubric": "rubric.yaml",
+        "reward.api.prompt_file": "judge.yaml",
+        "reward.function": "score.py:score",
+        "reward.function_kwargs": {"tables": ["table.csv"]},
+        "reward.composite.parts": {"judge": {"judge": {"rubric": "part.yaml"}}},
+        "reward.model.path": "rm",
+    }
+    for name, file in contents.items():
+        before = identity(values)
+        assert changes(before, identity(values)) == ""
+        file.write_text("other")
+        path = name.partition("/")[0]
+        assert changes(before, identity(values)) == f"{path} (other content)"
+
+
+def test_a_large_file_counts_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    values = {"reward.model.path": str(tmp_path)}
+    size = 6_000_000
+    seen = []
+    for at in (None, 0, size - 1):
+        data = bytearray(size)
+        if at is not None:
+            data[at] = 1
+        weights.write_bytes(data)
+        seen.append(json.dumps(identity(values)))
+    assert len(set(seen)) == 3
+
+
+def test_a_part_of_a_mixture_may_change_its_limits() -> None:
+    def parts(**judge: Any) -> dict[str, Any]:
+        settings = {"weight": 0.5, "judge": {"model": "m", **judge}}
+        return identity({"reward.composite.parts": {"judge": settings}})
+
+    first = parts()
+    for same in ({"timeout": 9}, {"monitor": {"share": 0.5}}, {"budget_usd": 1.0}):
+        assert changes(first, parts(**same)) == "", same
+    where = "reward.composite.parts.judge.judge"
+    assert changes(first, parts(model="n")) == f"{where}.model (was m, now n)"
+    assert changes(first, parts(votes=3)) == f"{where}.votes (was unset, now 3)"
+
+
+def test_no_secret_is_kept() -> None:
+    values = {
+        "reward.function_kwargs": {"api_key": "first-one", "url": "http://u:second-one@host/"}
+    }
+    kept = json.dumps(identity(values))
+    assert "first-one" not in kept and "second-one" not in kept
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_with_what_its_config_says(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_000001"
+    (checkpoint / "state").mkdir(parents=True)
+    old = {key: identity()[key] for key in ("model.path", "trainer.seed", "data.train_files")}
+    state = {"format": FORMAT, "run": {"step": 1}, "order": {}, "reward": {}, "fingerprint": old}
+    (checkpoint / "state" / "run.json").write_text(json.dumps(state))
+    other = identity({"actor.grad_clip": 0.5})
+    assert differences(checkpoint, other) == ""  # nothing says what it was
+    config = Config.model_validate({"data": {"train_files": ["t"], "val_files": ["v"]}})
+    text = config_yaml(Resolved(config, dict.fromkeys(table(), "default")))
+    without = yaml.safe_load(text)
+    del without["actor"]["policy_loss"]  # a group that is newer than the file
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(without))
+    assert differences(checkpoint, identity()) == ""
+    assert differences(checkpoint, other) == "actor.grad_clip (was 1.0, now 0.5)"
+    assert differences(checkpoint, other, bound=True) == ""
+
+
+TINY = (
+    "--preset", "embedded", "--batch_size", "4", "--mini_batch_size", "4", "--max_steps", "1",
+    "--max_response_length", "4", "data.train_max_samples=4", "data.val_max_samples=2",
+    "--reward", "rule:exact:1", "--reward", "rule:length:0.5",
+)  # fmt: skip
+CHANGED = {
+    "actor.clip_ratio_high=0.3": "had another actor.clip_ratio_high (was unset, now 0.3). ",
+    "actor.loss_agg_mode=token-sum": "actor.loss_agg_mode (was token-mean, now token-sum)",
+    "actor.policy_loss.loss_mode=cispo": "loss_mode (was vanilla, now cispo)",
+    "actor.optim.weight_decay=0.1": "actor.optim.weight_decay (was 0.01, now 0.1)",
+    "reward.shaping.reward_clip=2": "reward.shaping.reward_clip (was unset, now 2.0)",
+    "algorithm.kl_penalty=k2": "algorithm.kl_penalty (was kl, now k2)",
+    "reward.composite.weights.length=0.5": "reward.composite.weights.length (was unset, now 0.5)",
+}
+
+
+def test_a_changed_setting_starts_another_run_and_says_why(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, *TINY)
+    words = list(TINY)
+    for number, (override, reason) in enumerate(CHANGED.items(), 1):
+        words.append(override)
+        told = " ".join(train(out, *words).stdout.split())
+        checkpoint = out / f"earlier_{number}" / "checkpoints" / "step_000001"
+        assert "A new run: the one before had" in told and reason in told
+        assert told.replace(" ", "").count(f"--resume{checkpoint}") == 1
+        assert checkpoint.is_dir()
+        assert len(metrics(out)) == len(metrics(out / f"earlier_{number}"))
+    # More steps, another cadence: the same run goes on.
+    train(out, *words, "--max_steps", "2", "--save_freq", "1", "--logger", "tensorboard")
+    assert not (out / f"earlier_{len(CHANGED) + 1}").exists()
+    assert metrics(out)[-1]["step"] == 2
+    # The advice of the note: go on from the earlier checkpoint with the new settings.
+    train(out, *words, "--max_steps", "2", "--resume", str(checkpoint))
+    assert [line["step"] for line in metrics(out)][-1] == 2
