@@ -52,7 +52,7 @@ class Rollout:
     its stream of random numbers.
     `sampler_logprobs` has one float32 per response token, under the sampling temperature
     and before top-p/top-k truncation; `entropies` are of the same distributions, where the sampler
-    gives them. `text` has special tokens removed, but for those that mark thoughts.
+    gives them. `text` is what the policy wrote, without end and padding tokens.
     `thought_tokens` are the tokens up to its answer, 0 without a thought.
     """
 

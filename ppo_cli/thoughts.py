@@ -6,7 +6,7 @@ judge's reply, the sampler's text, lengths in tokens, and the page."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 Decode = Callable[[Sequence[int]], str]
@@ -16,24 +16,17 @@ class Family(NamedTuple):
     """Regular expressions of the marks that open and close a thought.
 
     `prompted`: chat templates open it themselves, so that a reply has the closing mark alone.
-    `tokens`: the special tokens of which its marks are made where they are such; a text keeps them.
     `nests`: each closing mark ends one opening, rather than all of them.
     """
 
     opening: str
     closing: str
     prompted: bool = False
-    tokens: tuple[str, ...] = ()
     nests: bool = True
-
-    def shown_by(self, special: Collection[str]) -> tuple[str, ...]:
-        """Its tokens among a tokenizer's special ones; none where the first two are not there."""
-        known = tuple(word for word in self.tokens if word in special)
-        return known if known[:2] == self.tokens[:2] else ()
 
 
 def _tag(name: str, *, prompted: bool = False) -> Family:
-    return Family(f"<{name}>", f"</{name}>", prompted, (f"<{name}>", f"</{name}>"))
+    return Family(f"<{name}>", f"</{name}>", prompted)
 
 
 FAMILIES = (
@@ -44,26 +37,18 @@ FAMILIES = (
     *map(_tag, ("thinking", "thoughts", "reasoning")),
     _tag("seed:think", prompted=True),  # Seed-OSS
     _tag("longcat_think", prompted=True),  # LongCat
-    Family(r"\[THINK\]", r"\[/THINK\]", tokens=("[THINK]", "[/THINK]")),  # Magistral
+    Family(r"\[THINK\]", r"\[/THINK\]"),  # Magistral
     Family("◁think▷", "◁/think▷"),  # Kimi-VL
-    Family(  # Kimi K3
-        r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>", prompted=True,
-        tokens=("<|open|>", "<|close|>", "<|sep|>"),
-    ),
+    Family(r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>", prompted=True),  # Kimi K3
     Family(r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # Sky-T1, OpenThinker
-    Family(  # Cohere
-        r"<\|START_THINKING\|>", r"<\|END_THINKING\|>",
-        prompted=True, tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
-    ),
-    Family(r"<\|channel>thought\b", r"<channel\|>", tokens=("<|channel>", "<channel|>")),  # Gemma 4
-    Family(  # MedGemma
-        r"<unused94>thought\b", "<unused95>", tokens=("<unused94>", "<unused95>")
-    ),
+    Family(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>", prompted=True),  # Cohere
+    Family(r"<\|channel>thought\b", r"<channel\|>"),  # Gemma 4
+    Family(r"<unused94>thought\b", "<unused95>"),  # MedGemma
     Family(  # gpt-oss
         r"(?:<\|start\|>assistant)?<\|channel\|>(?:analysis|commentary)[^<\n]{0,80}"
         r"(?:<\|constrain\|>\w{1,20})?<\|message\|>",
         r"(?:<\|start\|>assistant)?<\|channel\|>final\s?(?:<\|constrain\|>\w{1,20})?<\|message\|>",
-        tokens=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"), nests=False,
+        nests=False,
     ),
     # gpt-oss and Gemma 4 decoded without their special tokens; of Gemma's nothing marks the end.
     Family(r"(?-i:\Aanalysis(?=[A-Z]))", "(?-i:assistantfinal)"),

@@ -204,7 +204,7 @@ def stop_end(
     """Count the tokens up to the one that completes a text of `stop`; None where none does.
 
     The first `known` tokens complete none. Only as many tokens are read as such a text can have,
-    as each holds a byte at least, and a few more, as special tokens hold none.
+    as each holds a byte at least, and a few more, as end tokens hold none.
     """
     most = max((len(text.encode()) for text in stop), default=0) + 8
     for end in range(known + 1, len(ids) + 1) if stop else ():

@@ -431,12 +431,13 @@ def sample_from(
     model: Any, config: Config, tokenizer: Any, *, with_entropies: bool = False
 ) -> HFSampler:
     """The hf sampler on a model that is loaded already, whose weights it reads where they lie."""
+    end_ids = stop_token_ids(model, tokenizer)
     return HFSampler(
         model,
-        eos_token_ids=stop_token_ids(model, tokenizer),
+        eos_token_ids=end_ids,
         pad_token_id=tokenizer.pad_token_id,
         max_num_seqs=config.rollout.max_num_seqs,
-        detokenize=partial(decode_text, tokenizer),
+        detokenize=partial(decode_text, tokenizer, end_ids=end_ids),
         compute=Compute.choose(config.model.dtype),
         with_entropies=with_entropies,
     )

@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,6 @@ from ppo_cli.config.known_models import absent_folder
 from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
 from ppo_cli.engine.rows import PackedRows, Packing
 from ppo_cli.errors import ModelError, first_line
-from ppo_cli.thoughts import FAMILIES
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
@@ -150,22 +149,37 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
     return tokenizer
 
 
-def decode_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of a response, special tokens left out but for those that mark thoughts."""
-    dropped = _tokens_to_drop(tokenizer)
-    if dropped is None:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-    kept = [token for token in token_ids if token not in dropped]
-    return str(tokenizer.decode(kept, skip_special_tokens=False))
+def decode_text(
+    tokenizer: Any, token_ids: Sequence[int], end_ids: frozenset[int] = frozenset()
+) -> str:
+    """The text that the policy wrote, special tokens included, without what ends it.
+
+    That is every end and padding token behind it: `end_ids` of the model, the tokenizer's own,
+    and the one with which the chat template closes a reply.
+    """
+    ends = end_ids | _closing_ids(tokenizer)
+    size = len(token_ids)
+    while size and token_ids[size - 1] in ends:
+        size -= 1
+    return str(tokenizer.decode(list(token_ids[:size]), skip_special_tokens=False))
+
+
+_REPLY = "reply"
 
 
 @lru_cache(maxsize=8)
-def _tokens_to_drop(tokenizer: Any) -> frozenset[int] | None:
-    """Special tokens that no text shows; None where none of them marks a thought."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {str(token): number for number, token in added.items() if token.special}
-    kept = {word for family in FAMILIES for word in family.shown_by(special)}
-    return frozenset(n for word, n in special.items() if word not in kept) if kept else None
+def _closing_ids(tokenizer: Any) -> frozenset[int]:
+    """End and padding token of a tokenizer, and the special token that ends a templated reply."""
+    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _REPLY}]
+    # Some models have no template, some templates refuse this conversation.
+    with suppress(Exception):
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        _, reply, rest = rendered.rpartition(_REPLY)
+        first = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"][:1]
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        ids |= {token for token in first if reply and token in added and added[token].special}
+    return frozenset(ids)
 
 
 def load_policy(

@@ -453,10 +453,11 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     model_config = _model_config(path, settings.trust_remote_code)
     dtype = Compute.choose(settings.dtype).dtype
     longest = config.data.max_prompt_length + config.data.max_response_length
+    end_ids = stop_token_ids(_with_generation(path, model_config), tokenizer)
     return VLLMSampler(
         path,
-        eos_token_ids=stop_token_ids(_with_generation(path, model_config), tokenizer),
-        detokenize=partial(decode_text, tokenizer),
+        eos_token_ids=end_ids,
+        detokenize=partial(decode_text, tokenizer, end_ids=end_ids),
         max_model_len=longest,
         dtype=dtype,
         tensor_parallel_size=rollout.tensor_model_parallel_size,

@@ -45,7 +45,8 @@ def tokenizer_of(thinker: Thinker) -> Any:
 def test_prompt_text_and_lengths_of_a_family(thinker: Thinker, tmp_path: Path) -> None:
     tokenizer, file = tokenizer_of(thinker), tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "Is <think> a tag? 6 * 7 = ?"}))
-    decode = partial(decode_text, tokenizer)
+    end_ids = frozenset({tokenizer.convert_tokens_to_ids(thinker.end)})
+    decode = partial(decode_text, tokenizer, end_ids=end_ids)
     for arguments, opened in thinker.opened:
         found = load_prompts([str(file)], tokenizer, max_prompt_length=500,
                              template_arguments=arguments)  # fmt: skip
