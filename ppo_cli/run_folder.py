@@ -27,7 +27,7 @@ from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfi
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
-from ppo_cli.redact import redact, redactor
+from ppo_cli.redact import redactor
 
 if TYPE_CHECKING:
     from ppo_cli.config.schema import Config
@@ -109,16 +109,20 @@ def replace_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(_encode(line, clean) for line in lines)
 
 
-def plain(value: Any, clean: Callable[[str], str] = redact) -> Any:
-    """Turn anything into what JSON can say: no numpy, no NaN, no secrets."""
+def plain(value: Any, clean: Callable[[str], str] | None = None) -> Any:
+    """Turn anything into what JSON can say: no numpy, no NaN, no secrets in values or names.
+
+    Secrets go before JSON is made: a text that is JSON already could break.
+    """
+    clean = clean or redactor()
     if isinstance(value, str):
-        return clean(value) if len(value) > 5 else value
+        return clean(value)
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): plain(v, clean) for k, v in value.items()}
+        return _with_clean_names(value, clean)
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(v, clean) for v in value]
     import numpy as np
@@ -128,7 +132,17 @@ def plain(value: Any, clean: Callable[[str], str] = redact) -> Any:
     return clean(str(value))
 
 
-def _encode(line: Mapping[str, Any], clean: Callable[[str], str] = redact) -> bytes:
+def _with_clean_names(value: Mapping[Any, Any], clean: Callable[[str], str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for key, inner in value.items():
+        name = clean(str(key))
+        while name in fields:  # two names that differ in their secrets alone
+            name += "*"
+        fields[name] = plain(inner, clean)
+    return fields
+
+
+def _encode(line: Mapping[str, Any], clean: Callable[[str], str] | None = None) -> bytes:
     text = json.dumps(plain(line, clean), ensure_ascii=False, allow_nan=False)
     # A sampler may cut a character in half: backslashreplace writes the half as JSON's \udXXX.
     return text.encode("utf-8", "backslashreplace") + b"\n"

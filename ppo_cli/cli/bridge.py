@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -42,8 +41,10 @@ def verl(given: Given) -> None:
     resolved, bridged = translated(given)
     files = _write(Path(given.extras["out"]), resolved, bridged)
     if given.extras["json"]:
+        from ppo_cli.cli.screen import print_json
+
         lines = bridged.lines(files[0].parent)
-        print(json.dumps({"files": [str(f) for f in files], "overrides": lines}, indent=2))
+        print_json({"files": [str(f) for f in files], "overrides": lines})
         return
     from ppo_cli.bridge.folder import shown
 
@@ -71,17 +72,24 @@ def read(
 
     steps, responses = read_back(Path(folder))
     if as_json:
-        print(json.dumps({"steps": steps, "responses": responses}))
+        from ppo_cli.cli.screen import print_json
+
+        print_json({"steps": steps, "responses": responses}, indent=None)
     else:
         print(f"{folder}: {steps} steps, {responses} responses. See them: ppo show {folder}")
 
 
 def plan_there(given: Given) -> None:
     """Print the overrides of verl that a line comes to."""
+    from ppo_cli.cli.screen import print_result
+
     resolved, bridged = translated(given)
     lines = bridged.lines(Path(resolved.config.trainer.output_dir).expanduser().resolve())
-    print(json.dumps({"overrides": lines}, indent=2) if given.extras.get("json") else
-          "\n".join([*lines, *(f"# {note}" for note in resolved.notes)]))  # fmt: skip
+    print_result(
+        {"overrides": lines},
+        lambda: "\n".join([*lines, *(f"# {note}" for note in resolved.notes)]),
+        as_json=bool(given.extras.get("json")),
+    )
 
 
 def train_there(given: Given) -> None:

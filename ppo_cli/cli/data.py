@@ -25,6 +25,7 @@ from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.prompts import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
 from ppo_cli.errors import EXIT_USER, ppo
+from ppo_cli.run_folder import plain
 
 EXAMPLES = 5
 PERCENTILES = (50, 90, 95, 99)
@@ -86,7 +87,7 @@ class Report:
             }
             for p in self.bad_rows
         ]
-        return json.dumps(shown, ensure_ascii=False, indent=2, default=str)
+        return json.dumps(plain(shown), ensure_ascii=False, indent=2)
 
 
 def examine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -283,11 +282,13 @@ def typed(read: Callable[[], str]) -> str:
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
-    from ppo_cli.cli.screen import clean, fit
+    from ppo_cli.cli.screen import clean, fit, print_json
 
     for row in rows:
-        text = json.dumps(row, ensure_ascii=False) if as_json else row["response"]
-        print(fit(clean(text), sys.stdout.encoding), flush=True)
+        if as_json:
+            print_json(row, indent=None)
+        else:
+            print(fit(clean(row["response"]), sys.stdout.encoding), flush=True)
 
 
 _SHOWN = ("reward.", "data.", "rollout.")

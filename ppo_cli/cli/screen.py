@@ -34,6 +34,7 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.report.metrics import mixture_parts
 from ppo_cli.report.tracker import Advance, Screen, Summary
+from ppo_cli.run_folder import plain
 from ppo_cli.signals import lead_nowhere
 
 # Metric -> the word for it on a line.
@@ -80,14 +81,19 @@ def can_show(text: str, encoding: str | None) -> bool:
 
 
 def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None:
-    """Print what a command came to: JSON for programs, or else the text for people."""
-    encoding = sys.stdout.encoding
-    if not as_json:
-        print(fit(clean(text()), encoding), flush=True)
-        return
-    said = json.dumps(result, ensure_ascii=False, indent=2)
-    shown = said if can_show(said, encoding) else json.dumps(result, indent=2)
-    print(redact(shown), flush=True)
+    """Print the result of a command: JSON for programs, or else the text for people."""
+    if as_json:
+        print_json(result)
+    else:
+        print(fit(clean(text()), sys.stdout.encoding), flush=True)
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
+    """Print JSON without secrets, in ASCII where the output cannot show its characters."""
+    shown = plain(value)
+    text = json.dumps(shown, ensure_ascii=False, indent=indent)
+    readable = can_show(text, sys.stdout.encoding)
+    print(text if readable else json.dumps(shown, indent=indent), flush=True)
 
 
 def number(value: float | None) -> str:

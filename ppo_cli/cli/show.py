@@ -31,6 +31,7 @@ from ppo_cli.run_folder import (
     CheckpointStore,
     check_run_folder,
     paid_calls,
+    plain,
     read_lines,
     read_metrics,
     rollout_file,
@@ -270,7 +271,7 @@ def steps_csv(history: Sequence[Line], file: str) -> str:
     """Write a row a step and a column a metric; return the CSV itself for the file `-`."""
     import pandas
 
-    frame = pandas.DataFrame(list(history))
+    frame = pandas.DataFrame(plain(list(history)))
     if file == "-":
         return str(frame.to_csv(index=False)).rstrip("\n")
     try:

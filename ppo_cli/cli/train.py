@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -75,9 +74,11 @@ def plan(given: Given) -> None:
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
     if given.extras["json"]:
+        from ppo_cli.cli.screen import print_json
+
         made, judge = _lay_out(resolved, read)
         facts = made.as_dict() | judge.facts | {"problems": problems}
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         print_plan(resolved, read, every=bool(given.extras["all"]), problems=problems)
     if problems:
@@ -444,7 +445,7 @@ def doctor(given: Given) -> None:
     The flags of a training run are taken too: then its output folder and judges are looked at.
     """
     config = given.resolve().config
-    from ppo_cli.cli.screen import clean, fit
+    from ppo_cli.cli.screen import clean, fit, print_json
     from ppo_cli.run.doctor import examine
 
     found, as_json = [], given.extras["json"]
@@ -455,7 +456,7 @@ def doctor(given: Given) -> None:
             lines += [f"{'':<20} -> {one.fix}"] * bool(one.fix)
             print(fit(clean("\n".join(lines)), sys.stdout.encoding), flush=True)
     if as_json:
-        print(json.dumps([asdict(one) for one in found], ensure_ascii=False, indent=2))
+        print_json([asdict(one) for one in found])
     if any(one.state == "fail" for one in found):
         raise typer.Exit(EXIT_USER)
 

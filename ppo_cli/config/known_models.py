@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ppo_cli.errors import ModelError, RewardError, did_you_mean, ppo
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact_url
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SAFETENSORS = ".safetensors"
@@ -459,8 +459,9 @@ def _served(url: str, wanted: str | None) -> Found:
             if path.endswith(ending):
                 return Found(adapter, f"its address ends in {ending}")
     raise RewardError(
-        f"{redact(url)} does not say how the server is asked; say it with --reward_model_adapter: "
-        "vllm, openrlhf or rerank (or let the address end in /classify, /get_reward or /rerank)."
+        f"{redact_url(url)} does not say how the server is asked; say it with "
+        "--reward_model_adapter: vllm, openrlhf or rerank (or let the address end in /classify, "
+        "/get_reward or /rerank)."
     )
 
 

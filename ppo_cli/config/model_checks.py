@@ -31,7 +31,7 @@ from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ModelError, UserError, ppo
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact_url
 
 TENSOR = "trainer.tensor_parallel_size"
 WIDE: Final = 320  # hidden size; the smallest that was measured to be faster in bfloat16
@@ -196,8 +196,8 @@ def _path(model: Scorer) -> Iterator[Clash]:
         mend = "http://HOST:PORT" if adapter in SERVED else "vllm, openrlhf or rerank"
         yield Clash(
             model.keys("adapter", "path"),
-            f"the adapter {adapter} {what}, but the reward model is {redact(path)}; use {mend}, "
-            "or leave --reward_model_adapter out.",
+            f"the adapter {adapter} {what}, but the reward model is {redact_url(path)}; use "
+            f"{mend}, or leave --reward_model_adapter out.",
         )
 
 

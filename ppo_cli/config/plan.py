@@ -41,7 +41,7 @@ from ppo_cli.config.resolve import DEFAULT, Resolved
 from ppo_cli.config.reward_schema import ApiReward, Reward
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, UserError
-from ppo_cli.redact import mask_secrets, redact
+from ppo_cli.redact import mask_secrets, redact, redact_url
 
 # Providers that need no more than a key.
 _PUBLIC = ("claude", "openai", "gemini", "dashscope")
@@ -147,7 +147,7 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
     total = mixture_line(parts) if parts else None
     said, models, calls = [total] if total else [], [], {}
     for model in models_of(reward):
-        path, name = redact(str(model.settings.path)), model.name.removeprefix("the ")
+        path, name = redact_url(str(model.settings.path)), model.name.removeprefix("the ")
         facts: dict[str, Any] = {"part": model.part, "path": path, "adapter": None}
         try:
             found = find_adapter(str(model.settings.path), model.settings.adapter)

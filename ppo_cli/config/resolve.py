@@ -56,7 +56,7 @@ from ppo_cli.config.reward_checks import judge_clashes, mixture_clashes
 from ppo_cli.config.schema import Config
 from ppo_cli.config.verl import Translator, generation_of, taken_as, verl_defaults
 from ppo_cli.errors import ConfigError
-from ppo_cli.redact import redact
+from ppo_cli.redact import hide_settings, redact
 
 
 def cross_checks(config: Config, environ: Mapping[str, str], *, verl: bool) -> list[Clash]:
@@ -345,6 +345,7 @@ def resolve(
         config = _build(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
     config = _fit_batches(draft, config)
+    hide_settings(config.model_dump())
     for clash in cross_checks(config, environ, verl=draft.verl):
         if not draft.broken.intersection(clash.keys):
             draft.problems.append(f"{_blame(draft, clash.keys)}: {clash.text}")

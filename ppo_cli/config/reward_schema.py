@@ -11,7 +11,7 @@ from pydantic import Field
 from ppo_cli.config.algorithm_schema import Identity, Section, checked, section, setting
 from ppo_cli.config.known_models import HEADS, JUDGES, SERVED
 from ppo_cli.errors import did_you_mean
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact, redact_url
 
 if TYPE_CHECKING:
     Adapter = str
@@ -39,7 +39,7 @@ def check_address(url: str) -> None:
     except ValueError:
         fits = False
     if not fits or _NOT_IN_URL.search(url.strip()):
-        shown = redact(url).rpartition("@")[2]
+        shown = redact_url(url).rpartition("@")[2]
         raise ValueError(
             f"{shown!r} is no address; write it with http:// or https:// and without blanks, "
             "such as http://localhost:8000/v1"

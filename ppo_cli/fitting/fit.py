@@ -45,6 +45,7 @@ from ppo_cli.fitting.training import (
     steps_of,
 )
 from ppo_cli.report.tracker import Screen
+from ppo_cli.run_folder import plain
 from ppo_cli.signals import StopOnSignal
 
 RECORD_FILE = "fit.json"
@@ -95,7 +96,9 @@ class ModelFolder:
 
 def _write_record(folder: Path, record: Mapping[str, Any]) -> None:
     with replacing(folder / RECORD_FILE) as fresh:
-        fresh.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        fresh.write_text(
+            json.dumps(plain(record), ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 LINES = 20  # lines about steps in a fit

@@ -192,7 +192,7 @@ class WandbSink(RunSink):
         chosen = lines[:: -(-len(lines) // TABLE_ROWS) or 1]
         self._rows = [
             [
-                redact(value)[:TABLE_CHARS] if isinstance(value, str) else value
+                value[:TABLE_CHARS] if isinstance(value, str) else value
                 for value in (line.get(name) for name in TABLE)
             ]
             for line in plain(list(chosen))

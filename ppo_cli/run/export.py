@@ -26,7 +26,7 @@ from ppo_cli.errors import ConfigError, UserError, first_line, on_path
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.report.metrics import Lines, judge_totals, mixture_parts, summarise
 from ppo_cli.report.page.run_data import config_of, settings_of
-from ppo_cli.run_folder import STEP_NAME, find_model, holds_model, read_metrics
+from ppo_cli.run_folder import STEP_NAME, find_model, holds_model, plain, read_metrics
 
 CARD, CURVE = "README.md", "curve.svg"
 UNKNOWN = "not known"
@@ -53,7 +53,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     history = [line for line in whole if line["step"] <= step]
     picture = curve(_series(history))
     if picture:
-        (out / CURVE).write_text(redact(picture), encoding="utf-8")
+        (out / CURVE).write_text(picture, encoding="utf-8")
     settings, written_by = settings_of(run)
     values = {key: value for key, value, _ in settings}
     base = str(yaml.safe_load(values.get("model.path", "null")) or UNKNOWN)
@@ -69,7 +69,7 @@ def write_card(run: Path, out: Path, *, name: str, step: int, critic: bool) -> N
     estimator = yaml.safe_load(values.get("algorithm.adv_estimator", UNKNOWN))
     what = "critic" if critic else "model"
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {name}",
+        f"---\n{yaml.safe_dump(plain(front), sort_keys=False, allow_unicode=True)}---\n\n# {name}",
         f"The {what} after step {step} of PPO training (advantage estimator: {estimator}).",
         *("\n".join(lines) for lines in (
             ["## Base model", "", *told],
@@ -219,7 +219,7 @@ def curve(series: Mapping[str, Points]) -> str:
         )
         shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         label = f'<text x="{EDGE + 8 + 150 * at}" y="{EDGE - 14}" fill="{colour}">'
-        shapes.append(f"{label}{html.escape(name)}</text>")
+        shapes.append(f"{label}{html.escape(redact(name))}</text>")
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         'font-family="sans-serif" font-size="12">',

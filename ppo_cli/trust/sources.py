@@ -26,7 +26,7 @@ from ppo_cli.config.reward_schema import ApiReward, Composite, ModelReward
 from ppo_cli.config.reward_schema import Reward as RewardSettings
 from ppo_cli.errors import ConfigError, RewardError
 from ppo_cli.records import Prompt, Rollout
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact_url
 
 
 def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
@@ -240,7 +240,7 @@ def _source(kind: str, api: ApiReward, model: ModelReward, rule: RewardSettings)
     if kind == "model":
         path = str(model.path)
         adapter = find_adapter(path, model.adapter).adapter
-        return f"reward model {redact(path)}, read as {adapter}"
+        return f"reward model {redact_url(path)}, read as {adapter}"
     if rule.function:
         return f"function {rule.function}"
     return f"rule {rule.rule}" if rule.rule else "the rules chosen by data_source"

@@ -1,19 +1,37 @@
-"""Secrets are taken out of text; everything else stays."""
+"""Secrets are removed from texts and values; everything else stays as it is."""
 
 from __future__ import annotations
 
-import pytest
+import base64
+import json
+import string
+from typing import Any
 
-from ppo_cli.redact import hide, mask_secrets, redact, secret_values
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_cli.redact import HIDDEN, hide, hide_settings, mask_secrets, redact, secret_values
+from ppo_cli.run_folder import plain
 
 ENV = {
     "OPENAI_API_KEY": "abc123def",
     "HF_TOKEN": "hf-token-value",
     "SHORT_API_KEY": "x",
     "DB_PASSWORD": "correct-horse",
-    "SIGNING_SECRET": "battery-staple",
+    "SIGNING_SECRET": 'battery "staple',
     "HOME": "/h",
 }
+RANDOM = "q7Rk2LmX9vTb4NcW8sYd1Zg5"
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVP-mB92K27uhbUJU1p1r"
+PEM = "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----"
+KEYS = (
+    f"sk-{RANDOM}", f"sk-ant-api03-{RANDOM}", f"sk-proj-{RANDOM}_{RANDOM}",
+    f"AIza{RANDOM}{RANDOM[:11]}", f"hf_{RANDOM}{RANDOM[:10]}", f"ghp_{RANDOM}{RANDOM[:12]}",
+    f"github_pat_{RANDOM}_{RANDOM}",
+    f"glpat-{RANDOM[:20]}", f"xoxb-123456789012-{RANDOM}", "AKIAQ7RK2LMX9VTB4NCW",
+    f"gsk_{RANDOM}{RANDOM}", JWT,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -21,28 +39,68 @@ ENV = {
     [
         ("key abc123def!", "key ***!"),
         ("hf-token-value", "***"),
-        ("x stays, /h stays", "x stays, /h stays"),
         ("https://me:pw@host:8/v1", "https://***@host:8/v1"),
-        ("http://h/v1?key=zzz&model=m", "http://h/v1?key=***&model=m"),
-        ("http://h/v1?a=1&api_key=zzz", "http://h/v1?a=1&api_key=***"),
-        ("http://h/v1?access_token=zzz#top", "http://h/v1?access_token=***#top"),
+        (f"http://h/v1?key={RANDOM}&model=m", "http://h/v1?key=***&model=m"),
+        (f"http://h/v1?a=1&amp;api_key={RANDOM}", "http://h/v1?a=1&amp;api_key=***"),
+        (f"http://h/v1?access_token={RANDOM}#top", "http://h/v1?access_token=***#top"),
         (
-            "http://h/v1?sig=u&v=1&signature=v&secret=w&password=x&X-Amz-Signature=y",
-            "http://h/v1?sig=***&v=1&signature=***&secret=***&password=***&X-Amz-Signature=***",
+            f"http://h/v1?sig={RANDOM}&v=1&X-Amz-Signature={RANDOM}",
+            "http://h/v1?sig=***&v=1&X-Amz-Signature=***",
         ),
-        ("Authorization: Bearer abcdefgh.ijkl", "Authorization: Bearer ***"),
-        ("sk-ant-REDACTED", "***"),
-        ("hf_AbCdEfGhIjKlMnOpQr said no", "*** said no"),
-        ("opened with correct-horse and battery-staple", "opened with *** and ***"),
-        ("AIzaSyA1234567890abcdefghijk", "***"),
-        ("me@example.org wrote", "me@example.org wrote"),
-        ("http://host/v1/chat?model=m", "http://host/v1/chat?model=m"),
-        ("prompt_key=prompt token_ids=3", "prompt_key=prompt token_ids=3"),
+        (f"Authorization: Bearer {RANDOM}.ijkl", "Authorization: Bearer ***"),
+        (f"x-api-key: {RANDOM}", "x-api-key: ***"),
+        ("opened with correct-horse", "opened with ***"),
+        (f"aws_secret_access_key = {RANDOM}/{RANDOM[:15]}", "aws_secret_access_key = ***"),
+        (PEM.format(f"MIIE{RANDOM}\n{RANDOM}=="), PEM.replace("\n{}", "***")),
+        (f"curl -H 'Authorization: Basic {base64.b64encode(b'me:long-password').decode()}'",
+         "curl -H 'Authorization: Basic ***'"),
+        *((f"密钥{key}。", "密钥***。") for key in KEYS),
+    ],
+)  # fmt: skip
+def test_secrets_are_hidden(text: str, clean: str) -> None:
+    assert redact(text, ENV) == clean
+    assert redact(clean, ENV) == clean
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x stays, /h stays",
+        "from huggingface_hub import hf_hub_download",
+        '<img src="https://maps.example.com/staticmap?center=Paris&key=YOUR_API_KEY">',
+        'print(requests.get("http://api?api_key=K1").json())',
+        'curl "https://h/?sig=1&password=p&donkey=brown"',
+        'requests.get(url, headers={"Authorization": "Bearer YOUR_API_KEY_GOES_HERE"})',
+        'f"https://{user}:{password}@{host}/v1?key={api_key}"',
+        "https://$USER:$PASSWORD@host and ssh://git@github.com/a/b",
+        "Basic understanding of task-classification-2024abc and sk-translations-2024",
+        "ghp_xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx sk-xxxxxxxxxxxxxxxxxxxxxxxx",
+        'if "-----BEGIN PRIVATE KEY-----" in text: raise ValueError("this is not for you")',
+        "me@example.org wrote http://host/v1/chat?model=m prompt_key=prompt token_ids=3",
+        r"\frac{1}{2} \nabla \u00e9 100%25 &amp; C:\new\table",
     ],
 )
-def test_redact(text: str, clean: str) -> None:
-    assert redact(text, ENV) == clean
-    assert redact(redact(text, ENV), ENV) == clean
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text, ENV) == text
+
+
+@pytest.mark.parametrize("secret", ["correct-horse", 'battery "staple', KEYS[2]])
+def test_escapes_hide_no_secret(secret: str) -> None:
+    escaped = "".join(f"\\u{ord(c):04x}" for c in secret)
+    percent = "".join(f"%{ord(c):02X}" for c in secret)
+    html = "".join(f"&#{ord(c)};" for c in secret)
+    text = json.dumps([f"line\n{secret}", json.dumps(secret)])
+    for spelling in (escaped, percent, html, "\u200b".join(secret), json.dumps(secret)[1:-1]):
+        assert redact(f"a {spelling} b", ENV) == "a *** b"
+    assert json.loads(redact(text, ENV)) == [f"line\n{HIDDEN}", f'"{HIDDEN}"']
+
+
+@pytest.mark.parametrize("before", ["", "u", "us", "use"])
+def test_a_known_secret_in_base64_is_hidden(before: str) -> None:
+    text = base64.b64encode(f"{before}correct-horse and more".encode()).decode()
+    shown = redact(text, ENV)
+    assert b"horse" not in base64.b64decode(shown.split("***")[0] + "====")
+    assert HIDDEN in shown
 
 
 def test_a_key_of_any_variable_is_hidden_once_it_was_read() -> None:
@@ -53,12 +111,21 @@ def test_a_key_of_any_variable_is_hidden_once_it_was_read() -> None:
     assert inside == {"reason": ["the ***"], "token": "***", "n": 1}
 
 
-def test_a_value_of_six_characters_is_a_secret_and_a_shorter_one_is_not() -> None:
-    hide("kq7zw")
-    hide("kq7zwx")
-    env = {"A_API_KEY": "pj4vh", "B_TOKEN": "pj4vhn"}
-    assert secret_values(env) == ("pj4vhn",)
-    assert redact("kq7zw kq7zwx pj4vh pj4vhn", env) == "kq7zw *** pj4vh ***"
+def test_secrets_of_settings_are_hidden_in_any_text() -> None:
+    hide_settings({
+        "function_kwargs": {"api_key": "key-of-a-function", "eos_token": "<|the end|>"},
+        "path": "https://me:word-of-an-address@h/v1?key=lowercase-in-a-query&n=many-responses",
+    })  # fmt: skip
+    text = "key-of-a-function <|the end|> word-of-an-address lowercase-in-a-query many-responses"
+    assert redact(text, {}) == "*** <|the end|> *** *** many-responses"
+
+
+def test_a_value_of_eight_characters_is_a_secret_and_a_shorter_one_is_not() -> None:
+    hide("kq7zwab")
+    hide("kq7zwxab")
+    env = {"A_API_KEY": "pj4vhab", "B_TOKEN": "pj4vhnab"}
+    assert secret_values(env) == ("pj4vhnab",)
+    assert redact("kq7zwab kq7zwxab pj4vhab pj4vhnab", env) == "kq7zwab *** pj4vhab ***"
 
 
 def test_the_variables_of_this_process_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,24 +134,70 @@ def test_the_variables_of_this_process_are_looked_at(monkeypatch: pytest.MonkeyP
     assert redact("value-of-this-process", {}) == "value-of-this-process"
 
 
-def test_longer_secrets_go_first() -> None:
-    env = {"A_API_KEY": "secret", "B_API_KEY": "secret-longer"}
-    assert secret_values(env) == ("secret-longer", "secret")
-    assert redact("secret-longer", env) == "***"
+def test_a_secret_within_another_is_hidden_with_it() -> None:
+    env = {"A_API_KEY": "a-secret", "B_API_KEY": "a-secret-longer"}
+    assert secret_values(env) == ("a-secret-longer", "a-secret")
+    assert redact("a-secret-longer", env) == "***"
 
 
 def test_what_stands_under_a_secret_name_is_masked_at_any_depth() -> None:
     inner = {"api_key": "abc", "token": None, "max_tokens": 5, "name": "n"}
     hidden = inner | {"api_key": "***"}
-    given = {
+    values = {
         "parts": [inner, 1],
         "pair": (inner, "token"),
         "deep": {"client-secret": [1], "a": inner},
     }
-    masked = mask_secrets(given)
+    masked = mask_secrets(values)
     assert masked == {
         "parts": [hidden, 1],
         "pair": (hidden, "token"),
         "deep": {"client-secret": "***", "a": hidden},
     }
     assert inner["api_key"] == "abc"
+
+
+KNOWN = [value for value in ENV.values() if len(value) > 7]
+PIECES = st.one_of(
+    st.text(max_size=8),
+    st.text(string.printable, max_size=8),
+    st.sampled_from([
+        *(f" {key} " for key in KEYS), *KNOWN, '"', "\\", "\\u00", "?key=", "&token=", '">', '\\"',
+        "https://a:b@h/", "Bearer ", "</script>", '{"a": "', "-----BEGIN PRIVATE KEY-----",
+    ]),
+)  # fmt: skip
+TEXTS = st.lists(PIECES, max_size=6).map("".join)
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def shape(value: Any) -> Any:
+    """The value with each text and each name as a blank."""
+    if isinstance(value, dict):
+        return [shape(inner) for inner in value.values()]
+    if isinstance(value, list):
+        return [shape(inner) for inner in value]
+    return "" if isinstance(value, str) else value
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES)
+def test_redacted_values_keep_their_structure_as_json(value: Any) -> None:
+    clean = lambda text: redact(text, ENV)  # noqa: E731
+    shown = json.dumps(plain({"value": value}, clean), allow_nan=False)
+    again = json.loads(shown)["value"]
+    assert shape(again) == shape(json.loads(json.dumps(plain(value, str))))
+    for secret in (*KEYS, *KNOWN[:3]):
+        assert secret not in shown
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS)
+def test_a_text_of_json_stays_json(text: str) -> None:
+    """What a model wrote may be JSON, with a key in it."""
+    wrapped = json.dumps({"text": text, "n": [1, text]})
+    read = json.loads(redact(wrapped, ENV))
+    assert set(read) == {"text", "n"} and len(read["n"]) == 2

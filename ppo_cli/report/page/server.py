@@ -26,7 +26,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppo_cli import __version__
 from ppo_cli.errors import UserError, ppo
-from ppo_cli.redact import redact
 from ppo_cli.report.page.rollouts import MOST_TEXT, SAMPLE_TEXT, Rollouts, brief, labels_of, sample
 from ppo_cli.report.page.rollouts import set_label as write_label
 from ppo_cli.report.page.run_data import RunData
@@ -83,12 +82,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 def as_json(value: Any) -> str:
     """JSON that is safe within a script element: without `<`, `>`, `&` and line separators."""
-    # What a run writes is without secrets already; this holds for any other file too.
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # a line of another program may hold a NaN
-        text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"))
-    text = redact(text)
+    text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     # A character that a sampler cut in half has no UTF-8: as \udXXX it is JSON all the same.

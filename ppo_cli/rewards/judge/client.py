@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.redact import redact
+from ppo_cli.redact import redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
@@ -451,7 +451,7 @@ def reach(
             waited = time.monotonic() - began
             absent = error.cause in _WRONG_ADDRESS and not patient
             if absent and waited > UNREACHABLE_S:
-                where = f" at {redact(api.base_url)}" if api.base_url else ""
+                where = f" at {redact_url(api.base_url)}" if api.base_url else ""
                 raise RewardError(
                     f"The judge {who(api)} cannot be reached{where} ({error.said}). Check "
                     "--rm_base_url, the network, and that the server is running."

@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.errors import Interrupted, PpoError, RewardError
-from ppo_cli.redact import hide, redact
+from ppo_cli.redact import hide, redact, redact_url
 from ppo_cli.rewards.base import Tell
 from ppo_cli.rewards.remote import read_retry_after, read_words
 from ppo_cli.rewards.served.protocols import (
@@ -204,7 +204,7 @@ class ServedModelClient:
         self._most_rows: int | None = None
         self._http: httpx.AsyncClient | None = None
         self.counters = Counters()
-        self.outage = Outage(redact(wire.url), outage_wait, self.ask_witness)
+        self.outage = Outage(redact_url(wire.url), outage_wait, self.ask_witness)
 
     async def score(self, samples: Sequence[Sample]) -> list[Row]:
         """Score samples of one group; raises only what must stop the run."""
