@@ -13,7 +13,7 @@ import time
 
 from ppo_cli.config.reward_schema import Code
 from ppo_cli.data_sets.prepare import build_humaneval, humaneval_files
-from ppo_cli.data_sets.rows import read_source
+from ppo_cli.data_sets.sources import read_source
 from ppo_cli.rewards.base import Call
 from ppo_cli.rewards.code.check import CodePool
 from ppo_cli.rewards.code.sandboxes import Bubblewrap, Sandbox, Sandlock, find_fault

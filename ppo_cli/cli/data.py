@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,11 +18,12 @@ from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.derived import lowered_batches
 from ppo_cli.config.schema import Data
-from ppo_cli.data_sets.files import RowProblem, check_readable, is_hub_name
+from ppo_cli.data_sets.files import RowProblem, check_readable, group_problems
 from ppo_cli.data_sets.prepare import RECIPES, Prepared
 from ppo_cli.data_sets.prepare import prepare as run_prepare
 from ppo_cli.data_sets.prompts import Renderer
 from ppo_cli.data_sets.rows import Row, load_rows
+from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import EXIT_USER, ppo
 from ppo_cli.run_folder import plain
 
@@ -166,6 +166,7 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int] | None:
 
 MOST_BAD = 50
 MOST_SOURCES = 20
+LONGEST_TRUTH = 1000  # characters
 Table = Sequence[tuple[str, str]]
 
 
@@ -187,6 +188,7 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
     if report.sample is not None:
         sample = report.sample
         truth = json.dumps(sample.ground_truth, ensure_ascii=False, default=str)
+        truth = truth if len(truth) <= LONGEST_TRUTH else f"{truth[:LONGEST_TRUTH]} …"
         typer.echo(f"First prompt ({sample.place}, {sample.tokens} tokens), as the model reads it:")
         typer.echo("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
         typer.echo(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
@@ -254,10 +256,12 @@ def count_line(what: str, finding: Finding) -> str:
 
 
 def bad_rows(report: Report) -> list[str]:
-    """Name the bad rows, the first ones of very many."""
-    lines = [str(problem) for problem in report.bad_rows[:MOST_BAD]]
-    more = len(report.bad_rows) - MOST_BAD
-    return [*lines, f"and {more:,} more; --json names them all"] if more > 0 else lines
+    """Name the bad rows of each cause, the first ones of very many."""
+    lines = group_problems(report.bad_rows, MOST_BAD)
+    more = len(lines) - MOST_BAD
+    if more <= 0:
+        return lines
+    return [*lines[:MOST_BAD], f"and {more:,} more; --json names them all"]
 
 
 def verdict(report: Report) -> str:
@@ -313,7 +317,7 @@ def check(
     named = prompt_files(files, "train")
     for file in named:  # before the import, which takes seconds
         if not is_hub_name(file):
-            check_readable(Path(file).expanduser())
+            check_readable(file)
     from ppo_cli.run.assemble import load_tokenizer
 
     report = examine(
@@ -332,7 +336,7 @@ def check(
 
 
 CHECK_FLAGS = [
-    own_word("files", "FILE", "JSON, JSONL (.gz too) or parquet files, or hub sets.",
+    own_word("files", "FILE", "JSON, JSONL (.gz too), parquet or Arrow files, saved or hub sets.",
              required=True, several=True),
     own_flag(
         "model", str, None,

@@ -242,6 +242,7 @@ reward_app = typer.Typer(
 def score(given: Given) -> None:
     """Score the responses of a file or a run, by the same path as training."""
     config, screen = _settings(given)
+    from ppo_cli.data_sets.files import find_saved
     from ppo_cli.trust.rows import check_out, read_answered, read_run, scored_file, write_rows
     from ppo_cli.trust.score import Watch, score_all, scored_row, started, summarise, to_go_on
     from ppo_cli.trust.statistics import rankings
@@ -250,7 +251,7 @@ def score(given: Given) -> None:
     run = Path(file).expanduser()
     if steps and not run.is_dir():
         raise ConfigError(f"--step goes with the folder of a run, and {file} is none.")
-    if run.is_dir():
+    if run.is_dir() and find_saved(file) is None:
         found = read_run(run, steps)
     else:
         found = read_answered(

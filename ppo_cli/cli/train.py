@@ -30,7 +30,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.model_checks import check_folder
+from ppo_cli.config.model_checks import check_folder, template_raises
 from ppo_cli.config.plan import Plan, arithmetic, make_plan, with_second_judge
 from ppo_cli.config.requirements import (
     missing_gpus,
@@ -43,13 +43,15 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
 from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
-from ppo_cli.data_sets.files import check_readable, count_rows, is_hub_name
+from ppo_cli.data_sets.files import check_readable, count_rows
+from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, failing, ppo
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.run_folder import METRICS_FILE, find_source, read_metrics
 
 if TYPE_CHECKING:
+    from ppo_cli.data_sets.rows import RowSet
     from ppo_cli.report.tracker import Screen
 
 NO_FORECAST = "no forecast: "
@@ -142,19 +144,45 @@ def reader(config: Config) -> Read:
     """Return what reads the first MOST_ROWS prompts of a split that are on this disk, once."""
 
     def read(split: Split) -> list[Prompt]:
-        from ppo_cli.data_sets.rows import load_sets, prompt_of
+        from ppo_cli.data_sets.rows import prompt_of
 
-        files, most = split_files(config, split)
-        sets = load_sets(
-            [name for name in files if not is_hub_name(name)],
-            prompt_key=config.data.prompt_key,
-            source_key=config.data.reward_fn_key,
-            max_samples=most,
-            at_most=MOST_ROWS,
-        )
-        return [prompt_of(rows.label, row) for rows in sets for row in rows.rows]
+        return [
+            prompt_of(rows.label, row) for rows in _first_rows(config, split) for row in rows.rows
+        ]
 
     return cache(read)
+
+
+def _first_rows(config: Config, split: Split) -> list[RowSet]:
+    """Read the first MOST_ROWS rows of a split that are on this disk."""
+    from ppo_cli.data_sets.rows import load_sets
+
+    files, most = split_files(config, split)
+    return load_sets(
+        [name for name in files if not is_hub_name(name)],
+        prompt_key=config.data.prompt_key,
+        source_key=config.data.reward_fn_key,
+        max_samples=most,
+        at_most=MOST_ROWS,
+    )
+
+
+def _refused_by_template(config: Config, splits: Sequence[Split]) -> Iterator[str]:
+    """Yield why the chat template of a model on this disk refuses the first rows, if it does."""
+    folder = Path(model_folder(config.model.path or "")).expanduser()
+    if not folder.is_dir():
+        return
+    sets = [_first_rows(config, split) for split in splits]
+    raises = template_raises(folder) if config.data.apply_chat_template else None
+    prompts = [row.prompt for split in sets for rows in split for row in rows.rows]
+    plain = config.data.system_prompt is None and all(isinstance(text, str) for text in prompts)
+    if raises or (raises is None and not plain):  # the tokenizer takes seconds to load
+        from ppo_cli.data_sets.prompts import render_prompts
+        from ppo_cli.run.assemble import load_tokenizer, prompt_settings
+
+        tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
+        how = prompt_settings(config.data)
+        yield from failing(partial(render_prompts, split, tokenizer, **how) for split in sets)
 
 
 def refused_rows(config: Config, read: Read) -> list[str]:
@@ -177,6 +205,8 @@ def refused_rows(config: Config, read: Read) -> list[str]:
     if not problems and prompts:
         far = any(is_hub_name(name) for files in named.values() for name in files)
         problems += failing(row_checks(config.reward, prompts, all_known=not far))
+        local = [split for split in SPLITS if not all(map(is_hub_name, named[split]))]
+        problems += _refused_by_template(config, local)
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -200,7 +230,7 @@ def _file_checks(config: Config) -> Iterator[Callable[[], object]]:
 
     for name in chain.from_iterable(split_files(config, split)[0] for split in SPLITS):
         if not is_hub_name(name):
-            yield partial(check_readable, Path(name).expanduser())
+            yield partial(check_readable, name)
     models = {"--model": config.model.path, "--critic_model": config.critic.model.path}
     for flag, path in (models | {"ref.path": config.ref.path}).items():
         if path is not None:

@@ -35,15 +35,16 @@ def setting(
     env: str | None = None,
     usual: tuple[float, float] | None = None,
     identity: Identity | None = None,
+    files: bool = False,
     **limits: Any,
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
     A value outside the `usual` range is taken with a remark. Without `identity` that of the
-    section counts.
+    section counts. A list of `files` keeps the commas in names of files that exist.
     """
-    facts = {"flag": flag, "env": env, "usual": usual, "identity": identity}
+    facts = {"flag": flag, "env": env, "usual": usual, "identity": identity, "files": files}
     extra: Any = {name: fact for name, fact in facts.items() if fact}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
 

@@ -8,6 +8,7 @@ already (YAML); a tuple is what a repeated flag collected, and each text of it m
 from __future__ import annotations
 
 import math
+import os
 import re
 import types
 import typing
@@ -48,6 +49,7 @@ class Key:
     limits: tuple[tuple[str, float], ...] = ()
     usual: tuple[float, float] | None = None
     identity: Identity = "run"
+    files: bool = False
 
     @property
     def is_list(self) -> bool:
@@ -218,6 +220,7 @@ def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
         limits=tuple(limits),
         usual=typing.cast("tuple[float, float] | None", extra.get("usual")),
         identity=typing.cast("Identity", extra.get("identity", identity)),
+        files=bool(extra.get("files")),
     )
 
 
@@ -266,7 +269,7 @@ def read_value(key: Key, raw: Any) -> Any:
         return None if key.optional else ()
     if raw is None:
         raise ValueError("cannot be null")
-    return _read(key.kind, raw)
+    return _read(key.kind, list_files(raw) if key.files else raw)
 
 
 def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> yaml.Node | None:
@@ -457,6 +460,56 @@ def listed(raw: Any, *, text: bool = False) -> list[Any]:
     if text and isinstance(raw, Quoted):
         return [raw]
     return [part.strip() for part in raw.split(",") if part.strip()]
+
+
+def list_files(raw: Any) -> list[Any]:
+    """Return the names in a list of files; commas in the name of an existing file divide nothing.
+
+    Of several ways to join unquoted parts the one with the longest existing name is taken.
+    """
+    if isinstance(raw, tuple):
+        return [name for item in raw for name in list_files(item)]
+    if not isinstance(raw, str) or (isinstance(raw, Quoted) and not _bracketed(raw)):
+        parts = listed(raw, text=True)
+        return _join_existing(
+            parts, lambda first, end: [sep.join(parts[first:end]) for sep in (",", ", ")]
+        )
+    if not _bracketed(raw):
+        pieces = raw.split(",")
+        return _join_existing(pieces, lambda first, end: [",".join(pieces[first:end])])
+    listed(raw)  # refuses what is not a list
+    text = f"[{raw[1:-1]}]"
+    node = parse_yaml(text, yaml.BaseLoader)
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else []
+    names = [Quoted(item.value) if item.style else item.value for item in nodes]
+    spans = [(item.start_mark.index, item.end_mark.index) for item in nodes]
+    joined = _join_existing(names, lambda first, end: [text[spans[first][0] : spans[end - 1][1]]])
+    return [Quoted(name) for name in joined]
+
+
+def _join_existing(parts: list[Any], join: Callable[[int, int], list[str]]) -> list[Any]:
+    """Return the parts, neighbours joined where together they are the name of a file or folder."""
+    names: list[Any] = []
+    first = 0
+    while first < len(parts):
+        name, after = parts[first], first + 1
+        for end in range(len(parts), first + 1, -1):
+            if any(isinstance(part, Quoted) for part in parts[first:end]):
+                continue
+            texts = [text.strip() for text in join(first, end)]
+            existing = [text for text in texts if _exists(text)]
+            if existing:
+                name, after = existing[0], end
+                break
+        names.append(name)
+        first = after
+    return [name for name in names if isinstance(name, Quoted) or str(name).strip()]
+
+
+def _exists(name: str) -> bool:
+    """Tell whether a name is that of a file, a folder or, as FOLDER:SPLIT, a part of a folder."""
+    folder = name.rpartition(":")[0]
+    return os.path.exists(os.path.expanduser(name)) or os.path.isdir(os.path.expanduser(folder))
 
 
 def _bracketed(raw: Any) -> bool:

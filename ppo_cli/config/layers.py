@@ -26,6 +26,7 @@ from ppo_cli.config.keys import (
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.reward_schema import Reward
+from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean
 
 LARGEST_FILE = 2**20  # bytes; the largest preset has 3,000
@@ -462,6 +463,9 @@ def _take_data_folder(low: list[list[Entry]], high: list[list[Entry]]) -> None:
 def _split_files(folder: str, splits: Sequence[str]) -> list[str]:
     """Return the files of the first split that a folder has: test.parquet, test-00000-of-…"""
     path = Path(folder).expanduser()
+    saved = saved_splits(path)
+    if split := next((split for split in splits if split in saved), None):
+        return [f"{folder}:{split}"]
     names = sorted(p.name for p in path.iterdir() if p.is_file()) if path.is_dir() else []
     for split in splits:
         if found := [name for name in names if re.fullmatch(split + DATA_FILE, name)]:

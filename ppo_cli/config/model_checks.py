@@ -364,3 +364,10 @@ def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
             f"config.json has vocab_size {room}, but the tokenizer of {folder} has {last + 1} words"
         )
     return ""
+
+
+def template_raises(folder: Path) -> bool | None:
+    """Tell whether the chat template in a model folder raises errors; None where there is none."""
+    files = [folder / "tokenizer_config.json", *folder.glob("chat_template*")]
+    text = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+    return "raise_exception" in text if len(files) > 1 or '"chat_template"' in text else None

@@ -95,10 +95,14 @@ class Data(Section):
 
     train_files: tuple[str, ...] = setting(
         (), "Prompt files or hub sets to train on.", flag="--train_files", env="TRAIN_FILES",
-        identity="checkpoint",
+        files=True, identity="checkpoint",
     )  # fmt: skip
     val_files: tuple[str, ...] = setting(
-        (), "Prompt files or hub sets to validate on.", flag="--val_files", env="VAL_FILES"
+        (),
+        "Prompt files or hub sets to validate on.",
+        flag="--val_files",
+        env="VAL_FILES",
+        files=True,
     )
     train_batch_size: int = setting(
         256, "Prompts a step.", flag="--batch_size", env="BATCH_SIZE", ge=1, identity="checkpoint"

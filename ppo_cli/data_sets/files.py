@@ -1,22 +1,21 @@
-"""Reads JSON, JSONL (also gzipped), parquet and hub sets to records with their row numbers.
+"""Reads JSON, JSONL (also gzipped), parquet and Arrow files to records with their row numbers.
 
-A new file format is one line in FORMATS.
+A new file format is one line in FORMATS. A saved set is a folder of `Dataset.save_to_disk`.
 
 A row that does not parse becomes a problem with its place, so that all bad rows are reported at
-once; a file that cannot be read at all is a DataError. A hub set is `OWNER/NAME` or
-`OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted.
+once; a file that cannot be read at all is a DataError.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import re
 import shlex
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,82 +60,46 @@ class RowError(Exception):
         self.column = column
 
 
-def raise_problems(problems: Sequence[RowProblem]) -> None:
-    """Raise one DataError that counts the bad rows and names the first few; none: do nothing."""
+def group_problems(problems: Iterable[RowProblem], most: int = SHOWN) -> list[str]:
+    """Return a line for each cause: the first row in full, the numbers of the next, a count."""
+    groups: dict[tuple[str, str, str], list[RowProblem]] = {}
+    for problem in problems:
+        cause = (problem.place.file, problem.column, problem.message)
+        groups.setdefault(cause, []).append(problem)
+    lines = []
+    for first, *others in groups.values():
+        numbers = ", ".join(str(problem.place.number) for problem in others[: most - 1])
+        if len(others) >= most:
+            numbers += f" and {len(others) - most + 1} more"
+        also = f" (also {first.place.unit} {numbers})" if others else ""
+        lines.append(f"{first}{also}")
+    return lines
+
+
+def raise_problems(problems: Sequence[RowProblem], check_flags: Sequence[str] = ()) -> None:
+    """Raise one DataError that counts the bad rows and names the first causes; none: do nothing.
+
+    `check_flags` are what `ppo data check` needs to find the same problems.
+    """
     if not problems:
         return
     rows = len({problem.place for problem in problems})
-    lines = [str(problem) for problem in problems[:SHOWN]]
-    if len(problems) > SHOWN:
-        lines.append(f"… and {len(problems) - SHOWN} more.")
+    causes = group_problems(problems)
+    lines = causes[:SHOWN]
+    if len(causes) > SHOWN:
+        lines.append(f"… and {len(causes) - SHOWN} more.")
     if rows > 1:
         lines.insert(0, f"{rows} bad rows:")
-    files = " ".join(dict.fromkeys(shlex.quote(problem.place.file) for problem in problems))
-    lines.append(f"Correct or remove them; `{ppo(f'data check {files}')}` names them all.")
+    files = dict.fromkeys(problem.place.file for problem in problems)
+    command = ppo(shlex.join(["data", "check", *files, *check_flags]))
+    lines.append(f"Correct or remove them; `{command}` names them all.")
     raise DataError("\n".join(lines))
-
-
-HUB_NAME = re.compile(
-    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
-)
-
-
-@dataclass(frozen=True)
-class HubName:
-    """A hub set in parts; the split is `train` when none is given."""
-
-    name: str
-    config: str | None
-    split: str
-
-    @property
-    def label(self) -> str:
-        """Return a short name for the uids of its rows."""
-        parts = [self.name.rsplit("/", 1)[-1], self.config, self.split]
-        return "-".join(part for part in parts if part)
-
-
-def is_hub_name(source: str) -> bool:
-    """Tell whether a source that is no file on this disk can be the name of a hub set."""
-    if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
-        return False
-    of_files = (*SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".arrow")
-    return not file_suffix(Path(source)).endswith(of_files) and bool(HUB_NAME.fullmatch(source))
-
-
-def parse_hub_name(source: str) -> HubName:
-    """Split `OWNER/NAME/CONFIG:SPLIT` into its parts."""
-    match = HUB_NAME.fullmatch(source)
-    if match is None:
-        raise DataError(f"'{source}' is neither a file nor OWNER/NAME[/CONFIG][:SPLIT] on the hub.")
-    return HubName(match["name"], match["config"], match["split"] or "train")
-
-
-def read_hub(source: str) -> Records:
-    """Load one split of a hub set; every failure is reported in one sentence."""
-    hub = parse_hub_name(source)
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(hub.name, hub.config, split=hub.split).to_list()
-    except (OSError, ValueError, RuntimeError) as error:
-        config = f", config '{hub.config}'" if hub.config else ""
-        near = nearest_file(Path(source))
-        raise DataError(
-            f"'{source}' is no file here, and the hub set '{hub.name}'{config}, split "
-            f"'{hub.split}' did not load ({first_line(error)}); a local JSON, JSONL or parquet "
-            f"file works without the hub.{near if 'Did you mean' in near else ''}"
-        ) from error
-    if not rows:
-        raise DataError(f"{source}: split '{hub.split}' of the hub set holds no rows.")
-    found = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
-    return Records(source, hub.label, found)
 
 
 SHOWN_FILES = 5
 SETS = ("gsm8k", "hh_rlhf", "humaneval", "math")  # that `ppo data prepare` makes
 SPLITS = ("train", "test")
-NO_DATA_FILE = "it holds no JSON, JSONL or parquet file"
+NO_DATA_FILE = "it holds no JSON, JSONL, parquet or Arrow file"
 Record = Mapping[str, Any]
 Found = tuple[list[tuple[Place, Record]], list[RowProblem]]
 
@@ -149,6 +112,7 @@ class Records:
     label: str
     records: tuple[tuple[Place, Record], ...]
     problems: tuple[RowProblem, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def file_suffix(path: Path) -> str:
@@ -157,39 +121,16 @@ def file_suffix(path: Path) -> str:
     return "".join(suffixes[-2:]) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
 
 
-def split_sources(source: str) -> dict[str, list[str]]:
-    """Return the sources of each split: files of a folder, one file, or names on the hub.
-
-    A file belongs to the split that its name, or a folder around it, says last
-    (`train-00000.parquet`, `test/algebra/1.json`); a file given by itself is `train` otherwise.
-    """
-    path = Path(source).expanduser()
-    if path.is_file():
-        return {_split_of(path.name) or SPLITS[0]: [str(path)]}
-    if not path.is_dir():
-        return {split: [f"{source}:{split}"] for split in SPLITS}
-    found: dict[str, list[str]] = {}
-    for file in sorted(path.rglob("*")):
-        if file_suffix(file) in SUFFIXES and file.is_file():
-            found.setdefault(_split_of(str(file.relative_to(path))), []).append(str(file))
-    named = {split: found[split] for split in SPLITS if split in found}
-    if not named:
-        raise DataError(
-            f"{path} holds no file of a split; expected train.jsonl and test.jsonl (.gz too), "
-            "parquet files, or folders `train` and `test`."
-        )
-    return named
-
-
-def _split_of(name: str) -> str:
-    words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
-    return words[-1] if words else ""
-
-
 def read_file(source: str, at_most: int | None = None) -> Records:
-    """Read one local file, or its first lines or rows; its suffix chooses the reader."""
+    """Read one local file or saved set, or its first rows; the suffix chooses the reader."""
     path = Path(source).expanduser()
-    check_readable(path)
+    check_readable(source)
+    if (saved := find_saved(source)) is not None:
+        batches = chain.from_iterable(map(_arrow_batches, saved.files))
+        rows, bad_rows = _read_batches(source, batches, at_most)
+        if not rows and not bad_rows:
+            raise DataError(f"{source} holds no rows. Give a set with at least one prompt.")
+        return Records(source, saved.label, tuple(rows), tuple(bad_rows), saved.notes)
     suffix = file_suffix(path)
     found, problems = BY_SUFFIX[suffix].read(path, at_most)
     if not found and not problems:
@@ -198,8 +139,11 @@ def read_file(source: str, at_most: int | None = None) -> Records:
     return Records(str(path), name[: len(name) - len(suffix)], tuple(found), tuple(problems))
 
 
-def check_readable(path: Path) -> None:
-    """Raise a DataError for a missing file, a folder or a suffix without a reader."""
+def check_readable(source: str) -> None:
+    """Raise a DataError for a missing file, a folder of files or a suffix without a reader."""
+    if find_saved(source) is not None:
+        return
+    path = Path(source).expanduser()
     if path.is_dir():
         inside = sorted(p.name for p in path.iterdir() if file_suffix(p) in SUFFIXES)
         hint = f"name a file in it: {', '.join(inside[:SHOWN_FILES])}" if inside else NO_DATA_FILE
@@ -230,45 +174,202 @@ def nearest_file(path: Path) -> str:
     return near or there
 
 
-def read_parquet(path: Path, at_most: int | None = None) -> Found:
-    """Read the rows of a parquet file as plain Python values."""
+DATASET_DICT, STATE = "dataset_dict.json", "state.json"  # written by save_to_disk
+
+
+@dataclass(frozen=True)
+class SavedSet:
+    """One split of a folder of `save_to_disk`: the Arrow files that hold its rows, in order."""
+
+    label: str
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+
+def saved_folder(source: str) -> tuple[Path, str] | None:
+    """Return the folder of `save_to_disk` and the split behind FOLDER or FOLDER:SPLIT, if any."""
+    folder, _, split = source.rpartition(":")
+    for path, name in ((Path(source), ""), (Path(folder), split)):
+        path = path.expanduser()
+        if any((path / file).is_file() for file in (DATASET_DICT, STATE)) and source != f":{split}":
+            return path, name
+    return None
+
+
+def saved_splits(folder: Path) -> list[str]:
+    """Return the splits of a folder of `DatasetDict.save_to_disk`, none for any other folder."""
+    return list(_read_facts(folder / DATASET_DICT, "splits")) if (
+        folder / DATASET_DICT
+    ).is_file() else []  # fmt: skip
+
+
+def find_saved(source: str) -> SavedSet | None:
+    """Return the set behind FOLDER or FOLDER:SPLIT, None where no set was saved there.
+
+    A folder of several splits gives `train` when none is named, as the hub does.
+    """
+    found = saved_folder(source)
+    if found is None:
+        return None
+    folder, split = found
+    notes, label = [], folder.name
+    if splits := saved_splits(folder):
+        names = ", ".join(splits)
+        if not split:
+            split = splits[0] if len(splits) == 1 else SPLITS[0]
+            if len(splits) > 1:
+                notes = [f"{folder}: split {split} of {names}; {folder}:SPLIT names another."]
+        if split not in splits:
+            raise DataError(
+                f"{source}: the saved splits are {names}. Name one: {folder}:{splits[0]}."
+                f"{did_you_mean(split, splits)}"
+            )
+        folder, label = folder / split, f"{folder.name}-{split}"
+    elif split:
+        raise DataError(f"{source}: {folder} was saved without splits. Name {folder} alone.")
+    names_of_files = [
+        str(entry["filename"]) for entry in _read_facts(folder / STATE, "_data_files")
+    ]
+    files = tuple(folder / name for name in names_of_files)
+    if lost := next((file for file in files if not file.is_file()), None):
+        raise DataError(f"{lost}: no such file, and {STATE} names it. Copy the whole folder again.")
+    return SavedSet(label, files, tuple(notes))
+
+
+def _read_facts(file: Path, name: str) -> list[Any]:
+    """Return a list that `save_to_disk` wrote into one of its JSON files."""
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if facts.get("_indices_data_files"):
+            raise ValueError("rows are chosen by a separate file of indices")
+        return list(facts[name])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{file}: not what `save_to_disk` writes today ({first_line(error)}). Save the set "
+            "again, or write it with `Dataset.to_parquet`."
+        ) from error
+
+
+BATCH_ROWS = 128  # fewer are slower, more hold more text at once
+
+
+@contextmanager
+def _reading(source: str, kind: str) -> Iterator[None]:
+    """Turn whatever Arrow raises into a DataError: its errors have six built-in base classes."""
+    try:
+        yield
+    except DataError:
+        raise
+    except MemoryError as error:
+        raise DataError(
+            f"{source}: its rows do not fit into memory ({first_line(error)}). Drop columns that "
+            "are not needed, or split the file."
+        ) from error
+    except Exception as error:
+        raise DataError(
+            f"{source}: not a readable {kind} file ({first_line(error)}). Copy or write it again; "
+            "plain JSONL always works."
+        ) from error
+
+
+def _check_columns(source: str, fields: Iterable[Any], group: str = "") -> None:
+    """Raise a DataError where two columns, or two fields of one group, have the same name."""
+    names: set[str] = set()
+    for field in fields:
+        name = f"{group}{field.name}"
+        if name in names:
+            raise DataError(
+                f"{source}: two columns are named '{name}'; rename or drop one of them."
+            )
+        names.add(name)
+        if hasattr(field.type, "field"):
+            inner = [field.type.field(index) for index in range(field.type.num_fields)]
+            _check_columns(source, inner, f"{name}.")
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the rows of a parquet file in batches.
+
+    Arrow cannot return more than 2 GiB of nested text at once; rows that have it in BATCH_ROWS
+    are read one by one.
+    """
+    from pyarrow.lib import ArrowNotImplementedError
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with ParquetFile(path) as file:
-            table = file.read() if at_most is None else _first_rows(file, at_most)
-            problems: list[RowProblem] = []
-            try:
-                rows = table.to_pylist()
-            except UnicodeDecodeError:
-                rows, problems = _row_by_row(path, table)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a readable parquet file ({first_line(error)}).") from error
-    places = (Place(str(path), number) for number in range(1, len(rows) + 1))
-    return [pair for pair in zip(places, rows, strict=True) if pair[1] is not None], problems
+    with _reading(str(path), "parquet"), ParquetFile(path) as file:
+        _check_columns(str(path), file.schema_arrow)
+        rows = 0
+        try:
+            for batch in file.iter_batches(BATCH_ROWS):
+                yield batch
+                rows += batch.num_rows
+        except ArrowNotImplementedError:
+            yield from islice(file.iter_batches(1), rows, None)
 
 
-def _first_rows(file: Any, most: int) -> Any:
-    """Read no more row groups of a parquet file than its first rows need."""
-    groups, rows = 0, 0
-    while groups < file.num_row_groups and rows < most:
-        rows += file.metadata.row_group(groups).num_rows
-        groups += 1
-    return file.read_row_groups(range(groups)).slice(0, most)
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """Yield the batches of an Arrow file or stream; both have the suffix .arrow."""
+    import pyarrow as pa
+
+    with _reading(str(path), "Arrow"), pa.memory_map(str(path)) as source:
+        magic = source.read(6)
+        source.seek(0)
+        if magic == b"ARROW1":
+            file = pa.ipc.open_file(source)
+            batches: Iterable[Any] = map(file.get_batch, range(file.num_record_batches))
+        else:
+            batches = file = pa.ipc.open_stream(source)
+        _check_columns(str(path), file.schema)
+        for batch in batches:
+            batch.validate(full=True)  # flipped bits would end the process, not raise
+            yield batch
 
 
-def _row_by_row(path: Path, table: Any) -> tuple[list[Record | None], list[RowProblem]]:
-    """Read a table in which some text is not UTF-8; a row with such text is None."""
-    rows: list[Record | None] = [{} for _ in range(table.num_rows)]
+def read_parquet(path: Path, at_most: int | None = None) -> Found:
+    """Read the rows of a parquet file as plain Python values."""
+    return _read_batches(str(path), _parquet_batches(path), at_most)
+
+
+def read_arrow(path: Path, at_most: int | None = None) -> Found:
+    """Read the rows of an Arrow file or stream as plain Python values."""
+    return _read_batches(str(path), _arrow_batches(path), at_most)
+
+
+def _read_batches(source: str, batches: Iterable[Any], at_most: int | None) -> Found:
+    """Read Arrow batches to rows, numbered through, at most so many."""
+    found: list[tuple[Place, Record]] = []
     problems: list[RowProblem] = []
-    for name, column in zip(table.column_names, table.columns, strict=True):
+    number = 0
+    with _reading(source, "Arrow"):
+        for batch in batches:
+            batch = batch if at_most is None else batch.slice(0, at_most - number)
+            places = [Place(source, number + index + 1) for index in range(batch.num_rows)]
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                rows, bad_rows = _row_by_row(places, batch)
+                problems += bad_rows
+            found += [pair for pair in zip(places, rows, strict=True) if pair[1] is not None]
+            number += batch.num_rows
+            if number == at_most:
+                break
+    return found, problems
+
+
+def _row_by_row(
+    places: Sequence[Place], batch: Any
+) -> tuple[list[Record | None], list[RowProblem]]:
+    """Read a batch in which some text is not UTF-8; a row with such text is None."""
+    rows: list[Record | None] = [{} for _ in places]
+    problems: list[RowProblem] = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for index, cell in enumerate(column):
             try:
                 value = cell.as_py()
             except UnicodeDecodeError as error:
                 byte = error.object[error.start]
                 problem = f"is not UTF-8 (byte 0x{byte:02x})"
-                problems.append(RowProblem(Place(str(path), index + 1), name, problem))
+                problems.append(RowProblem(places[index], name, problem))
                 rows[index] = None
             else:
                 rows[index] = None if rows[index] is None else {**(rows[index] or {}), name: value}
@@ -283,6 +384,10 @@ def _count_parquet(path: Path) -> int:
         return int(read_metadata(path).num_rows)
     except ArrowException as error:
         raise ValueError(str(error)) from None
+
+
+def _count_arrow(path: Path) -> int:
+    return sum(batch.num_rows for batch in _arrow_batches(path))
 
 
 def read_json(path: Path, at_most: int | None = None) -> Found:
@@ -450,18 +555,19 @@ FORMATS = (
     Format((".json", ".json.gz"), read_json, _count_json),
     Format((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), read_jsonl, _count_jsonl),
     Format((".parquet",), read_parquet, _count_parquet),
+    Format((".arrow",), read_arrow, _count_arrow),
 )
 BY_SUFFIX = {suffix: found for found in FORMATS for suffix in found.suffixes}
 SUFFIXES = tuple(sorted(BY_SUFFIX, key=lambda suffix: suffix.endswith(".gz")))
 
 
 def count_rows(path: str) -> int | None:
-    """Return the number of rows in a local file; None when it is no file that can be counted."""
+    """Return the number of rows in a local file or saved set; None when it cannot be counted."""
     file = Path(path).expanduser()
     found = BY_SUFFIX.get(file_suffix(file))
-    if found is None or not file.is_file():
-        return None
     try:
-        return found.count(file)
+        if (saved := find_saved(path)) is not None:
+            return sum(map(_count_arrow, saved.files))
+        return found.count(file) if found is not None and file.is_file() else None
     except (OSError, EOFError, ValueError, zlib.error):
         return None

@@ -26,9 +26,9 @@ from ppo_cli.data_sets.files import (
     file_suffix,
     raise_problems,
     read_bytes,
-    split_sources,
 )
-from ppo_cli.data_sets.rows import is_transcript, read_records, read_source, split_transcript
+from ppo_cli.data_sets.rows import is_transcript, read_records, split_transcript
+from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, ppo
 from ppo_cli.records import Message
 

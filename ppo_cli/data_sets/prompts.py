@@ -36,6 +36,7 @@ TEMPLATE_BYTES = 2**30
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts need."""
 
+    name_or_path: str
     chat_template: Any
     eos_token_id: int | None
     all_special_tokens: list[str]
@@ -93,6 +94,13 @@ class Renderer:
             return "data.apply_chat_template is false"
         return "the tokenizer has no chat template"
 
+    @property
+    def check_flags(self) -> list[str]:
+        """What `ppo data check` needs to render rows in the same way."""
+        flags = ["--model", self.tokenizer.name_or_path]
+        flags += ["--system_prompt", self.system_prompt] if self.system_prompt is not None else []
+        return flags if self.apply_chat_template else [*flags, "--raw"]
+
     def render(self, rows: Sequence[Row]) -> tuple[list[Rendered], list[RowProblem]]:
         """Render and tokenise the rows; those that the template refuses become problems."""
         words = control_words(self.tokenizer)
@@ -122,7 +130,11 @@ class Renderer:
     def text_of(self, row: Row, messages: tuple[Message, ...]) -> str:
         """Return the text that the model continues."""
         if self.uses_template:
-            return self.fill_template(messages)
+            try:
+                return self.fill_template(messages)
+            except RowError as error:
+                self.blame_system(row, messages, error)
+                raise
         if not isinstance(row.prompt, str):
             raise RowError(
                 "prompt",
@@ -130,12 +142,31 @@ class Renderer:
                 "tokenizer has a chat template",
             )
         if self.system_prompt is not None:
-            raise RowError(
-                "prompt",
-                f"cannot take data.system_prompt, because {self.why_raw}; "
-                "unset it or write it into the prompts",
+            raise DataError(
+                f"--system_prompt (data.system_prompt) cannot be used, because {self.why_raw}: "
+                "leave it out, or write its text into the prompts."
             )
         return row.prompt
+
+    def blame_system(self, row: Row, messages: tuple[Message, ...], error: RowError) -> None:
+        """Raise for the system message where the template takes the conversation without it."""
+        if messages[0]["role"] not in ("system", "developer") or len(messages) < 2:
+            return
+        try:
+            self.fill_template(messages[1:])
+        except RowError:
+            return
+        if messages is not row.prompt:
+            raise DataError(
+                f"--system_prompt (data.system_prompt): {error}. The model takes the prompts "
+                "without it: leave --system_prompt out, write its text into the prompts, or "
+                "use a model whose template takes system messages."
+            ) from error
+        raise RowError(
+            "prompt",
+            f"{error}. It takes the row without its system message: move that text into the "
+            "first user message, or use a model whose template takes system messages",
+        ) from error
 
     def fill_template(self, messages: tuple[Message, ...]) -> str:
         """Apply the chat template; its refusal (roles, order) is the row's problem.
@@ -278,7 +309,7 @@ def render_prompts(
         rendered, refused = renderer.render(rows.rows)
         problems.extend(refused)
         found.extend((f"{label}:{item.row.place.number}", item) for item in rendered)
-    raise_problems(problems)
+    raise_problems(problems, renderer.check_flags)
     notes = [note for rows in sets for note in rows.notes]
     if hit := [item for _, item in found if item.control_words]:
         notes.append(

@@ -24,12 +24,10 @@ from ppo_cli.data_sets.files import (
     Records,
     RowError,
     RowProblem,
-    is_hub_name,
     name_type,
     raise_problems,
-    read_file,
-    read_hub,
 )
+from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, did_you_mean
 from ppo_cli.records import Message, Prompt
 
@@ -77,6 +75,56 @@ def _checked(text: str) -> str:
         half = f"\\u{ord(text[error.start]):04x}"
         raise NotText(f"holds {half}, half of a surrogate pair, which is no character") from None
     return text
+
+
+# Columns of pictures, videos and sounds in the data sets of verl, LLaVA, MMMU and others.
+MEDIA_COLUMN = re.compile(
+    r"(?:image|img|picture|photo|video|audio|speech|sound)s?_?\d*"
+    r"|(?:image|img|video|audio)s?_(?:path|url|uri|file|bytes|base64|data)s?"
+    r"|multi_?modal_(?:data|inputs?)|pixel_values",
+    re.IGNORECASE,
+)
+PLACEHOLDER = re.compile(
+    r"<(?:image|video|audio|speech|sound)(?:[ _]?\d+|_placeholder|_soft_token)?>"
+    r"|<\|(?i:image|video|audio|vision)[a-z_]*\d*\|>|<start_of_image>|<ImageHere>|\[IMG\]"
+)
+# After a name such as <video>, these say that the question is about HTML.
+ABOUT_MARKUP = re.compile(r"\s*(?:tags?\b|elements?\b|标签|元素|タグ|要素)", re.IGNORECASE)
+
+
+def refuse_media(record: Record) -> None:
+    """Raise RowError for a row with pictures, videos or sounds, which nothing here reads."""
+    for name, value in record.items():
+        if MEDIA_COLUMN.fullmatch(name) and holds_content(value):
+            raise RowError(
+                name,
+                "holds content that the model never sees: only text is read. Remove the row, or "
+                f"the column '{name}' if the prompts make sense without it",
+            )
+
+
+def holds_content(value: Any) -> bool:
+    """Tell whether a cell has anything in it; a bare number is a flag or an id."""
+    if isinstance(value, str | bytes):
+        return bool(value.strip())
+    if isinstance(value, Mapping):
+        return any(map(holds_content, value.values()))
+    if isinstance(value, Iterable):
+        return any(isinstance(item, int | float) or holds_content(item) for item in value)
+    return False
+
+
+def refuse_placeholder(text: str, column: str) -> None:
+    """Raise RowError for a mark that stands for a picture, a video or a sound, such as <image>."""
+    for match in PLACEHOLDER.finditer(text):
+        mark = match.group()
+        markup = f"</{mark[1:]}" in text or f"`{mark}`" in text
+        if not markup and not ABOUT_MARKUP.match(text, match.end()):
+            raise RowError(
+                column,
+                f"holds {mark}, which stands for content that the model never sees: only text is "
+                "read. Remove the row, or the mark if the question makes sense without it",
+            )
 
 
 TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -129,6 +177,7 @@ def read_text_prompt(text: str, column: str) -> str:
     """Return a text prompt that is not blank and no message list written as text."""
     if not text.strip():
         raise RowError(column, "is empty")
+    refuse_placeholder(text, column)
     if text.lstrip().startswith("[{"):
         try:
             inner = json.loads(text)
@@ -169,7 +218,9 @@ def read_message(item: Any, column: str) -> Message:
         other = OTHER_ROLES.get(str(role))
         near = f" Did you mean '{other}'?" if other else did_you_mean(str(role), ROLES)
         raise RowError(f"{column}.role", f"is {role!r}, not one of {', '.join(ROLES)}.{near}")
+    refuse_media(message)
     content = read_content(message.get("content"), f"{column}.content")
+    refuse_placeholder(content, f"{column}.content")
     if role == "user" and not content.strip():
         raise RowError(f"{column}.content", "is empty")
     if not content and not ({"tool_calls", "function_call"} & set(message)):
@@ -190,12 +241,13 @@ def read_content(value: Any, column: str) -> str:
 
 def read_part(part: Any, column: str) -> str:
     """Return the text of one part; pictures and sounds are refused, never dropped."""
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
     kind = part.get("type") if isinstance(part, Mapping) else name_type(part)
-    raise RowError(column, f"has a part of kind {kind!r}; only text can be trained on")
+    if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
+        refuse_media(part)
+        return str(part["text"])
+    raise RowError(
+        column, f"has a part of kind {kind!r}: only text is read. Remove the row, or that part"
+    )
 
 
 def question_of(prompt: str | tuple[Message, ...]) -> str:
@@ -250,13 +302,6 @@ class RowSet:
     notes: tuple[str, ...] = ()
 
 
-def read_source(source: str, at_most: int | None = None) -> Records:
-    """Read the raw records of a file, or the first of them, or those of a hub set."""
-    if not source.strip():
-        raise DataError("An empty name was given where a prompt file or a hub set is expected.")
-    return read_hub(source) if is_hub_name(source) else read_file(source, at_most)
-
-
 def load_sets(
     sources: Sequence[str],
     *,
@@ -308,7 +353,7 @@ def load_rows(
         return RowSet(raw.source, raw.label, (), raw.problems, columns)
     columns = find_columns(raw, prompt_key, source_key)
     rows, problems = read_records(raw, partial(read_row, columns=columns))
-    notes = tuple(alias_notes(raw.source, columns, prompt_key))
+    notes = (*raw.notes, *alias_notes(raw.source, columns, prompt_key))
     return RowSet(raw.source, raw.label, tuple(rows), tuple(problems), columns, notes)
 
 
@@ -401,6 +446,7 @@ def alias_notes(source: str, columns: Columns, prompt_key: str) -> list[str]:
 
 def read_row(place: Place, record: Record, columns: Columns) -> Row:
     """Turn one record into a row; whatever is wrong with it is a RowError."""
+    refuse_media(record)
     prompt = read_prompt(record.get(columns.prompt), columns.prompt)
     ground_truth = read_ground_truth(record, columns.ground_truth)
     named = record.get(columns.data_source) if columns.data_source else None

@@ -29,10 +29,11 @@ from ppo_cli.data_sets.rows import (
     read_plain,
     read_prompt,
     read_records,
-    read_source,
+    refuse_media,
     sole,
     split_transcript,
 )
+from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, RewardError, did_you_mean
 from ppo_cli.records import Message
 from ppo_cli.report.tracker import Advance
@@ -156,6 +157,7 @@ def read_scored(
     place: Place, record: Record, prompt: str
 ) -> tuple[Place, Messages, str, float | None]:
     """Read a prompt's messages, a response and its score, None for one that failed; or RowError."""
+    refuse_media(record)
     given = read_prompt(record.get(prompt), prompt)
     messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
     response = read_plain(record.get(RESPONSE), RESPONSE)
@@ -170,6 +172,7 @@ def read_scored(
 
 def read_pair(place: Place, record: Record, prompt: str) -> Pair:
     """Turn one record into a pair; whatever is wrong with it is a RowError."""
+    refuse_media(record)
     chosen_before, chosen = read_side(record.get(CHOSEN), CHOSEN)
     rejected_before, rejected = read_side(record.get(REJECTED), REJECTED)
     given = read_plain(record.get(prompt), prompt) if prompt else None

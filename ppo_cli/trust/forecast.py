@@ -20,7 +20,7 @@ from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.plan import arithmetic
 from ppo_cli.config.reward_schema import ApiReward, Reward
 from ppo_cli.config.schema import Config
-from ppo_cli.data_sets.files import is_hub_name
+from ppo_cli.data_sets.sources import is_hub_name
 from ppo_cli.errors import DataError, UserError, did_you_mean
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact

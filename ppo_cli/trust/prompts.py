@@ -22,7 +22,8 @@ import yaml
 from ppo_cli.atomic import replacing
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.data_sets.files import RowError, RowProblem, raise_problems
-from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row, read_source
+from ppo_cli.data_sets.rows import Row, as_plain, find_columns, question_of, read_row
+from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, Interrupted, RewardError, UserError, first_line
 from ppo_cli.redact import redact
 from ppo_cli.report.tracker import Screen

@@ -21,6 +21,7 @@ from ppo_cli.data_sets.files import (
     RowError,
     RowProblem,
     file_suffix,
+    find_saved,
     name_type,
     raise_problems,
 )
@@ -32,8 +33,8 @@ from ppo_cli.data_sets.rows import (
     prompt_of,
     read_records,
     read_row,
-    read_source,
 )
+from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError, UserError, did_you_mean
 from ppo_cli.records import Prompt, Rollout
 from ppo_cli.run_folder import rollout_file, rollout_steps
@@ -158,9 +159,9 @@ def rollout_of(prompt: Prompt, response: str, sample: int = 0, *, cut: bool = Fa
 
 
 def scored_file(source: str) -> Path:
-    """Where scores go by default: beside the file, in the run; those of a hub set: here."""
+    """Where scores go by default: next to the file, in the run; those of a hub set: here."""
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() and find_saved(source) is None:
         return path / "scored.jsonl"
     path = path if path.exists() else Path(path.name)
     suffix = file_suffix(path)

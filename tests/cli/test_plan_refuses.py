@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ppo_cli.cli.app import main
 from ppo_cli.config import requirements
+from ppo_cli.config.bundled import bundled_path
 from ppo_cli.config.derived import fitting_batches, has_package
 from tests.cli.mistakes import ROW, TRAIN, set_desk
 
@@ -77,6 +80,17 @@ ROWS = {
     "no column": (ROW, "data.reward_fn_key=kind", "no column 'kind'"),
     "not text": (ROW | {"prompt": 7}, "", "8 bad rows:"),
     "null": (ROW | {"prompt": None}, "--rule gsm8k", "is missing or null"),
+    "pictures": (ROW | {"images": ["a.png"]}, "", "column images: holds content"),
+    "a mark for a video": (
+        ROW | {"prompt": "<video>What next?"},
+        "",
+        "column prompt: holds <video>",
+    ),
+    "a part that is sound": (
+        ROW | {"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "",
+        "has a part of kind 'input_audio': only text is read",
+    ),
     "truths for the judge": (
         {"prompt": "a"},
         "--use_api_reward --rm_prompt_preset math",
@@ -101,6 +115,48 @@ def test_a_plan_refuses_the_rows_that_a_run_refuses(
         if words not in told[0] or not same or "Traceback" in told[0]:
             failed.append((name, told))
     assert not failed
+
+
+REFUSING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+USER, SYSTEM = {"role": "user", "content": "1 + 1?"}, {"role": "system", "content": "Add."}
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "more", "words"),
+    [
+        (REFUSING, "1 + 1?", ["--system_prompt", "Add."], "No system role.*leave --system_prompt"),
+        (REFUSING, [SYSTEM, USER], [], "8 bad rows:.*line 1, .*without its system.*3 more"),
+        (REFUSING, [USER, USER], [], "8 bad rows:.*line 1, .*Roles must alternate .also line 2"),
+        (None, "1 + 1?", ["--system_prompt", "Add."], "--system_prompt .*no chat template"),
+        (None, [USER], [], "8 bad rows:.*is a message list, but the tokenizer has no chat templa"),
+    ],
+)
+def test_what_a_chat_template_refuses_a_plan_refuses(
+    desk: Path,
+    capfd: pytest.CaptureFixture[str],
+    template: str | None,
+    prompt: object,
+    more: list[str],
+    words: str,
+) -> None:
+    shutil.copytree(bundled_path("embedded", "model"), desk / "odd")
+    (desk / "odd" / "chat_template.jinja").unlink()
+    if template is not None:
+        (desk / "odd" / "chat_template.jinja").write_text(template)
+    (desk / "rows.jsonl").write_text((json.dumps(ROW | {"prompt": prompt}) + "\n") * 8)
+    outcomes = []
+    for command in ("plan", "train"):
+        typed = TRAIN.replace("train", command, 1).split()
+        capfd.readouterr()
+        assert main([*typed, "--model", "odd", "--train_files", "rows.jsonl", *more]) == 2
+        outcomes.append(capfd.readouterr().err)
+    refused = [text[text.index("error: ") :] for text in outcomes]
+    assert refused[0] == refused[1]
+    assert re.search(words, refused[0], re.DOTALL)
 
 
 def test_only_rows_that_a_run_would_use_are_held_against_it(

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from ppo_cli.data_sets.files import read_file
-from ppo_cli.data_sets.rows import load_sets, read_source
+from ppo_cli.data_sets.files import count_rows, read_file
+from ppo_cli.data_sets.rows import load_sets
+from ppo_cli.data_sets.sources import read_source
 from ppo_cli.errors import DataError
 
 ROWS = [{"prompt": "Grüße, 世界 🙂\u2028second"}, {"prompt": "b"}]
@@ -126,7 +127,7 @@ def test_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "train.sh").write_text("x")
     assert "Did you mean" not in refusal(tmp_path / "train.jsonl")
-    assert "it holds no JSON, JSONL or parquet file" in refusal(tmp_path)
+    assert "it holds no JSON, JSONL, parquet or Arrow file" in refusal(tmp_path)
     assert "Data files" not in refusal(tmp_path / "zzz.parquet")
     (tmp_path / "train.jsonl").write_bytes(LINES)
     assert "is a folder; name a file in it: train.jsonl." in refusal(tmp_path)
@@ -187,3 +188,78 @@ def test_no_more_rows_are_read_than_are_wanted(tmp_path: Path) -> None:
         assert len(read_source(name).records) == 7
     kept = load_sets(files[1:4], at_most=8)
     assert [len(found.rows) for found in kept] == [7, 1, 1]  # one row at least of each file
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    column = pa.array(["a"])
+    inner = pa.StructArray.from_arrays([column, column], ["content", "content"])
+    for name, table in {
+        "a": pa.Table.from_arrays([column, column], ["prompt", "prompt"]),
+        "b": pa.table({"prompt": inner}),
+        "c": pa.table({"prompt": pa.ListArray.from_arrays([0, 1], inner)}),
+    }.items():
+        parquet.write_table(table, tmp_path / f"{name}.parquet", store_schema=False)
+        write_arrow(tmp_path / f"{name}.arrow", table)
+        for suffix in (".parquet", ".arrow"):
+            said = refusal(tmp_path / f"{name}{suffix}")
+            assert "two columns are named 'prompt" in said and "rename or drop one" in said
+    for name, text in {
+        "a.jsonl": '{"x": 1, "x": 2}',
+        "a.json": '[{"x": {"y": 1, "y": 2}}]',
+    }.items():
+        (tmp_path / name).write_text(text)
+        (problem,) = read_file(str(tmp_path / name)).problems
+        assert "stands twice in one object; keep one" in problem.message
+
+
+def write_arrow(path: Path, table: pa.Table, *, stream: bool = True) -> None:
+    writer = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as file, writer(file, table.schema) as out:
+        out.write_table(table, max_chunksize=2)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_arrow_files_and_streams(tmp_path: Path, stream: bool) -> None:
+    rows = [{"prompt": str(n)} for n in range(5)]
+    write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=stream)
+    found = read_file(str(tmp_path / "a.arrow"))
+    assert [(place.number, row) for place, row in found.records] == list(enumerate(rows, start=1))
+    assert len(read_file(str(tmp_path / "a.arrow"), 3).records) == 3
+    assert count_rows(str(tmp_path / "a.arrow")) == 5
+
+
+def test_what_arrow_cannot_read_is_the_files_fault(tmp_path: Path) -> None:
+    """Truncated, flipped, of another kind, or with values that Python does not have."""
+    table = pa.table({"prompt": [f"question {n}" for n in range(500)]})
+    parquet.write_table(table, tmp_path / "whole.parquet", compression="zstd")
+    write_arrow(tmp_path / "whole.arrow", table)
+    for kind in ("parquet", "arrow"):
+        data = (tmp_path / f"whole.{kind}").read_bytes()
+        middle = len(data) // 2
+        for number, broken in enumerate((
+            b"", b"no", data[:middle], data[middle:], data[:60] + b"\xff" * 40 + data[100:],
+            gzip.compress(data), b"prompt,answer\na,b\n", json.dumps(ROWS).encode(),
+        )):  # fmt: skip
+            path = tmp_path / f"{number}.{kind}"
+            path.write_bytes(broken)
+            said = refusal(path)
+            assert said.startswith(str(path)) and "plain JSONL always works" in said
+    late = pa.array([2**60], pa.int64()).cast(pa.timestamp("ms"))
+    parquet.write_table(pa.table({"prompt": ["a"], "t": late}), tmp_path / "late.parquet")
+    assert "plain JSONL always works" in refusal(tmp_path / "late.parquet")
+
+
+@pytest.mark.slow
+def test_more_nested_text_than_arrow_returns_at_once(tmp_path: Path) -> None:
+    """130 rows of 17 MiB in one row group; a batch of 128 is above 2 GiB."""
+    text = "1 " * (17 << 19)
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 130, pa.int32()), pa.array([text]))
+    tests = pa.StructArray.from_arrays(
+        [pa.ListArray.from_arrays(pa.array(range(131), pa.int32()), texts)], ["inputs"]
+    )
+    table = pa.table({"prompt": [str(n) for n in range(130)], "ground_truth": tests})
+    options = {"row_group_size": 130, "store_schema": False, "compression": "zstd"}
+    parquet.write_table(table, tmp_path / "a.parquet", **options)
+    found = read_file(str(tmp_path / "a.parquet"), 3)
+    assert [row["prompt"] for _, row in found.records] == ["0", "1", "2"]
+    assert all(row["ground_truth"] == {"inputs": [text]} for _, row in found.records)

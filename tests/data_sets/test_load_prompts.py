@@ -146,10 +146,13 @@ def test_bad_rows_are_counted_and_the_first_are_named(tokenizer: Any, tmp_path: 
     b = tmp_path / "b.jsonl"
     b.write_text("no\n")
     lines = refusal(tokenizer, a, str(b)).splitlines()
-    assert lines[:2] == ["8 bad rows:", f"{a} line 2, column prompt: is empty"]
-    assert lines[-2:] == [
-        "… and 3 more.", f"Correct or remove them; `ppo data check {a} {b}` names them all."
-    ]  # fmt: skip
+    check = f"`ppo data check {a} {b}`"
+    assert lines == [
+        "8 bad rows:",
+        f"{a} line 2, column prompt: is empty (also line 3, 4, 5, 6 and 2 more)",
+        f"{b} line 1: not JSON (Expecting value at character 1)",
+        f"Correct or remove them; {check} names them all.",
+    ]
     assert refusal(tokenizer, str(b)).startswith(f"{b} line 1: not JSON")
 
 

@@ -102,8 +102,8 @@ def test_messages_need_a_template(tokenizer: Any, make_tokenizer: Callable[..., 
     assert "but data.apply_chat_template is false" in refusal(off, user("a"))
     (item,) = render(off, "ab")
     assert (item.text, len(item.token_ids)) == ("ab", 3)
-    _, problems = Renderer(make_tokenizer(template=None), "Be brief.").render([row("a")])
-    assert "cannot take data.system_prompt" in str(problems[0])
+    with pytest.raises(DataError, match=r"--system_prompt .* cannot be used, because the token"):
+        Renderer(make_tokenizer(template=None), "Be brief.").render([row("a")])
 
 
 def test_system_prompt_comes_first_unless_there_is_one(tokenizer: Any) -> None:
@@ -129,3 +129,33 @@ def test_many_rows_keep_their_order(tokenizer: Any) -> None:
     items = render(Renderer(tokenizer), *(f"number {i}" for i in range(2100)))
     assert [item.messages[0]["content"] for item in items] == [f"number {i}" for i in range(2100)]
     assert all(tokenizer.decode(i.token_ids) == i.text for i in (items[1023], items[1024]))
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+ALTERNATE = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, ALTERNATE])
+def test_a_system_prompt_that_the_template_refuses_is_named(
+    make_tokenizer: Callable[..., Any], template: str
+) -> None:
+    tokenizer = make_tokenizer(template=template)
+    with pytest.raises(DataError, match=r"^--system_prompt .*(No system|alternate).* leave --sys"):
+        Renderer(tokenizer, "Be brief.").render([row("a"), row(user("b"), 2)])
+    said = refusal(Renderer(tokenizer), (SYSTEM, *user("a")))
+    assert "takes the row without its system message: move that text into the first user" in said
+
+
+def test_what_the_template_refuses_without_the_system_message_too_is_not_its_fault(
+    make_tokenizer: Callable[..., Any],
+) -> None:
+    renderer = Renderer(make_tokenizer(template=ALTERNATE), "Be brief.")
+    _, problems = renderer.render([row((*user("a"), *user("b")), 7)])
+    assert str(problems[0]).endswith("refuses it: Roles must alternate")

@@ -180,7 +180,7 @@ def test_a_missing_column_names_those_that_are_there(
         ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content: is a number, not text"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "url": "u"}]}]},
-            "prompt[0].content: has a part of kind 'image'; only text can be trained on",
+            "prompt[0].content: has a part of kind 'image': only text is read. Remove the row,",
         ),
         ({"prompt": [{"role": "system", "content": "a"}]}, "prompt: has no user message"),
         (
@@ -255,14 +255,75 @@ def test_the_question_is_the_last_thing_that_the_user_said() -> None:
 def test_the_first_bad_rows_are_named_and_the_others_counted() -> None:
     raise_problems([])
     for count in (1, 2, SHOWN, SHOWN + 1, SHOWN + 3):
-        problems = [RowProblem(Place("a b.jsonl", n), "x", "is bad") for n in range(count)]
+        problems = [RowProblem(Place("a b.jsonl", n), f"x{n}", "is bad") for n in range(count)]
         with pytest.raises(DataError) as caught:
             raise_problems(problems)
         said = str(caught.value).splitlines()
-        shown = sum(line.endswith("is bad") for line in said)
+        shown = sum("is bad" in line for line in said)
         assert shown == min(count, SHOWN)
         assert (f"{count} bad rows:" in said) == (count > 1)
         assert [line for line in said if "more" in line] == (
             [f"… and {count - SHOWN} more."] if count > SHOWN else []
         )
         assert said[-1].count("'a b.jsonl'") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"images": [{"bytes": "iVBO", "path": None}]}, "images"),
+        ({"image": "pictures/1.png"}, "image"),
+        ({"Image": {"path": "1.png"}}, "Image"),
+        ({"image_2": {"path": "1.png"}}, "image_2"),
+        ({"audio": {"array": [0.0, 0.1], "sampling_rate": 16000}}, "audio"),
+        ({"videos": ["a.mp4"]}, "videos"),
+        ({"multi_modal_data": {"image": ["x"]}}, "multi_modal_data"),
+        ({"prompt": "<image>How many cats?"}, "prompt"),
+        (
+            {"prompt": [{"role": "user", "content": "Compare <image 1> and <image 2>."}]},
+            "prompt[0]",
+        ),
+        ({"prompt": [{"role": "user", "content": "<|vision_start|>?"}]}, "prompt[0].content"),
+        ({"prompt": [{"role": "user", "content": "a", "images": ["x.png"]}]}, "images"),
+        ({"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "prompt[0].content"),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": [{"type": "text", "text": "a", "image": "x"}]}
+                ]
+            },
+            "image",
+        ),
+    ],
+)
+def test_a_row_with_content_that_is_not_text_is_refused(
+    tmp_path: Path, row: dict[str, Any], column: str
+) -> None:
+    found = read(tmp_path, {"prompt": "fine"}, {"prompt": "a"} | row)
+    assert len(found.rows) == 1
+    assert str(found.problems[0]).startswith(f"{tmp_path}/a.jsonl line 2, column {column}")
+    assert "only text is read. Remove the row, or " in found.problems[0].message
+
+
+def test_empty_media_columns_flags_and_markup_are_no_content(tmp_path: Path) -> None:
+    for row in (
+        {"images": None}, {"images": []}, {"image": ""}, {"image": {"bytes": None, "path": None}},
+        {"video": [None, {}]}, {"image": 0}, {"image": False}, {"image_id": "a1"},
+        {"image_caption": "a cat"},
+        {"prompt": "What does the <video> tag do?"}, {"prompt": "Explain `<audio>`."},
+        {"prompt": "Fix: <video><source src='a.mp4'></video>"}, {"prompt": "Is x<image a bug?"},
+    ):  # fmt: skip
+        only(tmp_path, {"prompt": "a"} | row)
+
+
+def test_rows_with_the_same_fault_are_one_line() -> None:
+    problems = [RowProblem(Place("a.jsonl", n), "x", "is bad") for n in range(1, 9)]
+    problems.insert(3, RowProblem(Place("a.jsonl", 9), "y", "is worse"))
+    with pytest.raises(DataError) as caught:
+        raise_problems(problems, ["--model", "m"])
+    assert str(caught.value).splitlines() == [
+        "9 bad rows:",
+        "a.jsonl row 1, column x: is bad (also row 2, 3, 4, 5 and 3 more)",
+        "a.jsonl row 9, column y: is worse",
+        "Correct or remove them; `ppo data check a.jsonl --model m` names them all.",
+    ]

@@ -1,0 +1,120 @@
+"""What the name of a source stands for: a file, a saved set, a set on the hub, a folder of splits.
+
+A hub set is `OWNER/NAME` or `OWNER/NAME/CONFIG`, each with `:SPLIT` if wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_cli.data_sets.files import (
+    SPLITS,
+    SUFFIXES,
+    Place,
+    Records,
+    file_suffix,
+    nearest_file,
+    read_file,
+    saved_folder,
+    saved_splits,
+)
+from ppo_cli.errors import DataError, first_line
+
+HUB_NAME = re.compile(
+    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?"
+)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A hub set in parts; the split is `train` when none is given."""
+
+    name: str
+    config: str | None
+    split: str
+
+    @property
+    def label(self) -> str:
+        """Return a short name for the uids of its rows."""
+        parts = [self.name.rsplit("/", 1)[-1], self.config, self.split]
+        return "-".join(part for part in parts if part)
+
+
+def is_hub_name(source: str) -> bool:
+    """Tell whether a source that is no file on this disk can be the name of a hub set."""
+    if source.startswith((".", "/", "~")) or Path(source).expanduser().exists():
+        return False
+    if saved_folder(source) is not None:
+        return False
+    of_files = (*SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".feather", ".ipc")
+    return not file_suffix(Path(source)).endswith(of_files) and bool(HUB_NAME.fullmatch(source))
+
+
+def parse_hub_name(source: str) -> HubName:
+    """Split `OWNER/NAME/CONFIG:SPLIT` into its parts."""
+    match = HUB_NAME.fullmatch(source)
+    if match is None:
+        raise DataError(f"'{source}' is neither a file nor OWNER/NAME[/CONFIG][:SPLIT] on the hub.")
+    return HubName(match["name"], match["config"], match["split"] or "train")
+
+
+def read_hub(source: str) -> Records:
+    """Load one split of a hub set; every failure is reported in one sentence."""
+    hub = parse_hub_name(source)
+    from datasets import load_dataset
+    from pyarrow.lib import ArrowException
+
+    try:
+        rows = load_dataset(hub.name, hub.config, split=hub.split).to_list()
+    except (OSError, ValueError, RuntimeError, ArrowException) as error:
+        config = f", config '{hub.config}'" if hub.config else ""
+        near = nearest_file(Path(source))
+        raise DataError(
+            f"'{source}' is no file here, and the hub set '{hub.name}'{config}, split "
+            f"'{hub.split}' did not load ({first_line(error)}); a local JSON, JSONL or parquet "
+            f"file works without the hub.{near if 'Did you mean' in near else ''}"
+        ) from error
+    if not rows:
+        raise DataError(f"{source}: split '{hub.split}' of the hub set holds no rows.")
+    found = tuple((Place(source, number), row) for number, row in enumerate(rows, start=1))
+    return Records(source, hub.label, found)
+
+
+def read_source(source: str, at_most: int | None = None) -> Records:
+    """Read the raw records of a file, or the first of them, or those of a hub set."""
+    if not source.strip():
+        raise DataError("An empty name was given where a prompt file or a hub set is expected.")
+    return read_hub(source) if is_hub_name(source) else read_file(source, at_most)
+
+
+def split_sources(source: str) -> dict[str, list[str]]:
+    """Return the sources of each split: files of a folder, one file, or names on the hub.
+
+    A file belongs to the split that its name, or a folder around it, says last
+    (`train-00000.parquet`, `test/algebra/1.json`); a file given by itself is `train` otherwise.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return {_split_of(path.name) or SPLITS[0]: [str(path)]}
+    if not path.is_dir():
+        return {split: [f"{source}:{split}"] for split in SPLITS}
+    if saved := saved_splits(path):
+        return {split: [f"{source}:{split}"] for split in SPLITS if split in saved}
+    found: dict[str, list[str]] = {}
+    for file in sorted(path.rglob("*")):
+        if file_suffix(file) in SUFFIXES and file.is_file():
+            found.setdefault(_split_of(str(file.relative_to(path))), []).append(str(file))
+    named = {split: found[split] for split in SPLITS if split in found}
+    if not named:
+        raise DataError(
+            f"{path} holds no file of a split; expected train.jsonl and test.jsonl (.gz too), "
+            "parquet files, or folders `train` and `test`."
+        )
+    return named
+
+
+def _split_of(name: str) -> str:
+    words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
+    return words[-1] if words else ""
