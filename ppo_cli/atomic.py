@@ -1,12 +1,14 @@
 """Atomic writes: a file, folder or link is replaced when the new one is complete, or not at all.
 
 What is written lies beside its target under a hidden name until it is complete and synced to the
-disk. The name holds the number of the process, so two that write the same target do not meet: the
-last one to finish wins. What a killed process left is removed by the next write of that target.
+disk. The name holds the number of the process, and of a file that of the write, so two that write
+the same target do not meet: the last one to finish wins. What a killed process left is removed by
+the next write of that target.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
+_writes = itertools.count(1)
 
 
 def unfinished(path: Path) -> Path:
@@ -25,7 +28,7 @@ def unfinished(path: Path) -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the hidden name to write; on leaving it becomes `path`, on an error it is removed."""
-    fresh = unfinished(path)
+    fresh = path.with_name(f"{UNFINISHED}{os.getpid()}.{next(_writes)}-{path.name}")
     _sweep(path)
     try:
         yield fresh
@@ -61,12 +64,13 @@ def remove(path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what this process and killed ones left of `path`; what others write now stays."""
-    name = re.compile(rf"{re.escape(UNFINISHED)}(\d+)-{re.escape(path.name)}")
+    """Remove what this process and killed ones left of `path`; what is written now stays."""
+    name = re.compile(rf"{re.escape(UNFINISHED)}(\d+)(\.\d+)?-{re.escape(path.name)}")
     for left in path.parent.glob(f"{UNFINISHED}*"):
-        found = name.fullmatch(left.name)
-        if found and (int(found[1]) == os.getpid() or not lives(int(found[1]))):
-            remove(left)
+        if found := name.fullmatch(left.name):
+            pid, is_write = int(found[1]), found[2] is not None
+            if not lives(pid) or (pid == os.getpid() and not is_write):
+                remove(left)
 
 
 def lives(pid: int) -> bool:

@@ -13,7 +13,7 @@ from ppo_cli.config.reward_checks import unit_labels
 from ppo_cli.config.reward_schema import scale_ends
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import DataError
-from ppo_cli.run_folder import LABELS_FILE, read_lines
+from ppo_cli.report.labels import labels_in_run
 
 History = Sequence[Mapping[str, Any]]
 Pair = tuple[float, float]  # the judge's score and the watcher's, of one response or one step
@@ -68,7 +68,7 @@ def judge_drift(
 
 
 def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
-    """Return what people said in the page of a run's responses, beside the score of its judge.
+    """Return what people said in the page of a run's responses, and the score of its judge.
 
     Empty where no judge scores, where its scores only order the responses to one prompt, and where
     labels are on a scale that no setting names.
@@ -78,7 +78,7 @@ def people_of(run_dir: Path, config: Config) -> tuple[Opinion, ...]:
         return ()
     api, part, found = judges[0].settings, judges[0].part, list[Opinion]()
     try:
-        lines = read_lines(run_dir / LABELS_FILE)
+        lines = labels_in_run(run_dir)
     except DataError:  # what people have put there must not end a run
         return ()
     for line in lines:

@@ -55,6 +55,17 @@ def test_two_processes_may_write_the_same_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.json"]
 
 
+def test_two_threads_of_a_process_may_write_the_same_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    with replacing(file) as first:
+        first.write_text("of the first")
+        with replacing(file) as second:
+            second.write_text("of the second")
+        assert file.read_text() == "of the second"
+    assert file.read_text() == "of the first"
+    assert names(tmp_path) == ["a.json"]
+
+
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)

@@ -125,6 +125,12 @@ function diff(before, after) {
   return made;
 }
 
+/** The label of a row; a run that went on from an earlier step may have another response there. */
+function labelOf(row) {
+  const label = DATA.labels[now.run][row.id];
+  return label?.response_id === row.response_id ? label : undefined;
+}
+
 const option = (value, text) => el("option", { value }, text);
 
 /** The sources to choose from; a run under way may bring new ones. */
@@ -184,7 +190,7 @@ function drawTable() {
       sort ? el("button", { type: "button", onclick: order }, (title || name) + mark) : title || name);
   }));
   fill(document.querySelector("#table tbody"), ...now.rows.map((row, place) => {
-    const label = DATA.labels[now.run][row.id];
+    const label = labelOf(row);
     const cells = COLUMNS.map(([name, , kind]) => {
       if (name === "score") return el("td", { class: row.score == null ? "n failed" : kind, title: row.failure || null }, row.score == null ? "failed" : digits(row.score), label ? " ●" : "");
       if (name === "prompt" || name === "response") return el("td", {}, snippet(row[name]));
@@ -250,7 +256,7 @@ function drawPane(line, same) {
     el("p", {}, el("b", {}, line.score == null ? "no score" : `score ${digits(line.score)}`),
       ` · step ${line.step} ${line.split} · ${line.tokens ?? "?"} tokens${line.finish_reason === "length" ? ", cut off" : ""} · ${line.data_source || "no source"} · ${line.uid} #${line.sample}`),
     line.failure ? el("p", { class: "failed" }, `failed: ${line.failure}`) : null,
-    DATA.live || DATA.labels[now.run][line.id] ? labelBox(line) : null,
+    DATA.live || labelOf(line) ? labelBox(line) : null,
     ...part("prompt", line.prompt), head("response"), response(line.response || "", line.thoughts), cutNote(line, "response"),
     ...part("ground truth", line.ground_truth), ...part("reason", line.reason),
     parts.length ? table("", ["part", "raw", "scaled"], parts.map(([name, value]) => [name, digits(value?.raw), digits(value?.scaled)])) : null,
@@ -277,7 +283,7 @@ function throughTime(line, same) {
 }
 
 function labelBox(line) {
-  const known = DATA.labels[now.run][line.id] || {};
+  const known = labelOf(line) || {};
   if (!DATA.live) return el("p", {}, `label ${known.label ?? "–"} ${known.comment || ""}`);
   const value = el("input", { type: "number", step: "any", name: "label", "aria-label": "label", value: known.label ?? "", placeholder: "score" });
   const comment = el("input", { type: "text", name: "comment", "aria-label": "comment", value: known.comment || "", placeholder: "comment" });
@@ -292,7 +298,7 @@ function labelBox(line) {
 
 async function label(line, value, comment) {
   try {
-    const kept = await ask("label", {}, { id: line.id, label: value, comment });
+    const kept = await ask("label", {}, { id: line.id, response_id: line.response_id, label: value, comment });
     if (kept.id) DATA.labels[now.run][line.id] = kept;
     else delete DATA.labels[now.run][line.id];
     document.querySelector("#label").replaceWith(labelBox(line));
@@ -325,7 +331,7 @@ addEventListener("keydown", (event) => {
   if (by) step(by);
   else if (event.key === "Enter" && inTable) choose([...event.target.parentNode.children].indexOf(event.target));
   else if (event.key === "/") $("filter").elements.pattern?.focus();
-  else if (DATA.live && now.row && (event.key === "1" || event.key === "0")) label(now.row, Number(event.key), DATA.labels[now.run][now.row.id]?.comment || "");
+  else if (DATA.live && now.row && (event.key === "1" || event.key === "0")) label(now.row, Number(event.key), labelOf(now.row)?.comment || "");
   else return;
   event.preventDefault();
 });

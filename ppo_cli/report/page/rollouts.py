@@ -1,23 +1,24 @@
-"""The responses of a run: an index without their texts, pages of rows, samples, labels."""
+"""The responses of a run: an index without their texts, pages of rows, samples."""
 
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo_cli.errors import DataError, UserError
+from ppo_cli.report.labels import response_id, write_label
 from ppo_cli.run_folder import (
-    LABELS_FILE,
     PREFIXES,
     read_lines,
-    replace_lines,
     rollout_file,
     rollout_steps,
 )
@@ -76,9 +77,10 @@ class Rollouts:
         """
         with self._lock:
             found = {
-                (split, step): _state(rollout_file(self.folder, step, split))
+                (split, step): state
                 for split in PREFIXES
                 for step in rollout_steps(self.folder, split)
+                if (state := _state(rollout_file(self.folder, step, split)))
             }
             known = {key: file for key, file in self._files.items() if found.get(key) == file[0]}
             same = found.keys() == known.keys() == self._files.keys()
@@ -160,9 +162,10 @@ class Rollouts:
                 row = rows[place]
                 if row.line < len(lines):
                     line = cut(lines[row.line], most)
+                    whole = lines[row.line] | {"split": split, "step": step}
                     found[place] = line | {
-                        "id": row.id, "split": split, "step": step,
-                        "disputed": row.disputed, "changed": self.changed(row),
+                        "id": row.id, "response_id": response_id(whole), "split": split,
+                        "step": step, "disputed": row.disputed, "changed": self.changed(row),
                         "thoughts": _thoughts(line),
                     }  # fmt: skip
         return found
@@ -170,15 +173,15 @@ class Rollouts:
     def one(self, name: str) -> Row:
         """The row with this id; raises UserError when there is none."""
         split, _, rest = name.partition(":")
-        step, _, line = rest.partition(":")
-        place = split, int(step) if step.isdecimal() else -1
+        step, line = map(whole_number, rest.partition(":")[::2])
+        place = split, -1 if step is None else step
         self.rows(0.0)
         if place not in self._files:
             self.rows()
         known = self._files.get(place)
-        if known is None or not line.isdecimal() or int(line) >= len(known[1]):
+        if known is None or line is None or line >= len(known[1]):
             raise UserError(f"There is no response '{name}'.")
-        return known[1][int(line)]
+        return known[1][line]
 
     def through_time(self, row: Row) -> list[Row]:
         """Responses to the same prompt, oldest first, evenly thinned where there are many."""
@@ -191,21 +194,27 @@ class Rollouts:
 
         try:
             wanted = regex.compile(pattern, regex.IGNORECASE)
-        except regex.error as error:
+        except (regex.error, RecursionError) as error:
             raise UserError(f"The pattern cannot be read: {error}.") from error
         names = (where,) if where in TEXTS else TEXTS
         by_file: dict[tuple[str, int], list[Row]] = defaultdict(list)
         for row in rows:
             by_file[row.split, row.step].append(row)
+        seconds_left = SEARCH_S
         try:
             for (split, step), group in by_file.items():
                 lines = _lines(self.folder, split, step)
+                start = time.monotonic()
                 for row in group:
-                    texts = (str(lines[row.line].get(name) or "") for name in names)
-                    if any(wanted.search(text, timeout=SEARCH_S) for text in texts):
+                    line = lines[row.line] if row.line < len(lines) else {}
+                    texts = (str(line.get(name) or "") for name in names)
+                    if any(wanted.search(text, timeout=seconds_left) for text in texts):
                         yield row
-        except TimeoutError as error:
-            raise UserError("The pattern takes too long on one of the texts.") from error
+                seconds_left -= time.monotonic() - start
+                if seconds_left <= 0:
+                    raise TimeoutError
+        except (TimeoutError, MemoryError) as error:
+            raise UserError("The pattern takes too long on these texts.") from error
 
 
 def _thoughts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -215,9 +224,11 @@ def _thoughts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [(max(0, one.start - len(opened)), one.end - len(opened)) for one in found]
 
 
-def _state(file: Path) -> tuple[int, int]:
-    state = file.stat()
-    return state.st_size, state.st_mtime_ns
+def _state(file: Path) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):  # a run that goes on from an earlier step removes it
+        state = file.stat()
+        return state.st_size, state.st_mtime_ns
+    return None
 
 
 def _lines(folder: Path, split: str, step: int) -> list[dict[str, Any]]:
@@ -284,10 +295,15 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
     text = query.get(name, "").strip()
     if not text:
         return None
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"'{text}' is not a number ({name}).") from None
+    with suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise UserError(f"'{text}' is not a number ({name}).")
+
+
+def whole_number(text: str) -> int | None:
+    """The number of a step, a line or a place; None for all else."""
+    return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
 def cut(line: Mapping[str, Any], most: int | None) -> dict[str, Any]:
@@ -301,8 +317,8 @@ def cut(line: Mapping[str, Any], most: int | None) -> dict[str, Any]:
 
 def brief(line: Mapping[str, Any]) -> dict[str, Any]:
     """What the table shows of a row."""
-    names = ("id", "split", "step", "uid", "sample", "data_source", "score", "tokens", "changed",
-             "disputed")  # fmt: skip
+    names = ("id", "response_id", "split", "step", "uid", "sample", "data_source", "score",
+             "tokens", "changed", "disputed")  # fmt: skip
     texts = {name: str(line.get(name) or "")[:SNIPPET] for name in (*TEXTS, "failure")}
     return {name: line.get(name) for name in names} | texts
 
@@ -360,27 +376,18 @@ def _cost(row: Row) -> float:
     return min(row.size, 3 * SAMPLE_TEXT)
 
 
-def labels_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """The labels that people gave in the page, by the id of the response."""
-    return {str(line["id"]): line for line in read_lines(folder / LABELS_FILE) if "id" in line}
+def set_label(
+    rollouts: Rollouts, name: str, response: str | None, label: float | None, comment: str
+) -> dict[str, Any]:
+    """Write a label or comment into the run folder; an empty one is removed.
 
-
-def set_label(rollouts: Rollouts, name: str, label: float | None, comment: str) -> dict[str, Any]:
-    """Write a label or comment into the run folder; an empty one is taken away.
-
-    A line has prompt, response and all that `ppo reward calibrate --labels label` needs.
+    `response` is the id of the response that the page shows; UserError where the run went on with
+    another one.
     """
-    row = rollouts.one(name)
-    (line,) = rollouts.read([row], None)
-    kept = labels_of(rollouts.folder)
-    kept.pop(name, None)
-    if label is not None or comment:
-        fields = ("prompt", "response", "ground_truth", "data_source", "step", "split", "uid",
-                  "sample", "score", "parts")  # fmt: skip
-        kept[name] = {"id": name} | {field: line.get(field) for field in fields}
-        kept[name] |= {"label": label, "comment": comment}
-    try:
-        replace_lines(rollouts.folder / LABELS_FILE, kept.values())
-    except OSError as error:
-        raise UserError(f"The label cannot be written: {error.strerror or error}.") from error
-    return kept.get(name, {})
+    (line,) = rollouts.read([rollouts.one(name)], None)
+    if not line or response not in (None, line["response_id"]):
+        raise UserError(
+            "This response is not in the run any more: the run went on from an earlier step. "
+            "Reload the page."
+        )
+    return write_label(rollouts.folder, line, label, comment)

@@ -15,7 +15,10 @@ import secrets
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -26,8 +29,16 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppo_cli import __version__
 from ppo_cli.errors import UserError, ppo
-from ppo_cli.report.page.rollouts import MOST_TEXT, SAMPLE_TEXT, Rollouts, brief, labels_of, sample
-from ppo_cli.report.page.rollouts import set_label as write_label
+from ppo_cli.report.labels import labels_of
+from ppo_cli.report.page.rollouts import (
+    MOST_TEXT,
+    SAMPLE_TEXT,
+    Rollouts,
+    brief,
+    sample,
+    set_label,
+    whole_number,
+)
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.run_folder import LABELS_FILE, plain
 
@@ -113,6 +124,8 @@ def bokeh_files() -> list[Path]:
 ROWS = 50  # of a page of the table
 ANSWER_S = 0.5  # then the table shows what is read so far, and the page asks again
 MOST_BODY = 100_000  # bytes of a label with its comment
+BODY_S = 5.0  # for a client to send what it has announced
+ALLOW = {"Allow": "GET, POST"}
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -186,32 +199,50 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page or with the rows that it asks for."""
-        self._answer({
-            "/": self._page, "/api/runs": self._runs, "/api/rows": self._rows,
-            "/api/row": self._row, "/api/prompt": self._prompt,
-        })  # fmt: skip
+        self._answer()
 
     def do_POST(self) -> None:
         """Take a label."""
-        self._answer({"/api/label": self._label})
+        self._answer()
 
-    def _answer(self, routes: Mapping[str, Callable[[dict[str, str]], None]]) -> None:
-        parts = urlsplit(self.path)
-        query = dict(parse_qsl(parts.query))
-        route = routes.get(parts.path)
-        if not self.server.allows_host(self.headers.get("Host", "")):
-            self._send(403, "This server answers only under the name of its own machine.")
-        elif not self._knows_token(query):
-            self._send(403, "Open the address that `ppo view` printed: it holds a token.")
-        elif self.command == "POST" and not self._same_origin():
-            self._send(403, "Labels are taken from the page itself only.")
-        elif route is None:
-            self._send(404, "There is nothing at this address.")
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that the base class cannot parse; it is never the server's fault."""
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._send(405, "The page is read with GET, and labels are sent with POST.", ALLOW)
         else:
-            try:
-                route(query)
-            except UserError as error:
-                self._send(400, str(error))
+            self._send(code if code < 500 else 400, message or HTTPStatus(code).phrase)
+
+    def _answer(self) -> None:
+        try:
+            self._check_host()
+            path, query = self._read_target()
+            if path not in ROUTES:
+                raise _Refusal(404, "There is nothing at this address.")
+            method, route = ROUTES[path]
+            if self.command != method:
+                raise _Refusal(405, f"{path} takes {method} only.")
+            if method == "POST" and not self._same_origin():
+                raise _Refusal(403, "Labels are taken from the page itself only.")
+            route(self, query)
+        except _Refusal as refusal:
+            self._send(refusal.status, str(refusal), ALLOW if refusal.status == 405 else None)
+        except UserError as error:
+            self._send(400, str(error))
+
+    def _check_host(self) -> None:
+        if not self.server.allows_host(self.headers.get("Host", "")):
+            raise _Refusal(403, "This server answers only under the name of its own machine.")
+
+    def _read_target(self) -> tuple[str, dict[str, str]]:
+        """The path and the query of a request that has the token."""
+        try:
+            parts = urlsplit(self.path)
+            self.path.encode("ascii")
+            if not self._knows_token(dict(parse_qsl(parts.query))):
+                raise _Refusal(403, "Open the address that `ppo view` printed: it holds a token.")
+            return parts.path, dict(parse_qsl(parts.query, errors="strict"))
+        except ValueError as error:
+            raise _Refusal(400, f"The address of the request cannot be read: {error}.") from error
 
     def _knows_token(self, query: Mapping[str, str]) -> bool:
         try:
@@ -219,9 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
         except CookieError:
             cookies = SimpleCookie()
         cookie = cookies.get(self._cookie)
-        given = [query.get("token", ""), cookie.value if cookie else ""]
+        words = [query.get("token", ""), cookie.value if cookie else ""]
         token = self.server.token.encode()
-        return any(secrets.compare_digest(word.encode(), token) for word in given)
+        return any(secrets.compare_digest(w.encode("utf-8", "replace"), token) for w in words)
 
     @property
     def _cookie(self) -> str:
@@ -229,7 +260,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _same_origin(self) -> bool:
         origin = self.headers.get("Origin")
-        return origin is None or urlsplit(origin).netloc == self.headers.get("Host")
+        try:
+            return origin is None or urlsplit(origin).netloc == self.headers.get("Host")
+        except ValueError:
+            return False
 
     def _page(self, query: dict[str, str]) -> None:
         if "token" in query:  # the address without it may be shown, copied and kept
@@ -259,7 +293,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _rows(self, query: dict[str, str]) -> None:
         rollouts = self._rollouts(query)
         chosen = rollouts.select(query, ANSWER_S)
-        offset = int(query["offset"]) if query.get("offset", "").isdecimal() else 0
+        offset = whole_number(query.get("offset", "0"))
+        if offset is None:
+            raise UserError(f"'{query['offset']}' is not a whole number (offset).")
         shown = [brief(x) for x in rollouts.read(chosen[offset : offset + ROWS], None) if x]
         sources = sorted({row.source for row in rollouts.known})
         self._json({
@@ -278,24 +314,46 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(rollouts.read(rows, SAMPLE_TEXT))
 
     def _label(self, query: dict[str, str]) -> None:
-        size = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,9}", size) or int(size) > MOST_BODY:
-            raise UserError(f"A label may have {MOST_BODY:,} bytes with its comment.")
+        body = self._read_body()
         try:
-            given = json.loads(self.rfile.read(int(size)))
-            value, comment = given["label"], str(given["comment"])
-            label = None if value is None else float(value)
-            if label is not None and not math.isfinite(label):
+            sent = json.loads(body)
+            label, comment, name = sent["label"], sent["comment"], sent["id"]
+            response = sent.get("response_id")
+            is_label = label is None or (type(label) in (int, float) and math.isfinite(label))
+            texts = isinstance(comment, str) and isinstance(name, str)
+            if not (is_label and texts and isinstance(response, str | None)):
                 raise ValueError
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError("A label is a number or null, with a comment.") from error
-        self._json(write_label(self._rollouts(query), str(given.get("id")), label, comment))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise UserError(
+                'A label is JSON such as {"id": "train:1:0", "label": 1, "comment": ""}; '
+                "its label is a number or null."
+            ) from error
+        self._json(set_label(self._rollouts(query), name, response, label, comment))
+
+    def _read_body(self) -> bytes:
+        """The body of a request; `_Refusal` where its length is not as announced."""
+        lengths = set(self.headers.get_all("Content-Length", []))
+        size = lengths.pop() if len(lengths) == 1 else ""
+        if not re.fullmatch("[0-9]+", size):
+            raise _Refusal(400, "A label comes with one Content-Length.")
+        if len(size) > 9 or int(size) > MOST_BODY:
+            raise _Refusal(413, f"A label may have {MOST_BODY:,} bytes with its comment.")
+        self.connection.settimeout(BODY_S)
+        try:
+            body = self.rfile.read(int(size))
+        except TimeoutError:
+            body = b""
+        if len(body) < int(size):
+            raise _Refusal(400, "The body is shorter than its Content-Length.")
+        self.connection.settimeout(self.timeout)
+        return body
 
     def _rollouts(self, query: Mapping[str, str]) -> Rollouts:
         number = query.get("run", "0")
-        if not number.isdecimal() or int(number) >= len(self.server.rollouts):
+        place = whole_number(number)
+        if place is None or place >= len(self.server.rollouts):
             raise UserError(f"There is no run '{number}'.")
-        return self.server.rollouts[int(number)]
+        return self.server.rollouts[place]
 
     def _json(self, value: Any) -> None:
         self._send(200, as_json(value), {}, "application/json")
@@ -308,15 +366,49 @@ class _Handler(BaseHTTPRequestHandler):
         kind: str = "text/plain",
     ) -> None:
         body = text.encode("utf-8", "backslashreplace")
-        if status >= 400:  # what came with the request may not have been read
-            self.close_connection = True
+        self.request_version = self.protocol_version  # a line that is no request gets a status too
         self.send_response(status)
         for name, value in {**HEADERS, **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
+        if status >= 400:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        if status >= 400:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Read what came with a refused request: closing before would take the answer back."""
+        self.close_connection = True
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(1.0)
+        ends = time.monotonic() + BODY_S
+        with suppress(OSError):
+            while time.monotonic() < ends and self.rfile.read1(1 << 16):
+                pass
+
+
+class _Refusal(Exception):
+    """Why a request gets another status than 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+_Route = Callable[[_Handler, dict[str, str]], None]
+ROUTES: Mapping[str, tuple[str, _Route]] = {
+    "/": ("GET", _Handler._page),
+    "/api/runs": ("GET", _Handler._runs),
+    "/api/rows": ("GET", _Handler._rows),
+    "/api/row": ("GET", _Handler._row),
+    "/api/prompt": ("GET", _Handler._prompt),
+    "/api/label": ("POST", _Handler._label),
+}
 
 
 def _calibrate(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+from ppo_cli.report.page import server as page_server
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer
 from ppo_cli.run_folder import read_lines, rollout_file
@@ -157,17 +159,85 @@ def test_a_label_lands_in_the_run_folder_as_calibrate_reads_it(server: PageServe
     assert ask(server, "/api/runs")["labels"][0]["train:5:4"]["comment"] == "look again"
     token = f"/api/label?token={server.token}"
     good = {"id": "train:5:1", "label": 0, "comment": ""}
-    for wrong in ({"label": "x"}, {"label": float("nan")}, {"id": "train:9:1"}, {"label": []}):
+    wrong: dict[str, Any]
+    for wrong in (
+        {"label": "x"}, {"label": float("nan")}, {"label": []}, {"label": True}, {"label": 10**400},
+        {"id": "train:9:1"}, {"id": None}, {"comment": 1}, {"response_id": "of another response"},
+    ):  # fmt: skip
         assert call(server, token, body=good | wrong)[0] == 400, wrong
     for body in ({}, [], 1):
         assert call(server, token, body=body)[0] == 400, body
-    assert call(server, token, body=good, Origin="http://127.0.0.1:1")[0] == 403
-    assert call(server, token, body={"x": "y" * 200_000})[0] == 400
-    for size in ("-1", "many", "9" * 5000, ""):
-        assert call(server, token, body=good, **{"Content-Length": size})[0] == 400, size
+    for origin in ("http://127.0.0.1:1", "http://[", "null"):
+        assert call(server, token, body=good, Origin=origin)[0] == 403, origin
     assert {line["id"] for line in read_lines(folder / "labels.jsonl")} == set(lines)
 
 
 def test_what_a_page_has_seen_is_not_sent_again(server: PageServer) -> None:
     seen = ask(server, "/api/runs")["seen"]
     assert ask(server, "/api/runs", seen=seen) == {}
+
+
+HOST = b"Host: 127.0.0.1\r\n"
+MALFORMED: list[tuple[bytes, int]] = [
+    *((b"%s / HTTP/1.1\r\n" % method + HOST, 405)
+      for method in (b"PUT", b"HEAD", b"OPTIONS", b"get", b"X-Y")),
+    (b"GET /api/label?TOKEN HTTP/1.1\r\n" + HOST, 405),
+    (b"POST /api/rows?TOKEN HTTP/1.1\r\n" + HOST, 405),
+    *((line + b"\r\n", 400)
+      for line in (b"\x16\x03\x01", b"GET / HTTP/9.9", b"GET / x HTTP/1.1", b"GET / FOO")),
+    (b"GET /%s HTTP/1.1\r\n" % (b"a" * 70_000), 414),
+    (b"GET / HTTP/1.1\r\nX: %s\r\n" % (b"a" * 70_000), 431),
+    *((b"GET /%s?TOKEN HTTP/1.1\r\n" % path + HOST, 404)
+      for path in (b"../../etc/passwd", b"%2e%2e/config.yaml", b"api/rows/", b"%00")),
+    (b"GET http://[/?TOKEN HTTP/1.1\r\n" + HOST, 400),
+    (b"GET /api/rows HTTP/1.1\r\n" + HOST, 403),
+    *((b"GET /api/rows?TOKEN&%s HTTP/1.1\r\n" % query + HOST, 400)
+      for query in (b"offset=x", b"offset=-1", b"offset=" + b"9" * 6000, b"run=" + b"9" * 6000,
+                    b"min=nan", b"max=1e999", b"from_step=1.x", b"sort=y", b"pattern=%ff",
+                    b"pattern=\xe9", b"pattern=%28", b"pattern=" + b"(" * 20_000,
+                    b"pattern=%28%3FR%29")),
+    *((b"GET /api/row?TOKEN&id=%s HTTP/1.1\r\n" % name + HOST, 400)
+      for name in (b"train:1:" + b"9" * 6000, b"train:" + b"9" * 6000 + b":0", b"x")),
+]  # fmt: skip
+BODIES: list[tuple[bytes, bytes, int]] = [
+    (b"Content-Length: 2", b"{", 400),  # and the client ends there
+    *((b"Content-Length: %d" % len(body), body, 400)
+      for body in (b"{", b"[" * 50_000, b'{"id":"\xff"}', b'{"label":%s}' % (b"9" * 5000))),
+    *((length, b"{}", 400)
+      for length in (b"Content-Length: -1", b"Content-Length: many", b"Content-Length:", b"X: y",
+                     b"Transfer-Encoding: chunked", b"Content-Length: 2\r\nContent-Length: 3")),
+    (b"Content-Length: 20000000", b"x" * 20_000_000, 413),
+    (b"Content-Length: %s" % (b"9" * 5000), b"{}", 413),
+]  # fmt: skip
+
+
+def status_of(server: PageServer, request: bytes) -> int:
+    """Send bytes as they are; the status of the answer."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(request.replace(b"TOKEN", b"token=" + server.token.encode()))
+        connection.shutdown(socket.SHUT_WR)
+        line = connection.makefile("rb").readline()
+    assert line.startswith(b"HTTP/1.1 "), line
+    return int(line.split()[1])
+
+
+def test_a_request_that_cannot_be_read_is_refused_and_the_next_one_answered(
+    server: PageServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for head, status in MALFORMED:
+        assert status_of(server, head + b"\r\n") == status, head[:80]
+    post = b"POST /api/label?TOKEN HTTP/1.1\r\n" + HOST
+    for header, body, status in BODIES:
+        assert status_of(server, post + header + b"\r\n\r\n" + body) == status, (header, body[:80])
+    assert ask(server, "/api/rows")["total"] == 48
+    assert capfd.readouterr().err == ""
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "BODY_S", 0.1)
+    head = b"POST /api/label?token=%s HTTP/1.1\r\n" % server.token.encode() + HOST
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head + b"Content-Length: 500\r\n\r\n{}")
+        assert connection.makefile("rb").readline() == b"HTTP/1.1 400 Bad Request\r\n"
