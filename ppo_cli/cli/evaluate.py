@@ -151,15 +151,14 @@ def settings_of(given: Given, sources: Sequence[ModelSource]) -> Resolved:
     """
     run = next((source.run for source in sources if source.run is not None), None)
     flags = {**given.flags, "model.path": (sources[0].path, f"model {sources[0].name}")}
-    preset, files = given.preset, given.config_files
+    preset = given.preset
     rows = "data.train_max_samples=", "data.val_max_samples="
     given = replace(given, overrides=tuple(text.replace(*rows) for text in given.overrides))
     if run is not None:
-        files = (run / "config.yaml", *files)
-        given = replace(given, overrides=(*WHERE, *given.overrides))
-    elif sources[0].name == EMBEDDED and not files:
+        given = replace(given, overrides=(*WHERE, *given.overrides), run=run)
+    elif sources[0].name == EMBEDDED and not given.config_files:
         preset = preset or EMBEDDED
-    return replace(given, flags=flags, preset=preset, config_files=files).resolve()
+    return replace(given, flags=flags, preset=preset).resolve()
 
 
 def eval_text(found: Mapping[str, Any]) -> str:

@@ -46,6 +46,7 @@ class Given:
     overrides: tuple[str, ...]
     extras: Mapping[str, Any]
     unknown: tuple[str, ...] = ()
+    run: Path | None = None  # its settings are the defaults
 
     @property
     def on_verl(self) -> bool:
@@ -77,6 +78,7 @@ class Given:
                 overrides=self.overrides,
                 environ=os.environ if environ is None else environ,
                 origins=origins,
+                run=self.run,
             )
         except ConfigError as error:
             raise ConfigError([*self.unknown, *error.problems]) from error

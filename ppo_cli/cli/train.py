@@ -112,8 +112,7 @@ def forked(given: Given) -> Resolved:
         "trainer.output_dir": (f"{source.run}-{checkpoint.name}", f"--fork {word}"),
         **given.flags,
     }
-    files = (source.run / "config.yaml", *given.config_files)
-    resolved = replace(given, flags=flags, config_files=files).resolve_node()
+    resolved = replace(given, flags=flags, run=source.run).resolve_node()
     if Path(resolved.config.trainer.output_dir).expanduser().resolve() == source.run:
         raise ConfigError(f"--fork {word} takes a folder of its own: another --output_dir.")
     total, done = arithmetic(resolved.config)["total_steps"], int(checkpoint.name[5:])

@@ -36,15 +36,20 @@ def setting(
     usual: tuple[float, float] | None = None,
     identity: Identity | None = None,
     files: bool = False,
+    consent: bool = False,
     **limits: Any,
 ) -> Any:
     """Declare a setting; `limits` are pydantic's (ge, gt, le, lt, min_length …).
 
     `flag` is spelt with underscores (`--batch_size`); the dashed spelling comes for free.
     A value outside the `usual` range is taken with a remark. Without `identity` that of the
-    section counts. A list of `files` keeps the commas in names of files that exist.
+    section counts. A list of `files` keeps the commas in names of files that exist. A `consent` is
+    never taken from a run folder: people give it again.
     """
-    facts = {"flag": flag, "env": env, "usual": usual, "identity": identity, "files": files}
+    facts = {
+        "flag": flag, "env": env, "usual": usual, "identity": identity, "files": files,
+        "consent": consent,
+    }  # fmt: skip
     extra: Any = {name: fact for name, fact in facts.items() if fact}
     return Field(default, description=help_text, json_schema_extra=extra or None, **limits)
 

@@ -50,6 +50,7 @@ class Key:
     usual: tuple[float, float] | None = None
     identity: Identity = "run"
     files: bool = False
+    consent: bool = False
 
     @property
     def is_list(self) -> bool:
@@ -221,6 +222,7 @@ def _key(name: str, field: FieldInfo, identity: Identity) -> Key:
         usual=typing.cast("tuple[float, float] | None", extra.get("usual")),
         identity=typing.cast("Identity", extra.get("identity", identity)),
         files=bool(extra.get("files")),
+        consent=bool(extra.get("consent")),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 
@@ -29,6 +30,7 @@ from ppo_cli.config.reward_schema import Reward
 from ppo_cli.data_sets.files import saved_splits
 from ppo_cli.errors import ConfigError, did_you_mean
 
+CONFIG_FILE, OF_RUN = "config.yaml", "settings of "  # a run folder's file, and its origin
 LARGEST_FILE = 2**20  # bytes; the largest preset has 3,000
 
 
@@ -374,15 +376,20 @@ def gather(
     environ: Mapping[str, str],
     origins: Mapping[str, str] | None = None,
     reward_files: Sequence[str] = (),
+    run: Path | None = None,
 ) -> Gathered:
-    """Read all layers: preset < files < reward file < variables < flags < overrides.
+    """Read all layers: preset < run < files < reward file < variables < flags < overrides.
 
-    `origins` says of variables where they really come from, such as SLURM's. `reward_files` were
-    named by nobody and lie below the settings files.
+    `run` is the folder of a run whose settings are the defaults. `origins` says of variables where
+    they really come from, such as SLURM's. `reward_files` were named by nobody and lie below the
+    settings files.
     """
     found = Gathered()
     low = [_preset(found, preset)] if preset else []
     low += [found.read(Path(name), name, read_reward_file) for name in reward_files]
+    if run is not None:
+        entries = found.read(run / CONFIG_FILE, f"{OF_RUN}{run}")
+        low.append([e for e in entries if e.name != REWARD_FILE])  # its settings are among them
     low += [found.read(Path(path), str(path)) for path in config_files]
     given = [Entry(name, raw, origin) for name, (raw, origin) in flags.items()]
     high = [_variables(environ, origins or {}), given, _overrides(found, overrides)]
@@ -399,6 +406,41 @@ def gather(
         found.notes.append(PROMPTS_NOTE)
     found.layers = layers
     return found
+
+
+def code_of_run(
+    entries: Mapping[str, Entry], values: Mapping[str, Any], run: Path
+) -> Iterator[str]:
+    """Say which settings of a run folder would run code that comes with it, or let it run.
+
+    Whoever made the folder does not decide what runs on this machine. Plain consents are left out
+    before.
+    """
+    for name, entry in entries.items():
+        key = find(name)
+        if key is None or not entry.origin.startswith(OF_RUN):
+            continue
+        for text in (name.removeprefix(key.name), *_texts(values.get(name))):
+            file = Path(os.path.expanduser(text.partition(":")[0]))
+            is_code = file.suffix == ".py" or name.endswith("function")
+            inside = is_code and file.resolve().is_relative_to(run.resolve())
+            allows = get_origin(key.kind) is dict and "trust_remote_code" in text.replace("-", "_")
+            if inside or allows:
+                yield (
+                    f"{entry.origin}: {name} would run code that comes with a run. If you allow "
+                    f"it, name these settings yourself: --config {run / CONFIG_FILE}"
+                )
+                break
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a value, the keys of groups too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for item in value.items() for inner in item for text in _texts(inner))
+    elif isinstance(value, list | tuple):
+        yield from (text for inner in value for text in _texts(inner))
 
 
 def _preset(found: Gathered, name: str) -> list[Entry]:

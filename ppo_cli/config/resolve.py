@@ -26,6 +26,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.device_checks import cluster_clashes
 from ppo_cli.config.keys import (
+    NO,
     Clash,
     find,
     nested,
@@ -42,11 +43,13 @@ from ppo_cli.config.keys import (
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.layers import (
     FILE,
+    OF_RUN,
     Demand,
     Entry,
     Gathered,
     Late,
     Reset,
+    code_of_run,
     gather,
     reward_files_here,
 )
@@ -332,16 +335,18 @@ def resolve(
     overrides: Sequence[str],
     environ: Mapping[str, str],
     origins: Mapping[str, str] | None = None,
+    run: Path | None = None,
 ) -> Resolved:
     """Merge the layers and check the result; raises one ConfigError with every problem.
 
-    `origins` says of variables in `environ` where they really come from, such as SLURM's.
+    The settings of a `run` folder are defaults, without what only people may allow. `origins` says
+    of variables in `environ` where they really come from, such as SLURM's.
     """
     layers = (flags, preset, config_files, overrides, environ, origins)
-    draft = _merge(gather(*layers), environ)
+    draft = _merge(gather(*layers, run=run), environ)
     config = _build(draft)
     if files := reward_files_here(config.reward, named=FILE in draft.entries):
-        draft = _merge(gather(*layers, reward_files=files), environ)
+        draft = _merge(gather(*layers, reward_files=files, run=run), environ)
         config = _build(draft)
         draft.notes += (f"Settings of the reward are read from {f} in this folder." for f in files)
     config = _fit_batches(draft, config)
@@ -354,6 +359,7 @@ def resolve(
         for demand in draft.demands
         if not demand.holds(lambda name: value_of(config, name))
     ]
+    draft.problems += code_of_run(draft.entries, draft.values, run) if run else ()
     if draft.problems:
         raise ConfigError([redact(line, environ) for line in dict.fromkeys(draft.problems)])
     notes = tuple(dict.fromkeys(draft.notes))
@@ -419,6 +425,13 @@ def _lay(draft: _Draft, entry: Entry) -> None:
     key = find(entry.name)
     if key is None:
         draft.problems.append(f"{entry.origin}: {_unknown(entry.name, verl=draft.verl)}")
+        return
+    if key.consent and entry.origin.startswith(OF_RUN):
+        if str(entry.raw).lower() not in NO:
+            draft.notes.append(
+                f"{entry.origin}: {key.name} is not taken from a run. If you allow it, add "
+                f"{key.name}={entry.raw} to the command."
+            )
         return
     for name in [n for n in draft.entries if n.startswith(f"{entry.name}.")]:
         del draft.entries[name]

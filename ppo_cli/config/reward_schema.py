@@ -414,7 +414,7 @@ class Code(Section):
     )  # fmt: skip
     allow_unsandboxed: bool = setting(
         False, "Without a sandbox run code all the same, with limits only: not safe.",
-        flag="--allow_unsandboxed", identity="start",
+        flag="--allow_unsandboxed", identity="start", consent=True,
     )  # fmt: skip
     timeout: float = setting(10.0, "Seconds that the tests of one response may take.", gt=0.0)
     cpu_seconds: int = setting(10, "Processor seconds of one response.", ge=1)

@@ -52,7 +52,7 @@ class Model(Section):
         identity="start",
     )
     trust_remote_code: bool = setting(
-        False, "Run Python code that comes with the model.", identity="start"
+        False, "Run Python code that comes with the model.", identity="start", consent=True
     )
     lora_rank: int = setting(
         0, "Rank of the actor's LoRA adapter; 0 trains all.", flag="--lora_rank", ge=0,

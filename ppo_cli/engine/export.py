@@ -26,7 +26,7 @@ from transformers import (
 
 from ppo_cli.engine.checkpoint import StoredTensors
 from ppo_cli.engine.lora import ADAPTER_CONFIG, load_merged
-from ppo_cli.engine.models import DAMAGED
+from ppo_cli.engine.models import DAMAGED, foreign_code
 from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
@@ -62,7 +62,7 @@ def write_model(
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
     shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*MADE_ANEW))
     if (source / ADAPTER_CONFIG).exists():
-        name = base or _base_name(source)
+        name = base or base_name(source)
         model = _merge(source, name, trust_remote_code=trust_remote_code)
         try:
             (model if wanted is None else model.to(wanted)).save_pretrained(
@@ -90,7 +90,8 @@ def _told(source: Path) -> dict[str, Any]:
         raise ModelError(f"{source / ADAPTER_CONFIG} is damaged.") from error
 
 
-def _base_name(source: Path) -> str:
+def base_name(source: Path) -> str:
+    """Return the base model that a saved adapter names; ModelError where it names none."""
     name = _told(source).get("base_model_name_or_path")
     if not name:
         raise ModelError(f"{source} is an adapter that names no base model: give it with --base.")
@@ -114,6 +115,8 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
             **({"num_labels": 1, "ignore_mismatched_sizes": True} if critic else {}),
         )
     except DAMAGED as error:
+        if text := foreign_code(base, error):
+            raise ModelError(text) from error
         raise ModelError(
             f"{source} is an adapter of {base}, which does not load ({first_line(error)}). Give "
             "its base model with --base."
@@ -131,6 +134,8 @@ def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
     except DAMAGED as error:
+        if text := foreign_code(base, error):
+            raise ModelError(text) from error
         raise ModelError(f"The tokenizer of {base} does not load: {first_line(error)}.") from error
     tokenizer.save_pretrained(out)
 

@@ -336,6 +336,8 @@ def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: A
 
 
 def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
+    if text := foreign_code(path, error):
+        return text
     local = Path(path).expanduser()
     if local.is_dir():
         return (
@@ -348,6 +350,17 @@ def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
         f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
         f"hub did not give it ({first_line(error)}). Give a local folder with {flag}, or check the "
         "name and the connection."
+    )
+
+
+def foreign_code(path: str, error: Exception) -> str:
+    """Say what lets the Python code of a model run; empty where that is not what is missing."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return (
+        f"{path} comes with Python code, which runs only if you allow it: read the *.py files "
+        "there, then add model.trust_remote_code=true to the command (ppo export: "
+        "--trust_remote_code; reward models run none)."
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
@@ -35,7 +35,7 @@ from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end,
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
 from ppo_cli.engine.lora import LoRA, write_adapter
-from ppo_cli.engine.models import decode_text, stop_token_ids
+from ppo_cli.engine.models import decode_text, load_config, stop_token_ids
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout
@@ -450,7 +450,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     check_vllm()
     rollout, settings = config.rollout, config.model
     path = model_folder(settings.path)
-    model_config = _model_config(path, settings.trust_remote_code)
+    model_config = load_config(path, "--model", settings.trust_remote_code)
     dtype = Compute.choose(settings.dtype).dtype
     longest = config.data.max_prompt_length + config.data.max_response_length
     end_ids = stop_token_ids(_with_generation(path, model_config), tokenizer)
@@ -473,13 +473,6 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
         trust_remote_code=settings.trust_remote_code,
         **rollout.engine_kwargs.vllm,
     )
-
-
-def _model_config(path: str, trust_remote_code: bool) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"The config of {path} does not load: {error}") from error
 
 
 def _with_generation(path: str, model_config: Any) -> Any:

@@ -167,8 +167,9 @@ def load_classifier(path: str) -> tuple[Any, bool]:
     config.id2label, config.label2id = {0: "score"}, {"score": 0}
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=torch.float32, output_loading_info=True
-        )
+            path, config=config, dtype=torch.float32, output_loading_info=True,
+            trust_remote_code=False,
+        )  # fmt: skip
     except DAMAGED as error:
         raise ModelError(
             f"{path} does not load as a model with one score ({first_line(error)}). Give "

@@ -34,7 +34,8 @@ from ppo_cli.data_sets.prompts import Renderer, render_prompts
 from ppo_cli.data_sets.rows import Columns, Row, RowSet
 from ppo_cli.engine.base import Sampler, Sampling, build_sampler
 from ppo_cli.engine.device import set_threads
-from ppo_cli.engine.export import write_model
+from ppo_cli.engine.export import base_name, write_model
+from ppo_cli.engine.lora import ADAPTER_CONFIG
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart, UserError, first_line
 from ppo_cli.records import Message, Prompt, Rollout, Scored
 from ppo_cli.redact import redact
@@ -78,15 +79,16 @@ class Sampled:
     """
 
     def __init__(self, config: Config, source: ModelSource) -> None:
-        self._open = ExitStack()
         path, trust = source.path, config.model.trust_remote_code
-        if (Path(path).expanduser() / "adapter_config.json").exists():
-            whole = self._open.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
-            write_model(Path(path).expanduser(), Path(whole), trust_remote_code=trust)
-            path = whole
-        model = config.model.model_copy(update={"path": path, "lora_rank": 0})
-        self.config = config.model_copy(update={"model": model})
-        self.tokenizer = load_tokenizer(path, trust_remote_code=trust, flag="MODEL")
+        with ExitStack() as opened:
+            if (Path(path).expanduser() / ADAPTER_CONFIG).exists():
+                whole = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
+                write_model(Path(path).expanduser(), Path(whole), trust_remote_code=trust)
+                path = whole
+            model = config.model.model_copy(update={"path": path, "lora_rank": 0})
+            self.config = config.model_copy(update={"model": model})
+            self.tokenizer = load_tokenizer(path, trust_remote_code=trust, flag="MODEL")
+            self._open = opened.pop_all()
 
     @property
     def uses_template(self) -> bool:
@@ -382,10 +384,13 @@ def _settings(config: Config, sampling: Sampling, prompts: Sequence[Prompt]) -> 
 
 
 def _file_name(source: ModelSource) -> str:
-    """The file for the rows of a model: another one after its weights were written anew."""
+    """The file for the rows of a model: another one after it or its base was written again."""
     folder = Path(source.path).expanduser()
-    files = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
-    weights = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    folders = [folder]
+    if (folder / ADAPTER_CONFIG).exists():
+        folders.append(Path(base_name(folder)).expanduser())
+    files = [file for part in folders for file in sorted(part.glob("*")) if file.is_file()]
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     path = str(folder.resolve()) if files else source.path
     name = re.sub(r"[^\w.-]+", "_", source.name)[-40:]
     return f"{name}-{digest([path, weights])}.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from ppo_cli.cli.app import main
-from ppo_cli.config.bundled import prompt_files
+from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.resolve import resolve
 from ppo_cli.run.evaluate import Sampled
 from ppo_cli.run_folder import find_source, read_lines, read_metrics
@@ -193,6 +196,31 @@ def test_an_adapter_is_evaluated_with_its_base(
     means = [model["sources"]["ppo-cli/arithmetic"]["mean"]["value"] for model in found["models"]]
     assert means[0] == read_metrics(here / "lora")[-1]["val/reward_mean"] != means[1]
     assert told(capsys, "lora", "embedded") == found
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_that_was_written_again_is_evaluated_again(
+    adapter: bool, here: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model_folder("embedded"), base)
+    model = base
+    if adapter:
+        model = tmp_path / "lora"
+        words = ["--model", str(base), "--lora_rank", "2", "--output_dir", str(model)]
+        assert main(["train", "--config", "c.yaml", *words]) == 0
+    words = [str(model), "--data", "v.jsonl", "--rule", "length", "--out", str(tmp_path / "rows")]
+    first = told(capsys, *words)
+    rows = Path(first["models"][0]["rows"])
+    before = rows.read_bytes()
+    assert told(capsys, *words) == first and rows.read_bytes() == before
+    file = base / "model.safetensors"
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})  # of the same size, under the same path
+    again = told(capsys, *words)["models"][0]
+    assert Path(again["rows"]) != rows and rows.read_bytes() == before
+    answers = {row["response"] for row in read_lines(Path(again["rows"]))}
+    assert len(answers) == 1, "a model of zeros answers every prompt alike"
 
 
 TASK = """
