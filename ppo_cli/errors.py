@@ -149,10 +149,32 @@ def ppo(words: str = "") -> str:
     return f"{os.environ.get('PPO_COMMAND') or _called_as()} {words}".rstrip()
 
 
+# A word as a shell takes it: what is in quotes may hold spaces.
+_WORD = r"""(?:'[^']*'|"[^"]*"|[^ '"])+"""
+
+
 def with_flag(command: str, flag: str, value: str) -> str:
     """Return a command line with this flag at this value, in place of the one it had."""
     spelt = re.escape(flag).replace("_", "[-_]")
-    return f"{re.sub(rf' {spelt}[ =][^ ]+', '', command)} {flag} {value}"
+    return f"{re.sub(rf' {spelt}[ =]{_WORD}', '', command)} {flag} {value}"
+
+
+def command_line() -> str:
+    """Return this process's command line as it can be typed again."""
+    return shlex.join([*shlex.split(ppo()), *sys.argv[1:]])
+
+
+def with_path(path: str, other: str) -> str:
+    """Return this process's command line with another path in place of `path`.
+
+    Empty where the line does not have it, alone or behind a `=`.
+    """
+    words = []
+    for word in sys.argv[1:]:
+        name, equals, value = word.rpartition("=")
+        alike = value and Path(value) == Path(path)
+        words.append(other if word == path else f"{name}{equals}{other}" if alike else word)
+    return shlex.join([*shlex.split(ppo()), *words]) if words != sys.argv[1:] else ""
 
 
 def _called_as() -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_cli.config.keys import table
+from ppo_cli.config.model_checks import damaged_models
 from ppo_cli.config.plan import Plan, make_plan, with_second_judge
 from ppo_cli.config.requirements import missing_gpus, missing_inputs, missing_parts
 from ppo_cli.config.resolve import Resolved, resolve
@@ -108,6 +109,7 @@ def train(
         *missing_keys(resolved.config, os.environ),
         *missing_parts(resolved),
         *missing_inputs(resolved.config),
+        *damaged_models(resolved.config),
     ]
     if problems:
         raise ConfigError(dict.fromkeys(problems))

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfinished
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.model_checks import check_folder
+from ppo_cli.digests import require_intact, write_manifest
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
 from ppo_cli.redact import redactor
 
@@ -331,6 +332,7 @@ class CheckpointStore:
             try:
                 with self._whole_or_nothing(step):
                     filled.result()
+                    write_manifest(unfinished(final))
                     install(unfinished(final), final)
                     self._point("latest", final.name)
                     if best:
@@ -544,6 +546,7 @@ def _part_of(checkpoint: Path, *, critic: bool) -> Path:
     folder = checkpoint / ("critic" if critic else "actor")
     if holds_model(folder):
         return folder
+    require_intact(checkpoint, below=folder.name)
     if critic and holds_model(checkpoint / "actor"):
         raise ModelError(f"{checkpoint} has no critic: its advantages need none.")
     raise ModelError(

@@ -16,6 +16,7 @@ import typer
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
 from ppo_cli.config.derived import has_package
 from ppo_cli.config.mixture import judges_of, rules_of
+from ppo_cli.config.model_checks import damaged_models
 from ppo_cli.config.requirements import missing_inputs
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
@@ -155,6 +156,7 @@ def _absent(resolved: Resolved) -> Iterator[str]:
     config = resolved.config
     allowed = missing_keys(config, os.environ)
     yield from (line for line in missing_inputs(config) if line not in allowed)
+    yield from damaged_models(config)
     if judges_of(config.reward) or any(r.function or r.rule for r in rules_of(config.reward)):
         yield from failing(file_checks(config.reward))
 

@@ -20,7 +20,8 @@ from ppo_cli.config.keys import find
 from ppo_cli.config.layers import EMBEDDED_NOTE, EMBEDDED_NOTE_GPUS, PROMPTS_NOTE
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo
+from ppo_cli.digests import require_intact_model
+from ppo_cli.errors import ConfigError, DataError, Interrupted, RewardError, ppo, with_path
 from ppo_cli.records import Message, Prompt
 from ppo_cli.run_folder import ModelSource, find_source
 
@@ -45,7 +46,7 @@ def evaluate(given: Given) -> None:
     words, overrides = models_and_overrides(given.overrides)
     if not words:
         raise ConfigError(f"Name a model or a run: {ppo('eval outputs')}.")
-    sources = [find_source(word) for word in words]
+    sources = [_intact_source(word) for word in words]
     given = replace(given, overrides=overrides)
     if extras["data"]:
         files = tuple(extras["data"])
@@ -114,6 +115,17 @@ def _tasks(given: Given, config: Config, sources: Sequence[ModelSource]) -> None
                 rows.append([model["name"], task, name, f"{facts['value']:.4f}", shown])
     lines = aligned(rows, left=3)
     print_result(found, lambda: "\n".join(lines), as_json=given.extras["json"])
+
+
+def _intact_source(word: str) -> ModelSource:
+    """Return the model that a word means; raises ModelError also where its files are damaged."""
+    source = find_source(word)
+
+    def retry(model: Path) -> str:
+        return with_path(word, str(model if source.run is None else model.parent))
+
+    require_intact_model(Path(source.path).expanduser(), retry)
+    return source
 
 
 def named_twice(sources: Sequence[ModelSource]) -> list[str]:
@@ -214,7 +226,7 @@ def generate(given: Given) -> None:
         problems.append("--out takes the answers to --data FILE; name the file.")
     if problems:
         raise ConfigError(problems)
-    source = find_source(model)
+    source = _intact_source(model)
     config = settings_of(given, [source]).config
     from ppo_cli.trust.rows import check_out, write_rows
 

@@ -30,7 +30,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.layers import read_yaml
 from ppo_cli.config.mixture import judges_of, rules_of
-from ppo_cli.config.model_checks import check_folder, template_raises
+from ppo_cli.config.model_checks import check_folder, damaged_models, template_raises
 from ppo_cli.config.plan import Plan, arithmetic, make_plan, with_second_judge
 from ppo_cli.config.requirements import (
     missing_gpus,
@@ -45,10 +45,26 @@ from ppo_cli.config.reward_schema import Composite, ModelReward
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import check_readable, count_rows
 from ppo_cli.data_sets.sources import is_hub_name
-from ppo_cli.errors import EXIT_USER, ConfigError, Interrupted, PpoError, UserError, failing, ppo
+from ppo_cli.digests import require_resumable
+from ppo_cli.errors import (
+    EXIT_USER,
+    ConfigError,
+    Interrupted,
+    PpoError,
+    UserError,
+    command_line,
+    failing,
+    ppo,
+)
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
-from ppo_cli.run_folder import METRICS_FILE, find_source, read_metrics
+from ppo_cli.run_folder import (
+    METRICS_FILE,
+    CheckpointStore,
+    find_resume,
+    find_source,
+    read_metrics,
+)
 
 if TYPE_CHECKING:
     from ppo_cli.data_sets.rows import RowSet
@@ -72,7 +88,8 @@ def plan(given: Given) -> None:
         return
     resolved = with_second_judge(forked(given), os.environ)
     read = reader(resolved.config)
-    problems = list(dict.fromkeys([*refusals(resolved), *refused_rows(resolved.config, read)]))
+    problems = [*refusals(resolved), *refused_checkpoint(resolved.config)]
+    problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out
         raise ConfigError(problems)
     if given.extras["json"]:
@@ -135,7 +152,7 @@ def refusals(resolved: Resolved) -> list[str]:
     allowed = [*missing_keys(config, os.environ), *missing_gpus(config)]
     found = [*missing_parts(resolved), *missing_inputs(config)]
     problems = [line for line in found if line not in allowed]
-    problems += failing(_file_checks(config))
+    problems += [*failing(_file_checks(config)), *damaged_models(config)]
     return [redact(line) for line in dict.fromkeys(problems)]
 
 
@@ -182,6 +199,21 @@ def _refused_by_template(config: Config, splits: Sequence[Split]) -> Iterator[st
         tokenizer = load_tokenizer(str(folder), trust_remote_code=config.model.trust_remote_code)
         how = prompt_settings(config.data)
         yield from failing(partial(render_prompts, split, tokenizer, **how) for split in sets)
+
+
+def refused_checkpoint(config: Config) -> list[str]:
+    """Return why the checkpoint that `--resume` or `--fork` names cannot be resumed."""
+    mode = config.trainer.resume_mode
+    if config.trainer.node_rank or mode in ("auto", "never"):
+        return []
+
+    def check() -> None:
+        output_dir = Path(config.trainer.output_dir).expanduser()
+        checkpoint = find_resume(CheckpointStore(output_dir / "checkpoints", None), mode)
+        assert checkpoint is not None
+        require_resumable(checkpoint, command_line())
+
+    return [redact(line) for line in failing([check])]
 
 
 def refused_rows(config: Config, read: Read) -> list[str]:
@@ -398,6 +430,7 @@ def train(given: Given) -> None:
     problems = refusals(resolved)
     if given.extras["dry_run"]:
         read = reader(resolved.config)
+        problems += refused_checkpoint(resolved.config)
         problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
         if not refused_settings(resolved):
             print_plan(resolved, read, problems=problems)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,11 +28,20 @@ from ppo_cli.config.known_models import (
     read_json,
     tensor_names,
 )
-from ppo_cli.config.mixture import Scorer, models_of
+from ppo_cli.config.mixture import Scorer, judges_of, models_of
 from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ModelError, UserError, ppo
+from ppo_cli.digests import require_intact_model
+from ppo_cli.errors import (
+    ModelError,
+    UserError,
+    command_line,
+    failing,
+    ppo,
+    with_flag,
+    with_path,
+)
 from ppo_cli.redact import redact_url
 
 TENSOR = "trainer.tensor_parallel_size"
@@ -292,6 +303,25 @@ def broken_models(config: Config) -> list[str]:
             flag = table()[key].flag or key
             problems.append(folder_problem(folder, flag, tokenizer=path == config.model.path))
     return [problem for problem in problems if problem]
+
+
+def damaged_models(config: Config) -> list[str]:
+    """Return one sentence for each model in a checkpoint of a run that is not as it was saved."""
+    flags = {path: table()[key].flag or key for key, path in reversed([*_models(config)])}
+    rewards = [model.settings.path for model in models_of(config.reward)]
+    rewards += [j.settings.model for j in judges_of(config.reward) if j.settings.type == "local"]
+    paths = dict.fromkeys([*flags, *(str(path) for path in rewards if path)])
+    folders = {path: Path(model_folder(path)).expanduser() for path in paths if not is_url(path)}
+
+    def retry(path: str, other: Path) -> str:
+        line = with_path(path, str(other))
+        if line or path not in flags:
+            return line
+        return with_flag(command_line(), flags[path], shlex.quote(str(other)))
+
+    checks = (partial(require_intact_model, folder, partial(retry, path))
+              for path, folder in folders.items())  # fmt: skip
+    return list(failing(checks))
 
 
 def folder_problem(folder: Path, flag: str, *, tokenizer: bool) -> str:

@@ -27,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from ppo_cli.atomic import replacing
+from ppo_cli.digests import write_part
 from ppo_cli.engine.optimizer import MOMENTS, Optimizer
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.engine.sharding import fill_from_rank0, full_tensor, whole_tensor
@@ -147,11 +148,13 @@ class Share:
     number: int | None
     model: Any = None
 
-    def write(self, directory: Path) -> None:
-        """Write this rank's file; no other rank is needed."""
-        if self.number is not None:
-            path = directory / file_name(self.stem, self.number, len(self.writers))
-            write_tensors(path, to_disk(self.model, self.tensors))
+    def write(self, directory: Path) -> list[str]:
+        """Write this rank's file, no other rank is needed; returns its name, if it has one."""
+        if self.number is None:
+            return []
+        name = file_name(self.stem, self.number, len(self.writers))
+        write_tensors(directory / name, to_disk(self.model, self.tensors))
+        return [name]
 
     def write_index(self, directory: Path) -> None:
         """Write which tensor is in which of several files, as Hugging Face has it."""
@@ -264,7 +267,7 @@ class Snapshot:
 
     shares: Sequence[Share]
     files: Mapping[str, bytes]
-    speaks: bool
+    rank: int
 
     def write(self, directory: Path) -> None:
         """Write this rank's files into `directory` and bring them to the disk; may be a thread's.
@@ -274,13 +277,16 @@ class Snapshot:
         # All folders first: one that has been given up must not come to life again.
         for name in (*(share.stem for share in self.shares), *self.files):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        written: list[str] = []
         for share in self.shares:
-            share.write(directory)
-            if self.speaks:
+            written += share.write(directory)
+            if self.rank == 0:
                 share.write_index(directory)
-        if self.speaks:
+        if self.rank == 0:
             for name, content in self.files.items():
                 write_file(directory / name, content)
+        if written:
+            write_part(directory, self.rank, written)
 
     def write_in_background(self, directory: Path) -> Future[None]:
         """Write in a thread of its own; the future holds what went wrong."""
@@ -364,7 +370,7 @@ def take_snapshot(
             cut_share(part.optimizer_stem, moments, ranks, most, copied=not last),
         ]
         files |= {f"{part.name}/{name}": content for name, content in part.files.items()}
-    return Snapshot(shares, files, speaks=ranks.rank == 0)
+    return Snapshot(shares, files, ranks.rank)
 
 
 def restore(directory: Path, trained: Sequence[Trained], ranks: Ranks) -> dict[str, Any]:

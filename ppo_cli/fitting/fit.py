@@ -19,8 +19,9 @@ import torch
 from ppo_cli.atomic import replacing
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.processor import matmul_library
+from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.device import Compute, multiply_with
-from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError
+from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError, with_path
 from ppo_cli.fitting.preferences import (
     EncodedPair,
     Split,
@@ -110,6 +111,10 @@ def fit(settings: FitSettings, screen: Screen) -> dict[str, Any]:
     folder = ModelFolder(settings.out, overwrite=settings.overwrite)
     split, dropped = read_split(settings, screen)
     recipe = settings.recipe
+    require_intact_model(
+        Path(model_folder(settings.model)).expanduser(),
+        lambda other: with_path(settings.model, str(other)),
+    )
     multiply_with(matmul_library(None))
     network = load_to_fit(
         model_folder(settings.model),

@@ -40,6 +40,7 @@ from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import with_devices
 from ppo_cli.config.schema import Config, Data
 from ppo_cli.data_sets.prompts import PromptOrder, PromptSet, fingerprint, load_prompts
+from ppo_cli.digests import NAMED_IN, require_resumable
 from ppo_cli.engine.async_rollout import AheadEngine
 from ppo_cli.engine.base import Engine, Sampling
 from ppo_cli.engine.learner import LocalEngine
@@ -108,6 +109,8 @@ def run_with_restarts(
                 state = begin(job)
             else:
                 newest = job.store.newest() or origin
+                if newest is not None:
+                    require_resumable(newest, job.resume_command)
                 where = f"{newest.name}, the last checkpoint" if newest else "the first step"
                 again = f"Starting again ({restarts} of {most}) from {where}."
                 job.tracker.screen.health(_then(lost, again))
@@ -334,7 +337,7 @@ def _train_in(
     prompts, val_prompts = _load_prompt_sets(config, tokenizer, screen)
     order = _prompt_order(config, prompts)
     identity = run_identity(config, prompts, val_prompts)
-    other = _changes_since(resume_from, config, identity)
+    other = _changes_since(resume_from, resolved, identity)
     begun, resume_from = resume_from, None if other else resume_from
     config = (resolved := as_begun(resolved, resume_from, screen.note)).config
     total_steps = config.trainer.total_training_steps or (
@@ -509,17 +512,28 @@ def _prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
     )
 
 
-def _changes_since(resume_from: Path | None, config: Config, identity: Mapping[str, Any]) -> str:
-    """Say in what the run that would go on differs; raises UserError for a checkpoint by name."""
+def _changes_since(
+    resume_from: Path | None, resolved: Resolved, identity: Mapping[str, Any]
+) -> str:
+    """Say in what the run that would go on differs.
+
+    Raises UserError for a checkpoint of another run that was named, and for a damaged one.
+    """
     if resume_from is None:
         return ""
-    if config.trainer.resume_mode == "auto":
-        return differences(resume_from, identity)
-    if other := differences(resume_from, identity, bound=True):
+    command = _resume_command(resolved)
+    # Only an intact fingerprint can tell whether this is the same run.
+    require_resumable(resume_from, command, NAMED_IN)
+    by_name = resolved.config.trainer.resume_mode != "auto"
+    other = differences(resume_from, identity, bound=by_name)
+    if other and not by_name:
+        return other
+    if other:
         raise UserError(
             f"{resume_from} is of another run, which differs in {other}. Leave --resume out: a new "
             "run then starts, and the earlier one is kept."
         )
+    require_resumable(resume_from, command)
     return ""
 
 

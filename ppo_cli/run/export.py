@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from ppo_cli.config.keys import value_of
 from ppo_cli.config.mixture import judges_of, mixture_line, mixture_of, models_of, rules_of
 from ppo_cli.config.resolve import DEFAULT
 from ppo_cli.config.schema import Config
-from ppo_cli.errors import ConfigError, UserError, first_line, on_path
+from ppo_cli.digests import require_intact_model
+from ppo_cli.errors import (
+    ConfigError,
+    UserError,
+    command_line,
+    first_line,
+    on_path,
+    with_flag,
+    with_path,
+)
 from ppo_cli.redact import mask_secrets, redact
 from ppo_cli.report.metrics import Lines, judge_totals, mixture_parts, summarise
 from ppo_cli.report.page.run_data import config_of, settings_of
@@ -255,6 +265,7 @@ def export(
     if push is not None:
         _check_hub(push)
     folder = find_model(source.expanduser(), checkpoint, critic=critic).resolve()
+    require_intact_model(folder, partial(_instead, source, checkpoint))
     found = STEP_NAME.match(folder.parent.name)
     step = int(found.group(1)) if found else None
     run = folder.parents[2]
@@ -284,6 +295,13 @@ def export(
         "card": card,
         "pushed": None if push is None else _push(out.expanduser(), push, public=public),
     }
+
+
+def _instead(source: Path, checkpoint: str | None, model: Path) -> str:
+    """Return this command line with the model of another checkpoint."""
+    if checkpoint is not None:
+        return with_flag(command_line(), "--checkpoint", shlex.quote(str(model.parent)))
+    return with_path(str(source), str(model if holds_model(source) else model.parent))
 
 
 def _check_hub(name: str) -> None:

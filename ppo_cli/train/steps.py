@@ -24,6 +24,7 @@ from ppo_cli.algo.estimators import ESTIMATORS
 from ppo_cli.config.derived import critic_mini_batch, gen_batch, most_gen_batches, sampler_seed
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.prompts import PromptOrder
+from ppo_cli.digests import MANIFEST
 from ppo_cli.engine.base import Engine, MiniBatch, Sampling
 from ppo_cli.errors import Interrupted, ModelError, RewardError, UserError, ppo, with_flag
 from ppo_cli.moments import Moments
@@ -141,6 +142,7 @@ class RunState:
         """Write the state of loop, order and reward into a checkpoint folder."""
         state = {
             "format": FORMAT,
+            "digests": MANIFEST,
             "run": asdict(self),
             "order": order.state_dict(),
             "reward": reward.state_dict(),

@@ -22,6 +22,7 @@ from transformers import (
 
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.config.bundled import model_folder
+from ppo_cli.digests import find_damage, write_manifest
 from ppo_cli.engine.checkpoint import (
     Share,
     Trained,
@@ -200,6 +201,20 @@ def test_a_folder_that_was_given_up_does_not_come_back(
     # Another rank's disk was full: whoever waited has removed what was written.
     assert snapshot.write_in_background(tmp_path / "gone").exception(timeout=60) is not None
     assert not (tmp_path / "gone").exists()
+
+
+def test_each_rank_digests_what_it_wrote_and_the_manifest_joins_them(tmp_path: Path) -> None:
+    model = make("untied")
+    write(tmp_path, trained(model, train(model)), ranks=2)
+    # After a rank has hashed its file: the manifest must hold what was written, not what is there.
+    second = tmp_path / "actor" / "model-00002-of-00002.safetensors"
+    second.write_bytes(second.read_bytes()[:-1] + b"x")
+    write_manifest(tmp_path)
+    named = json.loads((tmp_path / "digests.json").read_text())["files"]
+    files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert named.keys() == files - {"digests.json"}
+    assert find_damage(tmp_path) == [f"actor/{second.name} is not what was saved"]
+    assert find_damage(tmp_path, "state") == []
 
 
 def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def test_two_ranks_write_one_folder(desk: Path) -> None:
         "actor/model", "critic/model", "state/actor_optimizer", "state/critic_optimizer",
     )]  # fmt: skip
     index = [f"{part}/model.safetensors.index.json" for part in PARTS]
-    assert names == {*both, *index, "state/engine.json"}
+    parts = {f".digests-{rank}.json" for rank in (0, 1)}
+    assert names == {*both, *index, *parts, "state/engine.json"}
     small, large = sorted(path.stat().st_size for path in (desk / "written/state").glob("actor*"))
     assert small > 0.6 * large
 

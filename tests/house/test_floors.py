@@ -13,6 +13,7 @@ from typing import NamedTuple
 GROUND = {
     "allocator",
     "atomic",
+    "digests",
     "errors",
     "keeper",
     "moments",

@@ -168,7 +168,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 
     store.begin(1, fill)
     store.settle()
-    assert names(tmp_path / "step_000001") == ["new"]
+    assert names(tmp_path / "step_000001") == ["digests.json", "new"]
 
 
 def test_resume_modes(tmp_path: Path) -> None:
