@@ -29,6 +29,7 @@ from ppo_cli.config.model_checks import check_folder
 from ppo_cli.digests import require_intact, write_manifest
 from ppo_cli.errors import DataError, ModelError, UserError, did_you_mean
 from ppo_cli.redact import redactor
+from ppo_cli.spending import all_calls, in_flight_file
 
 if TYPE_CHECKING:
     from ppo_cli.config.schema import Config
@@ -157,13 +158,20 @@ PARTS = (
 )  # fmt: skip
 
 LOCK = ".lock"  # while a run goes on
-SPENT = "judge_calls*.jsonl"  # a line a paid call; a file for each judge
+SPENT = "judge_calls*"  # the files of `spending`, for each judge
 
 
 def paid_calls(run_dir: Path) -> list[dict[str, Any]]:
-    """The calls that a run's judges were paid for, over all its sessions."""
-    files = sorted(run_dir.glob(SPENT))
-    return [line for file in files for line in read_lines(file) if "usd" in line]
+    """The calls that a run's judges were paid for, over all its sessions.
+
+    Those in flight count at their worst case.
+    """
+    files = sorted({file.with_suffix(".jsonl") for file in run_dir.glob(SPENT)})
+    return [
+        call
+        for file in files
+        for call in all_calls(read_lines(in_flight_file(file)), read_lines(file))
+    ]
 
 
 def check_run_folder(run: Path) -> None:

@@ -75,7 +75,7 @@ def with_second_judge(resolved: Resolved, environ: Mapping[str, str]) -> Resolve
         return resolved
     kind, key = there[0]
     model, share = JUDGES[kind].example, judges[0].monitor.share
-    if any(api.counts_dollars or api.budget_tokens is not None for api in judges):
+    if any(api.has_budget for api in judges):
         note = (
             f"{key} is set, but there is a budget, so no second judge reads along unasked: "
             f"--rm_monitor_type {kind} --rm_monitor_model {model} names one."

@@ -323,6 +323,11 @@ class ApiReward(Section):
         return self.budget_usd is not None or self.budget_usd_day is not None
 
     @property
+    def has_budget(self) -> bool:
+        """Whether the worst case of each call must be known."""
+        return self.counts_dollars or self.budget_tokens is not None
+
+    @property
     def within_group(self) -> bool:
         """Whether scores come from comparing the responses to a prompt with each other."""
         return self.mode == "compare" and self.compare in ("pairs", "list")

@@ -26,7 +26,7 @@ from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_for
-from ppo_cli.rewards.judge.costs import Price, disagreement, find_price, near_models, second_list
+from ppo_cli.rewards.judge.prices import Price, disagreement, find_price, near_models, second_list
 from ppo_cli.rewards.judge.prompt import (
     Template,
     check_rows,

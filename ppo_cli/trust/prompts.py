@@ -30,8 +30,9 @@ from ppo_cli.report.tracker import Screen
 from ppo_cli.rewards.judge.cache import VerdictCache, cache_path, key_of
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import JudgeClient, reach
-from ppo_cli.rewards.judge.costs import Spent, find_price, ledger_of
+from ppo_cli.rewards.judge.costs import Spent, ledger_of
 from ppo_cli.rewards.judge.limiter import Limits
+from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.prompt import (
     RUBRIC_SCALE,
     Material,

@@ -20,6 +20,7 @@ GROUND = {
     "records",
     "redact",
     "signals",
+    "spending",
     "thoughts",
 }
 FLOOR_2 = {"config", "data_sets", "report", "run_folder"}
@@ -61,7 +62,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("engine.cluster", "bridge.rewards"),
     "bokeh": ("report.page",),
     "vllm": ("engine.vllm_sampler", "engine.weight_transfer"),
-    "genai_prices": ("rewards.judge.costs",),
+    "genai_prices": ("rewards.judge.prices",),
     **dict.fromkeys(SDKS, ("rewards.judge.providers",)),
 }
 # Heavy libraries that only algo/, engine/ and the loop may import at module level.

@@ -216,6 +216,7 @@ class BatchJudge:
             rows[f"{row.key}-{seen[row.key]}"] = row
             seen[row.key] += 1
         asked = {name: row.question for name, row in rows.items()}
+        provider.check_length(provider.form())
         job = _Job(self.identity, list(rows), dict(provider.dropped()))
         path = self._folder / f"{uuid.uuid4().hex}.json"
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 A `Question` is a rendered request, a `Reply` what a provider answered, a `Verdict` what was
 read from it. Whatever goes wrong is a `JudgeError` of one of four kinds. A call is booked with
-what it was billed for, or with its worst case. Several verdicts on one response make its score.
+what the provider reports; a number that it does not report counts at its worst case. Several
+verdicts on one response make its score.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from functools import lru_cache
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Literal
 
+from ppo_cli.errors import Interrupted
 from ppo_cli.records import Part, Score
 from ppo_cli.redact import redact
+from ppo_cli.spending import UPPER_BOUND
 
 if TYPE_CHECKING:
     from ppo_cli.rewards.judge.rubric import Draft, Rivals, Rubric
@@ -28,6 +31,11 @@ Output = Literal["json", "text"]
 REQUEST_OVERHEAD = 64
 # Words of the transports for a connection that was never made.
 _NEVER_SENT = re.compile(r"ConnectionRefused|gaierror|Connect(Error|Timeout)\b|Cannot connect")
+_NO_CALL = {"sdk", "credentials", "unread"}  # causes of failures before any call
+# A request may time out after it was processed; a filter reads it, and Azure bills that.
+_PROCESSED_STATUSES, _FILTER = {408, 499}, "content_filter"
+# No tokenizer makes fewer tokens of a text: of prose they have 3 to 5 characters.
+_CHARACTERS_PER_TOKEN = 16
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re.S)
 
 
@@ -86,7 +94,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that one call was billed for; `cached_input` is the part of `input` read cheaply."""
+    """Tokens that one call was billed for; `cached_input` is the part of `input` read cheaply.
+
+    What a provider reports has 0 for a number that is missing.
+    """
 
     input: int = 0
     output: int = 0
@@ -109,7 +120,7 @@ class Usage:
 class Reply:
     """What a provider answered with.
 
-    `usage` is None when the provider did not tell it, which is not the same as no tokens.
+    `usage` is None when the provider did not report it, which is not the same as no tokens.
     `truncated` says that the answer was cut at `max_tokens`. In decision mode `probabilities`
     holds level -> probability, and `text` is empty.
     """
@@ -177,6 +188,10 @@ class JudgeError(Exception):
         return f"{self.cause}: {redact(str(self))}"
 
 
+class UnlimitedCost(Interrupted):
+    """There is a budget, and no upper bound for what a call may cost."""
+
+
 def estimate_tokens(text: str) -> int:
     """Return an upper estimate of a text's tokens under any of the usual tokenizers.
 
@@ -199,31 +214,47 @@ def worst_case(question: Question) -> Usage:
     return Usage(read, question.max_tokens)
 
 
-def bill(outcome: Reply | JudgeError | None, question: Question) -> tuple[Usage, str]:
-    """Return what a call is booked with, and a note unless the provider told it.
+def quick_worst_case(question: Question) -> Usage:
+    """Return a coarser bound than `worst_case` at no cost: a token has at least one byte."""
+    size = len((question.system + question.user).encode("utf-8", "replace"))
+    return Usage(size + REQUEST_OVERHEAD, question.max_tokens)
 
-    `None` stands for a call that was cut off here. What the provider does not tell is estimated
-    from above, or a budget would not hold with servers that tell nothing.
+
+def bill(
+    outcome: Reply | JudgeError | None, question: Question, input_ratio: float = 1.0
+) -> tuple[Usage, str]:
+    """Return what a call is booked with, and a note where that is an upper bound.
+
+    `None` stands for a call that was cut off here, `input_ratio` is that of its reservation. A
+    number that the provider does not report, or that is too small for the text, counts at the
+    worst case. So does a call that failed, unless it never left or was turned away unread.
     """
-    # No call takes no tokens at all: all zeros are as good as silence.
-    if outcome is not None and outcome.usage and outcome.usage != Usage():
-        return outcome.usage, ""
-    if isinstance(outcome, Reply):
-        return _estimated(question, outcome.text)
-    if outcome is None:
-        return worst_case(question), "upper bound"
-    if outcome.status is not None or outcome.kind is Failure.FATAL:
-        return Usage(), ""  # turned away before the model saw it
-    if outcome.kind is not Failure.RETRYABLE:
-        return _estimated(question, outcome.reply)
-    if outcome.cause == "connection" and _NEVER_SENT.search(str(outcome)):
+    if isinstance(outcome, JudgeError) and _turned_away(outcome):
         return Usage(), ""
-    return worst_case(question), "upper bound"
-
-
-def _estimated(question: Question, text: str) -> tuple[Usage, str]:
+    usage = (outcome.usage if outcome else None) or Usage()
+    sent = len(question.system) + len(question.user)
+    read = usage.input if usage.input >= sent // _CHARACTERS_PER_TOKEN else 0
+    written, decided = usage.output, False
+    if isinstance(outcome, Reply):
+        decided = outcome.probabilities is not None  # no text is written for these
+        written = written if written >= len(outcome.text) // _CHARACTERS_PER_TOKEN else 0
+    if read and (written or decided):
+        return usage, ""
     worst = worst_case(question)
-    return Usage(worst.input, min(estimate_tokens(text), worst.output)), "estimated"
+    cached = usage.cached_input if read else 0
+    read = read or math.ceil(input_ratio * worst.input)
+    return Usage(read, written or worst.output, cached), UPPER_BOUND
+
+
+def _turned_away(error: JudgeError) -> bool:
+    """Whether nothing was billed: 3xx and most 4xx statuses, and what never reached the judge."""
+    if error.usage.total or error.cause == _FILTER:
+        return False
+    if error.status is not None:
+        rejected = 300 <= error.status < 500 and error.status not in _PROCESSED_STATUSES
+        return rejected or error.status == 0 or error.cause == "http_429"
+    never_sent = error.cause == "connection" and _NEVER_SENT.search(str(error))
+    return error.cause in _NO_CALL or bool(never_sent)
 
 
 def _piece(piece: str) -> int:

@@ -25,6 +25,7 @@ from ppo_cli.rewards.judge.calls import (
     JudgeError,
     Question,
     Reply,
+    UnlimitedCost,
     Usage,
     Verdict,
     bill,
@@ -149,6 +150,7 @@ class JudgeClient:
         """Make one call, past cache, queue and breaker; raises its JudgeError as it is."""
         job = _Job(question, question)
         found = await self._call(job)
+        self._ledger.check_limit_kept()
         self._known_good = question
         return self._whole(job, found, job.last_s)
 
@@ -382,7 +384,7 @@ class JudgeClient:
         finally:
             job.under_way -= 1
             job.last_s = self._clock() - began
-            usage, note = bill(outcome, job.question)
+            usage, note = bill(outcome, job.question, held.input_ratio)
             job.usage += usage
             job.cost_usd += held.settle(usage, word, job.last_s, note)
         self._counts.latencies.append(job.last_s)
@@ -438,6 +440,8 @@ def reach(
     while True:
         try:
             return loop.call(client.probe(question))
+        except UnlimitedCost as error:
+            raise RewardError(str(error)) from error
         except JudgeError as error:
             if error.kind is Failure.FATAL:
                 raise RewardError(

@@ -1,244 +1,43 @@
-"""What a judge costs: the price of its tokens, what was spent, and what calls may cost at most.
+"""What a judge costs: what was spent, and what calls may cost at most; `prices` has the prices.
 
-A price comes from the settings, a file, the bundled list, or genai-prices, a package of its own
-(pip install "ppo-cli[prices]") that lists models of many providers, with prices and limits. What
-the bundled list knows, that list decides.
-
-The worst case of a call is reserved before it is sent and settled by its true usage after, so
-that settled and reserved together stay within the budget. Reservations live on one event loop;
+The worst case of a call is reserved, in a file too, before it is sent and settled by its usage
+after, so that settled and reserved together stay within the budget, and calls that were in flight
+when the process was killed count at their worst case. Lines are not synced to the disk: they
+survive the process, and a power cut may lose the last ones. Reservations live on one event loop;
 totals may be read, and the file attached, from any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fnmatch
-import importlib.util
-import ipaddress
 import json
 import logging
 import math
-import re
+import os
+import secrets
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-from pydantic import Field
-
-from ppo_cli.config.known_models import JUDGES
-from ppo_cli.config.reward_schema import ApiReward, JudgeType
-from ppo_cli.errors import Interrupted, RewardError, UsedUp, did_you_mean
-from ppo_cli.rewards.judge.cache import cache_path, default_cache_path
-from ppo_cli.rewards.judge.calls import Question, Usage, worst_case
-from ppo_cli.rewards.judge.written import FromFile, read_file
-
-BUNDLED = Path(__file__).with_name("prices.yaml")
-_VERSION = re.compile(r"-(?:20\d\d-?\d\d-?\d\d|latest)$")
-
-
-@dataclass(frozen=True)
-class Price:
-    """US dollars for a million tokens, and where the figures come from."""
-
-    input: float
-    output: float
-    cached_input: float | None
-    source: str
-
-    def cost(self, usage: Usage) -> float:
-        """Return what these tokens cost, in US dollars."""
-        cached = min(usage.cached_input, usage.input)
-        cheap = self.input if self.cached_input is None else self.cached_input
-        millionths = (usage.input - cached) * self.input + cached * cheap
-        return (millionths + usage.output * self.output) / 1e6
-
-
-def find_price(api: ApiReward) -> Price | None:
-    """Return the price of a judge's model, or None when nobody knows it.
-
-    The settings are asked first, then the user's file, the bundled list and genai-prices.
-    """
-    if api.price_input is not None and api.price_output is not None:
-        return Price(api.price_input, api.price_output, None, "the settings")
-    for file in _files(api):
-        if (price := _from_file(file, api)) is not None:
-            return price
-    if (listed := second_list(api)) is not None and listed.price is not None:
-        return listed.price
-    if api.type == "local":
-        return Price(0.0, 0.0, None, "the run's own judge")
-    # With a budget in dollars, free is for the user to say: a local proxy may cost.
-    if not api.counts_dollars and api.base_url is not None and is_local(api.base_url):
-        return Price(0.0, 0.0, None, "a judge on this machine")
-    return None
-
-
-def batch_price(price: Price | None, api: ApiReward) -> Price | None:
-    """Return what the same tokens cost in a batch: the share that the price files name."""
-    shares = [read_prices(file).batch.get(api.type) for file in _files(api)]
-    share = next((share for share in shares if share is not None), 1.0)
-    if price is None:
-        return None
-    cached = None if price.cached_input is None else share * price.cached_input
-    return Price(share * price.input, share * price.output, cached, price.source)
-
-
-def is_local(base_url: str) -> bool:
-    """Say whether an endpoint lies on this machine."""
-    host = urlsplit(base_url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
-def _from_file(file: Path, api: ApiReward) -> Price | None:
-    content = read_prices(file)
-    table = content.prices.get(api.type, {})
-    if api.model is None:
-        return None
-    source = "the bundled list" if file == BUNDLED else str(file)
-    if content.checked is not None:
-        source += f" of {content.checked}"
-    # A gateway's name (openai/gpt-4o-mini) and a dated one cost what the plain one does.
-    plain = api.model.rsplit("/", 1)[-1]
-    for name in (api.model, plain, _VERSION.sub("", plain)):
-        fitting = [pattern for pattern in table if fnmatch.fnmatchcase(name, pattern)]
-        if fitting:
-            found = table[max(fitting, key=lambda pattern: _specificity(pattern, name))]
-            return Price(found.input, found.output, found.cached_input, source)
-    return None
-
-
-def _specificity(pattern: str, name: str) -> tuple[bool, int, int]:
-    literal = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
-    return pattern == name, len(literal), -pattern.count("*")
-
-
-Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _Amounts(FromFile):
-    input: Dollars
-    output: Dollars
-    cached_input: Dollars | None = None
-
-
-class PriceFile(FromFile):
-    """Prices by provider and model (or pattern), and the share of them that batches cost."""
-
-    prices: dict[JudgeType, dict[str, _Amounts]]
-    batch: dict[JudgeType, Dollars] = Field(default_factory=dict)
-    checked: Any = None
-
-
-def _files(api: ApiReward) -> list[Path]:
-    return [BUNDLED] if api.prices is None else [Path(api.prices).expanduser(), BUNDLED]
-
-
-def read_prices(file: Path) -> PriceFile:
-    """Read a price file; RewardError names what is wrong."""
-    return read_file(file, PriceFile, f"--rm_prices {file}")
-
-
-@dataclass(frozen=True)
-class Listed:
-    """What genai-prices has of a model; `context` is how many tokens it reads at most."""
-
-    price: Price | None
-    context: int | None
-
-
-def second_list(api: ApiReward) -> Listed | None:
-    """What genai-prices has of a judge's model; None without the package or the model.
-
-    Behind an address of one's own a model is looked for at the provider that has the address.
-    """
-    provider, every = _shelf(api.type, api.base_url)
-    if provider is None or api.model is None:
-        return None
-    names = dict.fromkeys((api.model, api.model.rsplit("/", 1)[-1]))
-    found = [provider.find_model(name, all_providers=every) for name in names]
-    model = next((one for one in found if one is not None), None)
-    return None if model is None else Listed(_list_price(model), model.context_window)
-
-
-def disagreement(api: ApiReward) -> str:
-    """Say that the bundled list and genai-prices differ about a model; empty where they do not."""
-    ours, listed = _from_file(BUNDLED, api), second_list(api)
-    theirs = None if listed is None else listed.price
-    if ours is None or theirs is None or (ours.input, ours.output) == (theirs.input, theirs.output):
-        return ""
-    return (
-        f"two prices of {api.model}: {_said(ours)} by {ours.source}, which counts, and "
-        f"{_said(theirs)} by {theirs.source}; --rm_price_input and --rm_price_output decide"
-    )
-
-
-def near_models(kind: str, model: str) -> str:
-    """Return ` Did you mean 'x'?` for a name that no list knows; empty where one knows it."""
-    api = ApiReward(type=kind, model=model)
-    if _from_file(BUNDLED, api) is not None or second_list(api) is not None:
-        return ""
-    provider, _ = _shelf(kind, None)
-    listed = read_prices(BUNDLED).prices.get(api.type, {})
-    names = [name for name in listed if not re.search(r"[*?[]", name)]
-    names += [one.id for one in provider.models] if provider else []
-    return did_you_mean(model.rsplit("/", 1)[-1], dict.fromkeys([JUDGES[kind].example, *names]))
-
-
-def _shelf(kind: str, base_url: str | None) -> tuple[Any, list[Any]]:
-    """A provider's models in genai-prices, or None, and all of its providers."""
-    if importlib.util.find_spec("genai_prices") is None:
-        return None, []
-    from genai_prices.data_snapshot import get_snapshot
-
-    lists = get_snapshot()
-    wanted = None if base_url else JUDGES[kind].listed
-    if not (base_url or wanted):
-        return None, []
-    try:
-        return lists.find_provider(None, wanted, base_url), lists.providers
-    except LookupError:
-        return None, []
-
-
-def _list_price(model: Any) -> Price | None:
-    """The price at the smallest context tier and the dearest hour of the day."""
-    from genai_prices import __version__
-
-    now = datetime.now(UTC)
-    hours = [model.get_prices(now.replace(hour=hour)) for hour in range(24)]
-    beside = [getattr(prices, name, None) for prices in hours for name in _NOT_ONLY_TOKENS]
-    read, written, cached = (
-        max((_base(getattr(prices, f"{side}_mtok")) for prices in hours), key=lambda x: x or 0.0)
-        for side in ("input", "output", "cache_read")
-    )
-    if read is None or written is None or any(amount is not None for amount in beside):
-        return None
-    return Price(read, written, cached, f"genai-prices {__version__}")
-
-
-# What a call costs beside its tokens, or instead of them.
-_NOT_ONLY_TOKENS = ("requests_kcount", "output_reasoning_mtok", "output_citation_mtok")
-
-
-def _base(amount: Any) -> float | None:
-    """The first step of a price that rises with the length of the prompt, or the price."""
-    found = getattr(amount, "base", amount)
-    return None if found is None else float(found)
-
-
-def _said(price: Price) -> str:
-    return f"${price.input:g} in, ${price.output:g} out"
-
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.errors import Interrupted, RewardError, UsedUp
+from ppo_cli.rewards.judge.cache import default_cache_path
+from ppo_cli.rewards.judge.calls import (
+    Question,
+    UnlimitedCost,
+    Usage,
+    quick_worst_case,
+    worst_case,
+)
+from ppo_cli.rewards.judge.prices import Price, find_price, near_models
+from ppo_cli.spending import IN_FLIGHT, UPPER_BOUND, all_calls, in_flight_file
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +45,8 @@ logger = logging.getLogger(__name__)
 _ROUNDING = 1e-9
 # Lines kept for a file that may be attached later; without one they are dropped one by one.
 _MOST_UNWRITTEN = 4096
+# An answer may be this much longer than its limit: servers count the ends of answers differently.
+_MOST_EXCESS, _MOST_EXCESS_TOKENS = 1.01, 8
 
 
 @dataclass(frozen=True)
@@ -274,6 +75,10 @@ class Guest:
         """Set aside the worst case of one call; see `Ledger.reserve`."""
         return await self.ledger.reserve(question, guest=self)
 
+    def check_limit_kept(self) -> None:
+        """Raise UnlimitedCost as `Ledger.check_limit_kept` does."""
+        self.ledger.check_limit_kept(self)
+
     def take(self) -> Spent:
         """Return what this model was booked for since the last call of this method."""
         taken, self.spent = self.spent, Spent()
@@ -285,14 +90,27 @@ class Reservation:
     """The worst case of one call, held until the call is settled."""
 
     ledger: Ledger
-    tokens: int
+    usage: Usage
     usd: float
     guest: Guest | None = None
     day: str = ""  # whose budget holds it
+    id: str = ""
+    input_ratio: float = 1.0  # of the tokens that are reserved to those estimated
 
     def settle(self, usage: Usage, outcome: str, latency_s: float = 0.0, note: str = "") -> float:
         """Book what the call was billed for, free the rest and return the cost; once only."""
         return self.ledger.settle(self, usage, outcome, latency_s, note)
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens that the call may be billed for."""
+        return self.usage.total
+
+    @property
+    def model(self) -> dict[str, str]:
+        """Provider and model of the call, as its lines name them."""
+        who = self.guest or self.ledger
+        return {"provider": who.provider, "model": who.model}
 
 
 class DayBudget:
@@ -309,10 +127,10 @@ class DayBudget:
 
     @classmethod
     def of(cls, api: ApiReward, environ: Mapping[str, str]) -> DayBudget | None:
-        """The budget that the settings ask for; its file lies beside the cache."""
+        """The budget that the settings ask for; its file is the same for every `--rm_cache`."""
         if api.budget_usd_day is None:
             return None
-        cache = cache_path(api, environ) or default_cache_path(environ)
+        cache = default_cache_path(environ)
         return cls(cache.with_name(f"{cache.stem}.spent.sqlite"), api.budget_usd_day)
 
     def take(self, held: Reservation) -> bool:
@@ -371,15 +189,26 @@ class Ledger:
         self.budget_usd = budget_usd
         self.budget_tokens = budget_tokens
         self.budget_day = budget_day
-        self._named = {"provider": provider, "model": model}
+        self.provider, self.model = provider, model
         self.total = Spent()  # everything booked, by earlier runs in the same file too
+        self.unreported = Spent()  # the part of it that is an upper bound
+        self.found_in_flight = Spent()  # the part of it that was in flight when a run was killed
         self._new = Spent()
+        # By model: its tokenizer may make more tokens of a text than is estimated.
+        self._input_ratios: dict[str, float] = {}
+        self._too_long: dict[str, Usage] = {}
+        self._session, self._number = secrets.token_hex(4), 0
         self._open: set[Reservation] = set()
         self._settled = asyncio.Event()  # a new one after each settled call
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._unwritten: deque[str] = deque(maxlen=_MOST_UNWRITTEN)
         self._complained = False
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is any limit on what calls may take."""
+        return (self.budget_usd, self.budget_tokens, self.budget_day) != (None, None, None)
 
     @property
     def reserved_usd(self) -> float:
@@ -400,21 +229,49 @@ class Ledger:
     async def reserve(self, question: Question, *, guest: Guest | None = None) -> Reservation:
         """Set aside the worst case of one call, waiting while others may settle lower.
 
-        Raises Interrupted when the call can no longer fit into the budget.
+        Raises Interrupted when the call can no longer fit into the budget, UnlimitedCost when
+        the model writes more than it may.
         """
-        held = Reservation(self, 0, 0.0, guest)
-        if (self.budget_usd, self.budget_tokens, self.budget_day) != (None, None, None):
-            usage = worst_case(question)
-            price = guest.price if guest else self.price
-            held.tokens = usage.total
-            held.usd = price.cost(usage) if price else 0.0
+        held = Reservation(self, Usage(), 0.0, guest)
         day = self.budget_day
-        while not (fits := self._fits(held)) or not (day is None or day.take(held)):
+        while True:
+            self.check_limit_kept(guest)
+            self._set_worst_case(held, question)
+            if (fits := self._fits(held)) and (day is None or day.take(held)):
+                break
             if not self._fits(held, alone=True) or (fits and not self._open):
                 raise self._used_up(held)
             await self._settled.wait()
+        self._number += 1
+        held.id = f"{self._session}-{self._number}"
         self._open.add(held)
+        with self._lock:
+            if not self._write_in_flight([held]) and self.has_budget:
+                self._open.discard(held)
+                raise Interrupted(
+                    f"The judge's ledger {self._path} cannot be written, so the call was not sent: "
+                    "after a kill it would not count. Make room or permit it, then resume."
+                )
         return held
+
+    def check_limit_kept(self, guest: Guest | None = None) -> None:
+        """Raise UnlimitedCost where the model has written more tokens than it was allowed."""
+        who = guest or self
+        if self.has_budget and (usage := self._too_long.get(who.model)) is not None:
+            raise UnlimitedCost(
+                f"The judge {who.model} does not keep to the limit on the tokens of an answer: it "
+                f"wrote {usage.output:,}. What a call costs has no upper bound then, and no budget "
+                "can hold. Raise --rm_max_tokens above what it writes, take another --rm_model or "
+                "--rm_base_url, or go without a budget."
+            )
+
+    def _set_worst_case(self, held: Reservation, question: Question) -> None:
+        """Set what a call may take at most; measured closely where a budget depends on it."""
+        worst = worst_case(question) if self.has_budget else quick_worst_case(question)
+        who = held.guest or self
+        held.input_ratio = self._input_ratios.get(who.model, 1.0)
+        held.usage = Usage(math.ceil(held.input_ratio * worst.input), worst.output)
+        held.usd = who.price.cost(held.usage) if who.price else 0.0
 
     def attach(self, path: Path) -> None:
         """Write each settled call to this file; what it already holds counts as spent."""
@@ -446,18 +303,25 @@ class Ledger:
                 f"and the next call may cost up to ${need.usd:.2g}. Go on tomorrow, or raise "
                 "--rm_budget_usd_day and resume."
             )
+        unreported = ""
+        if (upper := self.unreported).calls:
+            usd = f"${upper.usd:.3g}, " if self.budget_usd is not None else ""
+            unreported = (
+                f" ({usd}{upper.usage.total:,} tokens of that are an upper bound for {upper.calls} "
+                "calls that failed, were cut off or whose usage the judge did not report)"
+            )
         if self.budget_usd is not None and self.total.usd + need.usd > self.budget_usd:
             return Interrupted(
                 f"The judge budget of ${self.budget_usd:g} is used up: {self.total.calls} calls "
-                f"cost ${self.total.usd:.3g}, and the next may cost up to ${need.usd:.2g}. "
-                "To go on, raise --rm_budget_usd and resume.",
+                f"cost ${self.total.usd:.3g}{unreported}, and the next may cost up to "
+                f"${need.usd:.2g}. To go on, raise --rm_budget_usd and resume.",
                 used_up=UsedUp("--rm_budget_usd", self.total.usd, self.total.calls, need.usd),
             )
         assert self.budget_tokens is not None
         used = self.total.usage.total
         return Interrupted(
             f"The judge budget of {self.budget_tokens:,} tokens is used up: {self.total.calls} "
-            f"calls used {used:,}, and the next may use up to "
+            f"calls used {used:,}{unreported}, and the next may use up to "
             f"{need.tokens:,}. To go on, raise --rm_budget_tokens and resume.",
             used_up=UsedUp("--rm_budget_tokens", used, self.total.calls, need.tokens),
         )
@@ -472,53 +336,102 @@ class Ledger:
         self._settled.set()  # wakes them when this has run to its end
         self._settled = asyncio.Event()
         guest = held.guest
-        price = guest.price if guest else self.price
+        price = (guest or self).price
         usd = price.cost(usage) if price else 0.0
         if self.budget_day is not None:
             self.budget_day.settle(held, usd)
-        named = {"provider": guest.provider, "model": guest.model} if guest else self._named
-        line = json.dumps(
+        self._compare(held, usage)
+        line = (
             {"time": round(time.time(), 3)}
-            | named
-            | {"outcome": outcome, "input": usage.input, "output": usage.output}
+            | held.model
+            | {"id": held.id, "outcome": outcome, "input": usage.input, "output": usage.output}
             | {"cached_input": usage.cached_input, "usd": usd, "latency_s": round(latency_s, 4)}
             | ({"note": note} if note else {})
         )
+        if (ratio := self._input_ratios[held.model["model"]]) > 1.0:
+            line["input_ratio"] = ratio
         with self._lock:
             spent = Spent(1, usage, usd)
             self.total, self._new = self.total + spent, self._new + spent
+            if note == UPPER_BOUND:
+                self.unreported = self.unreported + spent
             if guest:
                 guest.spent = guest.spent + spent
-            self._unwritten.append(line)
+            self._unwritten.append(json.dumps(line))
             self._write()
         return usd
 
+    def _compare(self, held: Reservation, usage: Usage) -> None:
+        """Learn from a call that took more than was reserved for it."""
+        model = (held.guest or self).model
+        ratio = held.input_ratio * usage.input / held.usage.input
+        self._input_ratios[model] = max(ratio, self._input_ratios.get(model, 1.0))
+        if usage.output > _MOST_EXCESS * held.usage.output + _MOST_EXCESS_TOKENS:
+            self._too_long[model] = usage
+
     def _open_file(self, path: Path) -> None:
+        """Count what earlier sessions spent, and settle what they left in flight."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = Spent()
-        torn = False
-        if path.exists():
-            text = path.read_text(encoding="utf-8", errors="replace")
-            torn = bool(text) and not text.endswith("\n")
-            for spent in _booked(text):
-                earlier = earlier + spent
+        sent, over = _read(in_flight_file(path)), _read(path)
+        ends: list[str] = []
+        for call in all_calls(sent, over):
+            with suppress(ValueError, KeyError, TypeError):
+                read, written, cached = (int(call[n]) for n in ("input", "output", "cached_input"))
+                spent = Spent(1, Usage(read, written, cached), float(call["usd"]))
+                self.total = self.total + spent
+                if call.get("note") == UPPER_BOUND:
+                    self.unreported = self.unreported + spent
+                model, ratio = str(call.get("model")), float(call.get("input_ratio", 1.0))
+                self._input_ratios[model] = max(ratio, self._input_ratios.get(model, 1.0))
+                if call["outcome"] == IN_FLIGHT:
+                    self.found_in_flight = self.found_in_flight + spent
+                    ends.append(json.dumps(call | {"outcome": "killed"}))
+
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
         with path.open("a", encoding="utf-8") as file:
-            file.write("\n" if torn else "")
+            file.write("\n" * torn + "".join(f"{end}\n" for end in ends))
+        in_flight_file(path).unlink(missing_ok=True)
         self._path = path
-        self.total = self.total + earlier
+        self._write_in_flight(self._open)
         self._write()
 
+    def _write_in_flight(self, calls: Iterable[Reservation]) -> bool:
+        """Append calls that are about to be sent; whether they are in the file."""
+        lines = [
+            {"time": round(time.time(), 3)}
+            | held.model
+            | {"id": held.id, "outcome": IN_FLIGHT, "input": held.usage.input}
+            | {"output": held.usage.output, "cached_input": 0, "usd": held.usd}
+            | {"note": UPPER_BOUND}
+            for held in calls
+        ]
+        if self._path is None:
+            return True
+        return self._append(in_flight_file(self._path), map(json.dumps, lines))
+
     def _write(self) -> None:
+        """Append the calls that are over; with none in flight, that file is empty again."""
         if self._path is None:
             return
+        written = self._append(self._path, self._unwritten)
+        self._unwritten.clear()
+        if written and not self._open:
+            with suppress(OSError):
+                os.truncate(in_flight_file(self._path), 0)
+
+    def _append(self, path: Path, lines: Iterable[str]) -> bool:
+        """Append lines in one write; whether they are there."""
+        # What failed before may have been cut in the middle of a line.
+        start = "\n" if self._complained else ""
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in self._unwritten))
+            with path.open("a", encoding="utf-8") as file:
+                file.write(start + "".join(f"{line}\n" for line in lines))
         except OSError as problem:
             if not self._complained:
                 logger.warning("cannot write the judge's ledger: %s", problem.strerror)
             self._complained = True
-        self._unwritten.clear()
+            return False
+        return True
 
 
 def ledger_of(api: ApiReward, environ: Mapping[str, str]) -> Ledger:
@@ -544,13 +457,13 @@ def guest_of(ledger: Ledger, judge: ApiReward) -> Guest:
     return Guest(ledger, price, judge.type, model)
 
 
-def _booked(text: str) -> Iterator[Spent]:
-    """Read the calls of an earlier run; a line that was torn by a kill is passed over."""
-    for line in text.splitlines():
-        try:
-            entry: Any = json.loads(line)
-            usage = Usage(*(int(entry[name]) for name in ("input", "output", "cached_input")))
-            usd = float(entry["usd"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        yield Spent(1, usage, usd)
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; one that was torn by a kill is passed over."""
+    lines: list[dict[str, Any]] = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for row in text.splitlines():
+        with suppress(ValueError):
+            line = json.loads(row)
+            if isinstance(line, dict):
+                lines.append(line)
+    return lines

@@ -20,7 +20,7 @@ from ppo_cli.errors import PpoError, RewardError
 from ppo_cli.records import Rollout, Score
 from ppo_cli.rewards.base import LabelledRollouts, Tell
 from ppo_cli.rewards.judge.cache import VerdictCache
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Scale, UnlimitedCost
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
 from ppo_cli.rewards.judge.costs import Ledger, guest_of
 from ppo_cli.rewards.judge.limiter import Limits
@@ -254,6 +254,8 @@ class Monitor:
             return
         try:
             await self._client.probe(question)
+        except UnlimitedCost as error:
+            raise RewardError(str(error)) from error
         except JudgeError as error:
             if error.kind is Failure.FATAL:
                 if self._required:

@@ -37,9 +37,10 @@ from ppo_cli.rewards.judge.calls import (
     together,
 )
 from ppo_cli.rewards.judge.client import TRIES, JudgeClient, reach, who
-from ppo_cli.rewards.judge.costs import Guest, batch_price, ledger_of
+from ppo_cli.rewards.judge.costs import Guest, ledger_of
 from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, HeldOut, Monitor, StepReport
+from ppo_cli.rewards.judge.prices import batch_price
 from ppo_cli.rewards.judge.prompt import (
     check_rows,
     criteria_of,
@@ -301,6 +302,11 @@ class JudgeReward(Reward):
         """
         materials = [material_of(prompt, "") for prompt in prompts]
         check_rows(self._api, self.template, materials)
+        if (killed := self._ledger.found_in_flight).calls:
+            tell(
+                f"{killed.calls} judge calls were in flight when the run was killed; they count at "
+                f"their worst case: {killed.usage.total:,} tokens, ${killed.usd:.3g}."
+            )
         if not prompts:
             return
         self._provider.begin(tell)
@@ -387,7 +393,7 @@ class JudgeReward(Reward):
             self._held_out.first |= state.get("labels", {})
 
     def attach(self, folder: Path) -> None:
-        """Keep a line for each paid call in the run's folder; each judge has a file of its own."""
+        """Keep the calls in the run's folder; each judge has a file of its own."""
         which = "" if self.name == "judge" else f"_{self.name}"
         self._ledger.attach(folder / f"judge_calls{which}.jsonl")
 

@@ -16,7 +16,8 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.rewards.judge.cache import VerdictCache
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Usage, Verdict, worst_case
 from ppo_cli.rewards.judge.client import Counters, JudgeClient
-from ppo_cli.rewards.judge.costs import Ledger, Price, Reservation
+from ppo_cli.rewards.judge.costs import Ledger, Reservation
+from ppo_cli.rewards.judge.prices import Price
 from ppo_cli.rewards.remote import LoopThread
 from tests.judge_server import JudgeServer
 from tests.judge_server.clients import ask_all, ask_for, free, questions, run

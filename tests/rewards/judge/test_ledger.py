@@ -20,12 +20,16 @@ from ppo_cli.rewards.judge.calls import (
     Question,
     Reply,
     Scale,
+    UnlimitedCost,
     Usage,
     bill,
     estimate_tokens,
     worst_case,
 )
-from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Price, Spent
+from ppo_cli.rewards.judge.costs import DayBudget, Ledger, Spent
+from ppo_cli.rewards.judge.prices import Price
+from ppo_cli.run_folder import paid_calls
+from ppo_cli.spending import in_flight_file
 
 PRICE = Price(1.0, 10.0, 0.1, "test")
 
@@ -122,19 +126,18 @@ def test_without_a_price_tokens_are_counted_and_dollars_are_not() -> None:
 
 def test_of_two_budgets_the_one_that_is_used_up_is_named() -> None:
     named = []
-    for usd, tokens in ((0.005, 10_000), (1.0, 900)):
+    for usd, tokens in ((0.0045, 10_000), (1.0, 2500)):
         book = ledger(usd, tokens)
-        asyncio.run(call(book, Usage(100, 300)))
+        asyncio.run(call(book, Usage(1000, 100)))
         with pytest.raises(Interrupted, match="is used up") as caught:
-            asyncio.run(call(book, Usage(10, 600)))
-            asyncio.run(call(book, Usage(10, 600)))
+            asyncio.run(call(book, Usage(2000, 100)))
+            asyncio.run(call(book, Usage(10, 10)))
         assert caught.value.exit_code == EXIT_RESUMABLE and caught.value.used_up is not None
         assert f"raise {caught.value.used_up.flag} and resume" in str(caught.value)
         named.append(caught.value.used_up)
-    need = REQUEST_OVERHEAD + estimate_tokens("x")
     dollars, counted = named
-    assert dollars == UsedUp("--rm_budget_usd", pytest.approx(0.00911), 2, (need + 1000) * 1e-6)
-    assert counted == UsedUp("--rm_budget_tokens", 1010, 2, need + 100)
+    assert dollars == UsedUp("--rm_budget_usd", pytest.approx(0.005), 2, pytest.approx(0.003))
+    assert counted == UsedUp("--rm_budget_tokens", 3200, 2, 2100)
 
 
 def test_who_waits_goes_on_when_another_settles_lower() -> None:
@@ -253,6 +256,7 @@ def test_each_call_is_a_line_of_the_file_and_earlier_ones_follow(tmp_path: Path)
     first, second = lines(path)
     assert (first["input"], second["input"]) == (10, 20)
     assert abs(float(str(second.pop("time"))) - time.time()) < 3600.0
+    assert second.pop("id") != first["id"]
     assert second == {
         "provider": "openai", "model": "m", "outcome": "http_429", "input": 20, "output": 2,
         "cached_input": 5, "usd": pytest.approx(35.5e-6), "latency_s": 0.5,
@@ -263,17 +267,17 @@ def test_each_call_is_a_line_of_the_file_and_earlier_ones_follow(tmp_path: Path)
 
 def test_a_resumed_run_remembers_what_it_spent(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    before = ledger(tokens=2000)
+    before = ledger(tokens=400)
     before.attach(path)
-    asyncio.run(call(before, Usage(1000, 700, 300)))
-    after = ledger(tokens=2000)
+    asyncio.run(call(before, Usage(60, 90, 30)))
+    after = ledger(tokens=400)
     asyncio.run(call(after, Usage(20, 1)))  # of the first probe, before there is a folder
     first = after.take()
     after.attach(path)
     after.attach(path)
     assert after.total == before.total + first
     assert after.take() == Spent()
-    asyncio.run(call(after, Usage(180, 1)))
+    asyncio.run(call(after, Usage(60, 90)))
     with pytest.raises(Interrupted):
         asyncio.run(call(after, Usage(10, 1)))
     assert len(lines(path)) == 3
@@ -359,9 +363,15 @@ def failed(kind: Failure, cause: str, told: str = "", **more: object) -> JudgeEr
 @pytest.mark.parametrize(
     ("outcome", "usage", "note"),
     [
-        (Reply("7", Usage(5, 2)), Usage(5, 2), ""),
-        (Reply("seven", Usage()), Usage(100, 3), "estimated"),
-        (Reply("a b " * 500, Usage()), Usage(100, 50), "estimated"),
+        (Reply("7", Usage(6, 2)), Usage(6, 2), ""),
+        (Reply("seven"), Usage(100, 50), "upper bound"),
+        (Reply("seven", Usage()), Usage(100, 50), "upper bound"),
+        (Reply("seven", Usage(7, 0)), Usage(7, 50), "upper bound"),
+        (Reply("seven", Usage(0, 7)), Usage(100, 7), "upper bound"),
+        (Reply("seven", Usage(500, 70)), Usage(500, 70), ""),
+        (Reply("seven", Usage(1, 7)), Usage(100, 7), "upper bound"),
+        (Reply("as long an answer as this is more than", Usage(9, 1)), Usage(9, 50), "upper bound"),
+        (Reply("", Usage(9, 0), probabilities={1: 1.0}), Usage(9, 0), ""),
         (None, Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "timeout"), Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "bad_body"), Usage(100, 50), "upper bound"),
@@ -370,16 +380,111 @@ def failed(kind: Failure, cause: str, told: str = "", **more: object) -> JudgeEr
         (failed(Failure.RETRYABLE, "connection", "(ReadError)"), Usage(100, 50), "upper bound"),
         (failed(Failure.RETRYABLE, "connection", "(ConnectionRefusedError)"), Usage(), ""),
         (failed(Failure.RETRYABLE, "connection", "(gaierror)"), Usage(), ""),
-        (failed(Failure.RETRYABLE, "http_503", status=503), Usage(), ""),
+        (failed(Failure.RETRYABLE, "http_500", status=500), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "http_503", status=503), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "http_408", status=408), Usage(100, 50), "upper bound"),
+        (failed(Failure.REFUSED, "content_filter", status=400), Usage(100, 50), "upper bound"),
+        (failed(Failure.RETRYABLE, "business_error", status=200), Usage(100, 50), "upper bound"),
+        (failed(Failure.REFUSED, "batch_expired", status=0), Usage(), ""),
+        (failed(Failure.RETRYABLE, "http_429", status=429), Usage(), ""),
+        (failed(Failure.FATAL, "credentials"), Usage(), ""),
         (failed(Failure.FATAL, "http_401", status=401), Usage(), ""),
         (failed(Failure.REFUSED, "bad_request", status=400), Usage(), ""),
-        (failed(Failure.REFUSED, "refusal", reply="seven"), Usage(100, 3), "estimated"),
-        (failed(Failure.UNPARSED, "empty"), Usage(100, 0), "estimated"),
+        (failed(Failure.REFUSED, "refusal", reply="seven"), Usage(100, 50), "upper bound"),
+        (failed(Failure.UNPARSED, "empty"), Usage(100, 50), "upper bound"),
     ],
 )
-def test_what_is_not_told_is_booked_from_above(
+def test_what_is_not_reported_is_booked_at_its_worst_case(
     outcome: Reply | JudgeError | None, usage: Usage, note: str
 ) -> None:
     asked = question("word " * ((100 - REQUEST_OVERHEAD) // 2), 50)
     assert worst_case(asked) == Usage(100, 50)
     assert bill(outcome, asked) == (usage, note)
+
+
+def test_calls_in_flight_at_a_kill_count_at_their_worst_case(tmp_path: Path) -> None:
+    path = tmp_path / "judge_calls.jsonl"
+    killed = ledger(usd=1.0)
+    killed.attach(path)
+
+    async def send_three_and_settle_one() -> None:
+        reserved = [await killed.reserve(question()) for _ in range(3)]
+        reserved[1].settle(Usage(10, 1), "ok")
+
+    asyncio.run(send_three_and_settle_one())
+    worst = PRICE.cost(worst_case(question()))
+    spent = PRICE.cost(Usage(10, 1)) + 2 * worst
+    assert sum(call["usd"] for call in paid_calls(tmp_path)) == pytest.approx(spent)
+    for in_flight in (2, 0):  # settled once
+        resumed = ledger(usd=1.0)
+        resumed.attach(path)
+        assert (resumed.total.calls, resumed.found_in_flight.calls) == (3, in_flight)
+        assert resumed.total.usd == pytest.approx(spent)
+    assert [line["outcome"] for line in lines(path)] == ["ok", "killed", "killed"]
+    assert sum(call["usd"] for call in paid_calls(tmp_path)) == pytest.approx(spent)
+
+
+def test_a_reservation_is_in_the_file_before_the_call_is_sent(tmp_path: Path) -> None:
+    path = tmp_path / "judge_calls.jsonl"
+    book = ledger()
+
+    async def story() -> None:
+        early = await book.reserve(question())
+        book.attach(path)
+        assert len(paid_calls(tmp_path)) == 1
+        held = await book.reserve(question())
+        assert {call["outcome"] for call in paid_calls(tmp_path)} == {"in_flight"}
+        early.settle(Usage(10, 1), "ok")
+        held.settle(Usage(10, 1), "ok")
+        assert [call["outcome"] for call in paid_calls(tmp_path)] == ["ok", "ok"]
+
+    asyncio.run(story())
+    assert in_flight_file(path).read_text() == ""
+
+
+def test_a_call_that_cannot_be_recorded_is_not_sent_under_a_budget(tmp_path: Path) -> None:
+    path = tmp_path / "judge_calls.jsonl"
+    book, free = ledger(usd=1.0), ledger()
+    for ledger_of_run in (book, free):
+        ledger_of_run.attach(path)
+    in_flight_file(path).unlink(missing_ok=True)
+    in_flight_file(path).mkdir()
+    with pytest.raises(Interrupted, match=r"cannot be written, so the call was not sent"):
+        asyncio.run(book.reserve(question()))
+    assert book.reserved_usd == 0
+    asyncio.run(free.reserve(question()))
+
+
+def test_a_tokenizer_that_makes_more_tokens_than_estimated_is_learned(tmp_path: Path) -> None:
+    path = tmp_path / "judge_calls.jsonl"
+    book, resumed = ledger(usd=1.0), ledger(usd=1.0)
+    book.attach(path)
+    asyncio.run(call(book, Usage(1000, 100)))
+    resumed.attach(path)
+    for each in (book, resumed):
+        assert asyncio.run(each.reserve(question())).usage == Usage(1000, 100)
+
+
+def test_no_call_is_sent_to_a_judge_that_does_not_keep_to_the_token_limit() -> None:
+    book = ledger(usd=1.0)
+    asyncio.run(call(book, Usage(10, 109)))
+    asyncio.run(call(book, Usage(10, 110)))
+    with pytest.raises(UnlimitedCost, match=r"m does not keep to the limit.*wrote 110.*rm_max_tok"):
+        asyncio.run(call(book, Usage(10, 1)))
+    free = ledger()
+    asyncio.run(call(free, Usage(10, 110)))
+    asyncio.run(call(free, Usage(10, 110)))
+
+
+def test_the_message_of_a_used_up_budget_has_what_was_not_reported() -> None:
+    book = ledger(tokens=200)
+
+    async def story() -> None:
+        held = await book.reserve(question())
+        usage, note = bill(None, question())
+        held.settle(usage, "timeout", note=note)
+        await book.reserve(question())
+
+    upper = worst_case(question()).total
+    with pytest.raises(Interrupted, match=rf"calls used {upper} \({upper} tokens of that are an"):
+        asyncio.run(story())

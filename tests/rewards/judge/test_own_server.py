@@ -19,7 +19,7 @@ import pytest
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.keeper import descendants
-from ppo_cli.rewards.judge.costs import find_price
+from ppo_cli.rewards.judge.prices import find_price
 from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.local import Judge, Server
 

@@ -133,16 +133,16 @@ def test_a_budget_holds_with_a_server_that_tells_no_usage(server: JudgeServer) -
     answers = run(server, work, ledger=ledger, concurrency=4)
     done = [answer for answer in answers if isinstance(answer, Verdict)]
     usage = ledger.total.usage
-    assert 0 < len(done) < 40
+    assert 0 < len(done) < 20
     assert sum(isinstance(answer, Interrupted) for answer in answers) == 100 - len(done)
     assert 1500 < usage.input + usage.output <= 2000
     assert done[0].usage.input == worst_case(ask_for("number 0")).input
-    assert 0 < done[0].usage.output < 64
+    assert done[0].usage.output == 64
 
 
 @pytest.mark.parametrize(
     ("fault", "booked"),
-    [("html", True), ("cut", True), ("hang", True), (503, False), (429, False), (413, False)],
+    [("html", True), ("cut", True), ("hang", True), (503, True), (429, False), (413, False)],
 )
 def test_a_failed_call_is_booked_when_it_may_have_been_billed(
     server: JudgeServer, fault: str | int, booked: bool

@@ -11,9 +11,9 @@ from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import RewardError
 from ppo_cli.rewards.judge.calls import Usage
-from ppo_cli.rewards.judge.costs import (
+from ppo_cli.rewards.judge.costs import Ledger
+from ppo_cli.rewards.judge.prices import (
     BUNDLED,
-    Ledger,
     Price,
     disagreement,
     find_price,

@@ -25,7 +25,15 @@ from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import shorten
 from ppo_cli.redact import hide, redact
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
+from ppo_cli.rewards.judge.calls import (
+    Failure,
+    JudgeError,
+    Question,
+    Reply,
+    Scale,
+    UnlimitedCost,
+    Usage,
+)
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     about_the_filter,
@@ -36,6 +44,9 @@ from ppo_cli.rewards.judge.providers.failures import (
 from ppo_cli.rewards.remote import LONGEST, one_line
 
 logger = logging.getLogger(__name__)
+
+LENGTH_OPTIONS = {"max_tokens", "max_output_tokens"}
+MOST_TOKENS = 10_000_000  # of one call: a usage with more is not a count of tokens
 
 T = TypeVar("T")
 Form = Mapping[str, str]  # the options of a call by name, each with its form
@@ -122,7 +133,9 @@ class SdkProvider(ABC):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = Context(f"{self.name} ({self.model})", self.model, key.variable,
                                 flags, self.name if api.base_url is None else "")  # fmt: skip
-        self._options = [] if api.mode == "decision" else self.options()
+        self._options = [] if api.mode == "decision" else [*self.options()]
+        if api.has_budget:  # what limits an answer is the last to be dropped on a guess
+            self._options.sort(key=lambda option: option.name in LENGTH_OPTIONS)
         self._dropped: dict[str, str] = {}
         self._worked: Form | None = None  # the last form in which a call went through
 
@@ -232,6 +245,8 @@ class SdkProvider(ABC):
                 return await work(client)
         except JudgeError as error:
             failure = self._cleaned(error)
+        except UnlimitedCost:
+            raise
         except TimeoutError:
             told = f"{self._context.label} did not answer within {timeout:g} s"
             failure = JudgeError(Failure.RETRYABLE, "timeout", told)
@@ -270,6 +285,7 @@ class SdkProvider(ABC):
         told = ""
         while True:
             form = self.form(guessed)
+            self.check_length(form, told)
             try:
                 if self.api.mode == "decision":
                     reply = await self.decide(client, question, timeout)
@@ -296,6 +312,18 @@ class SdkProvider(ABC):
             else:
                 self._settle(form, guessed, told)
                 return reply
+
+    def check_length(self, form: Form, told: str = "") -> None:
+        """Raise UnlimitedCost where there is a budget and nothing limits the answer any more."""
+        lengths = {option.name for option in self._options} & LENGTH_OPTIONS
+        if self.api.has_budget and not lengths <= form.keys():
+            words = f" ({told})" if told else ""
+            raise UnlimitedCost(
+                f"{self._context.label} takes no limit on the tokens of an answer{words}. What a "
+                "call costs has no upper bound then, and no budget can hold, so none was sent. "
+                f"Take another {self._context.flags}_model or {self._context.flags}_base_url, or "
+                "go without a budget."
+            )
 
     def _named(self, form: Form, told: str, param: str | None) -> Option | None:
         """The option that a refusal names; once this form has worked, only outright."""
@@ -414,8 +442,8 @@ def attribute(value: Any, *names: str | int) -> Any:
 class TokenFields(NamedTuple):
     """Where a provider tells the tokens of a call, as dotted names; those of one kind are added.
 
-    The first of `input` and of `output` are the ones whose absence means that nothing is told.
-    What `total` has more than both is thought that was billed and not counted as output.
+    Without the first of `input` or `output` that number is not reported. What `total` has more
+    than both is thought that was billed and not counted as output.
     """
 
     input: tuple[str, ...]
@@ -425,20 +453,28 @@ class TokenFields(NamedTuple):
 
 
 def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
-    """The tokens of a call; None when they are not told, as by many gateways and local servers."""
-    if _count(usage, fields.input[0]) is None and _count(usage, fields.output[0]) is None:
+    """The tokens of a call, 0 where a number is not reported; None where neither is."""
+    read, written = _sum(usage, fields.input), _sum(usage, fields.output)
+    total = _count(usage, fields.total) if fields.total else None
+    if read and total:
+        written = max(written, total - read)
+    if not (read or written):
         return None
-    kinds = (fields.input, fields.output, (fields.cached,))
-    read, written, cached = (sum(_count(usage, name) or 0 for name in names) for names in kinds)
-    total = _count(usage, fields.total) or 0 if fields.total else 0
-    return Usage(read, max(written, total - read), cached)
+    return Usage(read, written, min(read, _count(usage, fields.cached) or 0))
+
+
+def _sum(usage: Any, names: Sequence[str]) -> int:
+    if _count(usage, names[0]) is None:
+        return 0
+    return sum(_count(usage, name) or 0 for name in names)
 
 
 def _count(usage: Any, name: str) -> int | None:
-    found = attribute(usage, *name.split("."))
-    if not isinstance(found, int | float) or not math.isfinite(found):
+    """A number of tokens; None for what cannot be one."""
+    count = attribute(usage, *name.split("."))
+    if isinstance(count, bool) or not isinstance(count, int | float):
         return None
-    return max(0, int(found))
+    return int(count) if 0 <= count <= MOST_TOKENS else None
 
 
 def vertex_address(location: str) -> str:

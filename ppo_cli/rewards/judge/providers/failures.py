@@ -14,7 +14,7 @@ from typing import Any
 
 from ppo_cli.errors import ppo
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-from ppo_cli.rewards.judge.costs import near_models
+from ppo_cli.rewards.judge.prices import near_models
 from ppo_cli.rewards.remote import (
     LONGEST,
     is_page,

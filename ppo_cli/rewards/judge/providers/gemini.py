@@ -43,6 +43,7 @@ TOKENS = TokenFields(
     ("prompt_token_count",),
     ("candidates_token_count", "thoughts_token_count"),
     "cached_content_token_count",
+    "total_token_count",
 )
 DECISION_TOKENS = TokenFields(
     ("total_input_tokens",), ("total_output_tokens",), "total_cached_tokens"
