@@ -22,6 +22,7 @@ from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of
 from ppo_cli.report.tracker import Summary
 from ppo_cli.run_folder import paid_calls
+from ppo_cli.spending import IN_FLIGHT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -265,6 +266,7 @@ def judge_totals(run_dir: Path, history: Lines) -> str:
     """
     calls = paid_calls(run_dir)
     causes = Counter(str(call["outcome"]) for call in calls if call.get("outcome") != "ok")
+    in_flight = causes.pop(IN_FLIGHT, 0)
     sums: Counter[str] = Counter()
     for line in history:
         for key, value in line.items():
@@ -273,6 +275,8 @@ def judge_totals(run_dir: Path, history: Lines) -> str:
     if not calls and not sums["cached"]:
         return ""
     said = [f"{len(calls):,} calls"]
+    if in_flight:
+        said.append(f"{in_flight:,} in flight (at their worst case)")
     if causes:
         each = ", ".join(f"{name} {n:,}" for name, n in causes.most_common())
         said.append(f"{causes.total():,} failed ({each}), {sums['retries']:,.0f} retries")

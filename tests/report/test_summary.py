@@ -63,6 +63,13 @@ def test_calls_are_counted_over_judges_sessions_and_validations(tmp_path: Path) 
         "4 calls, 3 failed (timeout 2, http_503 1), 5 retries, 5 verdicts reused, "
         "3 responses without a score, $1.00"
     )
+    (tmp_path / "judge_calls.in_flight").write_text(
+        '{"id": "a-7", "outcome": "in_flight", "usd": 0.5}\n'
+    )
+    assert judge_totals(tmp_path, history).startswith(
+        "5 calls, 1 in flight (at their worst case), 3 failed"
+    )
+    assert judge_totals(tmp_path, history).endswith("$1.50")
     assert judge_totals(tmp_path / "none", history[:0]) == ""
     assert judge_totals(tmp_path / "none", history[:1]).startswith("0 calls, 2 verdicts reused")
 

@@ -34,8 +34,8 @@ _NEVER_SENT = re.compile(r"ConnectionRefused|gaierror|Connect(Error|Timeout)\b|C
 _NO_CALL = {"sdk", "credentials", "unread"}  # causes of failures before any call
 # A request may time out after it was processed; a filter reads it, and Azure bills that.
 _PROCESSED_STATUSES, _FILTER = {408, 499}, "content_filter"
-# No tokenizer makes fewer tokens of a text: of prose they have 3 to 5 characters.
-_CHARACTERS_PER_TOKEN = 16
+# A count below this is not a count of the text: tokens have 3 to 5 characters of prose.
+_CHARACTERS_PER_TOKEN = 8
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\n|[^\S\n]+|[!-~]|[^\x00-\x7f]|.", re.S)
 
 

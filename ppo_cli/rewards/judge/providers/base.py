@@ -453,28 +453,29 @@ class TokenFields(NamedTuple):
 
 
 def read_usage(usage: Any, fields: TokenFields) -> Usage | None:
-    """The tokens of a call, 0 where a number is not reported; None where neither is."""
-    read, written = _sum(usage, fields.input), _sum(usage, fields.output)
-    total = _count(usage, fields.total) if fields.total else None
-    if read and total:
-        written = max(written, total - read)
+    """The tokens of a call, 0 where a number is not reported; None where neither is.
+
+    None, too, where one of the numbers cannot be a count of tokens: then no other is believed.
+    """
+    names = {*fields.input, *fields.output, fields.cached, fields.total} - {""}
+    reported = {name: attribute(usage, *name.split(".")) for name in names}
+    counts = {name: count for name, count in reported.items() if count is not None}
+    if not all(map(_is_count, counts.values())):
+        return None
+    read, written = (
+        sum(int(counts.get(name, 0)) for name in side) if side[0] in counts else 0
+        for side in (fields.input, fields.output)
+    )
+    if read and fields.total in counts:
+        written = max(written, int(counts[fields.total]) - read)
     if not (read or written):
         return None
-    return Usage(read, written, min(read, _count(usage, fields.cached) or 0))
+    return Usage(read, written, min(read, int(counts.get(fields.cached, 0))))
 
 
-def _sum(usage: Any, names: Sequence[str]) -> int:
-    if _count(usage, names[0]) is None:
-        return 0
-    return sum(_count(usage, name) or 0 for name in names)
-
-
-def _count(usage: Any, name: str) -> int | None:
-    """A number of tokens; None for what cannot be one."""
-    count = attribute(usage, *name.split("."))
-    if isinstance(count, bool) or not isinstance(count, int | float):
-        return None
-    return int(count) if 0 <= count <= MOST_TOKENS else None
+def _is_count(count: Any) -> bool:
+    number = isinstance(count, int | float) and not isinstance(count, bool)
+    return number and 0 <= count <= MOST_TOKENS
 
 
 def vertex_address(location: str) -> str:

@@ -242,12 +242,22 @@ def test_tokens_that_are_not_told_are_not_zero(server: JudgeServer, wire: str) -
 
 def test_half_a_count_is_a_count() -> None:
     assert read_usage({"prompt_tokens": 5}, openai.TOKENS) == Usage(5, 0)
-    assert read_usage({"prompt_tokens": 0, "completion_tokens": 0}, openai.TOKENS) == Usage()
+    assert read_usage({"prompt_tokens": 0, "completion_tokens": 0}, openai.TOKENS) is None
+    told = {"prompt_token_count": 5, "total_token_count": 12}
+    assert read_usage(told, gemini.TOKENS) == Usage(5, 7)
     assert read_usage({"prompt_tokens": None, "total_tokens": 7}, openai.TOKENS) is None
     assert read_usage({"output_tokens": 5}, claude.TOKENS) == Usage(0, 5)
     assert read_usage({}, claude.TOKENS) is None
     assert read_usage({"candidates_token_count": None}, gemini.TOKENS) is None
-    assert read_usage({"input_tokens": float("nan")}, dashscope.TOKENS) is None
+    assert read_usage({"cache_read_input_tokens": 9, "output_tokens": 5}, claude.TOKENS) == Usage(
+        0, 5
+    )
+
+
+@pytest.mark.parametrize("count", [-5, "5", True, float("nan"), float("inf"), 10**12, [5]])
+def test_a_usage_with_a_number_that_is_no_count_is_not_believed(count: object) -> None:
+    assert read_usage({"input_tokens": count, "output_tokens": 7}, dashscope.TOKENS) is None
+    assert read_usage({"prompt_tokens": 9, "completion_tokens": count}, openai.TOKENS) is None
 
 
 def test_parts_of_a_count_are_added() -> None:
