@@ -110,6 +110,26 @@ class WorkerLost(PpoError):
     exit_code = EXIT_RESUMABLE
 
 
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a path object has one slash less
+
+
+def refuse_address(path: object) -> None:
+    """Raise ValueError for s3://… and its like where a folder or a file of this machine is due."""
+    if ADDRESS.match(str(path)):
+        raise ValueError(
+            f"{path} is an address, and files are written to a disk of this machine: name a "
+            "folder on it, and copy that afterwards"
+        )
+
+
+def refuse_out(path: object) -> None:
+    """Raise UserError for an address as the place of what a command writes."""
+    try:
+        refuse_address(path)
+    except ValueError as error:
+        raise UserError(f"--out {error}.") from None
+
+
 def failing(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
     """Make each check, and yield what those that fail say."""
     for check in checks:

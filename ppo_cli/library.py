@@ -132,6 +132,12 @@ def _resolve(
             [f"There is no setting {name}; give those without a flag as overrides={{…}}."
              for name in unknown]
         )  # fmt: skip
+    values = {**settings, **overrides}
+    if functions := [name for name, value in values.items() if callable(value)]:
+        raise ConfigError(
+            [f"{name} is a function; write it into a file, and name that: {name}='FILE.py:NAME'."
+             for name in functions]
+        )  # fmt: skip
     named = {flags[name]: (value, f"argument {name}") for name, value in settings.items()}
     named |= {key: (value, f"override {key}") for key, value in overrides.items()}
     resolved = resolve(

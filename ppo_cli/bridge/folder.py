@@ -23,6 +23,7 @@ from ppo_cli.data_sets.prompts import unique_labels
 from ppo_cli.data_sets.rows import load_sets, prompt_of
 from ppo_cli.errors import ConfigError, failing
 from ppo_cli.records import Prompt
+from ppo_cli.run_folder import RunFolder
 from ppo_cli.trust.sources import row_checks
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -117,7 +118,8 @@ def write_folder(folder: Path, resolved: Resolved, bridged: Bridged) -> list[Pat
     if config.data.val_files:
         prompts[VAL] = prompts_of(config, "val")
     check_rows(config, prompts)
-    (folder / "data").mkdir(parents=True, exist_ok=True)
+    RunFolder(folder, "--out").prepare()
+    (folder / "data").mkdir(exist_ok=True)
     for name, rows in prompts.items():
         write_rows(folder / name, rows, Path(name).stem)
     texts = {

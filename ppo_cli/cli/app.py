@@ -27,6 +27,7 @@ from ppo_cli import __version__
 from ppo_cli.errors import (
     DISK_ERRNOS,
     EXIT_BUG,
+    EXIT_DONE,
     EXIT_STOPPED,
     EXIT_USER,
     FULL_DISK_ERRNOS,
@@ -342,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args=args or ["--help"], prog_name="ppo", standalone_mode=False
         )
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # `| head` has read all that it wants
+            return EXIT_DONE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         return exit_code_of(error, debug=debug)

@@ -20,9 +20,8 @@ from ppo_cli.config.model_checks import damaged_models
 from ppo_cli.config.requirements import missing_inputs
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
-from ppo_cli.errors import ConfigError, MissingPart, UserError, failing, ppo
+from ppo_cli.errors import ConfigError, MissingPart, UserError, failing, ppo, refuse_out
 from ppo_cli.redact import redact
-from ppo_cli.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from ppo_cli.bridge.overrides import Bridged
@@ -39,6 +38,7 @@ def verl(given: Given) -> None:
     """Write what verl 0.9.1 needs to train with these settings; settings of verl pass through."""
     if given.extras["out"] is None:
         raise ConfigError("Name the folder to write: ppo bridge verl --out DIR ...")
+    refuse_out(given.extras["out"])
     resolved, bridged = translated(given)
     files = _write(Path(given.extras["out"]), resolved, bridged)
     if given.extras["json"]:
@@ -164,5 +164,4 @@ def _absent(resolved: Resolved) -> Iterator[str]:
 def _write(folder: Path, resolved: Resolved, bridged: Bridged) -> Sequence[Path]:
     from ppo_cli.bridge.folder import write_folder
 
-    RunFolder(folder.expanduser(), "--out").prepare()
     return write_folder(folder.expanduser(), resolved, bridged)

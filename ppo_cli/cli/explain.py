@@ -57,9 +57,11 @@ def type_words(key: Key) -> str:
 
 
 def setting_facts(name: str) -> dict[str, Any]:
-    """What the schema says of a setting, by its key, flag or variable; {} for no setting."""
+    """Return the facts of a setting by its key, the key's end, flag or variable; {} for none."""
     spelt = "--" + name.removeprefix("--").replace("-", "_")
     key = next((k for k in table().values() if name == k.env or spelt == k.flag), find(name))
+    ending = [k for k in table().values() if k.name.endswith(f".{name}")]
+    key = ending[0] if key is None and len(ending) == 1 else key
     if key is None:
         return {}
     usual = f"{key.usual[0]:g} to {key.usual[1]:g}" if key.usual else ""

@@ -22,6 +22,7 @@ from ppo_cli.config.algorithm_schema import (
     setting,
 )
 from ppo_cli.config.reward_schema import Reward
+from ppo_cli.errors import refuse_address
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B"
 Transfer = Literal["memory", "gloo", "nccl", "ipc"]
@@ -241,7 +242,7 @@ class Trainer(Section):
         env="MAX_STEPS", ge=1,
     )  # fmt: skip
     critic_warmup: int = setting(0, "Steps that train only the critic.", ge=0, identity="run")
-    output_dir: str = setting(
+    output_dir: Annotated[str, checked(refuse_address)] = setting(
         "./outputs", "Run folder.", flag="--output_dir", env="OUTPUT_DIR", min_length=1
     )
     resume_mode: str = setting(

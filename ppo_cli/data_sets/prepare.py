@@ -29,7 +29,7 @@ from ppo_cli.data_sets.files import (
 )
 from ppo_cli.data_sets.rows import is_transcript, read_records, split_transcript
 from ppo_cli.data_sets.sources import read_source, split_sources
-from ppo_cli.errors import DataError, did_you_mean, ppo
+from ppo_cli.errors import DataError, did_you_mean, ppo, refuse_out
 from ppo_cli.records import Message
 
 GSM8K = "openai/gsm8k"
@@ -306,6 +306,7 @@ def prepare(
         )
     usual, build = RECIPES[name]
     folder = Path(out).expanduser()
+    refuse_out(out)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--out {folder} is a file; name a folder.")
     built = build(source or usual)

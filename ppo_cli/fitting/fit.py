@@ -21,7 +21,15 @@ from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.digests import require_intact_model
 from ppo_cli.engine.device import Compute, multiply_with
-from ppo_cli.errors import ConfigError, DataError, Interrupted, ModelError, UserError, with_path
+from ppo_cli.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    ModelError,
+    UserError,
+    refuse_out,
+    with_path,
+)
 from ppo_cli.fitting.preferences import (
     EncodedPair,
     Split,
@@ -56,6 +64,7 @@ class ModelFolder:
     """Where the best model so far lies; refuses at once a place that it must not take."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
+        refuse_out(out)
         self.path = out.expanduser()
         self._place = self.path.resolve()
         if self._place.exists() and not self._place.is_dir():

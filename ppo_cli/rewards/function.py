@@ -59,7 +59,7 @@ class FunctionReward(Reward):
         num_workers: int = 2,
     ) -> None:
         path, function = find_file(spec)
-        check_syntax(path)
+        check_source(path, function, kwargs or {})
         load = partial(load_function, str(path), function, dict(kwargs or {}))
         task = Task(f"the reward function file {path}", load)
         self._pool = WorkerPool(task, size=num_workers, timeout=timeout)
@@ -123,10 +123,13 @@ def _near(path: Path) -> str:
     return did_you_mean(path.name, names)
 
 
-def check_syntax(path: Path) -> None:
-    """Raise with file and line when the file is not Python."""
+def check_source(path: Path, name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise RewardError for a file that is not Python, or whose function surely is not usable.
+
+    Nothing of the file runs. Whatever only running it would show is left to the worker.
+    """
     try:
-        ast.parse(path.read_bytes(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         line = (error.text or "").strip()
         shown = f": {line}" if line else ""
@@ -136,6 +139,73 @@ def check_syntax(path: Path) -> None:
         ) from error
     except (OSError, ValueError) as error:
         raise RewardError(f"The reward function file {path} cannot be read: {error}") from error
+    bindings = [node for node in tree.body if name in _bound_names(node)]
+    if not bindings and not _binds_at_run_time(tree):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        own = [node.name for node in tree.body if isinstance(node, kinds)]
+        raise RewardError(_no_function(str(path), name, own))
+    if len(bindings) != 1:
+        return
+    node = bindings[0]
+    try:
+        if isinstance(node, ast.ClassDef):
+            _check_kind(type, str(path), name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            _check_kind(node.value.value, str(path), name)
+        elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            _check_signature(_without_body(node, path), str(path), name, kwargs)
+    except Refused as error:
+        raise RewardError(str(error)) from error
+
+
+def _bound_names(node: ast.AST) -> set[str]:
+    """Return the names that a statement binds in its own scope."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Lambda):
+        return set()
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.partition(".")[0]}
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Store) else set()
+    return set().union(*map(_bound_names, ast.iter_child_nodes(node)))
+
+
+BINDING_CALLS = ("globals", "vars", "locals", "exec", "setattr")
+
+
+def _binds_at_run_time(tree: ast.Module) -> bool:
+    """Tell whether a file may bind names that its text does not show."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global) or (isinstance(node, ast.alias) and node.name == "*"):
+            return True
+        if isinstance(node, ast.Name) and node.id in BINDING_CALLS:
+            return True
+        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            return True
+    return False
+
+
+def _without_body(node: ast.FunctionDef, path: Path) -> Callable[..., Any]:
+    """Return a function with the arguments of a definition, which does nothing."""
+    arguments = node.args
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    # A default is code; only that there is one counts, and constants are shown as they are.
+    arguments.defaults = [_constant(value) for value in arguments.defaults]
+    arguments.kw_defaults = [value and _constant(value) for value in arguments.kw_defaults]
+    node.body, node.returns = [ast.copy_location(ast.Pass(), node)], None
+    namespace: dict[str, Any] = {}
+    module = ast.fix_missing_locations(ast.Module([node], []))
+    exec(compile(module, str(path), "exec"), namespace)
+    function: Callable[..., Any] = namespace[node.name]
+    return function
+
+
+def _constant(default: ast.expr) -> ast.expr:
+    constant = default if isinstance(default, ast.Constant) else ast.Constant(None)
+    return ast.copy_location(constant, default)
 
 
 def load_function(file: str, name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -174,19 +244,31 @@ def _import(file: str) -> ModuleType:
 
 def _pick(module: ModuleType, file: str, name: str) -> Callable[..., Any]:
     if not hasattr(module, name):
-        own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        hint = did_you_mean(name, own)
-        listed = f" It has: {', '.join(own[:10])}." if own else " It has no functions at all."
-        mend = " Write --reward_function FILE:NAME with one of them."
-        if name == DEFAULT_NAME:
-            mend = f" Define {SIGNATURE}, or choose one with FILE:NAME."
-        raise Refused(f"The reward function file {file} has no '{name}'.{hint}{listed}{mend}")
+        values = {n: v for n, v in vars(module).items() if callable(v)}
+        own = [n for n, v in values.items() if getattr(v, "__module__", "") == module.__name__]
+        raise Refused(_no_function(file, name, own))
     function = getattr(module, name)
-    if not callable(function) or inspect.isclass(function):
-        kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
-        raise Refused(f"'{name}' in {file} is {kind}, not a function. Define {SIGNATURE}.")
+    _check_kind(function, file, name)
     found: Callable[..., Any] = function
     return found
+
+
+def _no_function(file: str, name: str, own: Sequence[str]) -> str:
+    """Say that a file lacks the function, and which ones it has."""
+    own = [other for other in own if not other.startswith("_")]
+    hint = did_you_mean(name, own)
+    listed = f" It has: {', '.join(own[:10])}." if own else " It has no functions at all."
+    mend = " Write --reward_function FILE:NAME with one of them."
+    if name == DEFAULT_NAME:
+        mend = f" Define {SIGNATURE}, or choose one with FILE:NAME."
+    return f"The reward function file {file} has no '{name}'.{hint}{listed}{mend}"
+
+
+def _check_kind(value: object, file: str, name: str) -> None:
+    """Refuse what is not a function."""
+    if not callable(value) or inspect.isclass(value):
+        kind = "a class" if inspect.isclass(value) else f"of type {type(value).__name__}"
+        raise Refused(f"'{name}' in {file} is {kind}, not a function. Define {SIGNATURE}.")
 
 
 def _check_signature(

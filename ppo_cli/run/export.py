@@ -30,6 +30,7 @@ from ppo_cli.errors import (
     command_line,
     first_line,
     on_path,
+    refuse_out,
     with_flag,
     with_path,
 )
@@ -388,6 +389,7 @@ def _placing(out: Path, source: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _check_place(out: Path, place: Path, source: Path, *, force: bool) -> None:
+    refuse_out(out)
     if place.exists() and not place.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder.")
     if source.is_relative_to(place) or place.is_relative_to(source):

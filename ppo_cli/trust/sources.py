@@ -33,7 +33,7 @@ def file_checks(settings: RewardSettings) -> Iterator[Callable[[], object]]:
     """Yield what raises RewardError for a file, a rule or a price that is not there."""
     for rule in rules_of(settings):
         if rule.function is not None:
-            yield partial(_check_function, rule.function)
+            yield partial(_check_function, rule.function, rule.function_kwargs)
         elif rule.rule is not None:
             from ppo_cli.rewards.rules import rule_named
 
@@ -108,10 +108,10 @@ def without_a_rule(sources: Collection[str]) -> str | None:
     return None
 
 
-def _check_function(spec: str) -> None:
-    from ppo_cli.rewards.function import check_syntax, find_file
+def _check_function(spec: str, kwargs: Mapping[str, Any]) -> None:
+    from ppo_cli.rewards.function import check_source, find_file
 
-    check_syntax(find_file(spec)[0])
+    check_source(*find_file(spec), kwargs)
 
 
 def lone_judge(settings: RewardSettings) -> Judge | None:

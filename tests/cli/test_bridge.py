@@ -178,3 +178,15 @@ def test_what_verl_logged_is_a_run_that_can_be_shown(
     first, second = map(json.loads, rows)
     assert (first["score"], first["parts"]["judge"]["raw"], first["a"]) == (1.0, 10.0, 1)
     assert (second["score"], second["imputed"], second["failure"]) == (None, 0.5, "timeout")
+
+
+def test_rows_that_are_refused_leave_no_folder(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for more, words in {
+        "--val_files nope.jsonl": "nope.jsonl: no such file",
+        "--rule code": "None of 6 prompts for the rule code",
+        "--out s3://bucket/there": "--out s3://bucket/there is an address",
+    }.items():
+        assert words in run(f"bridge verl --out there {LINE} {more}", capfd, 2)
+        assert {path.name for path in desk.iterdir()} == {"good.jsonl", "reward.py", "tiny.yaml"}

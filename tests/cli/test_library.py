@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ppo_cli
-from ppo_cli import load_run, plan
+from ppo_cli import load_run, plan, train
 from ppo_cli.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,9 @@ def test_mistakes_are_errors(desk: Path) -> None:
         plan(lr=-1.0)
     with pytest.raises(ConfigError, match=r"override actor\.clip"):
         plan(overrides={"actor.clip": 0.1})
+    for what in (plan, train):
+        with pytest.raises(ConfigError, match=r"^reward_function is a function; write it into a f"):
+            what(preset="embedded", reward_function=len)
     with pytest.raises(DataError, match="no such folder"):
         load_run("nowhere")
     assert plan(preset="embedded", train_files=["embedded"], epochs=2).values[

@@ -21,6 +21,10 @@ FILES = {
     ),
     "tiny.yaml": "data: {train_files: [forty.jsonl], val_files: []}\n",
     "model/tokenizer.json": "{}",
+    "other.py": "def compute_scores(data_source, solution_str): ...\n",
+    "few.py": "def compute_score(text): ...\n",
+    "class.py": "class compute_score: ...\n",
+    "number.py": "compute_score = 3\n",
     "judge.yaml": "system: You judge.\nscoring: 'Rate {respnse} from 0 to 10.'\n",
 }
 
@@ -50,6 +54,11 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--critic_model ./mymodel": "--critic_model: there is no model folder",
         "--reward_model ./rm": "rm",
         "--reward_function x.py": "there is no file x.py",
+        "--reward_function other.py": "has no 'compute_score'. Did you mean 'compute_scores'?",
+        "--reward_function few.py": "compute_score(text) in ",
+        "--reward_function class.py": "is a class, not a function",
+        "--reward_function number.py": "is of type int, not a function",
+        "--output_dir s3://bucket/run": "s3://bucket/run is an address, and files are written to",
         "--use_api_reward --rm_scoring_prompt {respnse}": "respnse",
         "--use_api_reward --rm_model qwen-pluss --rm_budget_usd 1": "Did you mean 'qwen-plus'?",
         "--use_api_reward --rm_budget_usd 1 --rm_monitor_model gpt-6-lunna": "'gpt-6-luna'?",

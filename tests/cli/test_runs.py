@@ -55,6 +55,7 @@ def test_every_setting_and_metric_is_explained(capsys: pytest.CaptureFixture[str
     by_flag = told(capsys, "explain", "--clip-ratio")
     assert by_flag == told(capsys, "explain", "actor.clip_ratio")
     assert by_flag == told(capsys, "explain", "CLIP_RATIO")
+    assert told(capsys, "explain", "max_ckpt_to_keep")["key"] == "trainer.max_ckpt_to_keep"
     assert by_flag["range"] == "above 0, below 1" and by_flag["default"] == 0.2
     assert "no_effect" in told(capsys, "explain", "rollout.enforce_eager")
     metric = told(capsys, "explain", "val/reward_mean")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +258,17 @@ def test_the_drift_of_a_judge_against_labels_is_told_when_the_run_is_over(run: P
     assert "judge_drift" in kinds
     replace_lines(run / "labels.jsonl", [])
     assert "judge_drift" not in [finding["kind"] for finding in data.read()["findings"]]
+
+
+def test_a_reader_that_needs_no_more_is_no_error(tmp_path: Path) -> None:
+    wide = {f"loss/{n}": 0.123456789 for n in range(100)}  # more than a pipe holds
+    lines = (json.dumps({"step": step} | wide) + "\n" for step in range(5_000))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    command = [sys.executable, "-m", "ppo_cli", "show", str(tmp_path), "--csv"]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=buffered, **pipes) as shown:
+        assert shown.stdout is not None and shown.stderr is not None
+        assert shown.stdout.readline().startswith(b"step,loss/0,")
+        shown.stdout.close()
+        assert (shown.wait(timeout=60), shown.stderr.read()) == (0, b"")

@@ -16,7 +16,7 @@ import pytest
 from ppo_cli.errors import RewardError
 from ppo_cli.records import Part, PlacedReward, Rollout, Score
 from ppo_cli.rewards.base import Call, Reward
-from ppo_cli.rewards.function import load_function
+from ppo_cli.rewards.function import check_source, load_function
 from ppo_cli.rewards.pool import Task, WorkerPool
 
 MakeRollout = Callable[..., Rollout]
@@ -349,14 +349,21 @@ def test_a_reward_is_closed_twice_and_keeps_no_state(
     assert open_ended.result(0).failure == "the run ended before this response was scored"
 
 
+LATER = "def compute_score(**row): ...\n"
+
+
 @pytest.mark.parametrize(
     ("code", "name", "words"),
     [
         ("def compute_score(:\n    pass\n", "", ["line 1", "invalid syntax"]),
-        ("import no_such_thing\n", "", ["line 1", "no_such_thing", "Install 'no_such_thing'"]),
-        ("x = 1\n\ny = 1 / 0\n", "", ["line 3", "ZeroDivisionError"]),
-        ("import sys\nsys.exit(1)\n", "", ["line 2", "SystemExit"]),
-        ("import os\nos._exit(4)\n", "", ["exit code 4"]),
+        (
+            "import no_such_thing\n" + LATER,
+            "",
+            ["line 1", "Install 'no_such_thing'"],
+        ),
+        ("x = 1\n\ny = 1 / 0\n" + LATER, "", ["line 3", "ZeroDivisionError"]),
+        ("import sys\nsys.exit(1)\n" + LATER, "", ["line 2", "SystemExit"]),
+        ("import os\nos._exit(4)\n" + LATER, "", ["exit code 4"]),
         ("def compute_scores(): pass\n", "", ["Did you mean 'compute_scores'?", "compute_score("]),
         ("def grade(): pass\n", ":grad", ["no 'grad'", "Did you mean 'grade'?", "FILE:NAME"]),
         ("x = 1\n", "", ["It has no functions", "Define compute_score("]),
@@ -421,3 +428,34 @@ def test_rewards_within_the_response_are_kept_where_they_fit(
     assert score("[(3, 0.5), (8, 1)]").steps == (PlacedReward(3, 0.5), PlacedReward(8, 1.0))
     assert "offset 99, outside the response's 1 to 9 characters" in score("[(99, 1)]").failure
     assert "offset 0, outside" in score("[(0, 1)]").failure
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from helper import *\n",
+        "from helper import score as compute_score\n",
+        "if True:\n    def compute_score(**anything): ...\n",
+        "try:\n    import fast\nexcept ImportError:\n    def compute_score(a): ...\n",
+        "compute_score = lambda data_source, solution_str, ground_truth, extra_info: 1\n",
+        "compute_score = make(3)\n",
+        "@wrapped\ndef compute_score(a): ...\n",
+        "def compute_score(a): ...\ncompute_score = wrap(compute_score)\n",
+        "for name in names:\n    globals()[name] = score\n",
+        "def compute_score(data_source: T, solution_str, ground_truth=make(), **more): ...\n",
+        "async def compute_score(a): ...\n",
+    ],
+)
+def test_a_file_that_may_work_passes_the_check_of_its_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "reward.py").write_text(text)
+    check_source(tmp_path / "reward.py", "compute_score", {})
+
+
+def test_the_text_is_checked_with_the_keyword_arguments_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info, bonus): ...\n"
+    )
+    check_source(tmp_path / "r.py", "f", {"bonus": 1})
+    for kwargs in ({}, {"bonus": 1, "malus": 2}):
+        with pytest.raises(RewardError, match=r"r.py, line 1 cannot be called with data_source"):
+            check_source(tmp_path / "r.py", "f", kwargs)
