@@ -20,6 +20,7 @@ import errno
 import os
 import pickle
 import re
+import resource
 import shlex
 import shutil
 import sys
@@ -147,6 +148,8 @@ def exit_code_of(error: BaseException | None) -> int:
         return error.exit_code
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         return EXIT_USER
+    if is_out_of_memory(error):
+        return EXIT_USER
     if isinstance(error, KeyboardInterrupt):
         return EXIT_STOPPED
     if isinstance(error, SystemExit):
@@ -220,13 +223,40 @@ def travels(error: BaseException) -> bool:
     return True
 
 
+# What libraries say when they cannot map more memory, and in other cases too: they count only
+# where the address space of the process is limited.
+_UNMAPPED = (
+    "could not create a primitive", "could not execute a primitive", "can't start new thread",
+    "failed to map segment", "bad_alloc", "Cannot allocate memory",
+)  # fmt: skip
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a smaller batch could work."""
-    if not isinstance(error, RuntimeError):
-        return isinstance(error, MemoryError)
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
     said = f"{type(error).__name__} {error}"  # torch has an error of its own for it
+    if address_space() is not None and any(sign in said for sign in _UNMAPPED):
+        return True
     signs = ("OutOfMemory", "not enough memory", "can't allocate memory", "out of memory")
-    return any(sign in said for sign in (*signs, "ALLOC_FAILED"))
+    return isinstance(error, RuntimeError) and any(s in said for s in (*signs, "ALLOC_FAILED"))
+
+
+def address_space() -> int | None:
+    """The bytes of memory that `ulimit -v` lets this process map; None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def describe_address_space() -> str:
+    """Return what to do about the limit of the address space, or an empty text without one."""
+    limit = address_space()
+    if limit is None:
+        return ""
+    return (
+        f"The address space of a process is limited to {limit / 2**30:.2f} GiB here: run "
+        "`ulimit -v unlimited` before the command, or ask for a job with more memory."
+    )
 
 
 def first_line(error: BaseException) -> str:

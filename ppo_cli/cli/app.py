@@ -36,7 +36,10 @@ from ppo_cli.errors import (
     PpoError,
     UserError,
     WorkerLost,
+    describe_address_space,
     did_you_mean,
+    first_line,
+    is_out_of_memory,
     ppo,
 )
 from ppo_cli.redact import redact
@@ -107,7 +110,17 @@ def exit_code_of(error: BaseException, *, debug: bool = False) -> int:
         _say("".join(traceback.format_exception(bug)).rstrip())
     if isinstance(bug, UserError):
         _say(_listed(bug))
+        if "out of memory" in str(bug).lower() and (limit := describe_address_space()):
+            _say(limit)
         return bug.exit_code
+    if is_out_of_memory(bug):
+        limit = describe_address_space()
+        _say(
+            f"error: out of memory: {first_line(bug)}. {f'{limit} Or use' if limit else 'Use'} a "
+            "smaller model, or lower --max_response_length and the number of tokens of a "
+            "micro-batch (actor.ppo_max_token_len_per_gpu)."
+        )
+        return EXIT_USER
     if (usage := _usage(bug)) is not None:
         _say(usage)
         return EXIT_USER

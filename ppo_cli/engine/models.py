@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 from ppo_cli.config.known_models import absent_folder
 from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
 from ppo_cli.engine.rows import PackedRows, Packing
-from ppo_cli.errors import ModelError, first_line
+from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 
 # Its bars and advice would break into our own progress; what matters comes as an error.
 transformers_logging.disable_progress_bar()
@@ -316,6 +316,8 @@ def _load_model(
         with torch.device("meta"):
             return builder.from_config(dtype=torch.float32, **options).eval()
     except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(_load_message(path, what, flag, error)) from error
 
 
@@ -332,6 +334,8 @@ def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: A
     try:
         return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
     except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(_load_message(path, what, flag, error)) from error
 
 

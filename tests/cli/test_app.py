@@ -20,6 +20,7 @@ from ppo_cli.config.keys import table
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, Interrupted, MissingPart
+from ppo_cli.errors import exit_code_of as node_exit_code
 
 PRESET = ["--preset", "embedded"]
 
@@ -348,3 +349,30 @@ def test_the_package_runs_as_a_module() -> None:
         "error: there is no flag --batch_sise. Did you mean '--batch_size'? "
         f"See `{sys.executable} -m ppo_cli train --help`.\n"
     )
+
+
+@pytest.mark.parametrize("limit_kib", [500_000, 850_000, 1_000_000])
+def test_too_little_address_space_is_a_matter_of_memory(limit_kib: int, tmp_path: Path) -> None:
+    """Libraries end in their own words: an import, a thread or a product that cannot be made."""
+    train = "-m ppo_cli train --preset embedded --output_dir out trainer.total_training_steps=1"
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -v {limit_kib}; exec {sys.executable} {train}"],
+        env={**os.environ, "PYTHONPATH": str(Path(app_module.__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "out of memory" in done.stderr.lower()
+    assert f"limited to {limit_kib / 2**20:.2f} GiB here: run `ulimit -v unlimited`" in done.stderr
+    assert "bug" not in done.stderr
+
+
+def test_a_full_memory_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
+        assert exit_code_of(error) == node_exit_code(error) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: out of memory") and "a smaller model" in told
+    assert exit_code_of(RuntimeError("could not create a primitive")) == 1

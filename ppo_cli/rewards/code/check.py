@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ppo_cli.config.reward_schema import Code
+from ppo_cli.errors import RewardError, address_space, describe_address_space
 from ppo_cli.records import Score
 from ppo_cli.rewards.base import LONGEST_TEXT, Call, CannotScore, Tell, describe_error, unheard
 from ppo_cli.rewards.code.channel import (
@@ -322,6 +323,12 @@ class CodePool:
 
     def start(self, tell: Tell = unheard) -> None:
         """Choose the sandbox; RewardError when none works."""
+        memory, limit = self._settings.memory_mb, address_space()
+        if limit is not None and limit >> 20 < memory:
+            raise RewardError(
+                f"Code may take {memory} MB (reward.code.memory_mb). {describe_address_space()} "
+                f"Or set reward.code.memory_mb={limit >> 20}."
+            )
         with self._starting:
             if self._sandbox is None:
                 self._sandbox = choose_sandbox(self._settings, tell)

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from ppo_cli.config.known_models import Found, find_adapter, find_folder, read_json
 from ppo_cli.config.reward_schema import ModelReward
-from ppo_cli.errors import ModelError, first_line
+from ppo_cli.errors import ModelError, first_line, is_out_of_memory
 from ppo_cli.rewards.local.base import LoadedModel, Network, Scores
 from ppo_cli.rewards.local.checkpoint import (
     Checkpoint,
@@ -483,6 +483,8 @@ def load_reward_model(settings: ModelReward) -> LoadedModel:
             "--reward_model_device, or bring less there."
         ) from error
     except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"{settings.path} does not load: {first_line(error)}.") from error
     return LoadedModel(
         adapter=found.adapter,

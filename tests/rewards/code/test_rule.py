@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -133,3 +134,17 @@ def test_limits_are_those_that_were_set(make_reward: MakeReward, rollout: MakeRo
     found = [patient.submit(rollout(reply, TESTS[:1])) for reply in (asleep, flood, busy)]
     assert [one.result(PATIENCE).value for one in found] == [1.0, 1.0, 0.0]
     assert found[2].result().reason == "killed: computed for more than 2 s"
+
+
+def test_a_response_may_not_take_more_than_the_address_space(
+    make_reward: MakeReward, rollout: MakeRollout
+) -> None:
+    prompt = rollout("", TESTS).prompt
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    reward = make_reward(memory_mb=1 << 24)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 43, hard))
+    try:
+        with pytest.raises(RewardError, match=r"ulimit -v.*reward.code.memory_mb=8388608"):
+            reward.start([prompt])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
