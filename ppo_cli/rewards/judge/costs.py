@@ -386,8 +386,7 @@ class Ledger:
                 if call["outcome"] == IN_FLIGHT:
                     self.found_in_flight = self.found_in_flight + spent
                     ends.append(json.dumps(call | {"outcome": "killed"}))
-
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" * torn + "".join(f"{end}\n" for end in ends))
         in_flight_file(path).unlink(missing_ok=True)

@@ -440,6 +440,7 @@ def test_a_reservation_is_in_the_file_before_the_call_is_sent(tmp_path: Path) ->
 
     asyncio.run(story())
     assert in_flight_file(path).read_text() == ""
+    assert len(path.read_text().split("\n")) == 3  # no blank line before, between or after
 
 
 def test_a_call_that_cannot_be_recorded_is_not_sent_under_a_budget(tmp_path: Path) -> None:

@@ -83,6 +83,43 @@ def test_a_cap_lets_the_next_call_go_when_the_last_one_is_paid_for(
     assert asyncio.run(work()) is at_once
 
 
+@pytest.mark.parametrize(
+    ("limits", "tokens", "most"),
+    [
+        (Limits(concurrency=10**4, max_rpm=30), 0, 30),
+        (Limits(concurrency=10**4, max_rpm=600), 0, 600),
+        (Limits(concurrency=10**4, max_tpm=60_000), 100, 600),
+    ],
+)
+def test_no_minute_has_more_calls_than_its_cap(
+    clock: Hands, limits: Limits, tokens: int, most: int
+) -> None:
+    """Calls wait all the time, and now and then the loop that lets them go is late."""
+    dice, sent = random.Random(1), list[float]()
+
+    async def work() -> None:
+        admission = Admission(limits, Breaker("openai (m)", 1800.0, clock), clock)
+
+        async def send() -> None:
+            ticket = Ticket(tokens=tokens)
+            await admission.enter(ticket)
+            sent.append(clock.now)
+            admission.succeeded(ticket, used=tokens)
+
+        tasks = [asyncio.ensure_future(send()) for _ in range(4 * most)]
+        began = clock.now
+        while clock.now < began + 180.0:
+            await asyncio.sleep(0)
+            clock.now += 0.2 if dice.random() < 0.02 else 0.02
+            admission.pump()
+        admission.close("over")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(work())
+    minutes = [sum(start <= moment < start + 60.0 for moment in sent) for start in sent[: 2 * most]]
+    assert 0.95 * most <= max(minutes) <= most
+
+
 def fails(what: int | str) -> JudgeError:
     """A failure that may pass: a status, or none and its cause."""
     status = what if isinstance(what, int) else None
