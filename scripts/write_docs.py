@@ -33,6 +33,7 @@ YAML file (`--config FILE`). Flags may be spelled with underscores or dashes. ve
 "Stays for" says what happens when a run is started again with another value. `start`: the run goes
 on with the new value. `run`: a new run starts and says why; `--resume PATH` and `--fork` accept the
 new value. `checkpoint`: a new run starts too, and no checkpoint is accepted under another value.
+`eval`: the run goes on, but `ppo eval` scores its rows again.
 """
 SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 

@@ -9,19 +9,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ppo_cli.cli.flags import Given, add_command, own_flag, switch
 from ppo_cli.config.derived import has_package
+from ppo_cli.config.keys import value_of
 from ppo_cli.config.mixture import judges_of, rules_of
 from ppo_cli.config.model_checks import damaged_models
 from ppo_cli.config.requirements import missing_inputs
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.reward_checks import missing_keys
+from ppo_cli.config.schema import Config
 from ppo_cli.errors import ConfigError, MissingPart, UserError, failing, ppo, refuse_out
 from ppo_cli.redact import redact
+from ppo_cli.run_folder import run_settings
 
 if TYPE_CHECKING:
     from ppo_cli.bridge.overrides import Bridged
@@ -164,4 +167,22 @@ def _absent(resolved: Resolved) -> Iterator[str]:
 def _write(folder: Path, resolved: Resolved, bridged: Bridged) -> Sequence[Path]:
     from ppo_cli.bridge.folder import write_folder
 
-    return write_folder(folder.expanduser(), resolved, bridged)
+    folder = folder.expanduser()
+    # verl goes on from its own checkpoints, whatever the settings are by then.
+    if resolved.config.trainer.resume_mode == "auto" and (folder / "verl").is_dir():
+        _check_same_run(folder, resolved.config)
+    return write_folder(folder, resolved, bridged)
+
+
+def _check_same_run(folder: Path, config: Config) -> None:
+    """Raise ConfigError where a folder holds a run on verl that other settings began."""
+    from ppo_cli.run.identity import ROWS, changes, setting_values
+
+    def values(config: Config) -> dict[str, Any]:
+        return setting_values(config) | {name: value_of(config, name) for name in ROWS}
+
+    if other := changes(values(run_settings(folder)), values(config)):
+        raise ConfigError(
+            f"{folder} holds a run on verl with another {other}. Name another folder, or begin "
+            "again in this one with --resume never."
+        )

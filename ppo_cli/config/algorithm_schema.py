@@ -14,9 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_cli.algo.estimators import ESTIMATORS, POLICY_LOSSES
 
-# How long a value stays: a checkpoint loads under no other; another one makes another run; each
+# How long a value stays: a checkpoint loads under no other; another one makes another run; it makes
+# another eval (an address: a run's judge may move, but rows of two judges are never mixed); each
 # start of a run may have its own (speed, placement, logs, cadence, spending, length).
-Identity = Literal["checkpoint", "run", "start"]
+Identity = Literal["checkpoint", "run", "eval", "start"]
 
 
 class Section(BaseModel):

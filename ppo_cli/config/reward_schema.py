@@ -182,7 +182,7 @@ class ApiReward(Section):
     )
     base_url: Address = setting(
         None, "Endpoint to use instead of the provider's own.", flag="--rm_base_url",
-        env="RM_BASE_URL",
+        env="RM_BASE_URL", identity="eval",
     )  # fmt: skip
     key_env: Variable = setting(
         None, "Variable that holds the key, if not the provider's usual one.",

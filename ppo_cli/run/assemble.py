@@ -373,7 +373,7 @@ def _train_in(
             closing.enter_context(stop)
         engine = start_engine(
             engines.get, **losses, patience_s=config.trainer.node_timeout,
-            tell=screen.health, resume_command=resume_command,
+            tell=screen.health, resume_command=_resume_command(resolved, begun=False),
         )  # fmt: skip
         if resume_from is None or resume_from.resolve().parent != folder.checkpoints.resolve():
             # Without a checkpoint, the same command again is the same run: it has spent already.
@@ -443,7 +443,7 @@ def _start_reward(
     try:
         reward.start(prompts, patient=patient, tell=screen.note)
     except (Interrupted, WorkerLost) as stop:
-        command = _resume_command(resolved)
+        command = _resume_command(resolved, begun=False)
         if isinstance(stop, Interrupted):
             command = resume_line(command, stop, resolved.config, *done_of)
         raise Interrupted(f"{stop} Go on with: {command}") from stop
@@ -545,13 +545,16 @@ def _new_run_note(other: str, checkpoint: Path, identity: Mapping[str, Any]) -> 
     return f"{text} To go on from there with the new settings: --resume {checkpoint}"
 
 
-def _resume_command(resolved: Resolved) -> str:
-    """The command line of this run, to be typed again: it goes on where the run stopped."""
+def _resume_command(resolved: Resolved, *, begun: bool = True) -> str:
+    """The command line of this run, to be typed again: it goes on where the run stopped.
+
+    Once it has begun, `--resume auto` takes the place of an older checkpoint or of "never".
+    """
     # Variables count as settings too, and may be gone in another shell.
     names = sorted({o.removeprefix("env ") for o in resolved.origins.values() if o[:4] == "env "})
     variables = [f"{n}={shlex.quote(os.environ[n])}" for n in names if n in os.environ]
     words = [*shlex.split(ppo()), *sys.argv[1:]]
-    if resolved.config.trainer.resume_mode != "auto":
+    if begun and resolved.config.trainer.resume_mode != "auto":
         # Once more "never" or an older checkpoint would throw away what is saved now.
         words = [w for w in words if not w.startswith("trainer.resume_mode=")]
         words += ["--resume", "auto"]

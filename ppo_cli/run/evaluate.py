@@ -378,7 +378,7 @@ def _settings(config: Config, sampling: Sampling, prompts: Sequence[Prompt]) -> 
     found |= {f"data.{name}": value for name, value in prompt_settings(config.data).items()}
     sampler = ("model.dtype", "rollout.name", "rollout.engine_kwargs.vllm")
     found |= {name: value_of(config, name) for name in sampler}
-    found |= setting_values(config, "reward.") | {"data.val_files": rows_digest(prompts)}
+    found |= setting_values(config, of_eval=True) | {"data.val_files": rows_digest(prompts)}
     settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return settings
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,19 @@ def run_identity(
     }
 
 
-def setting_values(config: Config, below: str = "") -> dict[str, Any]:
-    """Return the values of all settings below a section that another start may not change.
+def setting_values(config: Config, *, of_eval: bool = False) -> dict[str, Any]:
+    """Return the values of the settings that make a run, or those of the reward of an eval.
 
     Secrets are masked. Models and files that the reward reads are in it with their digests.
     """
+    free = {"start"} if of_eval else {"start", "eval"}
     values = {
         name: mask_secrets(value_of(config, name))
         for name, key in table().items()
-        if key.identity != "start" and name.startswith(below) and name not in ROWS
+        if key.identity not in free and name not in ROWS
+        if name.startswith("reward.") or not of_eval
     }
-    values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward))
+    values["reward.composite.parts"] = mask_secrets(_part_settings(config.reward, free))
     named = [v for k, v in values.items() if k.startswith("reward.") or k.endswith(".path")]
     values[CONTENTS] = dict(_contents(named))
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
@@ -99,8 +101,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(text for key in both for text in _changes(key, before[key], now[key]))
 
 
-def _part_settings(reward: Reward) -> dict[str, Any]:
-    """Return the settings of a mixture's parts without those of a start: limits, timeouts …"""
+def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:
+    """Return the settings of a mixture's parts without those of a `free` identity."""
     parts = {}
     for part in mixture_of(reward):
         settings = part.model_dump(exclude_unset=True, exclude={"name"})
@@ -110,7 +112,7 @@ def _part_settings(reward: Reward) -> dict[str, Any]:
                 settings[kind] = {
                     name: value
                     for name, value in settings[kind].items()
-                    if keys[name].identity != "start"
+                    if keys[name].identity not in free
                 }
         parts[part.name] = settings
     return parts

@@ -49,6 +49,21 @@ def test_the_folder_has_all_that_verl_needs(desk: Path, capfd: pytest.CaptureFix
     assert [m["role"] for m in prompts[0].messages] == ["system", "user"]
 
 
+def test_a_begun_run_is_not_continued_with_other_settings(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = f"bridge verl --out there {LINE}"
+    run(line, capfd)
+    run(f"{line} --clip_ratio 0.1", capfd)  # not begun yet
+    (desk / "there" / "verl").mkdir()
+    before = (desk / "there" / "overrides").read_bytes()
+    told = run(f"{line} --clip_ratio 0.1 actor.clip_ratio_high=0.3", capfd, 2)
+    assert "another actor.clip_ratio_high (was unset, now 0.3). Name another folder" in told
+    assert (desk / "there" / "overrides").read_bytes() == before
+    run(f"{line} --clip_ratio 0.1 --max_steps 7 --save_freq 3", capfd)
+    run(f"{line} --clip_ratio 0.3 --resume never", capfd)
+
+
 def test_rows_are_verls_and_hold_what_scoring_needs(
     desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -191,6 +191,10 @@ def test_a_reward_is_started_and_knows_what_it_has_spent(
         asked("rollout.n=2", "rollout.val_kwargs.n=1", environ=("SEED",))
     assert str(stopped.value).startswith("Spent. Go on with: SEED=42 ppo train --lr '1 2' --rm_b")
     assert str(stopped.value).endswith("--rm_budget_usd 6.5")
+    stops.append(Interrupted("Down."))
+    monkeypatch.setattr("sys.argv", ["ppo", "train", "--resume", "never"])
+    with pytest.raises(Interrupted, match=r"^Down. Go on with: ppo train --resume never$"):
+        asked("trainer.resume_mode=never")  # which has not begun: auto would be the run before
     for given, notes in (("trainer.seed=7", 1), ("trainer.resume_mode=never", 0)):
         anew = asked(given)
         assert not spent.exists()

@@ -14,7 +14,7 @@ from ppo_cli.config.keys import Key, nested, table, value_of
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
-from ppo_cli.run.identity import changes, differences, run_identity
+from ppo_cli.run.identity import ROWS, changes, differences, run_identity, setting_values
 from ppo_cli.train.steps import FORMAT
 from tests.loop.runs import metrics, train
 from tests.loop.scripted import prompts
@@ -66,7 +66,7 @@ def test_every_setting_decides_as_it_declares(name: str) -> None:
     config = Config.model_validate(nested({name: other_value(key)}))
     assert value_of(config, name) != key.default
     # Rows count in the place of the files that they come from.
-    by_name = key.identity != "start" and name not in ("data.train_files", "data.val_files")
+    by_name = key.identity in ("run", "checkpoint") and name not in ROWS
     told = changes(identity(), identity({name: other_value(key)}))
     assert (f"{name} (was " in told or f"{name}." in told) is by_name
     assert bool(told) is by_name
@@ -135,11 +135,21 @@ def test_a_part_of_a_mixture_may_change_its_limits() -> None:
         return identity({"reward.composite.parts": {"judge": settings}})
 
     first = parts()
-    for same in ({"timeout": 9}, {"monitor": {"share": 0.5}}, {"budget_usd": 1.0}):
+    url = "http://localhost:2/v1"
+    free = ({"timeout": 9}, {"monitor": {"share": 0.5}}, {"budget_usd": 1.0}, {"base_url": url})
+    for same in free:
         assert changes(first, parts(**same)) == "", same
     where = "reward.composite.parts.judge.judge"
     assert changes(first, parts(model="n")) == f"{where}.model (was m, now n)"
     assert changes(first, parts(votes=3)) == f"{where}.votes (was unset, now 3)"
+
+
+def test_a_judge_at_another_address_is_the_same_run_and_another_eval() -> None:
+    api = [{"base_url": f"http://localhost:{port}/v1"} for port in (1, 2)]
+    first, second = (Config.model_validate({"reward": {"api": one}}) for one in api)
+    assert changes(setting_values(first), setting_values(second)) == ""
+    told = changes(setting_values(first, of_eval=True), setting_values(second, of_eval=True))
+    assert told.startswith("reward.api.base_url (was http://localhost:1/v1, now ")
 
 
 def test_no_secret_is_kept() -> None:
