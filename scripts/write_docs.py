@@ -127,7 +127,7 @@ def moving() -> str:
         for flag, text in sorted(found["pointers"].items())
     ]
     lines = [
-        "Those of TRL, Hugging Face's Trainer and OpenRLHF. They are taken as they are.",
+        "Those of TRL to 1.12, Hugging Face's Trainer and OpenRLHF to 0.9, taken as they are.",
         "",
         *("| flag | taken as |", "|---|---|", *same),
         "",

@@ -283,6 +283,9 @@ def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() 
         ("critic.fsdp.ulysses_sequence_parallel_size", "1", "2", "--tensor_parallel_size"),
         ("model.override_config.attention_dropout", "0.", "0.1", "every dropout rate is 0"),
         ("actor.fsdp_config.model_dtype", "fp32", "bf16", "kept in float32"),
+        ("data.mm_processor_kwargs", "{}", "{size:3}", "models here read text only"),
+        ("rollout.engine_kwargs.sglang", "{}", "{a:1}", "rollout.engine_kwargs.vllm"),
+        ("model.override_config", "{}", "{a:1}", "edit config.json of the model folder"),
         ("algorithm.name", "ppo", "dpo", "algorithm.adv_estimator"),
     ],
 )

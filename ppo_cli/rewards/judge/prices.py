@@ -1,7 +1,7 @@
 """The price of a judge's tokens.
 
 It comes from the settings, a file, the bundled list, or genai-prices, a package of its own
-(pip install "ppo-cli[prices]") that lists models of many providers, with prices and limits. What
+(the extra `prices`) that lists models of many providers, with prices and limits. What
 the bundled list knows, that list decides.
 """
 
