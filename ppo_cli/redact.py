@@ -197,7 +197,10 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 @lru_cache(maxsize=16)
 def _spellings(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The values, and what base64 makes of each at the three places where it may begin."""
+    """The values, their bytes read one by one, and what base64 makes of each at its three places.
+
+    `_decode` reads `%C3%A9` as two characters.
+    """
     if not values:
         return ()
     import base64
@@ -205,6 +208,7 @@ def _spellings(values: tuple[str, ...]) -> tuple[str, ...]:
     spellings = list(values)
     for value in values:
         content = value.encode("utf-8", "surrogatepass")
+        spellings.append(content.decode("latin-1"))
         for before in range(3):
             whole = base64.b64encode(b"\0" * before + content).decode()
             # Six bits a character: only those that no neighbour shares.

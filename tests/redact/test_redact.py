@@ -6,6 +6,7 @@ import base64
 import json
 import string
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -93,6 +94,12 @@ def test_escapes_hide_no_secret(secret: str) -> None:
     for spelling in (escaped, percent, html, "\u200b".join(secret), json.dumps(secret)[1:-1]):
         assert redact(f"a {spelling} b", ENV) == "a *** b"
     assert json.loads(redact(text, ENV)) == [f"line\n{HIDDEN}", f'"{HIDDEN}"']
+
+
+def test_a_known_secret_of_any_letters_is_hidden_percent_encoded() -> None:
+    assert (
+        redact(f"?word={quote('ключ от дома')}&a", {"A_PASSWORD": "ключ от дома"}) == "?word=***&a"
+    )
 
 
 @pytest.mark.parametrize("before", ["", "u", "us", "use"])
