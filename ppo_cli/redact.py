@@ -33,6 +33,12 @@ _ESCAPE = re.compile(
     "|[\u00ad\u200b-\u200d\u2060\ufeff]"
 )
 _LEVELS = 4  # JSON in JSON in JSON, and the text as it is
+# What a text with an escape contains that may hide a character of a key; most texts have none.
+_MAY_HIDE = ("\\u", "\\x", "\\/", "%", "&", *"\u00ad\u200b\u200c\u200d\u2060\ufeff")
+_HIDES = re.compile(
+    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|/)|%[0-9a-fA-F]{2}|&(?:\#|amp;|quot;)"
+    "|[\u00ad\u200b-\u200d\u2060\ufeff]"
+)
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "amp": "&", "quot": '"'}
 
 
@@ -66,6 +72,9 @@ def _is_login(text: str) -> bool:
     return (user + password).isprintable() and len(password) >= _SHORTEST
 
 
+# Where a key may start: in JSON within a text, the letter of an escape comes before it.
+_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf]))"
+_GAP = r"(?:\s|\\+[nrt])"
 # A mark in small letters that the text must contain, the pattern, whose group is the secret, and
 # what else must hold for the secret.
 _Shape = tuple[tuple[str, ...], re.Pattern[str], Callable[[str], bool]]
@@ -90,17 +99,39 @@ _SHAPES: tuple[_Shape, ...] = (
     (
         ("bearer", "api-key"),
         re.compile(
-            r"""(?i)(?<![a-z0-9])(?:bearer[\s:]+|x-api-key["']?\s*:\s*)["']?([\w.~+/=-]{16,})""",
+            _START
+            + r"""(?i:bearer[\s:]+|x-api-key(?:\\*["'])?\s*:\s*)(?:\\*["'])?([\w.~+/=-]{16,})""",
             re.A,
         ),
         _is_mixed,
     ),
-    (("basic",), re.compile(r"(?i)\bbasic\s+([a-z0-9+/]{12,}={0,2})", re.A), _is_login),
-    (("sk-",), re.compile(r"(?<![A-Za-z0-9])(sk-[\w-]{16,})", re.A), _is_generated),
+    (("basic",), re.compile(_START + r"(?i:basic)\s+([A-Za-z0-9+/]{12,}={0,2})", re.A), _is_login),
+    (("sk-",), re.compile(_START + r"(sk-[\w-]{16,})", re.A), _is_generated),
     (
-        ("_", "-", "aiza", "ya29.", "akia", "asia"),
+        (
+            "hf_",
+            "ghp_",
+            "gho_",
+            "ghu_",
+            "ghs_",
+            "ghr_",
+            "github_pat_",
+            "glpat-",
+            "xox",
+            "k_live_",
+            "k_test_",
+            "aiza",
+            "ya29.",
+            "akia",
+            "asia",
+            "gsk_",
+            "nvapi-",
+            "xai-",
+            "pplx-",
+            "npm_",
+        ),
         re.compile(
-            r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}"
+            _START + r"(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}"
             r"|glpat-[\w-]{20,}|xox[abeprs]-(?=[\w-]*\d)[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}"
             r"|AIza(?=[\w-]*\d)[\w-]{20,}|ya29\.[\w-]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
             r"|gsk_[A-Za-z0-9]{40,}|nvapi-[\w-]{40,}|xai-[A-Za-z0-9]{40,}|pplx-[A-Za-z0-9]{40,}"
@@ -112,24 +143,21 @@ _SHAPES: tuple[_Shape, ...] = (
     (
         ("secret",),
         re.compile(
-            r"""(?i)secret[_-]?(?:access[_-]?)?key["'\s:=>]{1,8}([a-z0-9/+]{40})(?![a-z0-9/+=])""",
+            r"""(?i)secret[_-]?(?:access[_-]?)?key["'\s:=>\\]{1,8}([a-z0-9/+]{40})(?![a-z0-9/+=])""",
             re.A,
         ),
         _is_mixed,
     ),
     (
         ("eyj",),
-        re.compile(
-            r"(?<![A-Za-z0-9])(eyJ[\w-]{6,}\.eyJ[\w-]{6,}\.[\w-]{6,})",
-            re.A,
-        ),
+        re.compile(_START + r"(eyJ[\w-]{6,}\.eyJ[\w-]{6,}\.[\w-]{6,})", re.A),
         bool,
     ),
     (
         ("private key",),
         re.compile(
             r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----"
-            r"((?:\s+[\w-]+:[^\n]*)*\s*[a-zA-Z0-9+/=]{16,}(?:\s+[a-zA-Z0-9+/=]+)*)",
+            rf"((?:\s+[\w-]+:[^\n]*)*{_GAP}*[a-zA-Z0-9+/=]{{16,}}(?:{_GAP}+[a-zA-Z0-9+/=]+)*)",
             re.A,
         ),
         bool,
@@ -197,24 +225,26 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 @lru_cache(maxsize=16)
 def _spellings(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The values, their bytes read one by one, and what base64 makes of each at its three places.
+    """The values, also as JSON, as JSON within JSON, and within base64 at its three places.
 
-    `_decode` reads `%C3%A9` as two characters.
+    `_decode` reads `%C3%A9` as two characters, so that the bytes of a value are a spelling too.
     """
     if not values:
         return ()
     import base64
+    import json
 
-    spellings = list(values)
+    spellings = list[str]()
     for value in values:
         content = value.encode("utf-8", "surrogatepass")
-        spellings.append(content.decode("latin-1"))
+        escaped = json.dumps(value, ensure_ascii=False)[1:-1]
+        spellings += (value, content.decode("latin-1"), escaped, json.dumps(escaped)[1:-1])
         for before in range(3):
             whole = base64.b64encode(b"\0" * before + content).decode()
             # Six bits a character: only those that no neighbour shares.
             core = whole[-(-8 * before // 6) : 8 * (before + len(content)) // 6]
-            spellings += dict.fromkeys((core, core.translate(str.maketrans("+/", "-_"))))
-    return tuple(spellings)
+            spellings += (core, core.translate(str.maketrans("+/", "-_")))
+    return tuple(dict.fromkeys(spellings))
 
 
 def _find_at_all_levels(text: str, values: tuple[str, ...]) -> Iterator[tuple[int, int]]:
@@ -226,10 +256,10 @@ def _find_at_all_levels(text: str, values: tuple[str, ...]) -> Iterator[tuple[in
             for jumps in reversed(levels):
                 start, end = _origin(jumps, start), _origin(jumps, end)
             yield start, end
-        decoded, jumps = _decode(text)
-        if decoded == text or len(levels) + 1 == _LEVELS:
+        may_hide = any(mark in text for mark in _MAY_HIDE) and _HIDES.search(text)
+        if not may_hide or len(levels) + 1 == _LEVELS:
             return
-        text = decoded
+        text, jumps = _decode(text)
         levels.append(jumps)
 
 
