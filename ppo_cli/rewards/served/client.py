@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_cli.errors import Interrupted, PpoError, RewardError
 from ppo_cli.redact import hide, redact, redact_url
 from ppo_cli.rewards.base import Tell
+from ppo_cli.rewards.proxies import client_settings
 from ppo_cli.rewards.remote import read_retry_after, read_words
 from ppo_cli.rewards.served.protocols import (
     EXCERPT,
@@ -293,12 +294,16 @@ class ServedModelClient:
             headers = {"Content-Type": "application/json"}
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
-            self._http = httpx.AsyncClient(
-                headers=headers,
-                timeout=self._timeout,
-                limits=httpx.Limits(max_connections=None),
-                verify=_trusted(),
-            )
+            settings = {"verify": _trusted()} | client_settings(self._wire.url)
+            try:
+                self._http = httpx.AsyncClient(
+                    headers=headers,
+                    timeout=self._timeout,
+                    limits=httpx.Limits(max_connections=None),
+                    **settings,
+                )
+            except (ImportError, ValueError) as error:  # a SOCKS proxy, or an unknown kind of proxy
+                raise ServerFault(Kind.HOPELESS, "proxy", redact(str(error))) from None
         try:
             # httpx counts the silence between two bytes; this counts the whole request.
             async with asyncio.timeout(self._timeout):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -386,3 +387,22 @@ def test_the_self_test_finds_scores_that_are_none(bench: Bench) -> None:
     bench.server.fail("nan", after=1)
     with pytest.raises(RewardError, match="no score for a harmless sample"):
         bench.make("openrlhf").start([bench.prompt()])
+
+
+@pytest.mark.parametrize("entries", ["127.0.0.1", "127.0.0.0/8"])
+def test_no_proxy_exempts_the_server_from_a_socks_proxy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, entries: str
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", entries)
+    reward = bench.make()
+    assert bench.score_all(reward, [bench.rollout(1)])[0].value is not None
+
+
+@pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
+def test_a_socks_proxy_that_leads_to_the_server_needs_a_package(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    with pytest.raises(RewardError, match=r"pip install httpx\[socks\]"):
+        bench.make().start([bench.prompt()])

@@ -27,6 +27,7 @@ from ppo_cli.rewards.judge.providers.base import (
     verdict_schema,
     vertex_address,
 )
+from ppo_cli.rewards.proxies import client_settings
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}
 # `input_tokens` leaves out what was read from or put in a cache.
@@ -65,9 +66,9 @@ class Judge(SdkProvider):
 
     def connect(self, key: str) -> Any:
         """An AsyncAnthropic client without retries."""
-        from anthropic import AsyncAnthropic, DefaultAioHttpClient
+        from anthropic import AsyncAnthropic, DefaultAioHttpClient, DefaultAsyncHttpxClient
 
-        http = http_client(DefaultAioHttpClient)
+        http = http_client(self.base_url, DefaultAioHttpClient, DefaultAsyncHttpxClient)
         return AsyncAnthropic(api_key=key, base_url=self.base_url, max_retries=0, http_client=http)
 
     async def models(self, client: Any) -> list[str] | None:
@@ -137,9 +138,10 @@ class VertexClaude(Judge):
 
     def connect(self, key: str) -> Any:
         """An AsyncAnthropicVertex client without retries."""
-        from anthropic import AsyncAnthropicVertex
+        from anthropic import AsyncAnthropicVertex, DefaultAsyncHttpxClient
 
-        return AsyncAnthropicVertex(base_url=self.base_url, max_retries=0)
+        http = DefaultAsyncHttpxClient(**client_settings(self.base_url))
+        return AsyncAnthropicVertex(base_url=self.base_url, max_retries=0, http_client=http)
 
 
 class Bedrock(Judge):
@@ -158,9 +160,10 @@ class Bedrock(Judge):
 
     def connect(self, key: str) -> Any:
         """An AsyncAnthropicBedrock client without retries."""
-        from anthropic import AsyncAnthropicBedrock
+        from anthropic import AsyncAnthropicBedrock, DefaultAsyncHttpxClient
 
-        client = AsyncAnthropicBedrock(base_url=self.base_url, max_retries=0)
+        http = DefaultAsyncHttpxClient(**client_settings(self.base_url))
+        client = AsyncAnthropicBedrock(base_url=self.base_url, max_retries=0, http_client=http)
         client.api_key = key if self._key.variable else None  # its own look takes a blank one
         return client
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
@@ -21,6 +21,10 @@ from ppo_cli.rewards.judge.providers.base import (
     score_question,
 )
 from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
+from ppo_cli.rewards.proxies import client_settings
+
+if TYPE_CHECKING:
+    import httpx
 
 TOKENS = TokenFields(
     ("input_tokens",), ("output_tokens",), "prompt_tokens_details.cached_tokens", "total_tokens"
@@ -41,6 +45,7 @@ class Judge(SdkProvider):
         r"|responses|decisions|models)$"
     )
     path = "/api/v1"
+    _http: httpx.AsyncClient | None = None
 
     @classmethod
     def home(cls, environ: Mapping[str, str]) -> str:
@@ -66,6 +71,7 @@ class Judge(SdkProvider):
 
     def connect(self, key: str) -> Any:
         """An AsyncClient without retries; the URL tells the protocol."""
+        import httpx
         from dashscope import AsyncClient
 
         hush("dashscope.v2")  # it warns of every failed attempt
@@ -73,16 +79,22 @@ class Judge(SdkProvider):
         base = self.base_url
         if self.api.mode == "decision":  # it lives under the compatible path only
             base = re.sub(r"/api/v1$", "/compatible-mode/v1", base)
+        # The SDK's own client, with its own limits, unless the environment names a SOCKS proxy.
+        settings = client_settings(base)
+        self._http = httpx.AsyncClient(**settings) if settings else None
         return AsyncClient(
             api_key=key,
             base_url=base,
             protocol="openai" if compatible else "native",
             max_retries=0,
+            http_client=self._http,
         )
 
     async def disconnect(self, client: Any) -> None:
-        """Close the connection pool."""
+        """Close the connection pool, and the client that was lent to it."""
         await client.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     async def models(self, client: Any) -> list[str] | None:
         """What the models endpoint of the native protocol lists, page after page."""

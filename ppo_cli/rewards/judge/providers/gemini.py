@@ -29,6 +29,7 @@ from ppo_cli.rewards.judge.providers.base import (
     verdict_schema,
     vertex_address,
 )
+from ppo_cli.rewards.proxies import client_settings, is_socks
 
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
 _BLOCKED = {
@@ -89,6 +90,7 @@ class Judge(SdkProvider):
     def connect(self, key: str) -> Any:
         """A genai client; one attempt, which also ends the SDK's own second try."""
         import aiohttp
+        import httpx
         from google import genai
         from google.genai import types
 
@@ -97,16 +99,20 @@ class Judge(SdkProvider):
         base, version = found.groups() if found else (self.base_url, None)
         if version is None and self.api.mode == "decision":
             version = "v1beta"  # where the decision endpoint is documented
-        # One of ours: the SDK's own warns.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), trust_env=True
-        )
+        settings = client_settings(self.base_url)
         http = types.HttpOptions(
             base_url=base,
             api_version=version,
             retry_options=types.HttpRetryOptions(attempts=1),
-            aiohttp_client=self._session,
+            client_args=settings or None,
+            async_client_args=settings or None,
         )
+        if is_socks(settings.get("proxy")):  # aiohttp speaks HTTP only
+            self._session = http.httpx_async_client = httpx.AsyncClient(**settings)
+        else:  # a separate session: the SDK's own warns
+            self._session = http.aiohttp_client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), trust_env=not settings
+            )
         return genai.Client(http_options=http, **self.access(key))
 
     def access(self, key: str) -> dict[str, Any]:
@@ -119,7 +125,7 @@ class Judge(SdkProvider):
         await client.aio.aclose()
         client.close()
         if session is not None:
-            await session.close()
+            await (session.aclose() if hasattr(session, "aclose") else session.close())
 
     async def models(self, client: Any) -> list[str] | None:
         """What the models endpoint lists of models that generate content."""

@@ -82,9 +82,9 @@ class Judge(SdkProvider):
 
     def connect(self, key: str) -> Any:
         """An AsyncOpenAI client without retries."""
-        from openai import AsyncOpenAI, DefaultAioHttpClient
+        from openai import AsyncOpenAI, DefaultAioHttpClient, DefaultAsyncHttpxClient
 
-        http = http_client(DefaultAioHttpClient)
+        http = http_client(self.base_url, DefaultAioHttpClient, DefaultAsyncHttpxClient)
         return AsyncOpenAI(api_key=key, base_url=self.base_url, max_retries=0, http_client=http)
 
     async def models(self, client: Any) -> list[str] | None:
@@ -189,13 +189,13 @@ class Azure(Judge):
 
     def connect(self, key: str) -> Any:
         """An AsyncAzureOpenAI client without retries; the key may be a token of Entra ID."""
-        from openai import AsyncAzureOpenAI, DefaultAioHttpClient
+        from openai import AsyncAzureOpenAI, DefaultAioHttpClient, DefaultAsyncHttpxClient
 
+        http = http_client(self.base_url, DefaultAioHttpClient, DefaultAsyncHttpxClient)
         token = self._key.variable == "AZURE_OPENAI_AD_TOKEN"
         let_in: dict[str, Any] = {"azure_ad_token": key} if token else {"api_key": key}
         return AsyncAzureOpenAI(
-            azure_endpoint=self.base_url, max_retries=0,
-            http_client=http_client(DefaultAioHttpClient), **let_in,
+            azure_endpoint=self.base_url, max_retries=0, http_client=http, **let_in,
         )  # fmt: skip
 
 

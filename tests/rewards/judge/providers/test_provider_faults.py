@@ -9,7 +9,6 @@ import asyncio
 import email.utils
 import json
 import traceback
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -263,21 +262,6 @@ def test_an_sdk_that_does_not_start_is_fatal(
     assert (error.kind, error.cause) == (FATAL, "sdk")
     assert "half installed" in str(error)
     assert SECRET not in str(error)
-
-
-@pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
-# anthropic's client raises in __del__ when its constructor has failed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("wire", ["openai", "claude"])
-def test_a_socks_proxy_is_not_spoken_to_in_http(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
-) -> None:
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
-    error = ask_once(judge_at(server, wire))
-    assert isinstance(error, JudgeError)
-    assert (error.kind, error.cause) == (FATAL, "sdk")
-    assert "socksio" in str(error)
-    assert server.count == 0
 
 
 def test_the_sdks_say_nothing_by_themselves(

@@ -1,0 +1,80 @@
+"""Proxies of the environment: which one leads to an address, and how an httpx client is told.
+
+Judges and served reward models use this. An httpx client refuses to start where the environment
+names a SOCKS proxy and socksio is missing, even if NO_PROXY exempts the only address it will call.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy for an address, or None where there is none or NO_PROXY exempts it."""
+    proxies, parts = getproxies(), urlsplit(url)
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or any(_exempts(entry, parts) for entry in proxies.get("no", "").split(",")):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def is_socks(proxy: str | None) -> bool:
+    """Whether a proxy speaks SOCKS, which aiohttp does not."""
+    return proxy is not None and proxy.startswith("socks")
+
+
+def client_settings(url: str) -> dict[str, Any]:
+    """Return the arguments that lead an httpx client to an address.
+
+    Empty where the environment names no SOCKS proxy: httpx reads HTTP proxies correctly itself.
+    """
+    if not any(map(is_socks, getproxies().values())):
+        return {}
+    import httpx
+
+    # `trust_env` would read SSL_CERT_FILE too, so the certificates are passed explicitly.
+    return {"proxy": proxy_for(url), "trust_env": False, "verify": httpx.create_ssl_context()}
+
+
+def _exempts(entry: str, address: SplitResult) -> bool:
+    """Whether one entry of NO_PROXY names the host: `*`, a host or suffix, a network, a port."""
+    entry = entry.strip().lower()
+    scheme, separator, rest = entry.rpartition("://")
+    if separator and scheme not in ("all", address.scheme):
+        return False
+    host = (address.hostname or "").lower()
+    if (network := _network(rest)) is not None:
+        host_network = _network(host)
+        return host_network is not None and _contains(network, host_network)
+    try:
+        parts = urlsplit(f"//{rest}")
+        name, port = parts.hostname or "", parts.port
+    except ValueError:  # no port at all: curl, Go and httpx ignore such an entry
+        return False
+    if port is not None and port != (address.port or _PORTS.get(address.scheme)):
+        return False
+    if name == "*":
+        return True
+    if name.startswith(("*.", ".")):
+        return host.endswith(name.removeprefix("*"))
+    return bool(name) and (host == name or host.endswith(f".{name}"))
+
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def _network(text: str) -> _Network | None:
+    """An address or a range of addresses; None for a name."""
+    try:
+        return ipaddress.ip_network(text.strip("[]"), strict=False)
+    except ValueError:
+        return None
+
+
+def _contains(network: _Network, host: _Network) -> bool:
+    return network.version == host.version and host.network_address in network

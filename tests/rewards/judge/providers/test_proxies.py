@@ -1,0 +1,125 @@
+"""Which proxy leads to an address, and that NO_PROXY exempts a judge from a SOCKS proxy."""
+
+from __future__ import annotations
+
+import gc
+from importlib.util import find_spec
+
+import pytest
+from aiohttp import web
+
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
+from ppo_cli.rewards.proxies import client_settings, proxy_for
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import WIRES, ask_once, judge_at
+from tests.loopback import Loopback
+
+SOCKS = "socks5://127.0.0.1:9"
+VARIABLES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("entries", "host", "exempt"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("example.com", "example.com", True),
+        ("example.com", "api.example.com", True),
+        ("example.com", "myexample.com", False),
+        (".example.com", "api.example.com", True),
+        (".example.com", "example.com", False),
+        ("*.example.com", "api.example.com", True),
+        ("EXAMPLE.com", "Api.Example.COM", True),
+        ("other, example.com ,", "example.com", True),
+        ("*", "example.com", True),
+        ("localhost:8000", "localhost:8000", True),
+        ("localhost:8000", "localhost:9000", False),
+        ("example.com:80", "example.com", True),
+        ("example.com:443", "example.com", False),
+        ("10.0.0.0/8", "10.1.2.3:8000", True),
+        ("10.0.0.0/8", "11.1.2.3:8000", False),
+        ("10.0.0.0/8", "judge.local", False),
+        ("192.168.1.7", "192.168.1.77", False),
+        ("::1", "[::1]:8000", True),
+        ("[::1]:8000", "[::1]:8000", True),
+        ("fd00::/8", "[fd12::1]", True),
+        ("http://example.com", "example.com", True),
+        ("https://example.com", "example.com", False),
+        ("example.com:port", "example.com", False),
+        ("", "example.com", False),
+    ],
+)
+def test_no_proxy_exempts_what_it_names(
+    monkeypatch: pytest.MonkeyPatch, entries: str, host: str, exempt: bool
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", SOCKS)
+    monkeypatch.setenv("NO_PROXY", entries)
+    assert proxy_for(f"http://{host}/v1") == (None if exempt else SOCKS)
+
+
+def test_the_proxy_of_the_scheme_wins_over_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", SOCKS)
+    monkeypatch.setenv("HTTPS_PROXY", "proxy.local:3128")
+    assert proxy_for("https://example.com") == "http://proxy.local:3128"
+    assert proxy_for("http://example.com") == SOCKS
+
+
+def test_without_a_socks_proxy_a_client_reads_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    assert client_settings("http://example.com") == {}
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "HTTP_PROXY", "all_proxy"])
+@pytest.mark.parametrize("entries", ["127.0.0.1", "127.0.0.0/8", "*"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_proxy_exempts_a_judge_from_a_socks_proxy(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str, entries: str, variable: str
+) -> None:
+    monkeypatch.setenv(variable, SOCKS)
+    monkeypatch.setenv("NO_PROXY", entries)
+    assert isinstance(ask_once(judge_at(server, wire)), Reply)
+
+
+@pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_socks_proxy_that_leads_to_the_judge_needs_a_package(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str], wire: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("ALL_PROXY", SOCKS)
+    error = ask_once(judge_at(server, wire))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (Failure.FATAL, "sdk")
+    assert "pip install" in str(error) and "socks" in str(error)
+    assert server.count == 0
+    gc.collect()
+    assert not caplog.records
+    assert "Traceback" not in capsys.readouterr().err
+
+
+class Proxy(Loopback):
+    """An HTTP proxy that answers everything itself."""
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=418, text="through the proxy")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_http_proxy_of_the_scheme_is_used_beside_a_socks_proxy(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    with Proxy("proxy") as proxy:
+        monkeypatch.setenv("ALL_PROXY", SOCKS)
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.port}")
+        error = ask_once(judge_at(server, wire))
+    assert isinstance(error, JudgeError)
+    assert error.status == 418
+    assert server.count == 0
