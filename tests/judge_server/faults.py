@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.loopback import Occasion
 
-STATUSES = {400, 401, 402, 403, 404, 408, 409, 413, 422, 425, 429, 500, 502, 503, 504, 529}
+STATUSES = {400, 401, 402, 403, 404, 405, 408, 409, 413, 422, 425, 429, 500, 502, 503, 504, 529}
 ENDS = {"refusal": "refusal", "content_filter": "content_filter", "truncated": "length"}
 KINDS = {
     "hang", "cut", "html", "empty", "no_content", "not_json", "prose", "out_of_range",
-    "reject_param", "business", "no_usage", "null_usage", *ENDS,
+    "body", "reject_param", "business", "no_usage", "null_usage", *ENDS,
 }  # fmt: skip
 
 
@@ -24,7 +24,8 @@ class Fault(Occasion):
     It strikes until `until` (on `time.monotonic`), on paths that contain one of `paths` and
     requests that hold the words `said`. `param`
     names the parameter that `reject_param` (or a 400) is about; `code` is the provider's own word.
-    `raw` is sent as the whole body of a status, whatever the provider's form is.
+    `raw` is sent as the whole body of a status, whatever the provider's form is; `body` sends it
+    with status 200 and the Content-Type of `headers`.
     """
 
     until: float | None = None

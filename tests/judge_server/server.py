@@ -207,6 +207,9 @@ class JudgeServer(Loopback):
         fault = next((f for f in list(state.faults) if f.strikes(path, body, self._dice)), None)
         if fault is not None and (broken := await self._break(request, name, fault)) is not None:
             return broken
+        if name == "gemini" and "contents" not in body and not decision:
+            incomplete = WIRES[name].error(400, "contents is not specified", None, None)
+            return web.json_response(incomplete, status=400)
         if state.latency:
             await asyncio.sleep(state.latency)
         state.answered += fault is None
@@ -290,6 +293,8 @@ class JudgeServer(Loopback):
             return await self._hang(300)
         if kind == "cut":
             return await cut(request, b'{"id": "c", "choices": [')
+        if kind == "body":
+            return web.Response(text=fault.raw or "", headers=fault.headers)
         plain = {"html": (HTML, "text/html"), "empty": ("", "application/json")}
         plain["not_json"] = ('{"choices": [', "application/json")
         if kind in plain:

@@ -455,11 +455,7 @@ def reach(
             waited = time.monotonic() - began
             absent = error.cause in _WRONG_ADDRESS and not patient
             if absent and waited > UNREACHABLE_S:
-                where = f" at {redact_url(api.base_url)}" if api.base_url else ""
-                raise RewardError(
-                    f"The judge {who(api)} cannot be reached{where} ({error.said}). Check "
-                    "--rm_base_url, the network, and that the server is running."
-                ) from error
+                raise RewardError(_no_judge_there(api, error)) from error
             if not absent and waited > api.outage_wait:
                 raise Interrupted(
                     f"The judge {who(api)} did not answer for {waited:.0f} s ({error.said})."
@@ -470,6 +466,20 @@ def reach(
             left = api.outage_wait - waited
             time.sleep(min(max(pause, error.retry_after or 0.0), max(left, 0.1)))
             pause = min(2 * pause, 30.0)
+
+
+def _no_judge_there(api: ApiReward, error: JudgeError) -> str:
+    where = f" at {redact_url(api.base_url)}" if api.base_url else ""
+    if error.cause == "bad_body":
+        return (
+            f"What answers{where} as the judge {who(api)} sends no verdict ({error.said}). Check "
+            "that --rm_base_url is the address of the API (mostly it ends in /v1) and not of a "
+            "web page or a proxy."
+        )
+    return (
+        f"The judge {who(api)} cannot be reached{where} ({error.said}). Check --rm_base_url, the "
+        "network, and that the server is running."
+    )
 
 
 def who(api: ApiReward) -> str:

@@ -34,6 +34,7 @@ from ppo_cli.rewards.judge.calls import (
     UnlimitedCost,
     Usage,
 )
+from ppo_cli.rewards.judge.providers.bodies import bad_body, describe
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
     about_the_filter,
@@ -373,11 +374,6 @@ class SdkProvider(ABC):
 # --- reading replies ----------------------------------------------------------------------------
 
 
-def bad_body(what: str) -> JudgeError:
-    """A reply with status 200 that is no reply: transport, not verdict."""
-    return JudgeError(Failure.RETRYABLE, "bad_body", f"The reply is not an answer: {what}")
-
-
 def refused(cause: str, told: str, usage: Usage | None) -> JudgeError:
     """The judge, or a filter before it, would not judge this text."""
     return JudgeError(Failure.REFUSED, cause, told, usage=usage, reply=told)
@@ -518,7 +514,7 @@ def read_decision(reply: Any, scale: Scale, usage: Usage | None) -> Reply:
     """Read what `score_question` is answered with: the probability of each level by its index."""
     shares = attribute(reply, "answers", QUESTION, "probabilities")
     if not isinstance(shares, dict):
-        raise bad_body(f"no answers in a {type(reply).__name__}")
+        raise bad_body(describe(reply))
     return by_level([shares.get(str(i)) for i in range(len(scale.levels()))], scale, usage)
 
 

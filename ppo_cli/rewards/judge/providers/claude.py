@@ -16,7 +16,6 @@ from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
     attribute,
-    bad_body,
     finish,
     http_client,
     read_row,
@@ -27,6 +26,7 @@ from ppo_cli.rewards.judge.providers.base import (
     verdict_schema,
     vertex_address,
 )
+from ppo_cli.rewards.judge.providers.bodies import bad_body, describe, read_body
 from ppo_cli.rewards.proxies import client_settings
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}
@@ -80,7 +80,8 @@ class Judge(SdkProvider):
         chosen = self._request(question, form)
         if "temperature" in form:  # the SDK has no such argument any more; gateways may
             chosen["extra_body"] = {"temperature": self.sampling()}
-        return read_message(await client.messages.create(timeout=timeout, **chosen))
+        reply = await client.messages.with_raw_response.create(timeout=timeout, **chosen)
+        return read_message(read_body(await reply.text()))
 
     async def submit(self, client: Any, rows: Rows, form: Form) -> str:
         """All requests in one call."""
@@ -180,10 +181,10 @@ def _outcome(line: Any) -> Reply | JudgeError:
 
 
 def read_message(reply: Any) -> Reply:
-    """Read a message; anything else (a page of HTML comes as a str) is a bad body."""
+    """Read a message; anything else is a bad body."""
     blocks = attribute(reply, "content")
     if not isinstance(blocks, list):
-        raise bad_body(f"no content in a {type(reply).__name__}")
+        raise bad_body(describe(reply))
     usage = read_usage(attribute(reply, "usage"), TOKENS)
     ended = attribute(reply, "stop_reason")
     if ended == "refusal":

@@ -20,6 +20,7 @@ from ppo_cli.rewards.judge.providers.base import (
     response_format,
     score_question,
 )
+from ppo_cli.rewards.judge.providers.bodies import check_response
 from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
 from ppo_cli.rewards.proxies import client_settings
 
@@ -79,16 +80,22 @@ class Judge(SdkProvider):
         base = self.base_url
         if self.api.mode == "decision":  # it lives under the compatible path only
             base = re.sub(r"/api/v1$", "/compatible-mode/v1", base)
-        # The SDK's own client, with its own limits, unless the environment names a SOCKS proxy.
-        settings = client_settings(base)
-        self._http = httpx.AsyncClient(**settings) if settings else None
-        return AsyncClient(
+        # A client that is passed in has to bring what the SDK gives its own.
+        self._http = httpx.AsyncClient(
+            base_url=base, headers={"Authorization": f"Bearer {key}"}, timeout=None,
+            limits=httpx.Limits(max_connections=None),
+            event_hooks={"response": [check_response]}, **client_settings(base),
+        )  # fmt: skip
+        client = AsyncClient(
             api_key=key,
             base_url=base,
             protocol="openai" if compatible else "native",
             max_retries=0,
             http_client=self._http,
         )
+        if client.config.workspace:
+            self._http.headers["X-DashScope-WorkSpace"] = client.config.workspace
+        return client
 
     async def disconnect(self, client: Any) -> None:
         """Close the connection pool, and the client that was lent to it."""

@@ -273,6 +273,15 @@ def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeErro
     return _error(Failure.FATAL, cause, told, symptoms)
 
 
+def wrong_version(context: Context, status: int | None, served: str) -> JudgeError:
+    """The error of an address that serves another version of the API only."""
+    told = (
+        f"{context.label} answered {status} at this address, but it answers at {served}. "
+        f"Set {context.flags}_base_url {served}"
+    )
+    return JudgeError(Failure.FATAL, f"http_{status}", told, status=status)
+
+
 def _without_status(symptoms: Symptoms, context: Context) -> JudgeError:
     if symptoms.what == "credentials":
         told = f"{context.label}: there are no credentials that work: {symptoms.message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
@@ -17,7 +17,6 @@ from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
     attribute,
-    bad_body,
     finish,
     hush,
     read_decision,
@@ -29,6 +28,13 @@ from ppo_cli.rewards.judge.providers.base import (
     verdict_schema,
     vertex_address,
 )
+from ppo_cli.rewards.judge.providers.bodies import (
+    bad_body,
+    check_reply,
+    check_response,
+    describe,
+)
+from ppo_cli.rewards.judge.providers.failures import read_status, wrong_version
 from ppo_cli.rewards.proxies import client_settings, is_socks
 
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")
@@ -38,6 +44,7 @@ _BLOCKED = {
 }  # fmt: skip
 _OVER = {"succeeded", "partially_succeeded", "failed", "cancelled", "expired"}
 _NOT_DONE = {1: "cancelled", 4: "expired"}  # by google.rpc.Code
+_NO_SUCH_PATH = {404, 405}
 _VERSION = re.compile(r"^(.*)/(v\d\w*)$")
 # Thinking is billed as output.
 TOKENS = TokenFields(
@@ -60,6 +67,7 @@ class Judge(SdkProvider):
     decisions = "google.genai.decisions"
     pasted = r"/(models(/[^/]*)?|decisions)$"
     batch_rows, batch_bytes = 100_000, 15_000_000  # requests in the call itself: 20 MB at most
+    versions: ClassVar[tuple[str, ...]] = ("v1", "v1beta")
     _session: Any = None
 
     def options(self) -> Sequence[Option]:
@@ -95,8 +103,7 @@ class Judge(SdkProvider):
         from google.genai import types
 
         hush("google_genai._api_client")  # it names the wrong variable when both hold a key
-        found = _VERSION.match(self.base_url)
-        base, version = found.groups() if found else (self.base_url, None)
+        base, version = self._address()
         if version is None and self.api.mode == "decision":
             version = "v1beta"  # where the decision endpoint is documented
         settings = client_settings(self.base_url)
@@ -108,11 +115,14 @@ class Judge(SdkProvider):
             async_client_args=settings or None,
         )
         if is_socks(settings.get("proxy")):  # aiohttp speaks HTTP only
-            self._session = http.httpx_async_client = httpx.AsyncClient(**settings)
+            self._session = http.httpx_async_client = httpx.AsyncClient(
+                event_hooks={"response": [check_response]}, **settings
+            )
         else:  # a separate session: the SDK's own warns
             self._session = http.aiohttp_client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), trust_env=not settings
-            )
+                connector=aiohttp.TCPConnector(limit=0), trust_env=not settings,
+                middlewares=[check_reply],
+            )  # fmt: skip
         return genai.Client(http_options=http, **self.access(key))
 
     def access(self, key: str) -> dict[str, Any]:
@@ -136,12 +146,43 @@ class Judge(SdkProvider):
 
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One generated content."""
-        reply = await client.aio.models.generate_content(
-            model=self.model,
-            contents=_contents(question, form),
-            config=self._config(question, form),
-        )
+        try:
+            reply = await client.aio.models.generate_content(
+                model=self.model,
+                contents=_contents(question, form),
+                config=self._config(question, form),
+            )
+        except Exception as error:
+            status = read_status(error)
+            unproven = status in _NO_SUCH_PATH and self._worked is None
+            if unproven and (served := await self._served_address()):
+                raise wrong_version(self._context, status, served) from None
+            raise
         return read_content(reply)
+
+    def _address(self) -> tuple[str, str | None]:
+        """The base URL without its API version, and the version if it has one."""
+        match = _VERSION.match(self.base_url)
+        return (match[1], match[2]) if match else (self.base_url, None)
+
+    async def _served_address(self) -> str | None:
+        """The base URL of another API version that answers; some gateways serve only one.
+
+        An empty request costs nothing: a server that has the path rejects it as incomplete.
+        """
+        import httpx
+
+        base, version = self._address()
+        async with httpx.AsyncClient(**client_settings(base)) as http:
+            for other in self.versions:
+                if other == version:
+                    continue
+                url = f"{base}/{other}/models/{self.model}:generateContent"
+                reply = await http.post(url, json={}, headers={"x-goog-api-key": self._key.value})
+                is_json = "json" in reply.headers.get("content-type", "")
+                if is_json and reply.status_code not in _NO_SUCH_PATH:
+                    return f"{base}/{other}"
+        return None
 
     async def submit(self, client: Any, rows: Rows, form: Form) -> str:
         """All requests in one call, each with its id as metadata."""
@@ -215,6 +256,7 @@ class Vertex(Judge):
 
     name = "vertex"
     batch_rows = 0
+    versions = ()  # paths name a project there
 
     @classmethod
     def home(cls, environ: Mapping[str, str]) -> str:
@@ -249,7 +291,7 @@ def read_content(reply: Any) -> Reply:
         raise refused("content_filter", f"The prompt was blocked: {_word(blocked)}", usage)
     candidate = attribute(reply, "candidates", 0)
     if candidate is None:
-        raise bad_body("no candidates")
+        raise bad_body(describe(reply))
     ended = _word(attribute(candidate, "finish_reason"))
     if ended in _BLOCKED:
         raise refused("content_filter", f"The answer was blocked: {ended}", usage)

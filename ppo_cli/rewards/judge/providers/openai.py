@@ -19,7 +19,6 @@ from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
     attribute,
-    bad_body,
     by_level,
     criteria,
     finish,
@@ -31,6 +30,7 @@ from ppo_cli.rewards.judge.providers.base import (
     result_lines,
     row_error,
 )
+from ppo_cli.rewards.judge.providers.bodies import bad_body, describe, read_chat
 
 _BATCHED = "/v1/chat/completions"
 _OVER = {"failed", "completed", "expired", "cancelled"}
@@ -94,10 +94,10 @@ class Judge(SdkProvider):
     async def judge(self, client: Any, question: Question, form: Form, timeout: float) -> Reply:
         """One chat completion."""
         asked, extra = self._request(question, form)
-        reply = await client.chat.completions.create(
+        reply = await client.chat.completions.with_raw_response.create(
             **asked, timeout=timeout, **({"extra_body": extra} if extra else {})
         )
-        return read_completion(reply)
+        return read_completion(read_chat(reply.text))
 
     async def submit(self, client: Any, rows: Rows, form: Form) -> str:
         """A file with a request in each line, and a batch of it."""
@@ -170,7 +170,7 @@ class Judge(SdkProvider):
         usage = read_usage(attribute(reply, "usage"), DECISION_TOKENS)
         answer = attribute(reply, "answers", 0)
         if answer is None:
-            raise bad_body(f"no answers in {type(reply).__name__}")
+            raise bad_body(describe(reply))
         if attribute(answer, "type") == "refusal":
             raise refused("refusal", "The judge declined to decide.", usage)
         rows = attribute(answer, "probabilities") or []
@@ -219,12 +219,11 @@ def chat_messages(question: Question, *, apart: bool = True) -> list[Mapping[str
 
 
 def read_completion(reply: Any, tokens: TokenFields = TOKENS) -> Reply:
-    """Read a chat completion; anything else (a page of HTML comes as a str) is a bad body."""
+    """Read a chat completion; anything else is a bad body."""
     choice = attribute(reply, "choices", 0)
     message = attribute(choice, "message")
     if message is None:
-        message = attribute(reply, "error", "message")
-        raise bad_body(str(message) if message else f"no choices in a {type(reply).__name__}")
+        raise bad_body(describe(reply))
     usage = read_usage(attribute(reply, "usage"), tokens)
     ended, content = attribute(choice, "finish_reason"), attribute(message, "content")
     declined = attribute(message, "refusal")

@@ -14,10 +14,20 @@ from typing import Any
 import pytest
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.providers import build_provider
 from ppo_cli.rewards.judge.providers.base import refused
 from ppo_cli.rewards.remote import read_retry_after
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import KEYS, SECRET, WIRES, Ask, ask_once, judge_at, make_question
+from tests.judge_server.asking import (
+    KEYS,
+    SECRET,
+    WIRES,
+    Ask,
+    ask_once,
+    judge_api,
+    judge_at,
+    make_question,
+)  # fmt: skip
 
 FATAL, RETRYABLE, REFUSED, UNPARSED = (
     Failure.FATAL, Failure.RETRYABLE, Failure.REFUSED, Failure.UNPARSED,
@@ -303,3 +313,37 @@ def test_what_nobody_foresaw_is_retryable_and_named(
     assert "KeyError" in str(error)
     assert "KeyError" in caplog.text
     assert SECRET not in f"{error} {caplog.text}"
+
+
+@pytest.mark.parametrize("status", [404, 405])
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [
+        ("", "v1beta"),
+        ("/v1beta", "v1"),
+        ("/v1", "v1beta"),
+        ("/gate", "v1beta"),
+        ("/g/v1", "v1beta"),
+    ],
+)
+def test_a_gemini_gateway_with_one_version_is_told_with_the_address_that_works(
+    server: JudgeServer, status: int, asked: str, served: str
+) -> None:
+    missing = {"v1": "v1beta", "v1beta": "v1"}[served]
+    server.fail(status, paths=(f"/{missing}/",))
+    base = server.url("gemini")
+    error = ask_once(build_provider(judge_api("gemini", "m", base + asked), environ=KEYS))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (FATAL, f"http_{status}")
+    right = base + asked.removesuffix(f"/{missing}") + f"/{served}"
+    assert f"Set --rm_base_url {right}" in str(error)
+    assert isinstance(
+        ask_once(build_provider(judge_api("gemini", "m", right), environ=KEYS)), Reply
+    )
+
+
+def test_a_gemini_model_that_no_version_has_is_the_models_fault(server: JudgeServer) -> None:
+    server.fail(404)
+    error = ask_once(judge_at(server, "gemini"))
+    assert isinstance(error, JudgeError)
+    assert "--rm_model" in str(error)

@@ -11,7 +11,7 @@ from aiohttp import web
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply
 from ppo_cli.rewards.proxies import client_settings, proxy_for
 from tests.judge_server import JudgeServer
-from tests.judge_server.asking import WIRES, ask_once, judge_at
+from tests.judge_server.asking import SECRET, WIRES, ask_once, judge_at
 from tests.loopback import Loopback
 
 SOCKS = "socks5://127.0.0.1:9"
@@ -85,6 +85,7 @@ def test_no_proxy_exempts_a_judge_from_a_socks_proxy(
 ) -> None:
     monkeypatch.setenv(variable, SOCKS)
     monkeypatch.setenv("NO_PROXY", entries)
+    server.keys = {SECRET}
     assert isinstance(ask_once(judge_at(server, wire)), Reply)
 
 

@@ -1,0 +1,123 @@
+"""Replies with status 200: the JSON of an answer, or what came in place of one.
+
+Gateways, proxies and wrong addresses answer 200 with pages, empty bodies or event streams. Chunks
+of a chat completion that was streamed without being asked for are joined and read like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.remote import is_page, one_line, read_words
+
+if TYPE_CHECKING:
+    import aiohttp
+    import httpx
+
+    Handler = Callable[[aiohttp.ClientRequest], Awaitable[aiohttp.ClientResponse]]
+
+_EXCERPT = 120
+_ANSWERS = {"candidates", "choices", "output", "answers", "code"}
+STREAMS = "the server streams although it was not asked to"
+
+
+def bad_body(what: str) -> JudgeError:
+    """A reply with status 200 that is no reply: transport, not verdict."""
+    return JudgeError(Failure.RETRYABLE, "bad_body", f"The reply is not an answer: {what}")
+
+
+def read_chat(text: str) -> Any:
+    """Return the JSON of a chat completion, or the completion that a stream of chunks makes."""
+    return _join_chunks(text) if is_stream(text) else read_body(text)
+
+
+def read_body(text: str) -> Any:
+    """Return the JSON of a body; anything else is a bad body."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise bad_body(describe(text)) from None
+
+
+def check_body(text: str) -> None:
+    """Raise the bad body that an SDK would stumble over, or read as an empty answer."""
+    body = read_body(text)
+    if not isinstance(body, Mapping) or (body.get("error") and not body.keys() & _ANSWERS):
+        raise bad_body(describe(body))
+
+
+async def check_response(response: httpx.Response) -> None:
+    """`check_body` as an event hook of httpx."""
+    if response.status_code == 200:
+        await response.aread()
+        check_body(response.text)
+
+
+async def check_reply(request: aiohttp.ClientRequest, send: Handler) -> aiohttp.ClientResponse:
+    """`check_body` as a middleware of aiohttp."""
+    reply = await send(request)
+    if reply.status == 200:
+        check_body(await reply.text("utf-8", "replace"))
+    return reply
+
+
+def describe(body: Any) -> str:
+    """Name what came in place of an answer: a decoded body, or a text that is not JSON."""
+    if isinstance(body, str):
+        return _describe_text(body)
+    if isinstance(body, Mapping):
+        words = read_words(
+            {key: body[key] for key in ("error", "errors", "message") if key in body}
+        )
+        if words:
+            return f"it holds an error: {words}"
+        return f"a JSON object without an answer (its keys: {', '.join(list(body)[:6]) or 'none'})"
+    kinds = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
+    kind = kinds.get(type(body), "a number" if isinstance(body, int | float) else "")
+    return f"JSON, but {kind} and not an object" if kind else "a JSON object without an answer"
+
+
+def _describe_text(text: str) -> str:
+    if not text.strip():
+        return "an empty body"
+    if is_stream(text):
+        return f"an event stream: {STREAMS}"
+    words = one_line(read_words(text))[:_EXCERPT]
+    if is_page(text):
+        return f"a page of HTML: {words}"
+    return f"plain text: {words}" if words.isprintable() else "binary data"
+
+
+def is_stream(text: str) -> bool:
+    """Whether a body is made of server-sent events."""
+    return text.lstrip("\ufeff \r\n").startswith(("data:", "event:", ": ", "id:", "retry:"))
+
+
+def _join_chunks(text: str) -> dict[str, Any]:
+    """The completion that a stream of OpenAI's chunks makes, if it came to its end."""
+    content, ended, usage, done = "", None, None, False
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name != "data":
+            continue
+        if value.strip() == "[DONE]":
+            done = True
+            continue
+        try:
+            chunk = json.loads(value)
+        except ValueError:
+            raise bad_body(f"an event stream that is not JSON: {STREAMS}") from None
+        if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
+            words = read_words(chunk)[:_EXCERPT] or "no chat chunks"
+            raise bad_body(f"an event stream ({words}): {STREAMS}")
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"][:1]:
+            content += (choice.get("delta") or {}).get("content") or ""
+            ended = choice.get("finish_reason") or ended
+    if not done and ended is None:
+        raise bad_body(f"an event stream that was cut: {STREAMS}")
+    message = {"role": "assistant", "content": content}
+    return {"choices": [{"finish_reason": ended or "stop", "message": message}], "usage": usage}

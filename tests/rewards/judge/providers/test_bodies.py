@@ -1,0 +1,95 @@
+"""Replies with status 200 that are no answers, over the real SDKs: each is named for what it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import WIRES, ask_once, judge_at
+
+VERDICT = '{"reason": "The sum is right.", "score": 8}'
+STREAM = "an event stream"
+
+
+def chunks(*texts: str, ended: str | None = None, done: bool = True) -> str:
+    """An OpenAI stream with a chunk for each text."""
+    lines = []
+    for number, text in enumerate(texts, 1):
+        reason = ended if number == len(texts) else None
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+        lines.append(json.dumps({"object": "chat.completion.chunk", "choices": [choice]}))
+    lines += ["[DONE]"] * done
+    return "".join(f"data: {line}\n\n" for line in lines)
+
+
+BODIES = {
+    ("text/event-stream", 'event: message_start\ndata: {"type": "message_start"}\n\n'): STREAM,
+    ("text/event-stream", ": ping\n\ndata: not json\n\n"): STREAM,
+    ("application/json", 'data: {"type": "ping"}\n\n'): STREAM,
+    ("text/html", "<!doctype html><title>Log in</title>"): "a page of HTML: Log in",
+    ("application/json", "<html><h1>Sign in</h1></html>"): "a page of HTML: Sign in",
+    ("application/json", ""): "an empty body",
+    ("text/plain", " \n"): "an empty body",
+    ("application/json", '{"error": {"message": "The model is loading"}}'): "The model is loading",
+    ("application/json", '{"error": "no slots"}'): "it holds an error: no slots",
+    ("application/json", '"fine"'): "plain text: fine",
+    ("application/json", '[{"score": 8}]'): "a list and not an object",
+    ("application/json", "null"): "null and not an object",
+    ("application/json", "8"): "a number and not an object",
+    ("application/json", '{"status": "ok"}'): "a JSON object without an answer",
+    ("application/json", '{"choices": []}'): "a JSON object without an answer",
+    ("text/plain", "OK"): "plain text: OK",
+    ("application/octet-stream", "\x1f\x8b\x00\x01"): "binary data",
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_body_that_is_no_answer_is_named(server: JudgeServer, wire: str) -> None:
+    unlike = []
+    for (content_type, body), words in BODIES.items():
+        server.reset()
+        server.fail("body", raw=body, headers={"Content-Type": content_type})
+        error = ask_once(judge_at(server, wire))
+        right = isinstance(error, JudgeError) and error.kind is Failure.RETRYABLE
+        if not (right and error.cause == "bad_body" and words in str(error)):
+            unlike.append((body, str(error)))
+    assert not unlike
+
+
+@pytest.mark.parametrize("content_type", ["text/event-stream", "text/plain", "application/json"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        chunks(VERDICT[:9], VERDICT[9:]),
+        chunks("", VERDICT, "", ended="stop", done=False),
+        ": keep-alive\n\n" + chunks(VERDICT, ended="stop").replace("\n", "\r\n"),
+    ],
+)
+def test_a_stream_of_chat_chunks_is_read(server: JudgeServer, content_type: str, body: str) -> None:
+    server.fail("body", raw=body, headers={"Content-Type": content_type})
+    assert ask_once(judge_at(server, "openai")) == Reply(VERDICT)
+
+
+def test_a_stream_tells_usage_and_that_it_was_cut_at_the_token_limit(server: JudgeServer) -> None:
+    usage = {"choices": [], "usage": {"prompt_tokens": 90, "completion_tokens": 7}}
+    body = chunks(VERDICT[:9], ended="length", done=False) + f"data: {json.dumps(usage)}\n\n"
+    server.fail("body", raw=body, headers={"Content-Type": "text/event-stream"})
+    assert ask_once(judge_at(server, "openai")) == Reply(VERDICT[:9], Usage(90, 7), truncated=True)
+
+
+def test_a_stream_that_ends_early_is_no_answer(server: JudgeServer) -> None:
+    body = chunks(VERDICT, done=False)
+    server.fail("body", raw=body, headers={"Content-Type": "text/event-stream"})
+    error = ask_once(judge_at(server, "openai"))
+    assert isinstance(error, JudgeError)
+    assert "an event stream that was cut" in str(error)
+
+
+def test_a_completion_counts_whatever_its_content_type(server: JudgeServer) -> None:
+    message = {"role": "assistant", "content": VERDICT}
+    body = json.dumps({"choices": [{"finish_reason": "stop", "message": message}]})
+    server.fail("body", raw=body, headers={"Content-Type": "text/plain"})
+    assert ask_once(judge_at(server, "openai")) == Reply(VERDICT)
