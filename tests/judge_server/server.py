@@ -70,6 +70,7 @@ class State:
     concurrency_limit: int | None = None
     keys: set[str] | None = None
     keep_calls: bool = True
+    most_read: int = 10**9  # tokens of a request that it reads, and counts
     calls: list[Call] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     count: int = 0
@@ -246,7 +247,7 @@ class JudgeServer(Loopback):
             "prose": "It reads well. I might give it an eight, or perhaps a nine.",
             "out_of_range": '{"reason": "Superb.", "score": 97}',
         }.get(str(kind), text)
-        used = (len(system) + len(user)) // 4 + 1
+        used = min((len(system) + len(user)) // 4 + 1, self.state.most_read)
         answer = Answer(text, ENDS.get(str(kind), "stop"), used, len(text) // 4 + 1)
         if decision:
             status, reply = 200, decide(name, body, answer)

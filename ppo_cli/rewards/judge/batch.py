@@ -215,7 +215,7 @@ class BatchJudge:
         for row in part:
             rows[f"{row.key}-{seen[row.key]}"] = row
             seen[row.key] += 1
-        asked = {name: row.question for name, row in rows.items()}
+        asked = {name: provider.fitted(row.question) for name, row in rows.items()}
         provider.check_length(provider.form())
         job = _Job(self.identity, list(rows), dict(provider.dropped()))
         path = self._folder / f"{uuid.uuid4().hex}.json"

@@ -227,7 +227,13 @@ class Round:
         return f"{told}. Look at the judge and its prompt, or raise that rate."
 
 
-def _unreadable(error: JudgeError, api: ApiReward) -> str:
+def _unreadable(error: JudgeError, api: ApiReward, room: int | None) -> str:
+    if error.cause == "truncated" and room is not None:
+        return (
+            f"The judge {who(api)} does not come to an end: its context leaves {room} tokens for "
+            f"an answer, and {TRIES} answers were cut there. Serve it with a longer context, or "
+            "try another --rm_model."
+        )
     if error.cause == "truncated":
         return (
             f"The judge {who(api)} does not come to an end: {TRIES} answers were cut at "
@@ -319,9 +325,16 @@ class JudgeReward(Reward):
             tell(f"{self._api.model} does not take {name} ({told}); the judge runs without it.")
 
     def _try_out(self, prompts: Sequence[Prompt], *, patient: bool, tell: Tell) -> None:
-        """Ask about the first prompt; about another one when the judge will not judge it."""
+        """Ask about the first prompt; about another one when the judge will not judge it.
+
+        Prompts that do not fit its context are followed by the shortest one: if even that does
+        not fit, the judge cannot be used.
+        """
         error: JudgeError | None = None
-        for prompt in prompts[:REFUSALS]:
+        shortest = min(prompts, key=lambda prompt: len(prompt.text))
+        for prompt in (*prompts[:REFUSALS], shortest):
+            if prompt is shortest and error is not None and error.cause != "too_long":
+                break
             question = self._question(prompt, str(prompt.ground_truth or "I do not know."))
             key = key_of(self._provider.identity, question)
             try:
@@ -336,8 +349,12 @@ class JudgeReward(Reward):
                 return
             except JudgeError as refusal:
                 if refusal.kind is Failure.UNPARSED:
-                    raise RewardError(_unreadable(refusal, self._api)) from refusal
+                    raise RewardError(
+                        _unreadable(refusal, self._api, self._provider.answer_room)
+                    ) from refusal
                 error = refusal
+        if error is not None and error.cause == "too_long":
+            raise RewardError(f"The judge cannot be used ({error.said})") from error
         tell(f"The judge answers, but would not judge the first prompts ({error}).")
 
     def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:

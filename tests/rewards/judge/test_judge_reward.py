@@ -14,6 +14,7 @@ import pytest
 
 from ppo_cli.errors import Interrupted, RewardError
 from ppo_cli.records import Prompt, Rollout
+from ppo_cli.rewards.judge import client as client_module
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
 from tests.rewards.scoring import score_all
@@ -281,3 +282,20 @@ def test_closing_twice_is_fine_and_submitting_after_is_not(make: Make) -> None:
     reward.close()
     with pytest.raises(RuntimeError, match="closed"):
         reward.submit(right(1))
+
+
+def test_a_judge_that_no_prompt_fits_is_refused_at_the_start(
+    make: Make, server: JudgeServer
+) -> None:
+    server.fail(400, message="prompt is too long: 900 tokens > 700 maximum")
+    with pytest.raises(RewardError, match="a lower --rm_max_tokens does not help"):
+        make(cache="off").start([prompt(n) for n in range(5)])
+
+
+def test_a_page_in_place_of_a_judge_is_named_at_the_start(
+    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "UNREACHABLE_S", 0.1)
+    server.fail("html")
+    with pytest.raises(RewardError, match=r"a page of HTML: Sign in.*--rm_base_url"):
+        make(cache="off").start([prompt(1)])

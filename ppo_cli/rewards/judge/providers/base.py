@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -30,17 +29,23 @@ from ppo_cli.rewards.judge.calls import (
     JudgeError,
     Question,
     Reply,
-    Scale,
     UnlimitedCost,
     Usage,
 )
-from ppo_cli.rewards.judge.providers.bodies import bad_body, describe
 from ppo_cli.rewards.judge.providers.failures import (
     Context,
+    Symptoms,
     about_the_filter,
     about_the_form,
     diagnose,
+    no_room,
     read_symptoms,
+    too_long,
+)
+from ppo_cli.rewards.judge.providers.lengths import (
+    USUAL_ANSWER,
+    ReadingCheck,
+    fewer_tokens,
 )
 from ppo_cli.rewards.proxies import client_settings, is_socks
 from ppo_cli.rewards.remote import LONGEST, one_line
@@ -138,6 +143,9 @@ class SdkProvider(ABC):
             self._options.sort(key=lambda option: option.name in LENGTH_OPTIONS)
         self._dropped: dict[str, str] = {}
         self._worked: Form | None = None  # the last form in which a call went through
+        self._answer_room: int | None = None  # the most tokens that its context leaves for answers
+        self._told_room = False
+        self._reading: ReadingCheck | None = ReadingCheck()  # None once it has found something
 
     def __repr__(self) -> str:
         return f"Judge(name={self.name!r}, model={self.model!r}, base_url={self.base_url!r})"
@@ -226,6 +234,16 @@ class SdkProvider(ABC):
                     form.setdefault(option.name, one)
         return form
 
+    @property
+    def answer_room(self) -> int | None:
+        """The most tokens of answer that the judge's context has room for; None where all fit."""
+        return self._answer_room
+
+    def fitted(self, question: Question) -> Question:
+        """The question with no more tokens for the answer than the judge's context had room for."""
+        room = min(question.max_tokens, self._answer_room or question.max_tokens)
+        return replace(question, max_tokens=room)
+
     async def ask(self, question: Question, *, timeout: float) -> Reply:
         """Make one call (or a few, while parameters are dropped); raises only JudgeError."""
 
@@ -282,7 +300,8 @@ class SdkProvider(ABC):
 
     async def _call(self, client: Any, question: Question, timeout: float) -> Reply:
         guessed: list[str] = []
-        told = ""
+        told = too_long_words = ""
+        question = self.fitted(question)
         while True:
             form = self.form(guessed)
             self.check_length(form, told)
@@ -297,6 +316,10 @@ class SdkProvider(ABC):
                 raise
             except Exception as error:
                 symptoms = read_symptoms(error)
+                if too_long(symptoms):
+                    too_long_words = self._clean(symptoms.message, symptoms.longest)
+                    question = self._shortened(question, form, symptoms)
+                    continue
                 if not about_the_form(symptoms):
                     raise
                 told = self._clean(symptoms.message, symptoms.longest)
@@ -311,6 +334,9 @@ class SdkProvider(ABC):
                     raise
             else:
                 self._settle(form, guessed, told)
+                if too_long_words:
+                    self._learn_room(question.max_tokens, too_long_words)
+                self._check_reading(question, reply.usage or Usage())
                 return reply
 
     def check_length(self, form: Form, told: str = "") -> None:
@@ -324,6 +350,43 @@ class SdkProvider(ABC):
                 f"Take another {self._context.flags}_model or {self._context.flags}_base_url, or "
                 "go without a budget."
             )
+
+    def _shortened(self, question: Question, form: Form, symptoms: Symptoms) -> Question:
+        """The question with fewer tokens for the answer; JudgeError where that does not help."""
+        told = self._clean(symptoms.message, symptoms.longest)
+        lengths = {option.name for option in self._options} & LENGTH_OPTIONS
+        is_limited = lengths <= form.keys() and self.api.mode != "decision"
+        room = fewer_tokens(question, told) if is_limited else None
+        if room is None:
+            words = f"{self._context.label} answered {symptoms.status}: {told}"
+            advice = no_room(words, question.max_tokens if is_limited else None)
+            raise JudgeError(Failure.REFUSED, "too_long", advice, status=symptoms.status)
+        return replace(question, max_tokens=room)
+
+    def _learn_room(self, room: int, words: str) -> None:
+        """Ask for no more from now on, and say once which setting avoids the refused calls."""
+        if not self._told_room:
+            self._told_room = True
+            logger.warning(
+                "%s has no room for --rm_max_tokens %d next to the request, so it is asked for %d. "
+                "Set --rm_max_tokens %d, or serve it with a longer context. It said: %s",
+                self._context.label, self.api.max_tokens, room, room, words,
+            )  # fmt: skip
+        if room >= USUAL_ANSWER:
+            self._answer_room = min(room, self._answer_room or room)
+
+    def _check_reading(self, question: Question, usage: Usage) -> None:
+        """Warn once about a judge that reads less than it is sent."""
+        if self._reading is None or not usage.input:
+            return
+        if (problem := self._reading.find(question, usage.input)) is not None:
+            self._reading = None
+            logger.warning(
+                "%s may read only a part of what it is sent: %s. Its verdicts are then about cut "
+                "texts. Raise its context (Ollama: num_ctx, OLLAMA_CONTEXT_LENGTH), or lower "
+                "--rm_max_response_chars.",
+                self._context.label, problem,
+            )  # fmt: skip
 
     def _named(self, form: Form, told: str, param: str | None) -> Option | None:
         """The option that a refusal names; once this form has worked, only outright."""
@@ -488,73 +551,3 @@ def hush(name: str) -> None:
     sdk_logger = logging.getLogger(name)
     if sdk_logger.level in {logging.NOTSET, logging.WARNING}:
         sdk_logger.setLevel(logging.ERROR)
-
-
-# --- the form of a verdict, and decision endpoints ----------------------------------------------
-
-# A decision endpoint answers one question about the text with a probability for each level.
-QUESTION = "verdict"
-
-
-def criteria(scale: Scale) -> list[str]:
-    """A label for each level, lowest first; each begins with its number."""
-    labels = [f"{level} out of {scale.high}" for level in scale.levels()]
-    labels[0] = f"{scale.low} (the worst)"
-    labels[-1] = f"{scale.high} (the best)"
-    return labels
-
-
-def score_question(question: Question) -> dict[str, dict[str, object]]:
-    """The question as Gemini and DashScope take it."""
-    asked = {"type": "score", "criteria": criteria(question.scale)}
-    return {QUESTION: {**asked, "instructions": question.system or "Score the response."}}
-
-
-def read_decision(reply: Any, scale: Scale, usage: Usage | None) -> Reply:
-    """Read what `score_question` is answered with: the probability of each level by its index."""
-    shares = attribute(reply, "answers", QUESTION, "probabilities")
-    if not isinstance(shares, dict):
-        raise bad_body(describe(reply))
-    return by_level([shares.get(str(i)) for i in range(len(scale.levels()))], scale, usage)
-
-
-def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) -> Reply:
-    """Turn probabilities, lowest level first, into a reply; they are made to sum to 1."""
-    known = [share for share in shares if isinstance(share, int | float)]
-    total = math.fsum(known)
-    fits = len(known) == len(shares) == len(scale.levels())
-    if not fits or not math.isfinite(total) or total <= 0 or min(known) < 0:
-        text = f"The decision names {len(known)} of {len(scale.levels())} probabilities: {shares}"
-        raise JudgeError(Failure.UNPARSED, "unparsed", text, usage=usage)
-    levels = zip(scale.levels(), known, strict=True)
-    return Reply("", usage, probabilities={level: share / total for level, share in levels})
-
-
-# What errors call the form of an answer, beside the parameter's own name.
-FORMAT_WORDS = (
-    "json mode", "response_schema", "response_mime_type", "structured output",
-    "structured outputs", "structured generation", "grammar", "guided", "constrained decoding",
-)  # fmt: skip
-
-
-def verdict_schema(question: Question) -> dict[str, Any]:
-    """JSON schema of the answer: `{"reason": str, "score": int}`, or verdicts of another kind."""
-    if question.asks is not None:
-        return question.asks.schema()
-    return {
-        "type": "object",
-        "properties": {
-            "reason": {"type": "string"},
-            "score": {"type": "integer", "enum": list(question.scale.levels())},
-        },
-        "required": ["reason", "score"],
-        "additionalProperties": False,
-    }
-
-
-def response_format(question: Question, form: str) -> dict[str, Any]:
-    """`response_format` of the OpenAI protocol, which DashScope takes too."""
-    if form == "json_object":
-        return {"type": "json_object"}
-    schema = {"name": "verdict", "strict": True, "schema": verdict_schema(question)}
-    return {"type": "json_schema", "json_schema": schema}

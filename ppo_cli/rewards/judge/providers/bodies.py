@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
+from ppo_cli.rewards.judge.providers.lengths import about_length
 from ppo_cli.rewards.remote import is_page, one_line, read_words
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def check_body(text: str) -> None:
     """Raise the bad body that an SDK would stumble over, or read as an empty answer."""
     body = read_body(text)
     if not isinstance(body, Mapping) or (body.get("error") and not body.keys() & _ANSWERS):
-        raise bad_body(describe(body))
+        raise_body(body)
 
 
 async def check_response(response: httpx.Response) -> None:
@@ -62,6 +63,26 @@ async def check_reply(request: aiohttp.ClientRequest, send: Handler) -> aiohttp.
     if reply.status == 200:
         check_body(await reply.text("utf-8", "replace"))
     return reply
+
+
+class ErrorInBody(Exception):
+    """An error object that came with status 200; read like the status that it stands for."""
+
+    def __init__(self, body: Any, status: int) -> None:
+        super().__init__(describe(body))
+        self.body, self.status_code = body, status
+
+
+def raise_body(body: Any) -> NoReturn:
+    """Raise what a decoded body without an answer is: an error with a status, or a bad body."""
+    error = body.get("error") if isinstance(body, Mapping) else None
+    if isinstance(error, Mapping):
+        code, words = error.get("code"), read_words(error)
+        if isinstance(code, int) and 400 <= code < 600:
+            raise ErrorInBody(body, code)
+        if about_length(400, frozenset({str(code).lower()}), words):
+            raise ErrorInBody(body, 400)
+    raise bad_body(describe(body))
 
 
 def describe(body: Any) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
-    FORMAT_WORDS,
     Form,
     Option,
     Progress,
@@ -23,10 +22,10 @@ from ppo_cli.rewards.judge.providers.base import (
     refused,
     result_lines,
     row_error,
-    verdict_schema,
     vertex_address,
 )
-from ppo_cli.rewards.judge.providers.bodies import bad_body, describe, read_body
+from ppo_cli.rewards.judge.providers.bodies import raise_body, read_body
+from ppo_cli.rewards.judge.providers.forms import FORMAT_WORDS, verdict_schema
 from ppo_cli.rewards.proxies import client_settings
 
 _CUT = {"max_tokens", "model_context_window_exceeded"}
@@ -184,7 +183,7 @@ def read_message(reply: Any) -> Reply:
     """Read a message; anything else is a bad body."""
     blocks = attribute(reply, "content")
     if not isinstance(blocks, list):
-        raise bad_body(describe(reply))
+        raise_body(reply)
     usage = read_usage(attribute(reply, "usage"), TOKENS)
     ended = attribute(reply, "stop_reason")
     if ended == "refusal":

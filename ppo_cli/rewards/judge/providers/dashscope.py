@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_cli.rewards.judge.calls import Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
-    FORMAT_WORDS,
     Form,
     Option,
     SdkProvider,
     TokenFields,
     attribute,
     hush,
-    read_decision,
     read_usage,
+)
+from ppo_cli.rewards.judge.providers.bodies import check_response
+from ppo_cli.rewards.judge.providers.forms import (
+    FORMAT_WORDS,
+    read_decision,
     response_format,
     score_question,
 )
-from ppo_cli.rewards.judge.providers.bodies import check_response
 from ppo_cli.rewards.judge.providers.openai import chat_messages, read_completion
 from ppo_cli.rewards.proxies import client_settings
 

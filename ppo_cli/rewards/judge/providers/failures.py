@@ -14,7 +14,12 @@ from typing import Any
 
 from ppo_cli.errors import ppo
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
+<<<<<<< HEAD
 from ppo_cli.rewards.judge.prices import near_models
+=======
+from ppo_cli.rewards.judge.costs import near_models
+from ppo_cli.rewards.judge.providers.lengths import about_length
+>>>>>>> 81fc268 (A judge with a small context is asked for fewer tokens, or refused with what helps; one that reads a part is reported)
 from ppo_cli.rewards.remote import (
     LONGEST,
     is_page,
@@ -54,10 +59,6 @@ _REQUEST = re.compile(
     r"|unexpected|remove|rephrase|shorten|reduce|schema|\b(prompt|input|content|text|format|mode)\b"
 )
 _FILTERED = re.compile(r"(?i)blocked by content filtering|inappropriate content")
-_TOO_LONG = re.compile(
-    r"(?i)context[_ ](length|window|size)|prompt is too long|input is too long"
-    r"|(range|length) of input|input token count"
-)
 _RETRYABLE = {408, 409, 425, 429, 529}
 _EXCERPT = 200  # of a page, or of a text that no provider wrote
 
@@ -211,7 +212,7 @@ def about_the_form(symptoms: Symptoms) -> bool:
         return True
     if symptoms.what != "status" or symptoms.status not in {400, 422}:
         return False
-    known = (_filtered, _hopeless, _too_long, _passing)
+    known = (_filtered, _hopeless, too_long, _passing)
     return not any(is_so(symptoms) for is_so in known)
 
 
@@ -244,10 +245,27 @@ def _passing(symptoms: Symptoms) -> bool:
     return bool(_AGAIN.search(text)) and not _REQUEST.search(text)
 
 
-def _too_long(symptoms: Symptoms) -> bool:
-    if symptoms.status == 413 or "context_length_exceeded" in symptoms.codes:
-        return True
-    return symptoms.status in {400, 422} and bool(_TOO_LONG.search(symptoms.message))
+def too_long(symptoms: Symptoms) -> bool:
+    """Whether a refusal says that the request does not fit the judge's context."""
+    if symptoms.what != "status" or _filtered(symptoms) or _hopeless(symptoms):
+        return False
+    return about_length(symptoms.status, symptoms.codes, symptoms.message)
+
+
+def no_room(told: str, limit: int | None) -> str:
+    """What to do about a request that does not fit; `limit` tokens were asked for last."""
+    answer = f", even with only {limit} tokens for the answer" if limit else ""
+    return (
+        f"{_sentence(told)} The request does not fit the judge's context{answer}: a lower "
+        "--rm_max_tokens does not help. Serve the judge with a longer context (vLLM "
+        "--max-model-len, llama.cpp -c, Ollama num_ctx), choose another --rm_model, or shorten "
+        "what it reads: --rm_max_response_chars, shorter prompts."
+    )
+
+
+def _sentence(words: str) -> str:
+    stop = "" if words.rstrip().endswith((".", "!", "?", "…")) else "."
+    return f"{words.rstrip()}{stop}"
 
 
 def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeError:
@@ -263,13 +281,13 @@ def diagnose(symptoms: Symptoms, context: Context, *, proven: bool) -> JudgeErro
         if status < 300:
             throttled = any("throttling" in code for code in symptoms.codes)
             cause = "http_429" if throttled else "business_error"
-        retryable = status in _RETRYABLE or status >= 500 or status < 300
-        if retryable or (not _too_long(symptoms) and _passing(symptoms)):
+        if too_long(symptoms):
+            return _error(Failure.REFUSED, "too_long", told, symptoms)
+        if status in _RETRYABLE or status >= 500 or status < 300 or _passing(symptoms):
             return _error(Failure.RETRYABLE, cause, told, symptoms)
-        if proven or _too_long(symptoms):
+        if proven:
             return _error(Failure.REFUSED, "bad_request", told, symptoms)
-    stop = "" if told.rstrip().endswith((".", "!", "?", "…")) else "."
-    told = f"{told.rstrip()}{stop} {_hint(symptoms, context)}"
+    told = f"{_sentence(told)} {_hint(symptoms, context)}"
     return _error(Failure.FATAL, cause, told, symptoms)
 
 

@@ -19,13 +19,10 @@ from ppo_cli.rewards.judge.providers.base import (
     attribute,
     finish,
     hush,
-    read_decision,
     read_row,
     read_usage,
     refused,
     row_error,
-    score_question,
-    verdict_schema,
     vertex_address,
 )
 from ppo_cli.rewards.judge.providers.bodies import (
@@ -35,6 +32,7 @@ from ppo_cli.rewards.judge.providers.bodies import (
     describe,
 )
 from ppo_cli.rewards.judge.providers.failures import read_status, wrong_version
+from ppo_cli.rewards.judge.providers.forms import read_decision, score_question, verdict_schema
 from ppo_cli.rewards.proxies import client_settings, is_socks
 
 _HARMS = ("HARASSMENT", "HATE_SPEECH", "SEXUALLY_EXPLICIT", "DANGEROUS_CONTENT")

@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
-    FORMAT_WORDS,
-    QUESTION,
     Form,
     Option,
     Progress,
@@ -19,18 +17,22 @@ from ppo_cli.rewards.judge.providers.base import (
     SdkProvider,
     TokenFields,
     attribute,
-    by_level,
-    criteria,
     finish,
     http_client,
     read_row,
     read_usage,
     refused,
-    response_format,
     result_lines,
     row_error,
 )
-from ppo_cli.rewards.judge.providers.bodies import bad_body, describe, read_chat
+from ppo_cli.rewards.judge.providers.bodies import raise_body, read_chat
+from ppo_cli.rewards.judge.providers.forms import (
+    FORMAT_WORDS,
+    QUESTION,
+    by_level,
+    criteria,
+    response_format,
+)
 
 _BATCHED = "/v1/chat/completions"
 _OVER = {"failed", "completed", "expired", "cancelled"}
@@ -170,7 +172,7 @@ class Judge(SdkProvider):
         usage = read_usage(attribute(reply, "usage"), DECISION_TOKENS)
         answer = attribute(reply, "answers", 0)
         if answer is None:
-            raise bad_body(describe(reply))
+            raise_body(reply)
         if attribute(answer, "type") == "refusal":
             raise refused("refusal", "The judge declined to decide.", usage)
         rows = attribute(answer, "probabilities") or []
@@ -223,7 +225,7 @@ def read_completion(reply: Any, tokens: TokenFields = TOKENS) -> Reply:
     choice = attribute(reply, "choices", 0)
     message = attribute(choice, "message")
     if message is None:
-        raise bad_body(describe(reply))
+        raise_body(reply)
     usage = read_usage(attribute(reply, "usage"), tokens)
     ended, content = attribute(choice, "finish_reason"), attribute(message, "content")
     declined = attribute(message, "refusal")

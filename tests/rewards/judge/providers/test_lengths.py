@@ -1,0 +1,230 @@
+"""A judge with a small context: the words of servers, and requests with fewer tokens of answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale
+from ppo_cli.rewards.judge.providers.lengths import ReadingCheck, about_length, fewer_tokens
+from tests.judge_server import JudgeServer
+from tests.judge_server.asking import WIRES, ask_once, judge_at, make_question, on_a_loop
+
+# About 80 tokens are sent, and 1,024 are asked for.
+QUESTION = Question("You judge. " * 5, "word " * 60, "id", Scale(1, 10), max_tokens=1024)
+# What a server says -> the tokens that are asked for next.
+WORDS = {
+    # vLLM
+    "'max_tokens' or 'max_completion_tokens' is too large: 1024. This model's maximum context "
+    "length is 700 tokens and your request has 80 input tokens (1024 > 700 - 80).": 620,
+    "This model's maximum context length is 700 tokens. However, you requested 1104 tokens (80 in "
+    "the messages, 1024 in the completion). Please reduce the length of the messages or "
+    "completion.": 620,
+    "You passed 80 input tokens and requested 1024 output tokens. However, the model's context "
+    "length is only 700 tokens, resulting in a maximum input length of 0 tokens. Please reduce the "
+    "length of the input prompt. (parameter=input_tokens, value=80)": 620,
+    "The decoder prompt (length 900) is longer than the maximum model length of 700. Make sure "
+    "that `max_model_len` is no smaller than the number of text tokens.": 96,
+    "max_tokens must be at least 1, got -34.": 512,
+    # OpenAI, and LiteLLM in front of it
+    "max_tokens is too large: 1024. This model supports at most 512 completion tokens, whereas "
+    "you provided 1024.": 512,
+    "litellm.ContextWindowExceededError: litellm.BadRequestError: OpenAIException - This model's "
+    "maximum context length is 700 tokens. However, you requested 1104 tokens (80 in the messages, "
+    "1024 in the completion).": 620,
+    "Input tokens exceed the configured limit of 700 tokens. Your messages resulted in 900 tokens. "
+    "Please reduce the length of the messages.": 96,
+    # llama.cpp, LM Studio, Ollama
+    "request (900 tokens) exceeds the available context size (700 tokens), try increasing it": 96,
+    "Trying to keep the first 900 tokens when context the overflows. However, the model is loaded "
+    "with context length of only 700 tokens": 900,
+    "the input length exceeds the context length": 96,
+    # SGLang
+    "Requested token count exceeds the model's maximum context length of 700 tokens. You requested "
+    "a total of 1104 tokens: 80 tokens from the input messages and 1024 tokens for the completion. "
+    "Please reduce the number of tokens in the input messages or the completion.": 620,
+    "max_completion_tokens is too large: 1024.This model supports at most 700 completion "
+    "tokens.": 700,
+    "The input (900 tokens) is longer than the model's context length (700 tokens).": 96,
+    # TGI, TensorRT-LLM, Mistral, OpenRouter
+    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 700. Given: 80 `inputs` "
+    "tokens and 1024 `max_new_tokens`": 620,
+    "Prompt contains 80 tokens, 0 draft tokens and requested max_tokens 1024, too large for model "
+    "with 700 maximum context length": 620,
+    "This endpoint's maximum context length is 700 tokens. However, you requested about 1104 "
+    "tokens (80 of text input, 1024 in the output). Please reduce the length of either one.": 620,
+    # Anthropic, Gemini, DashScope, DeepSeek, Groq, Bedrock, Cohere
+    "input length and `max_tokens` exceed context limit: 80 + 1024 > 700, decrease input length or "
+    "`max_tokens` and try again": 620,
+    "max_tokens: 1024 > 512, which is the maximum allowed number of output tokens for m": 512,
+    "prompt is too long: 210000 tokens > 200000 maximum": 96,
+    "The input token count (1200000) exceeds the maximum number of tokens allowed (1048576).": 96,
+    "Range of max_tokens should be [1, 512]": 512,
+    "Range of input length should be [1, 30720]": 96,
+    "Invalid max_tokens value, the valid range of max_tokens is [1, 512]": 512,
+    "`max_tokens` must be less than or equal to `512`, the maximum value for `max_tokens`": 512,
+    "The maximum tokens you requested exceeds the model limit of 512.": 512,
+    "too many tokens: max tokens must be less than or equal to 512 - received 1024.": 512,
+}
+OTHERS = (
+    "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+    "'max_completion_tokens' instead.",
+    "Extra inputs are not permitted: max_tokens 1024",
+    "temperature must be between 0 and 2",
+    "response_format is not supported",
+    "json_schema too large",
+)
+
+
+@pytest.mark.parametrize(("words", "room"), WORDS.items())
+def test_a_refusal_for_length_says_how_much_fits(words: str, room: int) -> None:
+    assert about_length(400, frozenset(), words)
+    assert fewer_tokens(QUESTION, words) == room
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_other_refusals_are_not_about_length(words: str) -> None:
+    assert not about_length(400, frozenset(), words)
+
+
+def limit_of(wire: str, body: dict[str, Any]) -> int:
+    if wire == "gemini":
+        return int(body["generationConfig"]["maxOutputTokens"])
+    return int((body.get("parameters") or body)["max_tokens"])
+
+
+class SmallContext:
+    """A fault that refuses what prompt and answer together exceed, as vLLM words it."""
+
+    def __init__(self, server: JudgeServer, wire: str, context: int, prompt: int) -> None:
+        self.server, self.wire = server, wire
+        self.context, self.prompt = context, prompt
+        self.fault = server.fail(400)
+        self.fault.strikes = self.strikes  # type: ignore[method-assign]
+
+    def strikes(self, path: str, body: Any, dice: Any) -> bool:
+        limit, most = limit_of(self.wire, body), self.context
+        self.fault.message = (
+            f"'max_tokens' is too large: {limit}. This model's maximum context length is {most} "
+            f"tokens and your request has {self.prompt} input tokens."
+        )
+        return self.prompt + limit > most
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_judge_with_a_small_context_is_asked_for_fewer_tokens(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
+) -> None:
+    SmallContext(server, wire, context=700, prompt=60)
+    judge = judge_at(server, wire, max_tokens=1024)
+
+    async def ask_twice(provider: Any) -> list[Reply]:
+        asked = make_question(max_tokens=1024)
+        return [await provider.ask(asked, timeout=10.0) for _ in range(2)]
+
+    with caplog.at_level(logging.WARNING):
+        replies = on_a_loop(judge, ask_twice)
+    assert all(isinstance(reply, Reply) for reply in replies)
+    assert [limit_of(wire, call.body) for call in server.calls] == [1024, 640, 640]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "Set --rm_max_tokens 640" in warnings[0]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_request_that_does_not_fit_says_that_fewer_tokens_do_not_help(
+    server: JudgeServer, wire: str
+) -> None:
+    SmallContext(server, wire, context=100, prompt=60)
+    error = ask_once(judge_at(server, wire), make_question(max_tokens=1024))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (Failure.REFUSED, "too_long")
+    assert "a lower --rm_max_tokens does not help" in str(error)
+    assert server.count <= 5
+
+
+def test_a_refusal_without_numbers_halves_the_answer(server: JudgeServer) -> None:
+    small = SmallContext(server, "openai", context=400, prompt=60)
+    wordless = "Please reduce the length of the messages or completion."
+
+    def strikes(path: str, body: Any, dice: Any) -> bool:
+        struck = SmallContext.strikes(small, path, body, dice)
+        small.fault.message = wordless
+        return struck
+
+    small.fault.strikes = strikes  # type: ignore[method-assign]
+    reply = ask_once(judge_at(server, "openai"), make_question(max_tokens=1024))
+    assert isinstance(reply, Reply)
+    assert [call.body["max_tokens"] for call in server.calls] == [1024, 512, 256]
+
+
+@pytest.mark.parametrize("code", [400, "context_length_exceeded"])
+def test_an_error_object_with_status_200_counts_as_the_error_that_it_is(
+    server: JudgeServer, code: int | str
+) -> None:
+    words = "This model's maximum context length is 50 tokens; your prompt is too long."
+    body = json.dumps({"error": {"message": words, "code": code}})
+    server.fail("body", raw=body, headers={"Content-Type": "application/json"})
+    error = ask_once(judge_at(server, "openai"))
+    assert isinstance(error, JudgeError)
+    assert (error.kind, error.cause) == (Failure.REFUSED, "too_long")
+
+
+PROSE = "The quick brown fox jumps over the lazy dog again. " * 100  # about 1,100 tokens
+CODE = "def total(values):\n    return sum(v for v in values if v > 0)\n" * 40
+CHINESE = "这个答案是正确的，推理过程也很清楚。" * 60
+
+
+def question_of(text: str) -> Question:
+    return Question("", text, text, Scale(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [(PROSE, 64), (PROSE, 256), (CODE, 100), (CHINESE, 50), (PROSE * 20, 4096)],
+)
+def test_a_count_that_no_tokenizer_makes_is_found(text: str, read: int) -> None:
+    assert f"counted {read} tokens" in (ReadingCheck().find(question_of(text), read) or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [(PROSE, 1100), (PROSE, 900), (CODE, 700), (CHINESE, 500), ("x" * 4000, 500), ("=" * 900, 8)],
+)
+def test_a_count_that_may_be_right_is_not_found(text: str, read: int) -> None:
+    assert ReadingCheck().find(question_of(text), read) is None
+
+
+@pytest.mark.parametrize("most", [2048, 4096])
+def test_one_count_for_all_long_requests_is_found(most: int) -> None:
+    check = ReadingCheck()
+    found = [
+        check.find(question_of(PROSE[:50] * count), min(most, 11 * count))
+        for count in range(most // 11 - 90, most // 11 + 90, 10)
+    ]
+    assert found[:9] == [None] * 9
+    assert f"counted {most} tokens, and never more" in str(found[-1])
+
+
+def test_the_same_request_again_and_again_is_no_ceiling() -> None:
+    check = ReadingCheck()
+    assert [check.find(question_of(PROSE), 1100) for _ in range(20)] == [None] * 20
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_judge_that_reads_a_part_is_reported_once(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture, wire: str
+) -> None:
+    server.state.most_read = 64
+
+    async def ask_twice(provider: Any) -> list[Reply]:
+        return [await provider.ask(make_question(PROSE), timeout=10.0) for _ in range(2)]
+
+    with caplog.at_level(logging.WARNING):
+        on_a_loop(judge_at(server, wire), ask_twice)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "may read only a part of what it is sent: it counted 64 tokens" in warnings[0]
