@@ -14,12 +14,8 @@ from typing import Any
 
 from ppo_cli.errors import ppo
 from ppo_cli.rewards.judge.calls import Failure, JudgeError
-<<<<<<< HEAD
 from ppo_cli.rewards.judge.prices import near_models
-=======
-from ppo_cli.rewards.judge.costs import near_models
 from ppo_cli.rewards.judge.providers.lengths import about_length
->>>>>>> 81fc268 (A judge with a small context is asked for fewer tokens, or refused with what helps; one that reads a part is reported)
 from ppo_cli.rewards.remote import (
     LONGEST,
     is_page,
