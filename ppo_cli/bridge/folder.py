@@ -14,8 +14,10 @@ from typing import Any
 
 from ppo_cli.atomic import replacing
 from ppo_cli.bridge.overrides import TRAIN, VAL, VERSION, Bridged
-from ppo_cli.bridge.rewards import ROW, STOPPED, row_of
+from ppo_cli.bridge.rewards import KEYS_FILE, ROW, STOPPED, row_of
 from ppo_cli.config.derived import Split, rows_missing, split_files
+from ppo_cli.config.known_models import JUDGES
+from ppo_cli.config.mixture import judges_of, models_of
 from ppo_cli.config.plan import config_yaml
 from ppo_cli.config.resolve import Resolved
 from ppo_cli.config.schema import Config
@@ -26,6 +28,8 @@ from ppo_cli.records import Prompt
 from ppo_cli.run_folder import RunFolder
 from ppo_cli.trust.sources import row_checks
 
+RAY_WITH_TOKENS = "2.60"  # earlier versions ignore RAY_AUTH_MODE
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 REWARD = '''\
 """Scores responses for verl by the settings in config.yaml beside this file."""
@@ -39,23 +43,78 @@ compute_score = reward_function(Path(__file__).resolve().parent, {where!r})
 HEAD = """\
 #!/usr/bin/env bash
 # {what}
-# Python is ${{PYTHON:-python}}: it needs verl {version}, its engines, and ppo-cli.
+# Python is ${{PYTHON:-python}}: it needs verl {version}, its engines, Ray {ray} and ppo-cli.
 set -u
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 python=${{PYTHON:-python}}
 address={address}
 port=${{MASTER_PORT:-{port}}}
 patience=${{NODE_TIMEOUT:-{patience}}}  # seconds to wait for other nodes
-# Ray's nodes know each other by a token from 2.60 on: on an open network set this to token, and the
-# same RAY_AUTH_TOKEN on every node.
-export RAY_AUTH_MODE=${{RAY_AUTH_MODE:-disabled}}
+keys=({keys})
+token=$here/{token}
 """
+# Keys of judges are for the reward server alone: every process of Ray inherits Ray's variables.
+KEYS_TO_FILE = """\
+rm -f "$here/{keys_file}"
+for name in "${{keys[@]}}"; do
+    [ -z "${{!name:-}}" ] || (umask 077; echo "$name=${{!name}}" >> "$here/{keys_file}")
+done
+trap 'rm -f "$here/{keys_file}"' EXIT
+"""
+# Ray opens its folder to all users: it lies in one that only this user enters. The keeper ends what
+# came of Ray, and nothing else, when it is told to or when this script is gone.
+RAY = """\
+for name in "${{keys[@]}}"; do unset "$name"; done
+root=${{TMPDIR:-/tmp}}
+[ "${{#root}}" -le 20 ] || root=/tmp
+ray=""
+start_ray() {{
+    setsid "$python" -P -m ppo_cli.keeper $$ "$temp" "$python" -P -m ray.scripts.scripts start \\
+        --block --disable-usage-stats --temp-dir="$temp/r" "$@" > "$temp/log" 2>&1 &
+    ray=$!
+}}
+runs() {{ kill -0 "$ray" 2>/dev/null; }}
+end_ray() {{
+    [ -z "$ray" ] || kill "$ray" 2>/dev/null
+    [ -z "$ray" ] || wait "$ray"
+    rm -rf "$temp"
+}}
+open_ray_folder() {{
+    temp=$(mktemp -d "$root/ppo-ray-XXXXXXXX") || exit 1
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    "$python" -P -c 'import sys; from importlib.metadata import version as v
+sys.exit(tuple(map(int, v("ray").split(".")[:2])) < ({ray_numbers}))' || {{
+        echo "$python has no Ray {ray} or later, and earlier ones let anybody join:" \\
+            "$python -m pip install 'ray>={ray}'" >&2
+        rm -rf "$temp"
+        exit 2
+    }}
+    if [ -n "${{RAY_AUTH_TOKEN:-}}" ]; then
+        token=$temp/token
+        (umask 077; echo -n "$RAY_AUTH_TOKEN" > "$token")
+        unset RAY_AUTH_TOKEN
+    fi
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token"
+    export RAY_gcs_rpc_server_reconnect_timeout_s=20{alone}
+}}
+"""
+# Ray then takes 127.0.0.1 as the address of this machine, and listens there only.
+ALONE = """
+    export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"""
 FIRST = """\
 rm -f "$here/{stopped}"
 mkdir -p "$here/verl"
 if [ -z "${{RAY_ADDRESS:-}}" ]; then
-    ray start --head --node-ip-address="$address" --port="$port" --disable-usage-stats || exit 1
-    trap 'ray stop' EXIT
+    open_ray_folder
+    trap 'end_ray; rm -f "$here/{token}" "$here/{keys_file}"' EXIT
+    rm -f "$here/{token}"
+    [ -e "$token" ] || (umask 077; "$python" -P -c 'import secrets
+print(secrets.token_hex(32), end="")' > "$token")
+    client=$("$python" -P -c 'import socket; door = socket.create_server(("127.0.0.1", 0))
+print(door.getsockname()[1])')
+    start_ray --head --node-ip-address="$address" --port="$port" --include-dashboard=false \\
+        --dashboard-agent-listen-port=0 --ray-client-server-port="$client"
     export RAY_ADDRESS="$address:$port"
 fi
 joined() {{
@@ -64,6 +123,11 @@ print(sum(node["Alive"] for node in ray.nodes()))' 2>/dev/null | tail -n 1
 }}
 ends=$((SECONDS + patience))
 until [ "$(joined)" -ge {nodes} ] 2>/dev/null; do
+    if [ -n "$ray" ] && ! runs; then
+        tail -n 8 "$temp/log" >&2
+        echo "Ray did not start at $address:$port. MASTER_PORT names another port." >&2
+        exit 1
+    fi
     if [ "$SECONDS" -ge "$ends" ]; then
         echo "After $patience s only $(joined) of {nodes} nodes have joined $RAY_ADDRESS. Start" \\
             "node_1.sh and so on there, with MASTER_ADDR=$address, or set NODE_TIMEOUT." >&2
@@ -94,19 +158,21 @@ fi
 exit "$status"
 """
 OTHER = """\
+open_ray_folder
+trap end_ray EXIT
 ends=$((SECONDS + patience))
-until ray start --address="$address:$port" --disable-usage-stats; do
-    if [ "$SECONDS" -ge "$ends" ]; then
-        echo "After $patience s there is no Ray head at $address:$port. Start node_0.sh there," \\
-            "or set MASTER_ADDR and NODE_TIMEOUT." >&2
+until grep -q "Ray runtime started" "$temp/log" 2>/dev/null; do
+    runs || start_ray --address="$address:$port" --dashboard-agent-listen-port=0
+    sleep 2
+    if [ "$SECONDS" -ge "$ends" ] && ! grep -q "Ray runtime started" "$temp/log"; then
+        tail -n 8 "$temp/log" >&2
+        echo "After $patience s there is no Ray head to join at $address:$port. Start node_0.sh" \\
+            "there, or set MASTER_ADDR and NODE_TIMEOUT." >&2
         exit 3
     fi
-    sleep 2
 done
-trap 'ray stop' EXIT
-while ray status --address="$address:$port" >/dev/null 2>&1; do
-    sleep 10
-done
+wait "$ray"
+exit 0
 """
 
 
@@ -150,17 +216,32 @@ def scripts(config: Config) -> dict[str, str]:
     alone = trainer.nnodes == 1
     needed = '"${MASTER_ADDR:?set MASTER_ADDR to the address of node 0}"'
     given = shlex.quote(trainer.master_addr or "127.0.0.1")
+    several = f"${{MASTER_ADDR:-{given}}}" if trainer.master_addr else needed
     facts = {
-        "address": f"${{MASTER_ADDR:-{given}}}" if alone or trainer.master_addr else needed,
+        "address": "127.0.0.1" if alone else several, "alone": ALONE if alone else "",
         "port": trainer.master_port, "patience": trainer.node_timeout, "version": VERSION,
-        "nodes": trainer.nnodes, "stopped": STOPPED,
+        "nodes": trainer.nnodes, "stopped": STOPPED, "keys_file": KEYS_FILE, "token": ".ray_token",
+        "keys": " ".join(key_variables(config)), "ray": RAY_WITH_TOKENS,
+        "ray_numbers": RAY_WITH_TOKENS.replace(".", ", "),
     }  # fmt: skip
     first = "Node 0: starts Ray's head, waits for the other nodes, and trains."
-    found = {"node_0.sh": (HEAD + FIRST).format(what=first, **facts)}
+    found = {"node_0.sh": (HEAD + KEYS_TO_FILE + RAY + FIRST).format(what=first, **facts)}
     for rank in range(1, trainer.nnodes):
         what = f"Node {rank}: joins the Ray head of node 0, and stays until that is gone."
-        found[f"node_{rank}.sh"] = (HEAD + OTHER).format(what=what, **facts)
+        found[f"node_{rank}.sh"] = (HEAD + RAY + OTHER).format(what=what, **facts)
     return found
+
+
+def key_variables(config: Config) -> list[str]:
+    """Return the variables that may hold a key of a judge or a served reward model."""
+    judges = [judge.settings for judge in judges_of(config.reward)]
+    monitors = [judge.monitor for judge in judges]
+    models = [model.settings for model in models_of(config.reward)]
+    named = [*(j.key_env for j in judges), *(m.key_env for m in monitors + models)]
+    kinds = {*(judge.type for judge in judges), *(monitor.type for monitor in monitors)}
+    signed = AWS_KEYS if any(JUDGES[kind].signs == "boto3" for kind in kinds) else ()
+    usual = (name for api in JUDGES.values() for name in api.keys)
+    return sorted({*usual, *signed, *filter(None, named)})
 
 
 def write_rows(path: Path, prompts: Sequence[Prompt], split: str) -> None:

@@ -44,6 +44,7 @@ from ppo_cli.run_folder import (
 
 NAME = "ppo_cli_reward"
 ROW = "ppo_cli"  # where a row's extra_info holds what verl does not hand on
+KEYS_FILE = ".judge_keys"  # NAME=VALUE a line, while node 0's script runs; 0600
 STOPPED = "stopped"  # why the run must end
 SCORES, MEASURED = "verl/scores.jsonl", "verl/judge.jsonl"
 AT_ONCE = 100_000  # calls that wait for their score in the server
@@ -96,6 +97,7 @@ class RewardServer:
     def __init__(self, folder: str, where: str) -> None:
         self._folder = Path(folder)
         os.chdir(where)
+        os.environ.update(read_keys(self._folder))
         self._config = run_settings(self._folder)
         self._known = Known(columns(self._config))
         self._step_size = self._config.data.train_batch_size * self._config.rollout.n
@@ -189,6 +191,13 @@ class RewardServer:
     def _pass_on_a_stop(self) -> None:
         if (self._folder / STOPPED).exists():
             raise RuntimeError((self._folder / STOPPED).read_text(encoding="utf-8").strip())
+
+
+def read_keys(folder: Path) -> dict[str, str]:
+    """Return the keys that node 0's script left for this process alone, by their variables."""
+    path = folder / KEYS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 class Known:

@@ -61,7 +61,8 @@ class RayProcess:
         self.folder = Path(tempfile.mkdtemp(prefix="ppo-ray-", dir=_short_folder()))
         self._log = self.folder / "start.log"
         common = ["--block", "--disable-usage-stats", "--log-color", "false"]
-        self._options = [*options, *common, "--temp-dir", str(self.folder)]
+        # Ray opens its folder to all users, so it lies in one that only this user enters.
+        self._options = [*options, *common, "--temp-dir", str(self.folder / "r")]
         self._process = self._start()
 
     def wait(self, timeout: float = UP_S) -> None:
@@ -136,4 +137,4 @@ def _with_ours(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _short_folder() -> str | None:
     usual = tempfile.gettempdir()
-    return usual if len(usual) <= LONGEST_FOLDER - len("/ppo-ray-12345678") else "/tmp"
+    return usual if len(usual) <= LONGEST_FOLDER - len("/ppo-ray-12345678/r") else "/tmp"

@@ -34,8 +34,10 @@ from ppo_cli.engine.leftovers import claim, sweep
 from ppo_cli.errors import Interrupted, WorkerLost, first_line
 from ppo_cli.redact import redact
 
-# Ray puts unix sockets 77 bytes below it, and their paths end at 107.
-LONGEST_ROOT = 30
+# Ray puts unix sockets 79 bytes below it, and their paths end at 107.
+LONGEST_ROOT = 28
+# Ray opens its folder to all users, so it lies in one that only this user enters.
+INNER = "r"
 SMALL_MACHINE = 64 * 2**30
 ENDS_S = 10.0
 # Ray gives its own process 30 s to register, which a busy machine does not always keep.
@@ -319,7 +321,7 @@ def _serve(wish: dict[str, Any]) -> int:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        _temp_dir=wish["folder"],
+        _temp_dir=str(Path(wish["folder"], INNER)),
     )
     # `init` took SIGTERM for itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

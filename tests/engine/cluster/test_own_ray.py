@@ -19,7 +19,7 @@ import pytest
 
 from ppo_cli.config.known_models import hub_cache
 from ppo_cli.engine.cluster import _prepare_ray
-from ppo_cli.engine.cluster.ray_session import OwnRay, end_session
+from ppo_cli.engine.cluster.ray_session import INNER, OwnRay, end_session
 from ppo_cli.errors import Interrupted
 from ppo_cli.launch.addresses import free_port
 from ppo_cli.launch.ray_process import RayProcess
@@ -38,7 +38,7 @@ def test_sockets_fit_below_a_temporary_folder_of_any_length(
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     ray = OwnRay(gpus=0, logs=tmp_path)
     try:
-        assert len(os.fsencode(ray.folder / SESSION)) <= SOCKET_BYTES
+        assert len(os.fsencode(ray.folder / INNER / SESSION)) <= SOCKET_BYTES
     finally:
         ray.close()
     assert not ray.folder.exists()
@@ -89,6 +89,10 @@ def test_a_ray_that_is_too_slow_is_started_again(tmp_path: Path) -> None:
         assert own.folder != first and not first.exists()
         node.wait(240)
         assert not stopper.is_alive() and node.alive()
+        # Ray opens its own folder to all users; nobody else comes that far.
+        for folder in (own.folder, node.folder):
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert (folder / INNER / "session_latest").exists()
     finally:
         own.close()
         node.stop()
