@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
+_WRITER = re.compile(rf"{re.escape(UNFINISHED)}(\d+)-")
 _writes = itertools.count(1)
 
 
@@ -63,13 +64,21 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def sweep_unfinished(folder: Path) -> None:
+    """Remove what this process and killed ones left half-written; what others write now stays."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        writer = _WRITER.match(path.name)
+        if writer is None or int(writer[1]) == os.getpid() or not lives(int(writer[1])):
+            remove(path)
+
+
 def _sweep(path: Path) -> None:
-    """Remove what this process and killed ones left of `path`; what is written now stays."""
-    name = re.compile(rf"{re.escape(UNFINISHED)}(\d+)(\.\d+)?-{re.escape(path.name)}")
+    """Remove what this process and killed ones left of `path`; what others write now stays."""
     for left in path.parent.glob(f"{UNFINISHED}*"):
-        if found := name.fullmatch(left.name):
-            pid, is_write = int(found[1]), found[2] is not None
-            if not lives(pid) or (pid == os.getpid() and not is_write):
+        writer = _WRITER.match(left.name)
+        if writer and left.name == f"{writer[0]}{path.name}":
+            pid = int(writer[1])
+            if pid == os.getpid() or not lives(pid):
                 remove(left)
 
 

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ppo_cli.atomic import UNFINISHED, discard, install, remove, replacing, unfinished
+from ppo_cli.atomic import (
+    UNFINISHED,
+    discard,
+    install,
+    remove,
+    replacing,
+    sweep_unfinished,
+    unfinished,
+)
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.model_checks import check_folder
 from ppo_cli.digests import require_intact, write_manifest
@@ -277,8 +285,11 @@ class RunFolder:
     def set_aside(self, *, all_of_it: bool = True) -> Path | None:
         """Move what an earlier run left to `earlier_1`, `earlier_2` …; return where it is now.
 
-        What it spent stays, unless `all_of_it` goes: a budget is for all starts of a run.
+        What it spent stays, unless `all_of_it` goes: a budget is for all starts of a run. Partial
+        checkpoints, of a run that was killed in its first save, are removed.
         """
+        for store in (self.checkpoints, *self.path.glob("earlier_*/checkpoints")):
+            sweep_unfinished(store)
         present = [self.path / name for name in PARTS if (self.path / name).exists()]
         if all_of_it:
             present += sorted(self.path.glob(SPENT))
@@ -445,8 +456,7 @@ class CheckpointStore:
 
     def _sweep(self) -> None:
         """Remove what killed runs left half-written or half-deleted."""
-        for path in self.directory.glob(f"{UNFINISHED}*"):
-            remove(path)
+        sweep_unfinished(self.directory)
 
 
 def find_resume(store: CheckpointStore, mode: str) -> Path | None:

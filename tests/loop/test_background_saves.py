@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loop.runs import SMALL, hidden, start_slow, wait_for
+from tests.loop.runs import SMALL, hidden, start_slow, train, wait_for
 
 
 @pytest.mark.slow
@@ -37,3 +37,19 @@ def test_stopped_while_writing_all_is_saved_when_it_says_so(tmp_path: Path) -> N
     assert hidden(out) == []
     assert os.readlink(out / "checkpoints" / "latest") == f"step_00000{saved.group(1)}"
     assert (out / "checkpoints" / "step_000004" / "state" / "run.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_its_first_save_leaves_no_partial_checkpoint(
+    tmp_path: Path,
+) -> None:
+    out, first = tmp_path / "killed" / "run", ("--save_freq", "4", "--max_steps", "4")
+    process = start_slow(out, *SMALL, *first, hold=60.0)
+    wait_for(tmp_path / "killed" / "held", process)
+    process.kill()
+    process.communicate()
+    assert hidden(out) != []
+    train(out, *SMALL, *first)
+    assert (out / "checkpoints" / "step_000004").is_dir()
+    assert (out / "earlier_1" / "metrics.jsonl").exists()
+    assert list(out.rglob(".unfinished-*")) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import subprocess
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -86,6 +88,20 @@ def test_an_earlier_run_is_set_aside_and_nothing_of_it_is_lost(tmp_path: Path) -
     assert folder.set_aside() == tmp_path / "earlier_3"
     assert {path.name for path in (tmp_path / "earlier_3").iterdir()} == names
     assert folder.set_aside() is None
+
+
+def test_partial_checkpoints_of_killed_runs_go_and_those_of_a_live_process_stay(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for place in ("checkpoints", "earlier_1/checkpoints"):
+        for pid in (ended.pid, os.getpid(), os.getppid()):
+            (tmp_path / place / f".unfinished-{pid}-step_000001" / "actor").mkdir(parents=True)
+    assert RunFolder(tmp_path).set_aside() == tmp_path / "earlier_2"
+    partial = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(".unfinished-*")]
+    name = f"checkpoints/.unfinished-{os.getppid()}-step_000001"
+    assert sorted(partial) == [f"earlier_1/{name}", f"earlier_2/{name}"]
 
 
 def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:
