@@ -132,6 +132,9 @@ def test_a_served_model_needs_the_key_that_is_named() -> None:
     assert line == "There is no key for the reward model: set RM_KEY, as key_env says."
 
 
+RS = "algorithm.rollout_correction.rollout_rs=token_k1"
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -142,6 +145,11 @@ def test_a_served_model_needs_the_key_that_is_named() -> None:
         ("trainer.engine=ray", "weights of its own"),
         ("algorithm.kl_penalty=full", "full KL"),
         ("algorithm.rollout_correction.rollout_is=token", "rollout_is and rollout_rs"),
+        (f"{RS} algorithm.rollout_correction.rollout_rs_threshold=2", "rollout_is and rollout_rs"),
+        (f"{RS} {BYPASS}=true", "rollout_is and rollout_rs"),
+        ("algorithm.kl_penalty=full algorithm.use_kl_in_reward=false", ""),
+        ("model.quantization=nf4 model.lora_rank=4", "with 4-bit weights"),
+        (f"model.quantization=nf4 model.lora_rank=4 {BYPASS}=true", ""),
         ("model.path=./mixed", "another expert"),
         (f"model.path=./mixed {BYPASS}=true", ""),
     ],

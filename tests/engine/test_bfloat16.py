@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from ppo_cli.engine import bfloat16
-from ppo_cli.engine.bfloat16 import HALF_GAP, hold_cast, make_master_weights, spread
+from ppo_cli.engine.bfloat16 import (
+    HALF_GAP,
+    cast_layers,
+    hold_cast,
+    make_master_weights,
+    spread,
+)
 
 HALF = torch.bfloat16
 
@@ -19,9 +27,16 @@ def make_model(*, tied: bool = False, stored: torch.dtype = HALF) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, tie_word_embeddings=tied,
+        num_attention_heads=2, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(stored).float()
+    return with_biases(LlamaForCausalLM(config)).to(stored).float()
+
+
+def with_biases(model: Any) -> Any:
+    for name, held in model.named_parameters():
+        if name.endswith("bias"):  # they are drawn as zeros
+            nn.init.normal_(held)
+    return model
 
 
 def noise(most: int = HALF_GAP - 1) -> torch.Tensor:
@@ -51,7 +66,8 @@ def test_products_are_given_the_same_and_all_else_stays(tied: bool) -> None:
     make_master_weights(model, HALF, seed=3)
     for (name, held), old in zip(model.named_parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(held.to(HALF), old.to(HALF), rtol=0, atol=0)
-        kept = name.endswith("norm.weight") or (name.endswith("embed_tokens.weight") and not tied)
+        kept = name.endswith(("norm.weight", "bias"))
+        kept |= name.endswith("embed_tokens.weight") and not tied
         assert torch.equal(held, old) is kept, name
     ids = torch.arange(64)[None]
     with torch.no_grad(), torch.autocast("cpu", HALF):
@@ -125,5 +141,60 @@ def test_a_frozen_model_is_held_as_products_take_it(
         assert torch.equal(found, wanted)
     held = {name: p for name, p in model.named_parameters() if not p.is_meta}
     full = {name for name, p in held.items() if p.dtype == torch.float32}
-    assert all("norm" in name or "embed" in name for name in full)
-    assert model.get_parameter("model.layers.0.mlp.up_proj.weight").dtype == HALF
+    # A packed weight has its bias within; the layer's own is not read.
+    assert all("norm" in name or "embed" in name or (fast and "bias" in name) for name in full)
+    up, before = model.model.layers[0].mlp.up_proj, make_model(stored=torch.float32)
+    assert (up.weight.dtype, up.weight.shape) == (HALF, (48, 32))
+    assert torch.equal(up.bias.to(HALF), before.model.layers[0].mlp.up_proj.bias.to(HALF))
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_frozen_model_lets_go_of_the_file() -> None:
+    model = make_model(stored=torch.float32)
+    at = {name: p.data_ptr() for name, p in model.named_parameters()}
+    hold_cast(model, HALF)
+    assert all(p.data_ptr() != at[name] for name, p in model.named_parameters())
+
+
+def make_gpt2() -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    return with_biases(GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=1, eos_token_id=2)).eval())
+
+
+@pytest.mark.parametrize("make", [make_model, make_gpt2])
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=FAST)])
+def test_cast_layers_compute_as_autocast_and_are_taken_out_again(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, make: Callable[[], Any]
+) -> None:
+    monkeypatch.setattr(bfloat16, "has_fast_bfloat16", lambda: fast)
+    model, ids = make(), torch.arange(64)[None]
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        exact = model(ids).logits
+        layers = cast_layers(model, HALF)
+        with torch.autocast("cpu", HALF):
+            wanted = model(ids).logits
+            for layer in layers:
+                layer.put_in()
+            found = model(ids).logits
+        for layer in layers:
+            layer.take_out()
+        assert torch.equal(model(ids).logits, exact)
+    # What is left out of a product, such as a bias, moves the result by a tenth and more.
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01
+    if not fast:
+        assert torch.equal(found, wanted)
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: id(p) for name, p in own.items()
+    }
+    linear = [m for m in model.modules() if type(m) in (nn.Linear, Conv1D)]
+    assert [layer.module for layer in layers] == linear
+    assert all((layer.packed is not None) is (fast and type(layer.module) is nn.Linear)
+               for layer in layers)  # fmt: skip
+
+
+def test_a_layer_with_another_forward_pass_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].forward = lambda states: states  # type: ignore[method-assign]
+    assert [layer.module for layer in cast_layers(model, HALF)] == [model[1]]

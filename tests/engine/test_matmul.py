@@ -96,7 +96,13 @@ def test_rounded_products_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert not multiply_with("onednn") and not using_onednn()
 
 
-def attend_alone(states: list[Tensor], lengths: list[int], leads: list[int], shared: list[int]):
+def attend_alone(
+    states: list[Tensor],
+    lengths: list[int],
+    leads: list[int],
+    shared: list[int],
+    scaling: float | None = None,
+) -> Tensor:
     """Each row by SDPA in float64, behind what it shares: the tokens of all rows, (L, h, d)."""
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
     found = []
@@ -106,7 +112,9 @@ def attend_alone(states: list[Tensor], lengths: list[int], leads: list[int], sha
             torch.cat((s[:, :, lead : lead + shared[at]], s[:, :, own]), dim=2).double()
             for s in states
         )
-        whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        whole = scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True, scale=scaling
+        )
         found.append(whole[0, :, shared[at] :].transpose(0, 1))
     return torch.cat(found)
 
@@ -139,6 +147,38 @@ def test_rows_by_products_are_those_of_sdpa(keys: int, leads: list[int], shared:
     )
     for ours, theirs in pairs:
         assert_near(ours, theirs, terms=4 * 128)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.07, 1.0])
+@pytest.mark.parametrize("library", ["blas", "onednn"])
+@pytest.mark.parametrize("longest", [40, LONGEST + 1])
+def test_attention_by_rows_has_the_scaling_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, longest: int, library: str, scaling: float | None
+) -> None:
+    monkeypatch.setattr(device, "_multiplies_exactly", lambda: True)
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    lengths, leads, shared = [longest, 20, 9], [0, 0, 2], [0, 13, 0]
+    states = [torch.randn(1, count, sum(lengths), SIZE) for count in (HEADS, 2, 2)]
+    rows = PackedRows.of(lengths, torch.device("cpu"), leads, shared).rows_113B
+    multiply_with(library)
+    found, _ = attend_by_rows(module, *states, rows, scaling=scaling)
+    wanted = attend_alone(states, lengths, leads, shared, scaling)
+    assert_near(found[0].double(), wanted, terms=2 * longest)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.07])
+def test_a_token_that_looks_back_has_the_scaling_and_the_mask(scaling: float | None) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, count, 9, SIZE) for count in (HEADS, 2, 2))
+    query, mask = query[:, :, :1], torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[1, :, :, :4] = False
+    found, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling)
+    wanted = scaled_dot_product_attention(
+        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, scale=scaling
+    )
+    assert_near(found, wanted.transpose(1, 2), terms=9)
 
 
 @pytest.mark.parametrize("longest", [LONGEST, LONGEST + 1])

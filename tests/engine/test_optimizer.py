@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.optimizer import Optimizer, lr_factor
@@ -26,6 +27,12 @@ SCHEDULES: list[tuple[dict[str, Any], int, dict[int, float]]] = [
     ({}, 10, dict.fromkeys(range(12), 1.0)),
     ({"lr_warmup_steps": 3}, 10, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}),
     ({"lr_warmup_steps_ratio": 0.2}, 10, {0: 1 / 3, 1: 2 / 3, 2: 1.0}),
+    # A share of steps is rounded up: 2.5 of 10 are 3, 1 of 10 is 1.
+    ({"lr_warmup_steps_ratio": 0.25}, 10, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0}),
+    ({"lr_warmup_steps_ratio": 0.1}, 10, {0: 0.5, 1: 1.0}),
+    ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, 10, {0: 1.0}),
+    (COSINE | {"lr_warmup_steps": 8}, 8, {7: 8 / 9, 8: 1.0}),
+    (COSINE | {"lr_warmup_steps": 2}, 8, {4: 0.1 + 0.45 * 1.5, 6: 0.1 + 0.45 * 0.5}),
     (COSINE | {"lr_warmup_steps": 0}, 8, {0: 1.0, 4: 0.55, 8: 0.1, 99: 0.1}),
     # Half the steps after the warm-up are 4.
     (COSINE | {"lr_warmup_steps": 4}, 12, {3: 0.8, 4: 1.0, 8: 0.55, 12: 0.1}),
@@ -197,3 +204,73 @@ def test_without_the_package_8_bits_are_refused_in_a_sentence(
     optim = Optim(optimizer="AdamW8bit")
     with pytest.raises(MissingPart, match="pip install bitsandbytes"):
         Optimizer(nn.Linear(1, 1), optim, total_steps=1, grad_clip=0.0, clip_grad_value=None)
+
+
+def test_steps_are_those_of_adamw_by_hand() -> None:
+    """Decoupled decay for matrices alone, with the settings' betas, epsilon and schedule."""
+    optim = Optim(lr=0.1, weight_decay=0.2, betas=(0.7, 0.8), eps=1e-2, lr_warmup_steps=1)
+    module = nn.Linear(3, 2)
+    optimizer = Optimizer(module, optim, total_steps=4, grad_clip=0.0, clip_grad_value=None)
+    wanted = {n: p.detach().clone() for n, p in module.named_parameters()}
+    first, second = ({n: torch.zeros_like(p) for n, p in wanted.items()} for _ in range(2))
+    for step, rate in enumerate((0.05, 0.1, 0.1), 1):
+        optimizer.set_progress(step - 1)
+        assert optimizer.lr == pytest.approx(rate)
+        for name, p in module.named_parameters():
+            p.grad = torch.linspace(-1, 2 * step, p.numel()).view_as(p)
+            first[name] = 0.7 * first[name] + 0.3 * p.grad
+            second[name] = 0.8 * second[name] + 0.2 * p.grad**2
+            spread = (second[name] / (1 - 0.8**step)).sqrt() + 1e-2
+            kept = 1 - rate * (0.2 if p.ndim == 2 else 0.0)
+            wanted[name] = kept * wanted[name] - rate * first[name] / (1 - 0.7**step) / spread
+        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in module.parameters()))
+        assert optimizer.apply() == (pytest.approx(norm), True)
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(p, wanted[name])
+    moments = optimizer.moments()
+    assert moments["bias.step"] == 3
+    torch.testing.assert_close(moments["weight.exp_avg"], first["weight"])
+    torch.testing.assert_close(moments["bias.exp_avg_sq"], second["bias"])
+
+
+def test_clipping_bounds_values_both_ways_and_norms_from_above() -> None:
+    for clip, value, grad, wanted in (
+        (0.0, None, [3.0, -4.0], [3.0, -4.0]),  # 0: no bound
+        (2.5, None, [3.0, -4.0], [1.5, -2.0]),
+        (5.0, None, [3.0, -4.0], [3.0, -4.0]),
+        (0.0, 1.0, [0.5, -4.0], [0.5, -1.0]),
+        (0.5, 3.0, [3.0, -4.0], [0.5**1.5, -(0.5**1.5)]),
+    ):
+        module = nn.Linear(2, 1, bias=False)
+        optimizer = build(module, grad_clip=clip, clip_grad_value=value)
+        module.weight.grad = torch.tensor([grad])
+        norm, _ = optimizer.apply()
+        assert norm == pytest.approx(math.hypot(*grad))
+        moment = optimizer.moments()["weight.exp_avg"]
+        torch.testing.assert_close(moment, 0.1 * torch.tensor([wanted]))
+
+
+@pytest.fixture
+def of_four() -> Iterator[Ranks]:
+    """A rank of four, whose messages to the others go nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
+    yield Ranks(rank=0, size=4, mesh=mesh)
+    dist.destroy_process_group()
+
+
+def test_a_copy_of_a_gradient_counts_as_often_as_ranks_hold_it(of_four: Ranks) -> None:
+    assert of_four.mesh is not None
+    for placements, copies in (
+        ((Replicate(), Shard(0), Replicate()), 2),
+        ((Replicate(), Replicate(), Replicate()), 4),
+        ((Shard(0), Shard(1), Replicate()), 1),
+    ):
+        module = nn.Linear(4, 2, bias=False)
+        placed = DTensor.from_local(torch.zeros(2, 4), of_four.mesh, placements, run_check=False)
+        module.weight = nn.Parameter(placed)
+        optimizer = build(module, ranks=of_four)
+        gradient = torch.full((2, 4), 2.0)  # of this rank: 32 squared
+        module.weight.grad = DTensor.from_local(gradient, of_four.mesh, placements, run_check=False)
+        norm, _ = optimizer.apply()
+        assert norm == pytest.approx(math.sqrt(32 / copies))

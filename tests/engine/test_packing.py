@@ -370,6 +370,13 @@ def test_masked_models_take_short_micro_batches() -> None:
     assert micro_batch_budget(16384, 8, by_rows, masked) == Budget(MASKED_TOKENS, 8, packed=True)
     plain = replace(by_rows, packing=None)
     assert micro_batch_budget(16384, None, plain) == Budget(16384)
+    for models in ((by_rows, plain), (plain, by_rows), (masked, plain)):
+        budget = micro_batch_budget(MASKED_TOKENS, None, *models)
+        assert budget == Budget(MASKED_TOKENS, packed=False, shared=False)
+    assert micro_batch_budget(99, None, by_rows, masked) == Budget(99, packed=True)
+    alone = replace(by_rows, shares_prompts=False)
+    assert micro_batch_budget(99, None, by_rows, alone) == Budget(99, packed=True)
+    assert micro_batch_budget(99, 8, by_rows) == Budget(99, 8, packed=True)
     with pytest.raises(ValueError, match="does not take them"):
         plain.hidden_BLH(torch.ones(1, 4, dtype=torch.int64), PackedRows.of([2, 2], CPU))
 
