@@ -177,3 +177,52 @@ def test_code_that_a_run_names_needs_a_word(settings: dict[str, Any], run: Path)
         flags={}, preset=None, config_files=[run / "config.yaml"], overrides=(), environ={}, run=run
     )
     assert named.config.reward is not None
+
+
+class Pickled:
+    """Leaves the mark when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("pytorch_model.bin", "generate plain 1+1=?"),
+        ("pytorch_model.bin", "train --model plain --train_files rows.jsonl --rule exact"),
+        ("pytorch_model.bin", "reward score answers.jsonl --reward_model plain"),
+        ("pytorch_model.bin", "reward fit --data pairs.jsonl --model plain --out fitted"),
+        ("adapter_model.bin", "export plain --out model"),
+    ],
+)
+def test_weights_are_not_unpickled(file: str, line: str, run: Path) -> None:
+    plain = Path("plain")
+    shutil.copytree(model_folder("embedded"), plain)
+    if file.startswith("adapter"):
+        told = {
+            "base_model_name_or_path": "embedded",
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+        }
+        (plain / "adapter_config.json").write_text(json.dumps(told))
+    (plain / "model.safetensors").unlink()
+    torch.save({"score.weight": Pickled()}, plain / file)
+    assert main(line.split()) == 2
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"actor_rollout_ref": {"model": {"trust_remote_code": True}}},
+        {"reward": {"config_file": "theirs/reward.yaml"}},
+    ],
+)
+def test_no_other_spelling_of_a_consent_counts(settings: dict[str, Any], run: Path) -> None:
+    (run / "reward.yaml").write_text("code: {allow_unsandboxed: true}\n")
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    config = resolve(
+        flags={}, preset=None, config_files=(), overrides=(), environ={}, run=run
+    ).config
+    assert not config.model.trust_remote_code and not config.reward.code.allow_unsandboxed
