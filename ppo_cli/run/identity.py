@@ -28,6 +28,8 @@ from ppo_cli.train.steps import read_state
 ROWS = ("data.train_files", "data.val_files")  # they count by the rows that are read of them
 TRAIN_EXTRA_INFO = "data.train_files: extra_info"  # which `fingerprint` leaves out
 CONTENTS = "contents"  # digests of files and model folders, by path
+# Files of a model folder that loaders read: not its card, nor logs.
+LOADED = (".safetensors", ".bin", ".pt", ".json", ".model", ".txt", ".jinja", ".py")
 # Training or merging changes every layer, so that blocks all over a file tell it.
 BLOCKS, BLOCK_BYTES = 64, 64 * 1024
 SHOWN_CHARACTERS = 60  # of a value in a message
@@ -133,7 +135,7 @@ def _contents(value: Any) -> Iterator[tuple[str, str]]:
 
 def _content_digest(path: Path) -> str:
     """Return the digest of a file or of a folder's files; of large ones, BLOCKS blocks count."""
-    files = [path] if path.is_file() else sorted(p for p in path.glob("[!.]*") if p.is_file())
+    files = [path] if path.is_file() else sorted(p for p in path.glob("*.*") if p.suffix in LOADED)
     state = hashlib.sha256()
     for file in files:
         size = file.stat().st_size

@@ -112,6 +112,9 @@ def test_files_and_models_count_by_their_content(
         file.write_text("other")
         path = name.partition("/")[0]
         assert changes(before, identity(values)) == f"{path} (other content)"
+    before = identity(values)
+    (tmp_path / "rm" / "README.md").write_text("A card.")
+    assert changes(before, identity(values)) == ""
 
 
 def test_a_large_file_counts_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
