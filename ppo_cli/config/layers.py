@@ -336,7 +336,7 @@ def _unknown(entry: Entry, path: list[str], section: str, *, empty: bool) -> str
 Reader = Callable[[Path, str], list[Entry]]
 MODEL_KEYS = frozenset({"model.path", "actor_rollout_ref.model.path", "critic.model.path"})
 DATA_FOLDER = "data.path"
-DATA_FILE = r"[-_.].*?\.?(parquet|(json|jsonl|ndjson)(\.gz)?)"  # after the name of the split
+DATA_FILE = r"[-_.].*?\.?(parquet|arrow|(json|jsonl|ndjson)(\.gz)?)"  # after the name of the split
 VALIDATION = ("test", "val", "validation", "valid", "eval", "dev")  # names of files, in this order
 PROMPT_KEYS = ("data.train_files", "data.val_files")
 REWARD_FILE = "reward.config_file"

@@ -27,7 +27,7 @@ from ppo_cli.data_sets.files import (
     raise_problems,
     read_bytes,
 )
-from ppo_cli.data_sets.rows import is_transcript, read_records, split_transcript
+from ppo_cli.data_sets.rows import is_transcript, read_plain, read_records, split_transcript
 from ppo_cli.data_sets.sources import read_source, split_sources
 from ppo_cli.errors import DataError, did_you_mean, ppo, refuse_out
 from ppo_cli.records import Message
@@ -83,7 +83,7 @@ def _build(
 
 def _require_text(record: Record, columns: tuple[str, ...], name: str) -> None:
     for column in columns:
-        value = record.get(column)
+        value = read_plain(record.get(column), column)
         if not isinstance(value, str) or not value.strip():
             raise RowError(column, f"is missing or no text; {name} rows have it")
 
@@ -256,6 +256,7 @@ def _hh_pair(place: Place, record: Record) -> tuple[Record, tuple[Message, ...]]
 
 def _hh_dialogue(value: Any, column: str) -> tuple[Message, ...]:
     """Split a transcript that ends with a reply to something."""
+    value = read_plain(value, column)
     if not isinstance(value, str) or not is_transcript(value):
         raise RowError(column, 'is no transcript "\\n\\nHuman: …\\n\\nAssistant: …"')
     messages = split_transcript(value)

@@ -316,6 +316,11 @@ def render_prompts(
             f"{len(hit)} prompts hold control words that the model reads as control tokens, first "
             f"{hit[0].row.place}: {', '.join(hit[0].control_words)}."
         )
+    if system_prompt and renderer.uses_template:
+        words = "".join(system_prompt.split())
+        unread = [item for _, item in found if item.messages[0]["content"] == system_prompt]
+        if unread and words not in "".join(unread[0].text.split()):
+            notes.append("The chat template leaves --system_prompt out: the model never reads it.")
     if apply_chat_template and not renderer.uses_template:
         notes.append(NO_TEMPLATE)
     return fit(found, tokenizer, max_prompt_length, truncation, filter_overlong, notes)

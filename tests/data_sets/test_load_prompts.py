@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,13 @@ def test_the_fingerprint_sees_what_matters(tokenizer: Any, tmp_path: Path) -> No
     assert len(prints) == 1 + len(others)
     elsewhere = load(tokenizer, write(tmp_path / "b" / "a.jsonl", *asks("1", "2"))).prompts
     assert fingerprint(prompts) == fingerprint(elsewhere)
+
+
+def test_a_template_that_drops_the_system_prompt_is_noted(
+    make_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.jsonl", *asks("1+1?"))
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    for template, dropped in ((users, True), ("{{ messages[0].content }}", False)):
+        notes = load(make_tokenizer(template=template), file, system_prompt="Be brief.").notes
+        assert any("leaves --system_prompt out" in note for note in notes) is dropped

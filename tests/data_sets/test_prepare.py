@@ -106,10 +106,12 @@ def test_nothing_is_left_when_writing_fails(
 def test_bad_rows_are_told_together_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
     with (source / "train.jsonl").open("a") as file:
         file.write('{"question": "q", "answer": "no mark"}\n{"answer": "#### 1"}\nno\n')
+        file.write('{"question": "q \\ud800", "answer": "#### 1"}\n')
     with pytest.raises(DataError) as caught:
         prepare("gsm8k", source=str(source), out=str(tmp_path / "out"))
     said = str(caught.value)
-    assert "3 bad rows" in said
+    assert "4 bad rows" in said
+    assert "train.jsonl line 6, column question: holds \\ud800, half of a surrogate pair" in said
     assert "train.jsonl line 3, column answer: has no final '#### NUMBER'" in said
     assert "train.jsonl line 4, column question: is missing" in said
     assert "train.jsonl line 5: not JSON" in said

@@ -126,6 +126,7 @@ def test_gzip_json_and_parquet_are_read(tmp_path: Path) -> None:
             {"chosen": [{"role": "bot", "content": "x"}], "rejected": [USER, BAD]},
             "column chosen[0].role: is 'bot', not one of",
         ),
+        ({**PLAIN, "images": ["a.png"]}, "column images: holds content that the model never sees"),
         ({**PLAIN, "margin": "big"}, "column margin: is text, not a number"),
         ({**PLAIN, "margin": -1}, "column margin: is -1; a margin is a number from 0 up"),
     ],
