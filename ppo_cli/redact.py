@@ -195,9 +195,17 @@ def hide_settings(value: Any) -> None:
 
 
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the values of variables that hold secrets, longest first."""
+    """Return the values of variables that hold secrets, longest first.
+
+    `AZURE_OPENAI_KEY` counts where its value looks generated, and a password in an address.
+    """
     env = os.environ if environ is None else environ
-    values = {value.strip() for name, value in env.items() if _SECRET_NAMES.search(name)}
+    values = set[str]()
+    for name, value in env.items():
+        if _SECRET_NAMES.search(name) or (name.upper().endswith("_KEY") and _is_mixed(value)):
+            values.add(value.strip())
+        elif "://" in value and "@" in value:
+            values |= {login.partition(":")[2] for login in _URL_LOGIN.findall(value)}
     return tuple(sorted((v for v in values if len(v) >= _SHORTEST), key=len, reverse=True))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from ppo_cli.cli.flags import own_flag, own_word, switch, taking
-from ppo_cli.cli.screen import table
+from ppo_cli.cli.screen import print_text, table
 from ppo_cli.config.algorithm_schema import Actor
 from ppo_cli.config.bundled import EMBEDDED, prompt_files
 from ppo_cli.config.derived import lowered_batches
@@ -182,18 +182,18 @@ def print_report(report: Report, model: str, training: Sequence[str]) -> None:
     }
     for title, rows in tables.items():
         if rows:
-            typer.echo("\n".join([*table(title, rows), ""]))
+            print_text("\n".join([*table(title, rows), ""]))
     print_lines("Please note", [*training, *remarks(report)])
     print_lines("Bad rows", bad_rows(report))
     if report.sample is not None:
         sample = report.sample
         truth = json.dumps(sample.ground_truth, ensure_ascii=False, default=str)
         truth = truth if len(truth) <= LONGEST_TRUTH else f"{truth[:LONGEST_TRUTH]} …"
-        typer.echo(f"First prompt ({sample.place}, {sample.tokens} tokens), as the model reads it:")
-        typer.echo("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
-        typer.echo(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
-    typer.echo("")
-    typer.echo(verdict(report))
+        print_text(f"First prompt ({sample.place}, {sample.tokens} tokens), as the model reads it:")
+        print_text("\n".join(f"  | {line}" for line in sample.rendered.split("\n")))
+        print_text(f"  ground truth: {truth}   data_source: {sample.data_source or '(none)'}")
+    print_text("")
+    print_text(verdict(report))
 
 
 def summary_rows(report: Report) -> Table:
@@ -275,23 +275,23 @@ def print_lines(title: str, lines: Iterable[str]) -> None:
     """Print a titled list; an empty one not at all."""
     shown = [f"  - {line}" for line in lines]
     if shown:
-        typer.echo("\n".join([title, *shown, ""]))
+        print_text("\n".join([title, *shown, ""]))
 
 
 def print_prepared(files: Sequence[Prepared]) -> None:
     """Print what was written and the command that uses it."""
     for file in files:
-        typer.echo(f"{file.path}: {file.rows:,} rows")
+        print_text(f"{file.path}: {file.rows:,} rows")
     for note in filter(None, (file.note for file in files)):
-        typer.echo(note)
+        print_text(note)
     paths = {file.split: file.path for file in files}
     flags = ["--train_files", str(paths["train"])] if "train" in paths else []
     held_out = next((split for split in ("val", "test") if split in paths), None)
     flags += ["--val_files", str(paths[held_out])] if held_out else []
-    typer.echo(f"Next: {ppo('train')} {shlex.join(flags)}")
+    print_text(f"Next: {ppo('train')} {shlex.join(flags)}")
     if pairs := next((paths[split] for split in paths if split.startswith("pairs_")), None):
         words = shlex.join(["--data", str(pairs), "--model", "MODEL", "--out", "my_rm"])
-        typer.echo(f"Or:   {ppo('reward fit')} {words}")
+        print_text(f"Or:   {ppo('reward fit')} {words}")
 
 
 data_app = typer.Typer(

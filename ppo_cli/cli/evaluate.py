@@ -293,13 +293,13 @@ def typed(read: Callable[[], str]) -> str:
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
-    from ppo_cli.cli.screen import clean, fit, print_json
+    from ppo_cli.cli.screen import print_json, print_text
 
     for row in rows:
         if as_json:
             print_json(row, indent=None)
         else:
-            print(fit(clean(row["response"]), sys.stdout.encoding), flush=True)
+            print_text(row["response"])
 
 
 _SHOWN = ("reward.", "data.", "rollout.")

@@ -85,7 +85,12 @@ def print_result(result: Any, text: Callable[[], str], *, as_json: bool) -> None
     if as_json:
         print_json(result)
     else:
-        print(fit(clean(text()), sys.stdout.encoding), flush=True)
+        print_text(text())
+
+
+def print_text(text: str) -> None:
+    """Print text for people: no secrets, no control codes, nothing that the output cannot show."""
+    print(fit(clean(text), sys.stdout.encoding), flush=True)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

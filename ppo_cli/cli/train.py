@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -507,7 +506,7 @@ def doctor(given: Given) -> None:
     The flags of a training run are taken too: then its output folder and judges are looked at.
     """
     config = given.resolve().config
-    from ppo_cli.cli.screen import clean, fit, print_json
+    from ppo_cli.cli.screen import print_json, print_text
     from ppo_cli.run.doctor import examine
 
     found, as_json = [], given.extras["json"]
@@ -516,7 +515,7 @@ def doctor(given: Given) -> None:
         if not as_json:
             lines = [f"{one.state:<5} {one.part:<14} {one.found}"]
             lines += [f"{'':<20} -> {one.fix}"] * bool(one.fix)
-            print(fit(clean("\n".join(lines)), sys.stdout.encoding), flush=True)
+            print_text("\n".join(lines))
     if as_json:
         print_json([asdict(one) for one in found])
     if any(one.state == "fail" for one in found):

@@ -135,6 +135,24 @@ def test_a_value_of_eight_characters_is_a_secret_and_a_shorter_one_is_not() -> N
     assert redact("kq7zwab kq7zwxab pj4vhab pj4vhnab", env) == "kq7zwab *** pj4vhab ***"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "secrets"),
+    [
+        ("OPENAI_API_KEY", " plain words \n", ("plain words",)),
+        ("api_key", "plain-words", ("plain-words",)),
+        ("AWS_SECRET_ACCESS_KEY", "plain-words", ("plain-words",)),
+        ("AZURE_OPENAI_KEY", "0123456789abcdef", ("0123456789abcdef",)),
+        ("SORT_KEY", "response_length", ()),
+        ("HTTPS_PROXY", "http://me:word-of-a-proxy@proxy:80", ("word-of-a-proxy",)),
+        ("DATABASE_URL", "https://host/@page", ()),
+        ("TOKENIZERS_PARALLELISM", "false-or-true", ()),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "folder/file.json", ()),
+    ],
+)
+def test_variables_that_hold_secrets(name: str, value: str, secrets: tuple[str, ...]) -> None:
+    assert secret_values({name: value}) == secrets
+
+
 def test_the_variables_of_this_process_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "value-of-this-process")
     assert redact("value-of-this-process") == "***"

@@ -233,7 +233,7 @@ async function read(id, whole = false) {
   }
 }
 
-const SHOWN = new Set(["id", "split", "step", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
+const SHOWN = new Set(["id", "response_id", "split", "step", "uid", "sample", "prompt", "response", "ground_truth", "data_source", "score",
   "failure", "reason", "parts", "tokens", "finish_reason", "mixture", "judge_reply", "cut", "disputed", "changed", "thoughts"]);
 
 /** What a scorer said besides: cost, latency, votes. A judge's whole reply is folded. */

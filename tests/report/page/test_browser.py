@@ -15,7 +15,7 @@ from ppo_cli.config.schema import Config
 from ppo_cli.report.page.run_data import RunData
 from ppo_cli.report.page.server import PageServer, report
 from ppo_cli.report.tracker import Screen, Tracker
-from ppo_cli.run_folder import read_lines
+from ppo_cli.run_folder import append_line, read_lines, replace_lines, rollout_file
 from tests.report.page.runs import HOSTILE, make_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -104,7 +104,8 @@ def look_through(browser: Any, total: int) -> None:
     until(lambda: count(browser) == f"25 of {total} responses")
     browser.execute_script("document.querySelector('#table tbody tr').click()")
     until(lambda: "answer 5 at 39" in " ".join(texts(browser, "#pane .text")))
-    assert "thoughts" not in texts(browser, "#pane")[0], "where they are is no fact to read"
+    for name in ("thoughts", "response_id"):
+        assert name not in texts(browser, "#pane")[0], "what the page works with is no fact to read"
     assert texts(browser, "#pane ins") == ["39"]
     assert texts(browser, "#pane del") == ["38"]
     browser.find_element("css selector", "body").send_keys("j")
@@ -183,3 +184,37 @@ def test_view_follows_the_run_and_keeps_labels(browser: Any, run: Path) -> None:
         finally:
             server.shutdown()
             thread.join(10)
+
+
+def test_a_label_is_shown_beside_its_response_only(browser: Any, tmp_path: Path) -> None:
+    """Also in a page that was open while the run went on from an earlier step."""
+    run = make_run(tmp_path / "run", steps=2)
+    with PageServer([RunData(run, "run")]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            browser.get(server.url)
+            until(lambda: texts(browser, "#table tbody tr"))
+            for row, click in enumerate(("good", "bad")):
+                script = "document.querySelectorAll('#table tbody tr')[arguments[0]].click()"
+                browser.execute_script(script, row)
+                until(lambda n=row: f"train:{n} #0" in texts(browser, "#pane p")[0])
+                script = "document.querySelectorAll('#label button')[arguments[0]].click()"
+                browser.execute_script(script, ("good", "bad").index(click))
+                until(lambda n=row: len(labelled(browser)) == n + 1)
+            lines = read_lines(rollout_file(run, 2))
+            lines[1]["response"] = "another response"
+            replace_lines(rollout_file(run, 2), lines)
+            append_line(run / "labels.jsonl", {"step": 1})  # the page notices that labels changed
+            until(lambda: browser.execute_script("return Object.keys(DATA.labels[0]).length") == 1)
+            browser.execute_script("load()")
+            until(lambda: labelled(browser) == ["answer 0 at 2 of the run"])
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def labelled(browser: Any) -> list[str]:
+    """The responses that the table marks as labelled."""
+    rows = "#table tbody tr:has(td.n)"
+    return [text.split("question")[1][2:] for text in texts(browser, rows) if "●" in text]
