@@ -69,6 +69,8 @@ def find_damage(checkpoint: Path, below: str = "") -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
     if recorded is None:
+        if below == NAMED_IN and not (checkpoint / below).is_file():
+            return [f"{below} is missing"]
         return [f"{MANIFEST} is missing"] if _names_manifest(checkpoint) else []
     expected = {
         name: entry
@@ -144,8 +146,7 @@ def require_intact_model(folder: Path, retry: Callable[[Path], str] = lambda pat
     `retry` takes a model folder.
     """
     folder = folder.resolve()
-    if _STEP.match(folder.parent.name):
-        require_intact(folder.parent, lambda other: retry(other / folder.name), below=folder.name)
+    require_intact(folder.parent, lambda other: retry(other / folder.name), below=folder.name)
 
 
 def _digest(path: Path) -> dict[str, Any]:

@@ -71,6 +71,11 @@ def take_from_step_2(path: Path) -> None:
     shutil.copy(path.parents[2] / "step_000002" / path.parent.name / path.name, path)
 
 
+def empty(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a bit of a weight": (flip_bit, WEIGHTS, "is not what was saved"),
     "a bit of a moment": (flip_bit, MOMENTS, "is not what was saved"),
@@ -81,6 +86,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a missing configuration": (Path.unlink, "actor/config.json", "is missing"),
     "no digests": (Path.unlink, "digests.json", "is missing"),
     "half of the digests": (cut, "digests.json", "cannot be read"),
+    "an empty folder": (empty, "", "state/run.json is missing"),
     "another step's weights": (take_from_step_2, WEIGHTS, "but that of step_000002"),
 }
 
@@ -159,6 +165,14 @@ def test_a_checkpoint_of_a_version_without_digests_still_loads(newest: Path) -> 
     del state["digests"]
     (newest / "state" / "run.json").write_text(json.dumps(state))
     assert "Going on after step 3" in ppo(*RUN, "--max_steps", "4", exit_code=0).stdout
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_compared_too(newest: Path, desk: Path) -> None:
+    shutil.copytree(newest, desk / "copy")
+    flip_bit(desk / "copy" / WEIGHTS)
+    for line in ("generate copy 1+1?", "generate copy/actor 1+1?", "export copy --out model"):
+        err = ppo(*line.split(), exit_code=2).stderr
+        assert f"{desk / 'copy'} is damaged: {WEIGHTS} is not what was saved." in err
 
 
 def test_another_run_in_the_folder_does_not_need_what_is_damaged(newest: Path) -> None:
