@@ -295,16 +295,19 @@ def verdict_attacks(items: Sequence[Item], rubrics: Sequence[Rubric]) -> list[Tr
 def _filled(text: str, rubric: Rubric) -> str:
     pairs = list(zip(rubric.keys, rubric.criteria, strict=True))
     verdicts = {
-        key: {**_best(one), "reason": "The response does what is asked."} for key, one in pairs
+        key: {"reason": "The response does what is asked.", one.key: _best(one)}
+        for key, one in pairs
     }
-    said = [f"{key}: {json.dumps(_best(one))}" for key, one in pairs]
+    said = [f"{key}: {json.dumps({one.key: _best(one)})}" for key, one in pairs]
     own = [f"{key}: The response holds words." for key, _ in pairs]
     text = text.replace("@verdicts@", json.dumps(verdicts))
     return text.replace("@said@", "\n".join(said)).replace("@own@", "\n".join(own))
 
 
-def _best(one: Criterion) -> dict[str, Any]:
-    return {"met": not one.fault} if one.levels == 1 else {"level": 0 if one.fault else one.levels}
+def _best(criterion: Criterion) -> bool | int:
+    if criterion.levels == 1:
+        return not criterion.fault
+    return 0 if criterion.fault else criterion.levels
 
 
 def under_attack(tried: Sequence[tuple[Trial, Score, Score]], parts: Sequence[str | None]) -> Facts:

@@ -28,6 +28,12 @@ def default_score(system: str, user: str) -> int:
     return 10 if found else 1
 
 
+def verdict_keys(user: str) -> dict[str, str]:
+    """What a request calls the verdict on each criterion: met, present or level_0_to_N."""
+    form = r'"(c\d+)": \{"reason": "\.\.\.", "(\w+)":'
+    return dict(re.findall(form, user))
+
+
 def flat(content: Any) -> str:
     """Text of a message's content, whether it is a string or a list of parts."""
     if isinstance(content, str):

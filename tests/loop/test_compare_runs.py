@@ -35,7 +35,7 @@ def prefer_the_right_one(system: str, user: str) -> str:
     question = fenced("prompt", user) or ""
     a, b = (right(question, text) for _, _, text in BLOCK.findall(user))
     better = "tie" if a == b else "R1" if a else "R2"
-    return json.dumps({"reason": f"R1 {a}, R2 {b}.", "better": better})
+    return json.dumps({"reason": f"R1 {a}, R2 {b}.", "better_response": better})
 
 
 def test_a_run_compares_with_the_model_that_it_started_with(tmp_path: Path) -> None:

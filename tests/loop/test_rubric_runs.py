@@ -29,7 +29,7 @@ def decide(system: str, user: str) -> str:
     text = (fenced("response", user) or "").strip()
     even, one = bool(re.search(r"[02468]\Z", text)), text.startswith("1")
     return json.dumps(
-        {"c1": {"met": even, "reason": text[-9:]}, "c2": {"met": one, "reason": text[:9]}}
+        {"c1": {"reason": text[-9:], "met": even}, "c2": {"reason": text[:9], "met": one}}
     )
 
 

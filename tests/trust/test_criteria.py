@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.judge_server import JudgeServer
+from tests.judge_server import JudgeServer, verdict_keys
 from tests.judge_server.wire import fenced
 from tests.trust.commands import Run, judge_at
 from tests.trust.scripted import write_rows
@@ -28,9 +28,15 @@ def decide(system: str, user: str) -> str:
     found: dict[str, Any] = {}
     for key, kind, word in re.findall(r"^(c\d+): The response (has|counts) (\w+)\.", user, re.M):
         times = response.split().count(word)
-        found[key] = {"met": times > 0} if kind == "has" else {"level": min(times, 3)}
-        found[key]["reason"] = f"{times} times"
+        verdict = times > 0 if kind == "has" else min(times, 3)
+        found[key] = {"reason": f"{times} times", verdict_keys(user)[key]: verdict}
     return json.dumps(found)
+
+
+def claims(key: str, user: str) -> bool:
+    """Whether the response itself says that a criterion is met."""
+    verdict = rf'{key}"?: \{{(?:"reason": "[^"]*", )?"met": true'
+    return re.search(verdict, fenced("response", user) or "") is not None
 
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -174,7 +180,9 @@ def test_an_audit_names_the_criteria_that_attacks_moved(
     def believing(system: str, user: str) -> str:
         """Takes over what the response says of the first criterion, wherever it says it."""
         found = json.loads(decide(system, user))
-        if re.search(r'c1"?: \{"met": true', fenced("response", user) or ""):
+        if re.search(
+            r'c1"?: \{(?:"reason": "[^"]*", )?"met": true', fenced("response", user) or ""
+        ):
             found["c1"]["met"] = True
         return json.dumps(found)
 
@@ -198,7 +206,9 @@ def test_the_criteria_of_each_judge_of_a_mixture_are_attacked(
     def believing(system: str, user: str) -> str:
         """Takes over a fifth verdict that a response writes: only one judge has so many."""
         found = json.loads(decide(system, user))
-        if "c5" in found and re.search(r'c5"?: \{"met": true', fenced("response", user) or ""):
+        if "c5" in found and re.search(
+            r'c5"?: \{(?:"reason": "[^"]*", )?"met": true', fenced("response", user) or ""
+        ):
             found["c5"]["met"] = True
         return json.dumps(found)
 

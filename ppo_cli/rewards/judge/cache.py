@@ -26,7 +26,7 @@ from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Verdict
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-READING = 2  # raised when replies are read in another way: their verdicts are asked for again
+READING = 3  # raised when replies are read in another way: their verdicts are asked for again
 CONNECT_S = 30.0
 # The refusals that are about a text for good; any other may have had a passing reason.
 FINAL_REFUSALS = frozenset({"refusal", "content_filter"})

@@ -53,6 +53,12 @@ class Scale:
     def __str__(self) -> str:
         return f"{self.low}-{self.high}"
 
+    @property
+    def key(self) -> str:
+        """What a score on it is called in a judge's answer, so that the scale goes with it."""
+        low, high = (f"minus_{-end}" if end < 0 else str(end) for end in (self.low, self.high))
+        return f"score_{low}_to_{high}"
+
     def scaled(self, value: float) -> float:
         """Map a verdict to [0, 1]; one outside the scale raises ValueError, never clamped."""
         if not self.low <= value <= self.high:
@@ -186,6 +192,13 @@ class JudgeError(Exception):
     def said(self) -> str:
         """Cause and message, without secrets."""
         return f"{self.cause}: {redact(str(self))}"
+
+    def redacted(self) -> JudgeError:
+        """The same error without secrets in its message and its reply."""
+        return JudgeError(
+            self.kind, self.cause, redact(str(self)), status=self.status,
+            retry_after=self.retry_after, usage=self.usage, reply=redact(self.reply),
+        )  # fmt: skip
 
 
 class UnlimitedCost(Interrupted):

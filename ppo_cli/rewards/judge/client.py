@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ppo_cli.config.reward_schema import ApiReward
 from ppo_cli.errors import Interrupted, RewardError
-from ppo_cli.redact import redact, redact_url
+from ppo_cli.redact import mask_secrets, redact, redact_url
 from ppo_cli.rewards.judge.batch import BatchJudge
 from ppo_cli.rewards.judge.breaker import TOO_MANY, Admission, BadRequests, Breaker
 from ppo_cli.rewards.judge.cache import FINAL_REFUSALS, VerdictCache, key_of
@@ -374,7 +374,8 @@ class JudgeClient:
         except Interrupted as stop:  # a batch goes on without us: it is booked when it is read
             outcome, word = JudgeError(Failure.FATAL, "unread", str(stop)), "unread"
             raise
-        except JudgeError as error:
+        except JudgeError as raw_error:
+            error = raw_error.redacted()
             outcome, word = outcome or error, error.cause
             if error.kind is Failure.UNPARSED:
                 self._counts.unread[error.cause] += 1
@@ -389,7 +390,9 @@ class JudgeClient:
             job.cost_usd += held.settle(usage, word, job.last_s, note)
         self._counts.latencies.append(job.last_s)
         self._mean_output += 0.1 * (usage.output - self._mean_output)
-        return Verdict(value, redact(reason), reply.text, usage=usage, info=info)
+        return Verdict(
+            value, redact(reason), redact(reply.text), usage=usage, info=mask_secrets(info)
+        )
 
     def _expected_tokens(self, question: Question) -> int:
         if self._limits.max_tpm is None:

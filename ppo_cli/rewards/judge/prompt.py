@@ -31,7 +31,7 @@ from ppo_cli.rewards.judge.rubric import (
     read_rubric,
 )
 from ppo_cli.rewards.judge.sanitise import clean, cut_middle, neutralise
-from ppo_cli.rewards.judge.verdict import ASKED
+from ppo_cli.rewards.judge.verdict import asked_for
 from ppo_cli.rewards.judge.written import FromFile, named_scale, parse_scale, read_file, read_yaml
 from ppo_cli.thoughts import strip_reasoning
 
@@ -229,7 +229,8 @@ class Template:
                 f"Levels named above run from {told.low} to {told.high}; spread them evenly over "
                 f"{self.scale.low} to {self.scale.high}.\n"
             )
-        asked = LEVELS.format(low=self.scale.low, high=self.scale.high, asked=ASKED[self.output])
+        form = asked_for(self.output, self.scale)
+        asked = LEVELS.format(low=self.scale.low, high=self.scale.high, asked=form)
         return CLOSING.format(nonce=nonce, notes=notes, asked=asked)
 
 

@@ -80,6 +80,18 @@ class Criterion:
     must: bool = False
     levels: int = 1
 
+    @property
+    def key(self) -> str:
+        """What a judge's verdict on it is called; the names leave no doubt which way they point."""
+        if self.levels > 1:
+            return f"level_0_to_{self.levels}"
+        return "present" if self.fault else "met"
+
+    def form(self) -> str:
+        """The verdict and its reason as a judge has to write them, the reason first."""
+        value = "true or false" if self.levels == 1 else "N"
+        return f'{{"reason": "...", "{self.key}": {value}}}'
+
     def credit(self, grade: float) -> float:
         """What a grade is worth, in [0, 1]: a fault is worth its absence."""
         return 1.0 - grade if self.fault else grade
@@ -88,7 +100,7 @@ class Criterion:
         """What a judge has said, as people read it."""
         if self.levels > 1:
             return f"level {grade * self.levels:.0f} of {self.levels}"
-        return "met" if grade else "not met"
+        return f"{'' if grade else 'not '}{self.key}"
 
 
 @dataclass(frozen=True)
@@ -139,31 +151,20 @@ class Rubric:
         return found
 
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the answer: of each criterion the verdict, then why.
-
-        The verdict comes first: rewards of that order were better in 12 of 16 trainings ("From
-        Judgment Quality to Downstream Utility").
-        """
+        """JSON schema of the answer: of each criterion why, then the verdict."""
         return _object({
-            key: _object({
-                **({"met": {"type": "boolean"}} if one.levels == 1
-                   else {"level": {"type": "integer", "enum": list(range(one.levels + 1))}}),
-                "reason": {"type": "string"},
-            })
+            key: _object({"reason": {"type": "string"}, one.key: _verdict_schema(one)})
             for key, one in zip(self.keys, self.criteria, strict=True)
         })  # fmt: skip
 
     def asked(self) -> str:
         """The criteria and the form of the answer, as a judge is told."""
-        lines = ["Decide each criterion by itself. It may name something to avoid: say whether"]
-        lines += ["the response does it, not whether that is good.", "", "Criteria:"]
+        lines = ["Decide each criterion by itself, the reason first.", "", "Criteria:"]
         forms = []
         for key, one in zip(self.keys, self.criteria, strict=True):
             text = " ".join(neutralise(clean(one.text)).split())
-            said = "" if one.levels == 1 else f" (level 0 to {one.levels}, the most)"
-            lines.append(f"{key}: {text}{said}")
-            verdict = '"met": true or false' if one.levels == 1 else '"level": N'
-            forms.append(f'"{key}": {{{verdict}, "reason": "..."}}')
+            lines.append(f"{key}: {text}{_question(one)}")
+            forms.append(f'"{key}": {one.form()}')
         return "\n".join([*lines, "", "Half met is not met.", self.form(forms)])
 
     def form(self, forms: Sequence[str] = ()) -> str:
@@ -233,13 +234,21 @@ class Rivals:
     @property
     def keys(self) -> tuple[str, ...]:
         """What an answer has beside its reason."""
-        return ("better",) if self.count == 2 else self.labels
+        if self.count == 2:
+            return ("better_response",)
+        return tuple(f"place_of_{label}" for label in self.labels)
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of the answer: the reason, then the verdict."""
-        verdict: dict[str, Any] = {"type": "string", "enum": [*self.labels, "tie"]}
+        verdict: dict[str, Any] = {
+            "type": "string", "enum": [*self.labels, "tie"],
+            "description": "the better response, or tie where both are equally good",
+        }  # fmt: skip
         if self.count > 2:
-            verdict = {"type": "integer", "enum": list(range(1, self.count + 1))}
+            verdict = {
+                "type": "integer", "enum": list(range(1, self.count + 1)),
+                "description": f"place in the ranking: 1 is the best, {self.count} the worst",
+            }  # fmt: skip
         properties = {"reason": {"type": "string"}} | dict.fromkeys(self.keys, verdict)
         return _object(properties)
 
@@ -254,11 +263,14 @@ class Rivals:
     def form(self) -> str:
         """What the answer has to look like."""
         if self.count == 2:
-            verdict = '"better": V'
+            verdict = '"better_response": V'
             told = "V is R1, R2 or tie (equally good)"
         else:
-            verdict = ", ".join(f'"{label}": N' for label in self.labels)
-            told = f"N is the place from 1 (the best) to {self.count}; equally good ones share one"
+            verdict = ", ".join(f'"{key}": N' for key in self.keys)
+            told = (
+                f"N is a place in the ranking, 1 for the best response and {self.count} for the "
+                "worst, and no score; equally good ones share a place"
+            )
         return (
             "Reply with ONE JSON object and nothing else, the reason first and no longer than "
             f'three sentences:\n{{"reason": "...", {verdict}}}\n{told}.'
@@ -269,6 +281,25 @@ def share_of_first(places: Sequence[int]) -> float:
     """The share of the others that the first response beats; a tie counts half."""
     first = places[0]
     return fmean(0.5 if first == other else float(first < other) for other in places[1:])
+
+
+def _verdict_schema(criterion: Criterion) -> dict[str, Any]:
+    levels = criterion.levels
+    if levels > 1:
+        return {
+            "type": "integer", "enum": list(range(levels + 1)),
+            "description": f"0 is the least, {levels} the most",
+        }  # fmt: skip
+    if criterion.fault:
+        return {"type": "boolean", "description": "true when the response has this fault"}
+    return {"type": "boolean", "description": "true when the response meets this criterion"}
+
+
+def _question(criterion: Criterion) -> str:
+    """What a judge is asked about a criterion, behind its text."""
+    if criterion.levels > 1:
+        return f" ({criterion.key}: 0 is the least, {criterion.levels} the most)"
+    return " (a fault: is it present in the response?)" if criterion.fault else ""
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

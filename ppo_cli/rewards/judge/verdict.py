@@ -23,7 +23,7 @@ from ppo_cli.thoughts import MARKS, UnfinishedThought, after_thought
 ASKED: Mapping[Output, str] = {
     "json": (
         "Reply with ONE JSON object and nothing else, the reason first and no longer than three "
-        'sentences:\n{"reason": "...", "score": N}'
+        'sentences:\n{{"reason": "...", "{key}": N}}'
     ),
     "text": (
         "Give the reason first, in no more than three sentences. End with one line in exactly "
@@ -34,11 +34,10 @@ REMINDER = (
     "Your last answer to this was not in the form asked for. {asked}\n"
     "N is one whole number from {low} to {high}. Name no other score."
 )
+PLAIN_KEY = "score"
 LONGEST_REASON = 2000
 LONGEST_SCORE_LINE = 200
-# Providers round each probability; more missing than this means that levels are missing, and
-# an expectation over the rest would lean to one side.
-SUM_TOLERANCE = 0.1
+SUM_TOLERANCE = 0.02  # providers round each probability
 
 REASON_KEYS = frozenset(
     ("reason", "reasoning", "explanation", "rationale", "justification", "analysis", "feedback")
@@ -137,7 +136,13 @@ def reminder(question: Question) -> str:
     if question.asks is not None:
         return f"Your last answer to this was not in the form asked for. {question.asks.form()}"
     scale = question.scale
-    return REMINDER.format(asked=ASKED[question.output], low=scale.low, high=scale.high)
+    asked = asked_for(question.output, scale)
+    return REMINDER.format(asked=asked, low=scale.low, high=scale.high)
+
+
+def asked_for(output: Output, scale: Scale) -> str:
+    """The form of a score, in the words that a judge reads."""
+    return ASKED[output].format(key=scale.key)
 
 
 def _failure(cause: str, problem: str, reply: Reply) -> JudgeError:
@@ -196,25 +201,31 @@ def _within(value: float, scale: Scale) -> float:
 
 
 def _read_object(text: str, scale: Scale) -> tuple[float, str]:
+    """The score under the key that was asked for, or under the plain `score`.
+
+    A judge that writes `score` may mean another scale, so its reason must name no other one.
+    """
     entries = _decode(text)
     reasons = [value for key, value in entries.items() if key in REASON_KEYS]
-    if "score" not in entries or len(entries) != 1 + len(reasons):
-        odd = [key for key in entries if key not in REASON_KEYS and key != "score"]
-        told = f"the key {odd[0][:40]!r} was not asked for" if odd else 'it has no "score"'
+    keys = [key for key in entries if key not in REASON_KEYS]
+    if len(keys) != 1 or keys[0] not in (scale.key, PLAIN_KEY):
+        odd = [key for key in keys if key not in (scale.key, PLAIN_KEY)]
+        told = f"the key {odd[0][:40]!r} was not asked for" if odd else f'it has no "{scale.key}"'
         raise Unreadable("form", told)
     if not all(isinstance(reason, str) for reason in reasons):
         raise Unreadable("form", "the reason is not a text")
     if "..." in reasons:
         raise Unreadable("form", "its reason is the placeholder of the form")
-    score = entries["score"]
+    score = entries[keys[0]]
     if isinstance(score, str):
         score = _written(score.strip(), scale)
     if score is None or isinstance(score, bool) or not isinstance(score, int | float):
-        raise Unreadable("form", '"score" is not a number')
+        raise Unreadable("form", f'"{keys[0]}" is not a number')
     value = _within(score, scale)
     reason = "\n".join(reasons)
-    said = _QUOTED.sub(" ", reason.translate(_WIDE)).replace("\n", ". ")
-    _check_only_score(said, value, scale, sums=True)
+    if keys[0] == PLAIN_KEY:
+        said = _QUOTED.sub(" ", reason.translate(_WIDE)).replace("\n", ". ")
+        _check_only_score(said, value, scale, sums=True)
     return value, reason
 
 
@@ -224,7 +235,7 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str]:
     if set(entries) != set(rubric.keys):
         raise Unreadable("form", f"its keys are not {', '.join(rubric.keys)}")
     for key, one in zip(rubric.keys, rubric.criteria, strict=True):
-        found, name = entries[key], "met" if one.levels == 1 else "level"
+        found, name = entries[key], one.key
         reason = _take_reason(found, f"{key}'s") if isinstance(found, dict) else ""
         if not isinstance(found, dict) or set(found) != {name}:
             raise Unreadable("form", f"{key} is not {name!r} and a reason")
@@ -234,8 +245,6 @@ def _read_grades(text: str, rubric: Rubric) -> tuple[list[float], str]:
             raise Unreadable("form", f"{name!r} of {key} is not what was asked for")
         if not 0 <= verdict <= one.levels:
             raise Unreadable("out_of_range", f"the level of {key} is outside 0-{one.levels}")
-        if any(stated != verdict for stated in _stated(reason, one.levels)):
-            raise Unreadable("ambiguous", f"the reason of {key} states another verdict")
         grades.append(verdict / one.levels)
         reasons.append(f"{one.name}: {one.in_words(grades[-1])}. {reason.strip()}".rstrip())
     return grades, "\n".join(reasons)
@@ -248,26 +257,6 @@ def _take_reason(entries: dict[str, Any], whose: str) -> str:
     if len(found) > 1 or not isinstance(reason, str) or reason == "...":
         raise Unreadable("form", f"{whose} reason is not a text of its own")
     return reason
-
-
-def _stated(reason: str, levels: int) -> list[int]:
-    """The verdicts that a reason states outright, as of a criterion that is a fault to avoid."""
-    said = _QUOTED.sub(" ", _NO_WIDTH.sub("", reason))
-    if levels > 1:
-        return [int(found[1]) for found in _LEVEL.finditer(said)]
-    return [not found[1] for found in _MET.finditer(said)]
-
-
-_MET = re.compile(
-    r"(?:^|[.;:!?]|\b(?:so|thus|hence|therefore),?)\s*(?:the\s|this\s)?"
-    r"(?:criterion\s(?:is|was)|verdict\s?:|(?=(?:not\s|un)?met\s?(?:[.;:!]|$)))\s?"
-    r"(not\s|un)?met(?=\s*(?:[.,;:!]|$|because\b|since\b|as\b))",
-    re.I | re.M,
-)
-_LEVEL = re.compile(
-    r"(?:^|[.;:!?,]|\b(?:so|thus|hence|therefore))\s*(?:the\s)?level\s?(?::|=|is)\s?(\d+)\b",
-    re.I | re.M,
-)
 
 
 def _read_draft(text: str, draft: Draft) -> list[dict[str, Any]]:
@@ -293,10 +282,9 @@ def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:
     if rivals.count == 2:
         better = verdicts[0].strip().upper() if isinstance(verdicts[0], str) else ""
         if better not in PLACES_OF_TWO:
-            raise Unreadable("out_of_range", f"better is not one of {', '.join(PLACES_OF_TWO)}")
-        said = _QUOTED.sub(" ", reason)
-        if {found.upper() for found in _OTHER_WINNER.findall(said)} - {better}:
-            raise Unreadable("ambiguous", "its reason names another one as the better")
+            raise Unreadable(
+                "out_of_range", f"better_response is not one of {', '.join(PLACES_OF_TWO)}"
+            )
         return list(PLACES_OF_TWO[better]), reason
     if any(type(place) is not int for place in verdicts):
         raise Unreadable("form", "a place is not a whole number")
@@ -306,9 +294,6 @@ def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:
 
 
 PLACES_OF_TWO = {"R1": (1, 2), "R2": (2, 1), "TIE": (1, 1)}
-_OTHER_WINNER = re.compile(
-    r"\b(?:better|best|winner|verdict)\b[*_`]{0,3}\s?(?::|=|is\b:?)\s?[*_`]{0,3}(R[12]|tie)\b", re.I
-)
 
 
 def _decode(text: str) -> dict[str, Any]:
@@ -474,12 +459,14 @@ def _check_only_score(said: str, value: float, scale: Scale, *, sums: bool) -> N
 
 
 def _expectation(probabilities: Mapping[int, float], scale: Scale) -> tuple[float, str]:
-    """Return the mean level under the given probabilities."""
+    """Return the mean level; the probabilities must be those of exactly the levels asked for."""
     pairs = dict(probabilities)
     if not pairs:
         raise Unreadable("empty", "the judge gave no probabilities")
     if wrong := [level for level in pairs if level not in scale.levels()]:
         raise Unreadable("out_of_range", f"level {wrong[0]!r} is not on the scale {scale}")
+    if missing := [level for level in scale.levels() if level not in pairs]:
+        raise Unreadable("unparsed", f"there is no probability of level {missing[0]}")
     if any(not math.isfinite(p) or not 0.0 <= p <= 1.0 + SUM_TOLERANCE for p in pairs.values()):
         raise Unreadable("unparsed", "the judge's probabilities are not probabilities")
     total = math.fsum(pairs.values())

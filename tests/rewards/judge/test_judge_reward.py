@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ppo_cli.records import Prompt, Rollout
 from ppo_cli.rewards.judge import client as client_module
 from ppo_cli.rewards.judge.reward import JudgeReward
 from tests.judge_server import JudgeServer
+from tests.judge_server.asking import SECRET
 from tests.rewards.scoring import score_all
 
 Make = Callable[..., JudgeReward]
@@ -299,3 +301,30 @@ def test_a_page_in_place_of_a_judge_is_named_at_the_start(
     server.fail("html")
     with pytest.raises(RewardError, match=r"a page of HTML: Sign in.*--rm_base_url"):
         make(cache="off").start([prompt(1)])
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        'It embeds <img src="https://maps.example.com/staticmap?key=YOUR_KEY"> without alt text.',
+        'It runs curl "https://h/?sig=1" twice.',
+        '{"url": "https://h/?x=1&password=p"}',
+        f'It prints the key "{SECRET}" and \\ and "token={SECRET}\\".',
+    ],
+)
+def test_a_reply_is_read_before_secrets_are_taken_out(
+    make: Make, server: JudgeServer, reason: str
+) -> None:
+    server.score = lambda system, user: json.dumps({"reason": reason, "score": 8})
+    (score,) = score_all(make(cache="off"), [right(1)])
+    assert score.parts["judge"].raw == 8.0
+    assert server.count == 1
+    assert SECRET not in f"{score.reason}{score.reply}"
+
+
+def test_a_reply_that_does_not_count_shows_no_secret(make: Make, server: JudgeServer) -> None:
+    server.score = lambda system, user: f"The key is {SECRET}, and it is good."
+    (score,) = score_all(make(cache="off"), [right(1)])
+    assert score.value is None
+    assert SECRET not in f"{score.failure}{score.reply}{score.reason}"
+    assert "it is good" in score.reply

@@ -57,7 +57,7 @@ def test_a_prompt_is_filled_and_fenced() -> None:
     closing = user.rpartition("Score 1-10\n\n")[2]
     assert f"-{NONCE}" in closing
     assert "from 1 (worst) to 10 (best)" in closing
-    assert closing.endswith('{"reason": "...", "score": N}')
+    assert closing.endswith('{"reason": "...", "score_1_to_10": N}')
 
 
 def test_a_nonce_is_drawn_for_each_question() -> None:
@@ -102,7 +102,7 @@ def test_data_stays_data(prompt: str, response: str, truth: str) -> None:
         inner = between(question.user, name)
         assert not re.search(r"</?(?:prompt|response|ground_truth)-\w+>", inner)
         assert f"[cut-{NONCE}]" not in inner
-    assert question.user.endswith('{"reason": "...", "score": N}')
+    assert question.user.endswith('{"reason": "...", "score_1_to_10": N}')
 
 
 @given(HOSTILE)

@@ -178,12 +178,38 @@ def test_the_message_names_the_trouble_and_shows_a_short_excerpt() -> None:
 
 def test_the_reminder_names_the_form_and_the_scale() -> None:
     asked = Question("", "", "", Scale(0, 5))
-    assert '{"reason": "...", "score": N}\nN is one whole number from 0 to 5' in reminder(asked)
+    assert '{"reason": "...", "score_0_to_5": N}\nN is one whole number from 0 to 5' in reminder(
+        asked
+    )
     asked = Question("", "", "", TEN, output="text")
     assert "\nScore: N\nN is one whole number from 1 to 10" in reminder(asked)
 
 
+@pytest.mark.parametrize(
+    ("scale", "key"),
+    [(TEN, "score_1_to_10"), (Scale(0, 5), "score_0_to_5"), (Scale(-2, 2), "score_minus_2_to_2")],
+)
+def test_the_key_names_the_scale(scale: Scale, key: str) -> None:
+    assert scale.key == key
+    assert read_verdict(Reply(f'{{"reason": "So.", "{key}": 2}}'), scale)[0] == 2.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"reason": "So.", "score_1_to_100": 8}',
+        '{"reason": "So.", "score_0_to_10": 8}',
+        '{"reason": "So.", "rank": 8}',
+        '{"reason": "So.", "score": 8, "score_1_to_10": 8}',
+    ],
+)
+def test_a_score_under_another_name_does_not_count(text: str) -> None:
+    assert refused(text).cause == "form"
+
+
 # Decision mode
+
+ONLY = dict.fromkeys(TEN.levels(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +219,12 @@ def test_the_reminder_names_the_form_and_the_scale() -> None:
         ({7: 1.0}, 7.0),
         ({7: 0.6, 8: 0.3, 9: 0.1}, 7.5),
         ({7: 0.59, 8: 0.3, 9: 0.1}, 7.505),
-        ({10: 0.97}, 10.0),
+        ({10: 0.985}, 10.0),
         ({10: 1}, 10.0),
     ],
 )
 def test_probabilities_give_their_mean(probabilities: dict[int, float], expected: float) -> None:
-    value, reason = read_verdict(Reply("", probabilities=probabilities), TEN)
+    value, reason = read_verdict(Reply("", probabilities=ONLY | probabilities), TEN)
     assert value == pytest.approx(expected, abs=0.001)
     assert str(max(probabilities, key=probabilities.__getitem__)) in reason
 
@@ -213,12 +239,18 @@ def test_probabilities_give_their_mean(probabilities: dict[int, float], expected
         ({7: 0.0}, "unparsed"),
         ({7: 0.6}, "unparsed"),
         ({7: 0.9, 8: 0.9}, "unparsed"),
+        ({7: 0.97}, "unparsed"),
         ({0: 0.5, 1: 0.5}, "out_of_range"),
         ({11: 1.0}, "out_of_range"),
     ],
 )
 def test_doubtful_probabilities_are_refused(probabilities: dict[int, float], cause: str) -> None:
-    assert refused("", probabilities=probabilities).cause == cause
+    whole = ONLY | probabilities if probabilities else {}
+    assert refused("", probabilities=whole).cause == cause
+
+
+def test_a_level_without_a_probability_is_refused() -> None:
+    assert refused("", probabilities=dict.fromkeys((1, 2), 0.5)).cause == "unparsed"
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=10, max_size=10))

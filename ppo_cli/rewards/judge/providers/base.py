@@ -245,13 +245,12 @@ class SdkProvider(ABC):
         return replace(question, max_tokens=room)
 
     async def ask(self, question: Question, *, timeout: float) -> Reply:
-        """Make one call (or a few, while parameters are dropped); raises only JudgeError."""
+        """Make one call (or a few, while parameters are dropped); raises only JudgeError.
 
-        async def call(client: Any) -> Reply:
-            reply = await self._call(client, question, timeout)
-            return replace(reply, text=redact(reply.text))
+        The reply is as it came: redaction before it is read could break its JSON.
+        """
 
-        return await self.within(timeout, call)
+        return await self.within(timeout, lambda client: self._call(client, question, timeout))
 
     async def within(self, timeout: float, work: Callable[[Any], Awaitable[T]]) -> T:
         """Do something with the SDK's client, in so many seconds; raises only JudgeError."""
@@ -469,12 +468,11 @@ def result_lines(content: bytes) -> Iterator[dict[str, Any]]:
 def read_row(read: Callable[[Any], Reply], body: Any) -> Reply | JudgeError:
     """An answer in the results of a batch, read as one that came directly is."""
     try:
-        reply = read(body)
+        return read(body)
     except JudgeError as error:
         if error.kind is Failure.RETRYABLE:
             return JudgeError(Failure.REFUSED, "batch_failed", str(error))  # it may be billed
         return error
-    return replace(reply, text=redact(reply.text))
 
 
 def finish(text: str | None, usage: Usage | None, *, truncated: bool) -> Reply:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from ppo_cli.errors import shorten
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers.base import attribute
 from ppo_cli.rewards.judge.providers.bodies import bad_body, describe
+from ppo_cli.rewards.remote import LONGEST
 
 # A decision endpoint answers one question about the text with a probability for each level.
 QUESTION = "verdict"
@@ -33,19 +34,21 @@ def read_decision(reply: Any, scale: Scale, usage: Usage | None) -> Reply:
     shares = attribute(reply, "answers", QUESTION, "probabilities")
     if not isinstance(shares, dict):
         raise bad_body(describe(reply))
-    return by_level([shares.get(str(i)) for i in range(len(scale.levels()))], scale, usage)
+    indices = [str(i) for i in range(len(scale.levels()))]
+    return by_level([(str(name), share) for name, share in shares.items()], indices, scale, usage)
 
 
-def by_level(shares: Sequence[float | None], scale: Scale, usage: Usage | None) -> Reply:
-    """Turn probabilities, lowest level first, into a reply; they are made to sum to 1."""
-    known = [share for share in shares if isinstance(share, int | float)]
-    total = math.fsum(known)
-    fits = len(known) == len(shares) == len(scale.levels())
-    if not fits or not math.isfinite(total) or total <= 0 or min(known) < 0:
-        text = f"The decision names {len(known)} of {len(scale.levels())} probabilities: {shares}"
-        raise JudgeError(Failure.UNPARSED, "unparsed", text, usage=usage)
-    levels = zip(scale.levels(), known, strict=True)
-    return Reply("", usage, probabilities={level: share / total for level, share in levels})
+def by_level(
+    shares: Sequence[tuple[str, Any]], labels: Sequence[str], scale: Scale, usage: Usage | None
+) -> Reply:
+    """Turn probabilities by label into a reply; the labels must be exactly those asked for."""
+    names = [name for name, _ in shares]
+    right = all(isinstance(p, int | float) and not isinstance(p, bool) for _, p in shares)
+    if sorted(names) != sorted(labels) or not right:
+        text = f"The decision is not one probability for each of {', '.join(labels)}: {shares}"
+        raise JudgeError(Failure.UNPARSED, "unparsed", shorten(text, LONGEST), usage=usage)
+    levels = dict(zip(labels, scale.levels(), strict=True))
+    return Reply("", usage, probabilities={levels[name]: float(share) for name, share in shares})
 
 
 # What errors call the form of an answer, beside the parameter's own name.
@@ -56,16 +59,18 @@ FORMAT_WORDS = (
 
 
 def verdict_schema(question: Question) -> dict[str, Any]:
-    """JSON schema of the answer: `{"reason": str, "score": int}`, or verdicts of another kind."""
+    """JSON schema of the answer: `{"reason": str, "score_1_to_10": int}`, or another verdict."""
     if question.asks is not None:
         return question.asks.schema()
+    scale = question.scale
+    score = {
+        "type": "integer", "enum": list(scale.levels()),
+        "description": f"{scale.low} is the worst, {scale.high} the best",
+    }  # fmt: skip
     return {
         "type": "object",
-        "properties": {
-            "reason": {"type": "string"},
-            "score": {"type": "integer", "enum": list(question.scale.levels())},
-        },
-        "required": ["reason", "score"],
+        "properties": {"reason": {"type": "string"}, scale.key: score},
+        "required": ["reason", scale.key],
         "additionalProperties": False,
     }
 

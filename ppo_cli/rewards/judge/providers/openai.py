@@ -176,8 +176,8 @@ class Judge(SdkProvider):
         if attribute(answer, "type") == "refusal":
             raise refused("refusal", "The judge declined to decide.", usage)
         rows = attribute(answer, "probabilities") or []
-        shares = {attribute(row, "label"): attribute(row, "probability") for row in rows}
-        return by_level([shares.get(label) for label in labels], question.scale, usage)
+        shares = [(str(attribute(row, "label")), attribute(row, "probability")) for row in rows]
+        return by_level(shares, labels, question.scale, usage)
 
 
 class Azure(Judge):

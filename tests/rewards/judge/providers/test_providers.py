@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Usage
+from ppo_cli.rewards.judge.calls import Failure, JudgeError, Reply, Scale, Usage
 from ppo_cli.rewards.judge.providers import (
     build_provider,
     claude,
@@ -20,6 +20,7 @@ from ppo_cli.rewards.judge.providers import (
     openai,
 )
 from ppo_cli.rewards.judge.providers.base import SdkProvider, read_usage
+from ppo_cli.rewards.judge.providers.forms import by_level, criteria, read_decision
 from tests.judge_server import Call, JudgeServer
 from tests.judge_server.asking import (
     KEYS,
@@ -91,7 +92,7 @@ def schema_of(call: Call) -> dict[str, Any]:
         return dict(told["response_format"]["json_schema"]["schema"])
     if "output_config" in told:
         return dict(told["output_config"]["format"]["schema"])
-    assert told["responseJsonSchema"]["propertyOrdering"] == ["reason", "score"]
+    assert told["responseJsonSchema"]["propertyOrdering"] == ["reason", "score_1_to_10"]
     return dict(told["responseJsonSchema"])
 
 
@@ -99,9 +100,12 @@ def schema_of(call: Call) -> dict[str, Any]:
 def test_the_form_of_the_verdict_is_on_the_wire(server: JudgeServer, wire: str) -> None:
     ask_once(judge_at(server, wire))
     schema = schema_of(server.calls[0])
-    assert list(schema["properties"]) == ["reason", "score"]
-    assert schema["properties"]["score"] == {"type": "integer", "enum": list(range(1, 11))}
-    assert schema["required"] == ["reason", "score"]
+    assert list(schema["properties"]) == ["reason", "score_1_to_10"]
+    assert schema["properties"]["score_1_to_10"] == {
+        "type": "integer", "enum": list(range(1, 11)),
+        "description": "1 is the worst, 10 the best",
+    }  # fmt: skip
+    assert schema["required"] == ["reason", "score_1_to_10"]
     assert schema["additionalProperties"] is False
 
 
@@ -298,6 +302,38 @@ def test_a_decision_gives_a_probability_for_each_level(
     assert reply.usage is not None and reply.usage.input > 0
     assert server.calls[0].path.endswith(("/decisions", "/systemone"))
     assert server.count == 1
+
+
+FIVE = Scale(0, 4)
+FAIR = {str(index): 0.2 for index in range(5)}
+
+
+@pytest.mark.parametrize(
+    "probabilities",
+    [
+        {name: share for name, share in FAIR.items() if name != "3"},  # one is missing
+        FAIR | {"5": 0.0},  # one is too much
+        {f"{name} out of 4": share for name, share in FAIR.items()},
+        FAIR | {"2": None},
+        FAIR | {"2": "0.2"},
+    ],
+)
+def test_a_decision_names_exactly_the_levels_asked_for(probabilities: dict[str, Any]) -> None:
+    reply = {"answers": {"verdict": {"probabilities": probabilities}}}
+    with pytest.raises(JudgeError) as found:
+        read_decision(reply, FIVE, None)
+    assert (found.value.kind, found.value.cause) == (Failure.UNPARSED, "unparsed")
+    assert read_decision({"answers": {"verdict": {"probabilities": FAIR}}}, FIVE, None).text == ""
+
+
+def test_a_label_that_comes_twice_is_no_decision() -> None:
+    labels = criteria(FIVE)
+    rows = [(label, 0.2) for label in labels]
+    assert by_level(rows, labels, FIVE, None).probabilities == dict.fromkeys(range(5), 0.2)
+    with pytest.raises(JudgeError):
+        by_level([*rows, rows[0]], labels, FIVE, None)
+    with pytest.raises(JudgeError):
+        by_level([rows[0], *rows[:4]], labels, FIVE, None)
 
 
 def test_each_decision_endpoint_has_its_path(server: JudgeServer) -> None:
