@@ -110,7 +110,8 @@ def wire_form(
     try:
         asyncio.run(asked)
     except Recorded as call:
-        where = {"endpoint": provider.base_url, "mode": api.mode, "method": call.method}
+        method = call.method.replace(".with_raw_response", "")
+        where = {"endpoint": provider.base_url, "mode": api.mode, "method": method}
         return where | {"arguments": dict(call.arguments) | {"model": api.model}}
     except NotImplementedError as error:
         raise RewardError(f"{error}: leave --rm_mode at text.") from error

@@ -95,7 +95,7 @@ def test_render_for_people(rows: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0
     assert out.startswith("Judge prompt math v1, scale 1-10, for openai (some-model)\n")
     assert out.index(" system\n") < out.index(" user\n") < out.index("It is 4.")
-    assert out.rstrip().endswith('"score": N}')
+    assert out.rstrip().endswith('"score_1_to_10": N}')
 
 
 def test_render_as_json(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_render_shows_the_request_as_it_is_made(
     wire = json.dumps(sent["arguments"])
     assert told in wire
     assert '"temperature": 0.25' in wire
-    assert '"score"' in wire
+    assert '"score_1_to_10"' in wire
     assert "It is 4." in wire
     code, out, _ = run(capsys, "render", rows, *flags)
     assert code == 0
