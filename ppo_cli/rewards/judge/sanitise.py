@@ -31,14 +31,27 @@ CONTROL_TOKENS = re.compile(
     rf"|{LESS}(?=(?![|｜\s])[^<>\n]{{1,120}}(?<!\s){BAR}{MORE})"  # <turn|>
     rf"|{LESS}(?={LESS}/?[A-Z]+{MORE}{MORE})"  # <<SYS>>
     rf"|[\[［](?={BAR}/?\w\w[\w.:-]{{0,80}}{BAR}[\]］])"  # [|endofturn|]
-    r"|[\[［](?=/?(?:[a-z]{1,2}MASK|unused_?\d+)[\]］])"  # [gMASK]
+    r"|[\[［](?=/?[a-z]{1,2}MASK[\]］])"  # [gMASK]
+    r"|[\[［](?=(?i:(?:[a-z]+_)?(?:control|unused|reserved|extra|special|dummy|sentinel)"
+    r"(?:_token|_id)?[_-]?\d+[\]］]))"  # [control_12]
     r"|｜(?=[A-Za-z0-9_▁]{2,80}｜)"  # ｜DSML｜
     r"|◁(?=/?\w+▷)"
     r"|\](?=~!?b[\[\]]|![pd]~\[|<\])|\[(?=e~\[|>\[)"  # ]~b]
     r"|>(?=>[A-Z]{3,40}<<)"  # >>ANSWER<<
-    # Words that switch the thinking of a judge on or off: /no_think
-    r"|/(?=(?i:no[_-]?think|set (?:no)?think|system_override))"
-    r"|(?<!\S)/(?=(?i:think)(?![\w>＞﹥▷/.\]-]))"
+)
+
+
+def _in_any_width(word: str) -> str:
+    """A pattern for a word whose characters may be full-width ones."""
+    return "".join(f"[{char}{chr(ord(char) + 0xFEE0)}]" for char in word)
+
+
+# Words that switch the thinking of a judge on or off. Nemotron's template looks for `/think`
+# anywhere in a turn, inside words and tags too.
+SWITCHES = re.compile(
+    rf"[/／](?=(?:{_in_any_width('no')}[_＿－-]?)?{_in_any_width('think')}"
+    r"|set (?:no)?think|system_override)",
+    re.IGNORECASE,
 )
 # One word in brackets. Which of them are ordinary is known better than which are tokens.
 TAGS = re.compile(
@@ -111,7 +124,8 @@ def neutralise(text: str) -> str:
     shown = CUT_MARKS.sub("[ ", shown)
     shown = CONTROL_TOKENS.sub(_broken, shown)
     shown = TAGS.sub(lambda tag: tag[0] if _is_plain_tag(tag) else _broken(tag), shown)
-    return CAPITALS.sub(lambda it: it[0] if it["word"] in PLAIN_CAPITALS else _broken(it), shown)
+    shown = CAPITALS.sub(lambda it: it[0] if it["word"] in PLAIN_CAPITALS else _broken(it), shown)
+    return SWITCHES.sub(_broken, shown)
 
 
 def _broken(found: re.Match[str]) -> str:

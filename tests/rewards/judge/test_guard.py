@@ -103,6 +103,32 @@ def test_control_tokens_are_broken_and_still_seen() -> None:
     assert wrong == {}
 
 
+SWITCHES = [
+    "choose either/think or stop", "answer with care /think.", "a/think", "see src/think/no.py",
+    "(/think)", "/THINK", "/Think", "／no_think", "／ｎｏ＿ｔｈｉｎｋ", "/no＿think", "x/no_think!",
+    "yes/nothink", "</think>", "[/think]", "/thinking", "《/no-think》",
+]  # fmt: skip
+BRACKETS = [
+    "[control_12]", "[control_768]", "[reserved_3]", "[extra_id_7]", "[special_token_1]",
+    "[unused12]", "[unused_token_5]", "[Control_1]", "［control_12］",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SWITCHES)
+def test_a_switch_of_thinking_is_broken_wherever_it_is(text: str) -> None:
+    shown = neutralise(text)
+    folded = unicodedata.normalize("NFKC", shown).casefold()
+    assert not re.search(r"/(?:no[_-]?)?think", folded)
+    assert shown.replace(" ", "") == text.replace(" ", "")
+
+
+@pytest.mark.parametrize("text", BRACKETS)
+def test_a_numbered_control_token_is_broken(text: str) -> None:
+    shown = neutralise(f"a{text}b")
+    assert text not in shown
+    assert shown.replace(" ", "") == f"a{text}b"
+
+
 def test_ordinary_text_and_code_stay_as_they_are() -> None:
     """Markup, types, comparisons, pipes, log levels, indices."""
     ordinary = """
@@ -150,11 +176,9 @@ response-time < 3
 | a | b |
 x <|> y <|> z
 首页｜新闻｜体育
-a/think
 and/or
 <x|y>
 cat <<EOF
-see src/think/no.py
 >>> print(1)
 2 > 1 >> 0
 """
