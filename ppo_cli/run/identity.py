@@ -104,9 +104,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _part_settings(reward: Reward, free: Container[str]) -> dict[str, Any]:
-    """Return the settings of a mixture's parts without those of a `free` identity."""
+    """Return the settings of composite.parts as read, without those of a `free` identity."""
     parts = {}
-    for part in mixture_of(reward):
+    for part in (part for part in mixture_of(reward) if part.name in reward.composite.parts):
         settings = part.model_dump(exclude_unset=True, exclude={"name"})
         for kind, section in (("judge", ApiReward), ("model", ModelReward)):
             if kind in settings:
