@@ -84,7 +84,8 @@ def plan(
 ) -> Plan:
     """What a run with these settings comes to, as `ppo plan`; nothing is loaded.
 
-    See `train` for the arguments. Raises ConfigError with all that is wrong.
+    See `train` for the arguments. Raises ConfigError with all that is wrong with the settings; what
+    `ppo plan` says besides of files and rows, only `train` says here.
     """
     return make_plan(_resolve(preset, config, overrides or {}, settings))
 

@@ -22,7 +22,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 INTRODUCTION = """# Settings
 
 Every setting with its default, range, flag and environment variable. This page is written by
-`python scripts/write_docs.py` from the schema. `ppo plan` shows the values that a command
+`python scripts/write_docs.py` from the schema. `ppo plan --all` shows the values that a command
 would use and where each comes from. Which ones matter most:
 [troubleshooting](troubleshooting.md#which-settings-matter).
 
