@@ -79,15 +79,18 @@ def _checked(text: str) -> str:
 
 # Columns of pictures, videos and sounds in the data sets of verl, LLaVA, MMMU and others.
 MEDIA_COLUMN = re.compile(
-    r"(?:image|img|picture|photo|video|audio|speech|sound)s?_?\d*"
-    r"|(?:image|img|video|audio)s?_(?:path|url|uri|file|bytes|base64|data)s?"
-    r"|multi_?modal_(?:data|inputs?)|pixel_values",
+    r"(?:image|img|picture|photo|screenshot|video|audio)s?_?\d*"
+    r"|(?:image|img|video|audio)s?_(?:path|filepath|url|uri|file|bytes|base64|data)s?"
+    r"|multi_?modal_(?:data|inputs?)|media|pixel_values",
     re.IGNORECASE,
 )
 PLACEHOLDER = re.compile(
-    r"<(?:image|video|audio|speech|sound)(?:[ _]?\d+|_placeholder|_soft_token)?>"
+    r"<(?:image|video|audio|speech|sound|IMAGE|VIDEO|AUDIO)s?"
+    r"(?:[ _]?\d+|_placeholder|_soft_token)?>"
+    r"|<image ?/>|!\[[^\]]{0,200}\]\(data:image/"
     r"|<\|(?i:image|video|audio|vision)[a-z_]*\d*\|>|<start_of_image>|<ImageHere>|\[IMG\]"
 )
+HTML_ELEMENTS = ("<video>", "<audio>")
 # After a name such as <video>, these say that the question is about HTML.
 ABOUT_MARKUP = re.compile(r"\s*(?:tags?\b|elements?\b|标签|元素|タグ|要素)", re.IGNORECASE)
 
@@ -103,10 +106,13 @@ def refuse_media(record: Record) -> None:
             )
 
 
+NOTHING = ("", "[]", "{}", "null", "none", "nan", b"")
+
+
 def holds_content(value: Any) -> bool:
     """Tell whether a cell has anything in it; a bare number is a flag or an id."""
     if isinstance(value, str | bytes):
-        return bool(value.strip())
+        return value.strip().lower() not in NOTHING
     if isinstance(value, Mapping):
         return any(map(holds_content, value.values()))
     if isinstance(value, Iterable):
@@ -119,6 +125,7 @@ def refuse_placeholder(text: str, column: str) -> None:
     for match in PLACEHOLDER.finditer(text):
         mark = match.group()
         markup = f"</{mark[1:]}" in text or f"`{mark}`" in text
+        markup = markup or (mark in HTML_ELEMENTS and "html" in text.lower())
         if not markup and not ABOUT_MARKUP.match(text, match.end()):
             raise RowError(
                 column,

@@ -277,8 +277,11 @@ def test_the_first_bad_rows_are_named_and_the_others_counted() -> None:
         ({"image_2": {"path": "1.png"}}, "image_2"),
         ({"audio": {"array": [0.0, 0.1], "sampling_rate": 16000}}, "audio"),
         ({"videos": ["a.mp4"]}, "videos"),
+        ({"audio_filepath": "a.wav"}, "audio_filepath"),
         ({"multi_modal_data": {"image": ["x"]}}, "multi_modal_data"),
         ({"prompt": "<image>How many cats?"}, "prompt"),
+        ({"prompt": "What is it? <image/>"}, "prompt"),
+        ({"prompt": "<image>Write HTML that looks like this."}, "prompt"),
         (
             {"prompt": [{"role": "user", "content": "Compare <image 1> and <image 2>."}]},
             "prompt[0]",
@@ -309,7 +312,8 @@ def test_empty_media_columns_flags_and_markup_are_no_content(tmp_path: Path) -> 
     for row in (
         {"images": None}, {"images": []}, {"image": ""}, {"image": {"bytes": None, "path": None}},
         {"video": [None, {}]}, {"image": 0}, {"image": False}, {"image_id": "a1"},
-        {"image_caption": "a cat"},
+        {"image_caption": "a cat"}, {"images": "[]"}, {"image": "None"},
+        {"speech": "Friends, Romans"}, {"prompt": "In HTML, <video> is for what?"},
         {"prompt": "What does the <video> tag do?"}, {"prompt": "Explain `<audio>`."},
         {"prompt": "Fix: <video><source src='a.mp4'></video>"}, {"prompt": "Is x<image a bug?"},
     ):  # fmt: skip
