@@ -306,7 +306,6 @@ class Gathered:
             self._depth -= 1
             if self._depth == 0:
                 self._root.set_reshard_after_forward(True)
-                self.sync_gradients(True)
                 for module in _sharded_modules(self._root):
                     module.reshard()
 

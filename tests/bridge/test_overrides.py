@@ -137,6 +137,125 @@ def test_read_as_a_line_of_verl_the_overrides_are_the_same_settings() -> None:
                 assert (name, value_of(read, name)) == (name, said), seed
 
 
+ACTOR, SAMPLER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
+CHECKPOINTS = "enable_gradient_checkpointing"
+TOKENS = "ppo_max_token_len_per_gpu"
+MICRO = "ppo_micro_batch_size_per_gpu"
+CORRECTION = "algorithm.rollout_correction"
+LONG = "reward.reward_kwargs"
+WRITTEN: list[tuple[str, dict[str, Any]]] = [
+    ("actor.clip_ratio_c=null", {f"{ACTOR}.clip_ratio_c": 1e9}),
+    ("actor.clip_ratio_c=5 actor.clip_ratio=0.3", {
+        f"{ACTOR}.clip_ratio_c": 5.0, f"{ACTOR}.clip_ratio": 0.3,
+        f"{ACTOR}.clip_ratio_low": 0.3, f"{ACTOR}.clip_ratio_high": 0.3}),
+    ("actor.clip_ratio_low=0.1 actor.clip_ratio_high=0.4", {
+        f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.clip_ratio_high": 0.4}),
+    ("actor.grad_clip=0 critic.grad_clip=0.5", {
+        f"{ACTOR}.grad_clip": 1e9, f"{ACTOR}.optim.clip_grad": 1e9,
+        "critic.grad_clip": 0.5, "critic.optim.clip_grad": 0.5}),
+    ("actor.optim.eps=1e-6 critic.optim.eps=1e-7 actor.loss_scale_factor=1024 "
+     "actor.loss_agg_mode=seq-mean-token-sum-norm", {
+        f"{ACTOR}.optim.override_optimizer_config.eps": 1e-6,
+        "critic.optim.override_optimizer_config.eps": 1e-7,
+        f"{ACTOR}.optim.optimizer_impl": "torch.optim", f"{ACTOR}.loss_scale_factor": 1024}),
+    ("model.dtype=float32", {
+        f"{ACTOR}.fsdp_config.dtype": "float32", "critic.fsdp.dtype": "float32",
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "float32",
+        f"{SAMPLER}.dtype": "float32"}),
+    ("", {
+        f"{ACTOR}.fsdp_config.dtype": "bfloat16", "critic.fsdp.model_dtype": "float32",
+        "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "bfloat16",
+        "critic.fsdp.mixed_precision.reduce_dtype": "float32",
+        "critic.fsdp.mixed_precision.buffer_dtype": "float32", f"{SAMPLER}.dtype": "bfloat16"}),
+    ("model.attn_implementation=sdpa", {
+        f"{POLICY}.override_config.attn_implementation": "sdpa",
+        f"{POLICY}.use_remove_padding": False, f"{CRITIC}.use_remove_padding": False}),
+    ("model.attn_implementation=flash_attention_2", {
+        f"{CRITIC}.override_config.attn_implementation": "flash_attention_2",
+        f"{POLICY}.use_remove_padding": True, f"{CRITIC}.use_remove_padding": True}),
+    ("model.attn_implementation=flash_attention_2 model.packing=false", {
+        f"{POLICY}.use_remove_padding": False}),
+    ("model.attn_implementation=sdpa model.packing=true", {f"{POLICY}.use_remove_padding": True}),
+    ("", {f"{POLICY}.{CHECKPOINTS}": True, f"{CRITIC}.{CHECKPOINTS}": True}),
+    (f"model.{CHECKPOINTS}=false", {
+        f"{POLICY}.{CHECKPOINTS}": False, f"{CRITIC}.{CHECKPOINTS}": False}),
+    (f"critic.model.{CHECKPOINTS}=false", {
+        f"{POLICY}.{CHECKPOINTS}": True, f"{CRITIC}.{CHECKPOINTS}": False}),
+    (f"actor.{MICRO}=4 critic.{TOKENS}=5000 ref.log_prob_max_token_len_per_gpu=7000", {
+        f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.{MICRO}": 4, "critic.use_dynamic_bsz": True,
+        f"critic.{MICRO}": None, f"critic.{TOKENS}": 5000,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 7000,
+        f"{SAMPLER}.log_prob_max_token_len_per_gpu": 7000,
+        f"{SAMPLER}.log_prob_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+        "critic.forward_max_token_len_per_gpu": 7000}),
+    ("model.lora_rank=8 model.lora_alpha=16", {
+        f"{POLICY}.lora_rank": 8, f"{POLICY}.lora_alpha": 16,
+        f"{SAMPLER}.load_format": "safetensors"}),
+    ("model.lora_rank=0", {f"{SAMPLER}.load_format": "dummy"}),
+    ("trainer.test_freq=-1 trainer.save_freq=-1 data.val_files=v.jsonl", {
+        "trainer.test_freq": 10**9, "trainer.save_freq": 10**9, "data.val_max_samples": -1,
+        "data.val_files": "data/val.parquet", "trainer.val_before_train": True}),
+    ("trainer.test_freq=5 trainer.save_freq=7 data.val_files=v.jsonl "
+     "trainer.val_before_train=false", {
+        "trainer.test_freq": 5, "trainer.save_freq": 7, "trainer.val_before_train": False}),
+    ("trainer.test_freq=5", {
+        "trainer.test_freq": -1, "trainer.val_before_train": False, "data.val_max_samples": 1,
+        "data.val_files": "data/train.parquet"}),
+    ("trainer.resume_mode=auto", {
+        "trainer.resume_mode": "auto", "trainer.resume_from_path": None}),
+    ("trainer.resume_mode=never", {
+        "trainer.resume_mode": "disable", "trainer.resume_from_path": None}),
+    ("trainer.resume_mode=/runs/global_step_4", {
+        "trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/runs/global_step_4"}),
+    ("", {
+        "algorithm.filter_groups.metric": "score", f"{CORRECTION}.bypass_mode": False,
+        f"{CORRECTION}.rollout_is_threshold": 2.0}),
+    ("algorithm.filter_groups.metric=seq_reward", {"algorithm.filter_groups.metric": "reward"}),
+    (f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=3 "
+     f"{CORRECTION}.rollout_is_threshold_lower=0.5", {
+        f"{CORRECTION}.rollout_is_threshold": "0.5_3.0", f"{CORRECTION}.rollout_is": "token"}),
+    ("", {"reward.reward_manager.name": "naive"}),
+    ("reward.shaping.overlong_buffer=64 reward.shaping.overlong_penalty=0.5 "
+     "data.max_response_length=300", {
+        "reward.reward_manager.name": "dapo", f"{LONG}.overlong_buffer_cfg.enable": True,
+        f"{LONG}.overlong_buffer_cfg.len": 64, f"{LONG}.overlong_buffer_cfg.log": False,
+        f"{LONG}.overlong_buffer_cfg.penalty_factor": 0.5, f"{LONG}.max_resp_len": 300}),
+    ("rollout.val_kwargs.temperature=0.0 trainer.critic_warmup=0", {
+        f"{SAMPLER}.val_kwargs.do_sample": False, "trainer.critic_warmup": 0}),
+    ("rollout.val_kwargs.temperature=0.7 trainer.critic_warmup=5 rollout.seed=7", {
+        f"{SAMPLER}.val_kwargs.do_sample": True, f"{SAMPLER}.val_kwargs.temperature": 0.7,
+        "trainer.critic_warmup": 6, f"{SAMPLER}.seed": 7}),
+    ("actor.ppo_mini_batch_size=64 critic.ppo_mini_batch_size=32", {
+        f"{ACTOR}.ppo_mini_batch_size": 64, "critic.ppo_mini_batch_size": 32}),
+    ("actor.ppo_mini_batch_size=64", {"critic.ppo_mini_batch_size": 64}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "wanted"), WRITTEN)
+def test_what_differs_by_more_than_its_name(given: str, wanted: dict[str, Any]) -> None:
+    values = bridge(settled(*given.split())).values
+    assert {name: values.get(name, "left out") for name in wanted} == wanted
+
+
+def test_megatron_has_some_settings_under_names_of_its_own() -> None:
+    config = settled(
+        "actor.optim.lr=1e-5", "actor.optim.min_lr_ratio=0.2",
+        "actor.optim.lr_scheduler_type=cosine",
+    )  # fmt: skip
+    plain = bridge(config).values
+    values = bridge(config, ["model_engine=megatron", f"{ACTOR}.strategy=megatron"]).values
+    assert values[f"{ACTOR}.optim.min_lr"] == pytest.approx(2e-6)
+    assert values[f"{ACTOR}.optim.lr_decay_style"] == plain[f"{ACTOR}.optim.lr_scheduler_type"]
+    assert values[f"{ACTOR}.megatron.dtype"] == "bfloat16"
+    gone = (f"{ACTOR}.optim.min_lr_ratio", f"{ACTOR}.grad_clip", f"{ACTOR}.strategy",
+            f"{ACTOR}.fsdp_config.dtype")  # fmt: skip
+    assert not set(gone) & values.keys() and set(gone) <= plain.keys()
+    refused = bridge(config, [f"{ACTOR}.strategy=megatron"]).problems
+    assert "actor.strategy megatron needs verl's own model_engine=megatron beside it." in refused
+
+
 def test_every_setting_is_told_to_verl_or_said_to_be_ours_or_refused() -> None:
     from ppo_cli.bridge import overrides
 

@@ -196,7 +196,9 @@ def gathered_case(ranks: Ranks, models: dict[str, str]) -> Found:
 
 
 def untied_case(ranks: Ranks, models: dict[str, str]) -> Found:
-    return compare(*both(ranks, models["untied"]))
+    spread, alone = both(ranks, models["untied"])
+    again = put_back(spread, ranks)
+    return compare(spread, alone) | {"put_back": again}
 
 
 ADAPT = partial(adapted, adapt=adapt(Model(lora_rank=4), 42))

@@ -232,3 +232,11 @@ def test_weights_cast_before_they_travel_are_the_same_in_half_the_bytes(
 def test_four_ranks_train_as_one(four: list[dict[str, Any]]) -> None:
     for case in ("untied_case-2-2", "heads_case-2-2", "offload_case-2-2", "untied_case-2-1"):
         check_alike(four, case)
+
+
+@pytest.mark.parametrize("case", ["untied_case-2-2", "untied_case-2-1"])
+def test_whole_tensors_go_back_where_two_axes_cut_the_same(
+    four: list[dict[str, Any]], case: str
+) -> None:
+    for found in of_case(four, case):
+        assert found["put_back"]["parameters"] == found["put_back"]["moments"] == 0.0

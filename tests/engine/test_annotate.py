@@ -1,0 +1,48 @@
+"""Whose log-probs a learner takes: the sampler's, or those that the actor computes again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_tokenizer
+from tests.engine.packed_steps import make_batch, settings
+
+ROWS = ((3, 4), (2, 6))
+
+
+@pytest.fixture(scope="module")
+def learner() -> Learner:
+    tokenizer = load_tokenizer(str(model_folder("embedded")))
+    made = Learner(settings(algorithm={"kl_penalty": "kl"}), tokenizer, total_steps=1)
+    made.publish()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("versions", "entropies", "again"),
+    [
+        ([1, 1], True, False),
+        ([1, 0], True, True),  # a row of older weights
+        ([0, 1], True, True),
+        ([0, 0], True, True),
+        ([1, 1], False, True),
+    ],
+)
+def test_the_actor_is_asked_unless_all_rows_are_of_its_present_weights(
+    learner: Learner, versions: list[int], entropies: bool, again: bool
+) -> None:
+    batch: Any = make_batch(ROWS, seed=0)
+    batch = replace(
+        batch,
+        weight_version_B=torch.tensor(versions),
+        sampler_entropy_BT=torch.zeros(2, 6) if entropies else None,
+    )
+    names = learner.annotate(batch).found.keys()
+    assert {"ref_logprobs_BT", "values_BT"} <= names
+    assert ({"old_logprobs_BT", "entropy_BT"} <= names) is again
