@@ -30,14 +30,14 @@ _read_keys: set[str] = set()
 _ESCAPE = re.compile(
     r"""\\(?:u(?P<u>[0-9a-fA-F]{4})|x(?P<x>[0-9a-fA-F]{2})|(?P<c>[nrtbf"'/\\]))"""
     r"|%(?P<p>[0-9a-fA-F]{2})|&(?:\#(?P<d>[0-9]{1,6})|\#[xX](?P<h>[0-9a-fA-F]{1,5})|(?P<e>amp|quot));"
-    "|[\u00ad\u200b-\u200d\u2060\ufeff]"
+    "|[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
 )
 _LEVELS = 4  # JSON in JSON in JSON, and the text as it is
-# What a text with an escape contains that may hide a character of a key; most texts have none.
-_MAY_HIDE = ("\\u", "\\x", "\\/", "%", "&", *"\u00ad\u200b\u200c\u200d\u2060\ufeff")
+# Escapes that may hide a character of a key, and what ASCII texts with one contain.
+_MAY_HIDE = ("\\u", "\\x", "\\/", "%", "&")
 _HIDES = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|/)|%[0-9a-fA-F]{2}|&(?:\#|amp;|quot;)"
-    "|[\u00ad\u200b-\u200d\u2060\ufeff]"
+    "|[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
 )
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "amp": "&", "quot": '"'}
 
@@ -75,6 +75,7 @@ def _is_login(text: str) -> bool:
 # Where a key may start: in JSON within a text, the letter of an escape comes before it.
 _START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf]))"
 _GAP = r"(?:\s|\\+[nrt])"
+# Texts are written by models: each pattern takes time in proportion to the length of any text.
 # A mark in small letters that the text must contain, the pattern, whose group is the secret, and
 # what else must hold for the secret.
 _Shape = tuple[tuple[str, ...], re.Pattern[str], Callable[[str], bool]]
@@ -132,8 +133,8 @@ _SHAPES: tuple[_Shape, ...] = (
         ),
         re.compile(
             _START + r"(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}"
-            r"|glpat-[\w-]{20,}|xox[abeprs]-(?=[\w-]*\d)[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}"
-            r"|AIza(?=[\w-]*\d)[\w-]{20,}|ya29\.[\w-]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
+            r"|glpat-[\w-]{20,}|xox[abeprs]-(?=[\w-]{0,40}\d)[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}"
+            r"|AIza(?=[\w-]{0,40}\d)[\w-]{20,}|ya29\.[\w-]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
             r"|gsk_[A-Za-z0-9]{40,}|nvapi-[\w-]{40,}|xai-[A-Za-z0-9]{40,}|pplx-[A-Za-z0-9]{40,}"
             r"|npm_[A-Za-z0-9]{36,})",
             re.A,
@@ -150,14 +151,14 @@ _SHAPES: tuple[_Shape, ...] = (
     ),
     (
         ("eyj",),
-        re.compile(_START + r"(eyJ[\w-]{6,}\.eyJ[\w-]{6,}\.[\w-]{6,})", re.A),
+        re.compile(_START + r"(eyJ[\w-]{6,1000}+\.eyJ[\w-]{6,}\.[\w-]{6,})", re.A),
         bool,
     ),
     (
         ("private key",),
         re.compile(
-            r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----"
-            rf"((?:\s+[\w-]+:[^\n]*)*{_GAP}*[a-zA-Z0-9+/=]{{16,}}(?:{_GAP}+[a-zA-Z0-9+/=]+)*)",
+            r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY[A-Z ]{0,20}-----"
+            rf"((?:\r?\n[\w-]+:[^\n]*)*{_GAP}*[a-zA-Z0-9+/=]{{16,}}(?:{_GAP}+[a-zA-Z0-9+/=]+)*)",
             re.A,
         ),
         bool,
@@ -264,8 +265,8 @@ def _find_at_all_levels(text: str, values: tuple[str, ...]) -> Iterator[tuple[in
             for jumps in reversed(levels):
                 start, end = _origin(jumps, start), _origin(jumps, end)
             yield start, end
-        may_hide = any(mark in text for mark in _MAY_HIDE) and _HIDES.search(text)
-        if not may_hide or len(levels) + 1 == _LEVELS:
+        may_hide = not text.isascii() or any(mark in text for mark in _MAY_HIDE)
+        if not (may_hide and _HIDES.search(text)) or len(levels) + 1 == _LEVELS:
             return
         text, jumps = _decode(text)
         levels.append(jumps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import string
+import time
 from typing import Any
 from urllib.parse import quote
 
@@ -180,6 +181,25 @@ def test_what_stands_under_a_secret_name_is_masked_at_any_depth() -> None:
         "deep": {"client-secret": "***", "a": hidden},
     }
     assert inner["api_key"] == "abc"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "xoxb-" * 60_000, "AIza-" * 60_000, "eyJaaaa-" * 40_000, "sk-" * 100_000, "://a:" * 60_000,
+        "-----BEGIN " + "PRIVATE KEY " * 25_000, "-----BEGIN PRIVATE KEY-----" + "\nx: a" * 60_000,
+        "-----BEGIN PRIVATE KEY-----\nx" + ": a" * 100_000, "-----BEGIN PRIVATE KEY-----" * 10_000,
+        "-----BEGIN PRIVATE KEY-----" + "\n" * 300_000, "?key" * 75_000, "?" + "key" * 100_000,
+        "://" + "a:" * 150_000, "bearer" + " " * 300_000, "\\" * 300_000, "%41" * 100_000,
+        "\u200b" * 300_000, "basic " * 50_000, 'x-api-key"' * 30_000, "&amp;" * 60_000,
+        "secret_key: " * 25_000, "eyJaaaaaa." * 30_000, "://aaaaaaaaaaaaaaaaaaaaaaaa" * 10_000,
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_no_text_takes_long(text: str) -> None:
+    start = time.process_time()
+    redact(text, ENV)
+    assert time.process_time() - start < 5
 
 
 KNOWN = [value for value in ENV.values() if len(value) > 7]
