@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ppo_cli.errors import ppo, shorten
 from ppo_cli.records import Scored
-from ppo_cli.rewards.rules import RULES, accepted
+from ppo_cli.rewards.rules import RULES
+from ppo_cli.rewards.values import accepted
 
 MOST = 0.5
 LONGEST_GOLD = 100

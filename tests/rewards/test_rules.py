@@ -42,7 +42,33 @@ def test_scores() -> None:
         ("arithmetic", "-42", "42", 0),
         ("arithmetic", "-42", "-42", 1),
         ("arithmetic", "<think>41</think>42", "42", 1),
+        ("number", "72 or 73", "73", 0),
+        ("number", "<think>a</think><answer>x = 72</answer>", "72", 1),
+        ("number", "30% of 50 = 15", "15", 1),
+        ("number", "So 2x + 4 = 10", "10", 0),
+        ("number", "It is 0.00001", 1e-05, 1),
+        ("number", "It is 5", 5.0, 1),
+        ("number", "The answer is 2,74", "2.74", 1),
+        ("gsm8k", "<think>a</think><answer>72</answer>", "72", 1),
+        ("gsm8k", "#### 72 or 73", "72", 0),
         ("choice", "The answer is (B).", "B", 1),
+        ("choice", "The answer is B because A is wrong", "B", 1),
+        ("choice", "The answer is B because A is wrong", "A", 0),
+        ("choice", "the correct option is (C). (A) ignores friction", "C", 1),
+        ("choice", "Option C is right; (A) and (B) forget the sign.", "C", 1),
+        ("choice", "\\boxed{\\Delta E}\n\n**Answer: D**", "D", 1),
+        ("choice", "\\boxed{\\Delta E}\n\n**Answer: D**", "E", 0),
+        ("choice", "<think>A?</think><answer>(C) Paris</answer>", "C", 1),
+        ("choice", "答案是B，因为A错了。", "B", 1),
+        ("choice", "正解：C", "C", 1),
+        ("choice", "B\n\nA is wrong.", "B", 1),
+        ("choice", "A or B?", "B", 0),
+        ("choice", "The answer is A or B.", "A", 0),
+        ("choice", "The answer is not B", "B", 0),
+        ("choice", "The wrong answer is B.", "B", 0),
+        ("choice", "A) red\nB) blue", "A", 0),
+        ("choice", "Answer: A dog", "A", 0),
+        ("choice", "Vitamin C", "C", 0),
         ("choice", "(b)", "B", 1),
         ("choice", "so C", "C", 1),
         ("choice", "a dog", "A", 0),
@@ -52,6 +78,10 @@ def test_scores() -> None:
         ("contains", "It is Paris, I think", "Paris", 1),
         ("contains", "It is London", ["Paris", "London"], 1),
         ("contains", "It is Rome", "Paris", 0),
+        ("contains", "It is 12 in all", 12.0, 1),
+        ("contains", "Not London. <answer>Paris</answer>", "London", 0),
+        ("exact", "<think>a</think><answer>Paris</answer>", "Paris", 1),
+        ("exact", "5", 5.0, 1),
         ("format", "<think>a</think>\n<answer>b</answer>", None, 1),
         ("format", "<think>a</think>b", None, 0),
         ("format", "<think>a<think>b</think></think><answer>c</answer>", None, 0),
@@ -86,6 +116,7 @@ def test_rows_that_cannot_be_scored_say_why() -> None:
         ("arithmetic", "a lot", "is not a number"),
         ("math", None, "the row has no ground_truth"),
         ("exact", [], "the row has no ground_truth"),
+        ("exact", float("nan"), "the row has no ground_truth"),
         ("choice", "Paris", "is not a letter A-J"),
     ):
         with pytest.raises(CannotScore, match=words):
@@ -95,6 +126,33 @@ def test_rows_that_cannot_be_scored_say_why() -> None:
 def test_a_pattern_that_is_no_pattern_cannot_score() -> None:
     with pytest.raises(CannotScore, match="not valid"):
         score("format", "42", pattern="(")
+
+
+FRAMED = "<think>I work it out.</think>\n<answer>{}</answer>"
+
+
+def test_scoring_rules_read_what_the_rule_format_accepts() -> None:
+    for rule, gold in (
+        ("gsm8k", "42"), ("number", "42"), ("arithmetic", "42"), ("math", "42"),
+        ("choice", "C"), ("exact", "42"), ("contains", "42"),
+    ):  # fmt: skip
+        reply = FRAMED.format(gold)
+        assert (score("format", reply), score(rule, reply, gold)) == (1, 1), rule
+
+
+def test_without_an_answer_the_score_is_0_with_the_reason() -> None:
+    for rule, reply, gold, reason in (
+        ("number", "There are 3 cats and dogs", "3", "no answer: no <answer>"),
+        ("number", "The answer is x + 5", "5", "no answer: 'x + 5' is not a number"),
+        ("arithmetic", "It is 4.2", "4", "no answer: '4.2' is not an integer"),
+        ("math", "<answer>5", "5", "no answer: <answer> is not closed"),
+        ("choice", "A or B?", "A", "no answer: no <answer>"),
+        ("gsm8k", "It is 72", "72", "no answer: no #### NUMBER"),
+    ):
+        returned = RULES[rule].score(reply, gold, {})
+        assert returned is not None
+        assert (returned["score"], returned["extracted"]) == (0.0, None)
+        assert returned["reason"].startswith(reason), rule
 
 
 OWN_TESTS = ("format", "length", "code")

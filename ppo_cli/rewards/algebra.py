@@ -1,0 +1,390 @@
+"""Equality of expressions: what text can decide, and what takes sympy and math-verify.
+
+`decide` is quick and safe. `equal` may hang on hostile expressions: call it in a worker process.
+math-verify reads single expressions, relations, sets and matrices well. Where its grammar would
+guess (words as products of letters, `3 4` as 7, `12:30` as a fraction), the text is unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ppo_cli.rewards.answers import leading_choice, read_choice, strip_delimiters
+from ppo_cli.rewards.values import (
+    NOISE,
+    ROUNDING,
+    clean,
+    names_value,
+    normalise_maths,
+    normalise_words,
+    read_quantity,
+    same_quantity,
+    unwrap_text,
+)
+
+LONGEST_ANSWER = 300
+
+_SYMBOLS = str.maketrans({
+    "√": "\\sqrt", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "π": "\\pi ",
+    "×": "\\times ", "·": "\\cdot ", "÷": "\\div ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm ",
+    "∈": "\\in ", "∅": "\\emptyset ", "≈": "\\approx ", "θ": "\\theta ", "ℝ": "\\mathbb{R}",
+    "α": "\\alpha ", "β": "\\beta ", "ℤ": "\\mathbb{Z}", "−": "-",
+})  # fmt: skip
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:math(?:rm|bf|it)|text(?:normal|bf|it|rm)|mbox|operatorname)(?=\s*\{)", r"\\text"),
+        (r"\\text\s*\{([^{}A-Za-z]*)\}", r"\1"),
+        (r"\\text\s*\{\s*([A-Za-z])\s*\}", r"\1"),
+        (r"\*\*", "^"),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"!=|\\neq(?![a-z])", r"\\ne "),
+        (r"\\(?:leq|leqslant|le)(?![a-z])", r"\\le "),
+        (r"\\(?:geq|geqslant|ge)(?![a-z])", r"\\ge "),
+        (r"\\lt(?![a-z])", "<"),
+        (r"\\gt(?![a-z])", ">"),
+        (r"\\varnothing", r"\\emptyset "),
+        (r"\\sqrt\s+(?=\w)|√\s*(?=\w)", r"\\sqrt"),
+        (r"(?<![\\A-Za-z])(sqrt)\s*\(([^()]*)\)", r"\\sqrt{\2}"),
+        (r"\\sqrt\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity)(?![a-z])", r"\\\1 "),
+        (r"\\infinity", r"\\infty"),
+        (r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),
+        (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)", r"(\1\\cdot 10^{\2})"),
+        (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!)\s?(?=\d{3})", ""),
+        (r"\\q?quad(?![a-z])|(?<!\\)\\[,;:! ]|~|\\displaystyle|\\limits", " "),
+        (r"(?:\\left|\\right)(?![a-z])", ""),
+        (r"\^\s*\{?\\circ\}?|°|\\degree", ""),
+    )
+)  # fmt: skip
+_OR = re.compile(
+    r"\s*,?\s*(?:\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![a-z])|\\lor|\\vee|或|または)\s*"
+)
+_AND = re.compile(
+    r"\s*,?\s*(?:\\text\s*\{\s*and\s*\}|(?<![A-Za-z\\])and(?![a-z])|\\land|\\wedge|且|かつ|和)\s*"
+)
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|leq|geq|neq|lt|gt)(?![a-z])|!=")
+_TRAILING_UNIT = re.compile(
+    r"(?:(?<=\w)|(?<=[})\]]))(?:\s+(?:sq(?:uare)? )?(?:units?|cm|mm|km|kg|feet|ft|inches|meters?"
+    r"|metres?|miles?|degrees?|dollars?|days?|weeks?|months?|years?|hours?|minutes?|seconds?)(?:\s*\^\s*\{?\d\}?)?|\s*\\?%|\s+percent)$"
+)
+# Of single letters only units: `2\mathrm{e}` is not two of something.
+_MARKED_UNIT = re.compile(
+    r"(?<=[\w})\]])(?:\s|~|\\[,;: ])*\\(?:text\w*|mbox|math(?:rm|bf|it)|operatorname)\s*"
+    r"\{[\s~]*(?:[msghLNJWVAKC]|(?!(?:and|or)\b)[^{}\d]{2,}?)[\s.]*\}(?:\s*\^\s*\{?\d\}?)?$"
+)
+_MEMBER_OF = re.compile(r"^\s*[A-Za-z]\s*\\in(?![a-z])\s*")
+_BUILDER = re.compile(
+    r"^\\?\{\s*([a-z])\s*(?:\\in\s*(?:\\mathbb\s*\{?\s*R\s*\}?|R)\s*)?(?:\\mid|\\vert|\||:)\s*(.+?)\s*\\?\}$"
+)
+_DOTS = re.compile(r"\\[lcdv]?dots[bcim]?(?![a-z])|\.\.\.|\.\. ")
+_TIME = re.compile(r"\d{1,2}:\d{2}(?!\d)")
+_RATIO = re.compile(r"\s*([\w.\\{}]+)\s*:\s*([\w.\\{}]+)\s*")
+_BASE = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?(\d{1,2})\}?")
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_SMALL_WORDS = {
+    "is", "of", "if", "for", "in", "the", "to", "by", "at", "no", "yes", "odd", "not", "all", "any",
+    "are", "be", "do", "we", "so", "it", "on", "as", "an", "or", "and", "but", "mod",
+}  # fmt: skip
+_NAME = re.compile(r"[^\d+\-*^<>=,;]+")
+
+
+class Unreadable(Exception):
+    """An expression that would have to be guessed at."""
+
+
+def decide(answer: str | None, gold: str) -> bool | None:
+    """Return the verdict where comparing text is enough, else None."""
+    if answer is None:
+        return False
+    left, right = normalise_maths(answer), normalise_maths(gold)
+    if left == right:
+        return True
+    if len(answer) > LONGEST_ANSWER or len(gold) > LONGEST_ANSWER:
+        return False
+    letter = read_choice(gold)
+    if letter and gold.strip(" ()[].:$").isupper():
+        chosen = leading_choice(answer)
+        return chosen == letter if chosen else None
+    bases = _BASE.fullmatch(left), _BASE.fullmatch(right)
+    if bases[0] and bases[1]:
+        return bases[0].groups() == bases[1].groups()
+    quantities = read_quantity(answer, decimal_comma=True), read_quantity(gold)
+    if quantities[0] and quantities[1]:
+        return same_quantity(quantities[0], quantities[1])
+    words = [_read_words(text) for text in (answer, gold)]
+    if words[0] and words[1]:
+        return words[0] == words[1]
+    return False if (words[0] and quantities[1]) or (words[1] and quantities[0]) else None
+
+
+def _read_words(text: str) -> str:
+    """Return plain words in lower case; empty for a text that may be an expression."""
+    words = normalise_words(strip_delimiters(unwrap_text(text)))
+    if not words or re.search(r"[\d\\=<>^*/+|{}\[\]_]", words):
+        return ""
+    letters = [word for word in re.split(r"[\W_]+", words) if word]
+    plain = any(len(word) > 3 or not word.isascii() or word in _SMALL_WORDS for word in letters)
+    return words if plain and not re.search(r"[απθβ∞√≤≥≠∪∩±]", words) else ""
+
+
+def equal(answer: str, gold: str) -> bool:
+    """Ask math-verify whether two expressions are equal; may hang, call it in a worker.
+
+    Raises Unreadable for a text that its grammar does not cover, or would guess at.
+    """
+    left, right = _write_latex(answer), _write_latex(gold)
+    left, right = _unwrap_equations(left, right)
+    if normalise_maths(left) == normalise_maths(right):
+        return True
+    if ":" in left or ":" in right:
+        left, right = _write_ratios(left, right)
+    if (
+        (quantities := (read_quantity(left), read_quantity(right)))
+        and quantities[0]
+        and quantities[1]
+    ):
+        return same_quantity(quantities[0], quantities[1])
+    if _is_tuple(right) and "," in left and not re.search(r"[(\[]|\\\{", left):
+        left = f"({left.strip(' {}')})"
+    if (right.startswith("\\{") and left.startswith("(")) or (
+        left.startswith("\\{") and _is_tuple(right) and not _BUILDER.match(left)
+    ):
+        return False
+    return _compare(_read(left), _read(right))
+
+
+def _write_latex(text: str) -> str:
+    """Return a text in the notation that math-verify reads, its unit dropped."""
+    plain = strip_delimiters(clean(text).translate(_SYMBOLS)).replace("\n", " ")
+    plain = _MARKED_UNIT.sub("", plain.replace("\\$", "").replace("$", "").strip())
+    for pattern, replacement in _REWRITES:
+        plain = pattern.sub(replacement, plain)
+    plain = _TRAILING_UNIT.sub("", plain.strip()).strip()
+    return _MEMBER_OF.sub("", plain).strip().rstrip(".,;").strip()
+
+
+def _unwrap_equations(left: str, right: str) -> tuple[str, str]:
+    """Drop the names of values: `x = 5` against `5`, or against `x = 10/2`."""
+    sides = [_split_equation(text) for text in (left, right)]
+    answer, gold = sides
+    if answer is None and gold is None:
+        return left, right
+    if gold is None and answer is not None:
+        if not all(map(names_value, answer[:-1])) or (
+            answer[-1] == "0" and not _NAME.fullmatch(_drop_subscripts(answer[0]))
+        ):
+            raise Unreadable("an equation, not a value")
+        return answer[-1], right
+    if answer is None and gold is not None:
+        return left, gold[-1] if _NAME.fullmatch(_drop_subscripts(gold[0])) else right
+    assert answer is not None and gold is not None
+    if normalise_maths(answer[0]) == normalise_maths(gold[0]) and _NAME.fullmatch(
+        _drop_subscripts(gold[0])
+    ):
+        return answer[-1], gold[-1]
+    return left, right
+
+
+def _split_equation(text: str) -> list[str] | None:
+    """Return the sides of an equation, without roundings; None for anything else."""
+    text, *rounded = re.split(r"\\approx|\\simeq|\\doteq", text)
+    if rounded and not text.strip("= "):
+        return ["", rounded[-1].strip()]
+    if "=" not in text:
+        return (
+            [text.strip(), rounded[-1].strip()]
+            if rounded and _NAME.fullmatch(_drop_subscripts(text.strip()))
+            else (["", text.strip()] if rounded else None)
+        )
+    if (
+        _OR.search(text)
+        or _AND.search(text)
+        or _RELATION.search(text)
+        or _list_parts(text)[1:]
+        or "\\begin" in text
+        or "\\sum" in text
+        or "\\prod" in text
+    ):
+        return None
+    return (
+        [side.strip() for side in text.split("=")]
+        if not re.search(r"[^\\]\{[^{}]*=", text)
+        else None
+    )
+
+
+def _drop_subscripts(text: str) -> str:
+    return re.sub(r"_(?:\{[^{}]*\}|\w)|\d(?=\))", "", text) or "x"
+
+
+def _list_parts(text: str) -> list[str]:
+    """Split at commas and semicolons that no bracket holds."""
+    parts, depth, start = list[str](), 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign in ",;" and depth <= 0 and not re.match(r"\d{3}(?!\d)", text[place + 1 :]):
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
+
+
+def _is_tuple(text: str) -> bool:
+    return (
+        text.startswith("(")
+        and text.endswith(")")
+        and "," in text
+        and text.count("(") == text.count(")")
+        and (len(_list_parts(text)) == 1 and "\\cup" not in text)
+    )
+
+
+def _write_ratios(left: str, right: str) -> tuple[str, str]:
+    """Write a ratio as a fraction; times of day are compared as text only."""
+    if _BUILDER.match(left) or _BUILDER.match(right):
+        return left, right
+    if _TIME.fullmatch(left.strip()) or _TIME.fullmatch(right.strip()):
+        raise Unreadable("a time of day or a ratio")
+    sides = [_RATIO.fullmatch(text) for text in (left, right)]
+    if any(":" in text and side is None for text, side in zip((left, right), sides, strict=True)):
+        raise Unreadable("a ratio of several")
+    one, other = (
+        rf"\frac{{{s[1]}}}{{{s[2]}}}" if s else text
+        for s, text in zip(sides, (left, right), strict=True)
+    )
+    return one, other
+
+
+def _check_readable(text: str) -> None:
+    """Raise where the grammar of math-verify would take words or lists for something else."""
+    if _DOTS.search(text):
+        raise Unreadable("a list with dots")
+    if re.search(r"\\text\s*\{[^{}]*[A-Za-z]{2}|\\begin\{cases\}", text):
+        raise Unreadable("words within an expression")
+    if re.search(r"(?<![_^\d.])[\d.]+\s+(?=\d)", text):
+        raise Unreadable("numbers without an operator between them")
+    bare = re.sub(r"\\(?:begin|end)\{\w+\}(?:\{[clr|]+\})?|\\[A-Za-z]+", " ", text)
+    for word in _WORDS.findall(bare):
+        if len(word) > 3 or word.casefold() in _SMALL_WORDS:
+            raise Unreadable(f"the word {word!r} within an expression")
+
+
+def _read(text: str) -> Any:
+    """Return the sympy object of an expression, all of it."""
+    from latex2sympy2_extended.latex2sympy2 import (
+        NormalizationConfig,
+        latex2sympy,
+        normalize_latex,
+    )
+    from math_verify.grader import should_treat_as_complex
+
+    builder = _BUILDER.match(text)
+    if builder is not None and (_RELATION.search(builder[2]) or "=" in builder[2]):
+        return _read_relations(builder[2])
+    if _RELATION.search(text) and (_OR.search(text) or _AND.search(text)):
+        return _read_relations(text)
+    text = _AND.sub(", ", _OR.sub(", ", text)).replace(",,", ",").replace(", ,", ",")
+    _check_readable(text)
+    looks = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+    )
+    latex = normalize_latex(text, looks)
+    if not latex.strip():
+        raise Unreadable("an empty expression")
+    try:
+        return latex2sympy(
+            latex,
+            is_real=not should_treat_as_complex(latex),
+            convert_degrees=False,
+            normalization_config=None,
+        )
+    except Exception as error:  # its errors are of many kinds, all mean the same
+        raise Unreadable("an expression that math-verify does not read") from error
+
+
+def _read_relations(text: str) -> Any:
+    """Return the set of `x < 1 or x > 2`, whose relations have one variable."""
+    from sympy import Intersection, Union
+
+    pieces = []
+    for alternative in _OR.split(text):
+        parts = [_read(part) for part in re.split(_AND.pattern + "|,", alternative) if part.strip()]
+        try:
+            pieces.append(Intersection(*(part.as_set() for part in parts)))
+        except Exception as error:
+            raise Unreadable("relations that are no set of one variable") from error
+        if len({symbol for part in parts for symbol in part.free_symbols}) != 1:
+            raise Unreadable("relations in several variables")
+    return Union(*pieces)
+
+
+def _compare(answer: Any, gold: Any) -> bool:
+    """Compare two sympy objects: numbers by value, anything else with math-verify."""
+    import logging
+
+    from math_verify import verify
+    from sympy import Basic, Expr, Float, Rational
+
+    if isinstance(answer, Expr) and isinstance(gold, Expr):
+        numbers = _evaluate(answer), _evaluate(gold)
+        if numbers[0] is not None and numbers[1] is not None:
+            return _same_number(numbers[0], numbers[1], answer, gold)
+    # It says once that its time limits are off; the worker's limits hold instead.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    exact = [
+        side.xreplace({number: Rational(str(number)) for number in side.atoms(Float)})
+        if isinstance(side, Basic) and side.has(Float) else side
+        for side in (gold, answer)
+    ]  # fmt: skip
+    # A range may be given as a set by one and as an inequality by the other.
+    return bool(
+        verify(
+            *exact,
+            float_rounding=30,
+            numeric_precision=40,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+def _evaluate(expression: Any) -> Any:
+    """Return a constant with 50 digits, e and i in it read as such; None for other expressions."""
+    from sympy import E, I, oo, zoo
+
+    constants = {"e": E, "i": I}
+    free = expression.free_symbols
+    if not {str(symbol) for symbol in free} <= constants.keys() or expression in free:
+        return None
+    value = expression.doit().subs({symbol: constants[str(symbol)] for symbol in free})
+    if value.has(oo, -oo, zoo):
+        return None
+    number = value.evalf(50)
+    return number if number.is_number and number.is_finite else None
+
+
+def _same_number(one: Any, other: Any, answer: Any, gold: Any) -> bool:
+    """Compare by a relative tolerance: that of a rounding where one side has decimals."""
+    from sympy import Float, Rational, simplify
+
+    gap, size = abs(one - other), max(abs(one), abs(other))
+    if gap == 0:
+        return True
+    decimals = [side.has(Float) for side in (answer, gold)]
+    if not any(decimals):
+        return bool(gap < size * 1e-40) or (size < 1e-30 and simplify(answer - gold) == 0)
+    exact = [side for side, decimal in zip((answer, gold), decimals, strict=True) if not decimal]
+    ends = all(
+        side.doit().is_Rational and not set(_prime_factors(int(side.doit().q))) - {2, 5}
+        for side in exact
+    )
+    tolerance = NOISE if ends else ROUNDING
+    return bool(gap <= size * Rational(tolerance.numerator, tolerance.denominator))
+
+
+def _prime_factors(number: int) -> list[int]:
+    from sympy import primefactors
+
+    return list(primefactors(number))

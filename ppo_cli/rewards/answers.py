@@ -1,0 +1,552 @@
+r"""The answer of a response: one extraction for all rules.
+
+It is the complete content of the last mark: `<answer>…</answer>`, `\boxed{…}`, `####`, or an
+announcement such as "the answer is" in a dozen languages. A response without a mark has an answer
+only where its closing sentence ends in an expression that is whole. Nothing is taken out of the
+middle of a text. Patterns run over the whole response have bounded repeats, so that long hostile
+text is read in linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ppo_cli.rewards.values import NOT_A_UNIT, clean, read_quantity, unwrap_text
+from ppo_cli.thoughts import strip_reasoning
+
+LAST_PART = 1000
+MOST_MARKS = 20
+NO_ANSWER = (
+    "no answer: no <answer>, \\boxed{}, #### or 'the answer is', and the closing sentence does not "
+    "end in a whole expression"
+)
+UNCLOSED = "no answer: <answer> is not closed"
+
+
+class Extraction(NamedTuple):
+    """The answer of a response, or None with the reason."""
+
+    text: str | None
+    reason: str = ""
+
+
+# What announces an answer, by language; content follows.
+_ANNOUNCEMENTS = {
+    "en": r"(?<![\w-])(?:final\s)?(?:answer|ans)(?![\w-])\.?"
+    r"(?:\s(?:to|for|of|in|here|choice|option|letter|number)\b[^.\n:=?]{0,60}?)?"
+    r"[\s*_]{0,9}(?:[:=]|\b(?:is|are|was|equals|(?:would|should|must|will|has\sto)\sbe)(?!\w|n't))",
+    "zh": r"(?:答案|答)(?:就|便)?(?:应该|應該|应|應)?(?:是|为|為|[:=])",
+    "ja": r"(?:答え|解答|正解|回答)(?:は|[:=])",
+    "ko": r"(?:정답|답변|해답|답)(?:은|는|[:=])",
+    "de": r"(?:antwort|lösung)[\s*_]{0,9}(?:ist|lautet|[:=])",
+    "fr": r"r[ée]ponse(?:\s(?:finale|correcte|exacte))?[\s*_]{0,9}(?:est|[:=])",
+    "es": r"respuesta(?:\s(?:final|correcta))?[\s*_]{0,9}(?:es(?:\s(?:la|el))?(?!\w)|[:=])",
+    "pt": r"resposta(?:\s(?:final|correta))?[\s*_]{0,9}(?:é|[:=])",
+    "it": r"risposta(?:\s(?:finale|corretta))?[\s*_]{0,9}(?:è|[:=])",
+    "ru": r"ответ[\s*_]{0,9}(?:равен|[-—:=])",
+    "sw": r"jibu\s(?:ni|[:=])",
+    "th": r"คำตอบ(?:คือ|[:=])",
+}
+# A heading is a line of its own, in Markdown or bold: `### Final Answer`.
+_HEADING = r"^[ \t]{0,9}(?:#{1,6}|\*\*)[ \t*]{0,9}(?:final\s)?(?:answer|答案|答え)[ \t*:]{0,9}$"
+_ANNOUNCED = re.compile(
+    rf"(?:{'|'.join(_ANNOUNCEMENTS.values())}|{_HEADING})", re.IGNORECASE | re.MULTILINE
+)
+# What makes something else of an announcement, before and after it.
+_NOT_ANNOUNCED = re.compile(
+    r"(?:\b(?:wrong|incorrect|false|if|whether|what|suppose|assume|unless|not|previous|earlier|his|her"
+    r"|their)|错误|如果)\s?(?:the\s|an?\s|your\s|that\s|my\s){0,2}(?:correct\s|right\s|final\s)?$",
+    re.IGNORECASE,
+)
+_NOT_CONTENT = re.compile(r"\s?(?:not\b|n't|never\b|neither\b|不是|没有)", re.IGNORECASE)
+# `5 is the answer`
+_AFTERWARDS = re.compile(
+    r"\bis\s(?:therefore\s|thus\s|indeed\s|clearly\s)?(?:the|our|my)\s(?:(?:final|correct|right|best|only"
+    r"|required|desired)\s){0,2}(?:answer|option|choice|solution)\b(?!\s(?:to\sa|of\san?)\b)",
+    re.IGNORECASE,
+)
+_CHOSEN = re.compile(
+    r"(?<![\w-])(?:(?:correct|right|best|appropriate)\s(?:option|choice|statement|one)\s{0,3}(?:is\b|:)"
+    r"|(?:i|we|i'd|i'll|would|to|must|should)\s(?:choose|select|pick|go\swith|opt\sfor)\b)"
+    r"|正[确確][选選][项項](?:是|为|為|:)|(?:故|应|應|因此|所以|我|本题|本題|正确|正確)?(?:选|選)(?:择|擇)?(?:是|为|為|:)?(?=\s?[(*]{0,3}[A-J])",
+    re.IGNORECASE,
+)
+_IS_RIGHT = re.compile(
+    r"(?:(?i:option|choice|statement|answer|选项|選項|選択肢)\s{0,3}[(*]{0,3}([A-J])[)*]{0,3}|[(]([A-J])[)])\s{0,3}"
+    r"(?:is\s(?:the\s)?(?:right|correct|best|true)\b|(?:是|が|は)?(?:正确|正確|对|正しい|正解))"
+)  # fmt: skip
+
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# An escaped brace is a sign, not a bracket.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\.,;]+)")
+# Boxes with nothing but this in between are one answer: `\boxed{1}$ and $y = \boxed{2}`.
+_JOINT = re.compile(
+    r"(?:\s|\$|\\[()\[\]]|\\quad|\\text|[{}])*(?:[,;、]|[^.\n\d\\]{0,30}\b(?:and|or)\b|[和或])"
+    r"(?:\s|\$|\\[()\[\],; ]|\\q?quad|[{}]|and\b|[A-Za-z]\w?(?:_\{?\w{1,3}\}?)?\s*=)*|\s*"
+)
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*\n?([^\n]*)")
+
+_DELIMITED = (
+    r"\$\$[^$]+\$\$|\$(?=[^$\n]*\$(?!\d))[^$]+\$(?!\d)"
+    r"|\\\((?:[^\\]|\\(?![()]))*\\\)|\\\[(?:[^\\]|\\(?![\[\]]))*\\\]"
+)
+_SENTENCE_END = re.compile(rf"({_DELIMITED})|\n|。|[.!?](?=\s|$)(?<!\bapprox\.)")
+_DISPLAY = re.compile(r"(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?![\[\]]))*)\\\])[\s.*]*$")
+_TOKEN = re.compile(
+    rf"(?P<delimited>{_DELIMITED})"
+    r"|(?P<text>\\(?:text\w*|mbox|math\w+|operatorname)\s*\{[^{}]*\})"
+    r"|(?P<command>\\(?:[A-Za-z]+|.))"
+    r"|(?P<number>\d+(?:[.,]\d+)*|\.\d+)"
+    r"|(?P<word>[^\W\d_\u3040-\u9fff]+(?:['-][^\W\d_]{2,})*|[\u3040-\u9fff]+)"
+    r"|(?P<sign>[-+*/^=<>≤≥≠≈()\[\]{}|!,;:'_&%°√∞×÷·±∪∩∈∅$€£¥₹~…])"
+    r"|(?P<space>\s+)|(?P<other>.)",
+    re.DOTALL,
+)
+_FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "lg", "exp", "sqrt", "pi", "theta",
+    "alpha", "beta", "gamma", "lambda", "mod", "min", "max", "gcd", "lcm", "arcsin", "arccos",
+    "arctan", "infinity", "inf",
+}  # fmt: skip
+_JOINERS = {"and", "or", "und", "oder", "et", "ou", "y", "o", "и", "или", "或", "和", "または"}
+_HEDGES = re.compile(
+    r"\A(?:[\s*_`\"':]|\\quad|(?:about|approximately|roughly|exactly|simply|just|only|therefore|thus"
+    r"|indeed|clearly|probably|likely|equal to|given by|as follows|option|choice|letter|number"
+    r"|选项|選項|大约|约|約)(?![\w-]))+",
+    re.IGNORECASE,
+)  # fmt: skip
+# After a whole answer, an explanation may go on; conditions belong to the answer.
+_EXPLANATION = re.compile(
+    r"\s?(?:[,;(—。]|\s-+\s|(?:because|since|so|which|rather|instead|by|after|given|due|hence|but)\b|因为|因為)",
+    re.IGNORECASE,
+)
+_CIRCUMSTANCE = re.compile(r"\b(?:in|for|at|as|with|when|where|from|on)\b", re.IGNORECASE)
+_ENDINGS = re.compile(
+    r"(?:です|でした|だ|である|となります|になります|입니다|이다|이에요|예요|ครับ|ค่ะ)[\s。.]*$"
+)
+# Such as `</response>`, in which some models wrap what they say.
+_CLOSING_TAGS = re.compile(r"</[A-Za-z_]{1,20}>")
+# What may stand before a closing expression.
+_LEADS_IN = re.compile(
+    r"(?:^|[=:→⇒≈]|\banswer|\bthat|\bit's|\\(?:approx|implies|Rightarrow|to|therefore)|(?:^|[,;}]\s?)(?:so|hence|thus|therefore|then|finally),?"
+    r"|\b(?:is|are|was|were|be|equals?|gets?|got|gives?|giving|ha[sd]|have|obtain(?:s|ed)?|find|found|yields?"
+    r"|becomes?|makes?|receives?|costs?|earns?|pays?|needs?|totals?|leaves?|remains?|sold|sells?"
+    r"|(?:equal|simplif\w+|reduc\w+|evaluat\w+|amounts?|comes?|adds? up|sums?|round\w*) to"
+    r"|(?:in|de)creases by"
+    r"|ist|sind|beträgt|ergibt|hat|est|sont|vaut|égale? à|es|son|tiene|é|è|равно|составляет)"
+    r"|是|为|為|等于|等於|得|有|共|は|は、|은|는|이|คือ)"
+    r"[\s*_\"]*(?:(?:now|then|exactly|about|approximately|simply|just|only|also|therefore|thus"
+    r"|a total of|indeed|equal to|given by)\s)?[\s*_\"]*$",
+    re.IGNORECASE,
+)  # fmt: skip
+_NEGATED = re.compile(
+    r"(?:\bnot|n't|\bnever|\bcannot)\s(?:(?!which|but|it)\S+\s){0,2}\S*\s*$|不$|\b(?:if|wrong|incorrect|false)\b",
+    re.IGNORECASE,
+)
+_TWO_CLAUSES = re.compile(
+    r"\b(?:is|are|has|have|gets?)\b.*\band\b.*\b(?:is|are|has|have|gets?)\s*$", re.IGNORECASE
+)
+
+_LONE_CHOICE = re.compile(r"[(\[]?([A-Ja-j])[)\]]?[.:]?")
+_LETTER = r"(?:[A-HJ]|I(?!\s+[a-z]))"
+_LEADING_CHOICE = re.compile(
+    rf"\s*(?:[(\[]\s?([A-Ja-j])\s?[)\]]|({_LETTER}))(?![A-Za-z0-9_'])(.*)", re.DOTALL
+)
+_SECOND_CHOICE = re.compile(
+    rf"\s*(?:(?:,\s*)?(?:and|or|und|oder|et|ou)\b|[/&+]|[或和、])\s*(?:option\s|choice\s)?[(\[]?{_LETTER}(?![A-Za-z'])"
+    rf"|\s*[-,]\s*[(\[]?{_LETTER}[)\]]?\s*(?:$|[.,;/&。\n]|(?:and|or)\b)"
+)  # fmt: skip
+_AFTER_CHOICE = re.compile(
+    r"\s*(?:$|\n|[.,;:!)\]}\"。;:、(—]|\s-+\s|[^\x00-\x7f]"
+    r"|(?:because|since|as|for|due|rather|not|instead|which|where|that|with|in|of|among|from|by|on|at"
+    r"|while|when|but|is|given|according|based|only|here|so|and|option|choice|\\)(?![\w-]))"
+)
+_OPTION_LINE = re.compile(r"^\s*[(\[]?[A-J][)\].:]\s*\S", re.MULTILINE)
+_MARKUP = re.compile(r"[*$`\"]|\\[()\[\]]")
+
+
+def extract_answer(reply: str, *, choice: bool = False) -> Extraction:
+    """Return the answer of a response; `choice`: a letter is wanted, and returned as A to J."""
+    text = clean(strip_reasoning(reply)).replace('\\"', '"')
+    tagged, unclosed = find_tagged(text)
+    if unclosed:
+        # A response that was cut off: what stands there may not be all of the answer.
+        content = marked_answer(text, choice=choice)
+        return Extraction(content, "" if content else UNCLOSED)
+    if tagged is not None:
+        content = _read_tagged(tagged, choice)
+        return Extraction(content, "" if content else NO_ANSWER)
+    content = marked_answer(text, choice=choice)
+    if content is None:
+        content = _closing_choice(text) if choice else closing_expression(text)
+    return Extraction(content, "" if content else NO_ANSWER)
+
+
+def find_tagged(text: str) -> tuple[str | None, bool]:
+    """Return the content of the last `<answer>…</answer>`, and whether a later one is open."""
+    content, start = None, -1
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start >= 0:
+            content, start = text[start : tag.start()].strip(), -1
+    return content, start >= 0
+
+
+def _read_tagged(content: str, choice: bool) -> str | None:
+    if choice:
+        return (
+            read_choice(content)
+            or marked_answer(content, choice=True)
+            or leading_choice(content)
+            or _closing_choice(content)
+        )
+    bare = strip_delimiters(content)
+    if _is_whole(content) and "\\boxed" not in content:
+        return bare
+    return marked_answer(content) or closing_expression(content) or bare or None
+
+
+def find_boxed(text: str) -> str | None:
+    r"""Return what stands in the last \boxed{…} whose braces balance, or None.
+
+    Boxes that only a comma or an "and" divides are one answer.
+    """
+    boxes = _list_boxes(text)
+    return boxes[-1][1] if boxes else None
+
+
+def _list_boxes(text: str) -> list[tuple[int, str]]:
+    """Return start and content of every box, those that belong together joined."""
+    starts = {match.end(): match.start() for match in _BOX.finditer(text)}
+    opened: list[int] = []
+    spans: list[tuple[int, int, int]] = []
+    for match in _BRACE.finditer(text) if starts else ():
+        if match.group() == "{":
+            opened.append(match.end())
+        elif match.group() == "}" and opened:
+            start = opened.pop()
+            if start in starts:
+                spans.append((starts[start], start, match.start()))
+    boxes: list[tuple[int, str]] = []
+    end = -1
+    for start, inner, stop in sorted(spans):
+        content = text[inner:stop].strip()
+        gap = text[end + 1 : start] if end >= 0 else None
+        if gap is not None and start > end and len(gap) <= 60 and _JOINT.fullmatch(gap):
+            parts = boxes[-1][1].split(", ")
+            joined = boxes[-1][1] if content in parts else f"{boxes[-1][1]}, {content}"
+            boxes[-1] = (start, joined)
+        else:
+            boxes.append((start, content))
+        end = stop
+    boxes += [(match.start(), match[1]) for match in _BARE_BOX.finditer(text)]
+    return sorted(boxes)
+
+
+def find_after_hashes(text: str) -> str | None:
+    """Return what the line of the last `####` begins with, or None."""
+    lines = _HASHES.findall(text)
+    return _complete(lines[-1])[0] if lines else None
+
+
+def marked_answer(text: str, *, choice: bool = False) -> str | None:
+    """Return the content of the last mark that holds an answer, tags aside.
+
+    A mark with words in it, such as the heading `#### Step 2`, counts where no other does.
+    """
+    words: str | None = None
+    for kind, content in _list_marks(text, choice):
+        if choice:
+            letter = leading_choice(content) if kind != "box" else _boxed_choice(content)
+            if letter:
+                return letter
+        elif kind == "box":
+            return strip_delimiters(content) or None
+        else:
+            answer, whole = _complete(content)
+            if whole:
+                return answer
+            closing = _closing_run(content, leads_in=True)
+            if closing:
+                return closing
+            words = words or answer
+    return words
+
+
+def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
+    """Kind and content of the last marks of a text, the last first."""
+    marks = [(start, "box", content) for start, content in _list_boxes(text)]
+    marks += [(match.start(), "hashes", match[1]) for match in _HASHES.finditer(text)]
+    patterns = {"announced": _ANNOUNCED, "afterwards": _AFTERWARDS}
+    for kind, pattern in (patterns | ({"chosen": _CHOSEN} if choice else {})).items():
+        for match in pattern.finditer(text):
+            place = match.start() if kind == "afterwards" else match.end()
+            marks.append((match.start(), kind, str(place)))
+    if choice:
+        marks += [(m.start(), "right", m[1] or m[2]) for m in _IS_RIGHT.finditer(text)]
+    for start, kind, content in sorted(marks, reverse=True)[:MOST_MARKS]:
+        if kind in ("box", "hashes", "right"):
+            yield kind, content
+        elif kind == "afterwards":
+            run = _closing_run(_last_sentence(text[max(0, start - 300) : start]), leads_in=False)
+            if run and "\\boxed" not in run:
+                yield kind, run
+        elif not _NOT_ANNOUNCED.search(text[max(0, start - 40) : start]):
+            after = text[int(content) : int(content) + LAST_PART]
+            if not _NOT_CONTENT.match(after):
+                yield kind, _head(after) if kind == "announced" else after[:200]
+
+
+def _head(rest: str) -> str:
+    """Return the sentence that follows an announcement, which may begin on the next line."""
+    rest = re.sub(r"^(?:[\s*_:`]|<br>)+", "", rest)
+    return _first_sentence(rest)
+
+
+def _first_sentence(text: str) -> str:
+    for end in _SENTENCE_END.finditer(text[:LAST_PART]):
+        if end[1] is None:
+            return text[: end.start()] + ("?" if end.group() == "?" else "")
+    return text[:LAST_PART]
+
+
+def _last_sentence(text: str) -> str:
+    text = text[-LAST_PART:].strip()
+    start = 0
+    for end in _SENTENCE_END.finditer(text):
+        if end[1] is None and text[end.end() :].strip(" \n\t*_`)\"'"):
+            start = end.end()
+    return text[start:].strip()
+
+
+def _complete(sentence: str) -> tuple[str | None, bool]:
+    """Return the answer that a sentence begins with, and whether it is a whole expression.
+
+    `42, because …` and `42 apples` are; `3 more than x` is words, as `the red house` is.
+    """
+    sentence = (
+        _ENDINGS.sub("", _HEDGES.sub("", _CLOSING_TAGS.sub(" ", sentence)))
+        .strip()
+        .strip('*_`"')
+        .strip()
+    )
+    letter = leading_choice(sentence)
+    if letter and not _is_whole(sentence):
+        return letter, True
+    tokens = _tokenise(sentence)
+    size = next((place for place, token in enumerate(tokens) if not token.maths), len(tokens))
+    end = tokens[size - 1].end if size else 0
+    run = _trim(sentence[:end])
+    if not run or (
+        size < len(tokens)
+        and tokens[size].start == end
+        and sentence[end].isascii()
+        and sentence[end - 1].isalnum()
+    ):
+        return strip_delimiters(sentence) or None, False
+    rest = sentence[sentence.find(run) + len(run) :]
+    if not rest.strip(" .,;:!*_") or _EXPLANATION.match(rest):
+        return strip_delimiters(run), True
+    unit = _EXPLANATION.split(_CIRCUMSTANCE.split(rest, maxsplit=1)[0], maxsplit=1)[0].strip(" .*_")
+    circumstance = rest[rest.find(unit) + len(unit) :]
+    if re.search(r"[\d<>=?\\^]", circumstance if not _EXPLANATION.match(circumstance) else "") or (
+        unit and not _is_unit(unit)
+    ):
+        return strip_delimiters(sentence), False
+    quantity = f"{strip_delimiters(run)} {unit}".strip()
+    return quantity if read_quantity(quantity) else strip_delimiters(run), True
+
+
+def _is_unit(words: str) -> bool:
+    return (
+        not re.search(r"[\d=<>+*/?]", words.replace("/", "", 1))
+        and len(words.split()) <= 5
+        and not NOT_A_UNIT.search(words)
+    )
+
+
+def closing_expression(text: str) -> str | None:
+    """Return the expression that an unmarked text ends in, or None where it ends in words."""
+    text = re.sub(r"\s*<\|[\w|]{1,30}\|?>\w*\s*$", "", text[-LAST_PART:]).strip()
+    text = _CLOSING_TAGS.sub(" ", text).strip()
+    display = _DISPLAY.search(text)
+    if display is not None:
+        content = (display[1] or display[2] or "").strip()
+        return strip_delimiters(_last_line(content)) or None
+    return _closing_run(_ENDINGS.sub("", _last_sentence(text).strip("*_`# ")), leads_in=True)
+
+
+def _last_line(maths: str) -> str:
+    """Return the last line of an aligned derivation, else the text as it is."""
+    if "\\begin{align" not in maths and "\\begin{aligned" not in maths:
+        return maths
+    body = re.sub(r"\\(?:begin|end)\{aligned\}|\\(?:begin|end)\{align\*?\}", "", maths)
+    lines = [line for line in body.split("\\\\") if line.strip()]
+    return lines[-1].replace("&", " ").strip() if lines else ""
+
+
+def _closing_run(sentence: str, *, leads_in: bool) -> str | None:
+    """Return the expression at the end of a sentence, if a word that says so leads to it."""
+    sentence = sentence.strip()
+    if sentence.endswith("?"):
+        return None
+    sentence = re.sub(r"\A[A-Z]: |[\s.!*_`\"]+$", "", sentence)
+    if _is_whole(sentence):
+        return strip_delimiters(sentence) or None
+    tokens = _tokenise(sentence)
+    last = next((p for p in range(len(tokens) - 1, -1, -1) if tokens[p].maths), None)
+    if last is None:
+        return None
+    unit = sentence[tokens[last].end :].strip(" .")
+    if unit and not (_is_unit(unit) and tokens[last].kind in ("number", "delimited", "sign")):
+        return None
+    first = last
+    while first and tokens[first - 1].maths:
+        first -= 1
+    start = tokens[first].start
+    run = _trim(sentence[start : tokens[last].end])
+    before = sentence[: sentence.rfind(run, start)] if run else sentence
+    if not run or (before[-1:].isalnum() and before[-1:].isascii()):
+        return None
+    if run.startswith("="):
+        run, before = run[1:].strip(), f"{before}="
+    if leads_in and not _LEADS_IN.search(before[-200:]):
+        # `30% of 50 = 15`: the sum itself leads to its result.
+        left, _, run = run.rpartition("=")
+        if not re.search(r"(?<!_)\d", left):
+            return None
+    if _NEGATED.search(before[-60:]) or _TWO_CLAUSES.search(before[-300:]):
+        return None
+    quantity = f"{strip_delimiters(run)} {unit}".strip()
+    if unit and read_quantity(quantity.rpartition("=")[2]) is None:
+        return strip_delimiters(run) if tokens[last].kind == "delimited" else None
+    return quantity or None
+
+
+class _Token(NamedTuple):
+    kind: str
+    start: int
+    end: int
+    maths: bool
+
+
+def _tokenise(text: str) -> list[_Token]:
+    """Return the tokens of a sentence with whether each may be part of an expression."""
+    tokens: list[_Token] = []
+    for match in _TOKEN.finditer(text[:LAST_PART]):
+        kind = str(match.lastgroup)
+        maths = kind != "other" and (kind != "word" or _is_maths_word(match))
+        if kind == "space":
+            continue
+        tokens.append(_Token(kind, match.start(), match.end(), maths))
+    for place, token in enumerate(tokens[1:-1], start=1):
+        if token.kind == "word" and text[token.start : token.end].casefold() in _JOINERS:
+            between = tokens[place - 1].maths and tokens[place + 1].maths
+            tokens[place] = token._replace(maths=between)
+    article = len(tokens) > 1 and text[tokens[0].start : tokens[0].end] in ("a", "A", "I")
+    if article and tokens[1].kind in ("number", "word", "command", "delimited"):
+        tokens[0] = tokens[0]._replace(maths=False)
+    return tokens
+
+
+def _is_maths_word(match: re.Match[str]) -> bool:
+    """Say whether letters are a variable, a function, or a product such as the xy of `2xy`."""
+    word, text = match.group(), match.string
+    if len(word) == 1:
+        return word.isascii() or "α" <= word <= "ω" or "Α" <= word <= "Ω"
+    if word.casefold() in _FUNCTIONS:
+        return True
+    before, after = text[match.start() - 1 : match.start()], text[match.end() : match.end() + 1]
+    return (
+        len(word) <= 3
+        and word.isascii()
+        and (
+            (before != "" and (before.isdigit() or before in "^*+-/=|_}"))
+            or (after != "" and after in "^=+*/_|")
+        )
+    )
+
+
+def _is_whole(text: str) -> bool:
+    """Say whether a text is one expression and nothing else."""
+    plain = re.sub(r"[\s.*_`\"]+$", "", text.strip())
+    tokens = _tokenise(plain)
+    return bool(tokens) and all(token.maths for token in tokens) and bool(_trim(plain))
+
+
+def _trim(run: str) -> str:
+    """Return a run of tokens without what belongs to the words around it; "" for a mere sign."""
+    for _ in range(3):
+        run = re.sub(r"^[\s,;:.)\]}*_]+|[\s,;:(\[{*_&=]+$", "", run)
+        # Of `(see 5` or `5 (as` a bracket stands outside; `[0, 1)` is an interval.
+        surplus = sum(map(run.count, "([")) - sum(map(run.count, ")]"))
+        if surplus > 0 and run.rfind("(") > 0:
+            run = run[: run.rfind("(")]
+        elif surplus < 0 and run.endswith(")"):
+            run = run[:-1]
+        else:
+            break
+    return run if re.search(r"\w|\\[A-Za-z]|[∅∞%]", run) else ""
+
+
+def strip_delimiters(text: str) -> str:
+    r"""Return maths without `$`, `\(`, `\[`, quotes, emphasis and an ending full stop."""
+    text = re.sub(r"(?<!\\)\\[()\[\]]|\$\$|\*\*|[`\"]", "", text).strip()
+    dollars = len(re.findall(r"(?<!\\)\$", text))
+    if dollars and dollars % 2 == 0:
+        text = re.sub(r"(?<!\\)\$", "", text)
+    return re.sub(r"[\s,;:]*[.。]?\s*$", "", text.strip()).strip()
+
+
+def read_choice(text: str) -> str | None:
+    """Return the letter when the whole text is one choice such as `B`, `(b)` or `B.`."""
+    match = _LONE_CHOICE.fullmatch(unwrap_text(clean(text)).strip(" $*\n"))
+    return match.group(1).upper() if match else None
+
+
+def leading_choice(text: str) -> str | None:
+    """Return the letter of `(B) 12`, `B. 12` or `B because …`; None for `B or C` and `A cat`."""
+    plain = _MARKUP.sub("", unwrap_text(text)).strip()
+    match = _LEADING_CHOICE.match(_HEDGES.sub("", plain))
+    if match is None or _SECOND_CHOICE.match(match[3]):
+        return None
+    if match[2] and not _AFTER_CHOICE.match(match[3]):
+        return None
+    return (match[1] or match[2]).upper()
+
+
+def _boxed_choice(content: str) -> str | None:
+    """Return the choice that a box holds: the letter alone, or with the option's own text."""
+    has_text = _OPTION_LINE.match(_MARKUP.sub("", unwrap_text(content)))
+    return read_choice(content) or (leading_choice(content) if has_text else None)
+
+
+def _closing_choice(text: str) -> str | None:
+    """Return the choice of an unmarked response: all of it, its first line, or its last word."""
+    text = text.strip()
+    whole = read_choice(text)
+    if whole:
+        return whole
+    first = text.partition("\n")[0]
+    if (
+        leading_choice(first)
+        and len(_OPTION_LINE.findall(text)) <= 1
+        and (
+            read_choice(first)
+            or _OPTION_LINE.match(_MARKUP.sub("", first))
+            or first.lstrip("*").startswith("(")
+        )
+    ):
+        return leading_choice(first)
+    sentence = re.sub(r"[\s.!*_`\"]+$", "", _last_sentence(text))
+    match = re.search(r"(?:[(\[]([A-Ja-j])[)\]]|(?<![\w'(])([A-J]))\**$", sentence)
+    if match is None:
+        return None
+    before = re.sub(r"\b(?:option|choice|answer)\s*\**$", "", sentence[: match.start()]).rstrip("*")
+    if re.search(r"\b(?:or|and)\s*$|[/&]\s*$", before) or _NEGATED.search(before[-60:]):
+        return None
+    return (match[1] or match[2]).upper() if _LEADS_IN.search(before[-200:]) else None
