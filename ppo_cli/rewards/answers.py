@@ -120,7 +120,8 @@ _HEDGES = re.compile(
 )  # fmt: skip
 # After a whole answer, an explanation may go on; conditions belong to the answer.
 _EXPLANATION = re.compile(
-    r"\s?(?:[,;(—。]|\s-+\s|(?:because|since|so|which|rather|instead|by|after|given|due|hence|but)\b|因为|因為)",
+    r"\s{0,9}(?:[,;(—。]|\s-+\s|(?:because|since|so|which|rather|instead|by|after|given|due|hence|but)\b"
+    r"|因为|因為)",
     re.IGNORECASE,
 )
 _CIRCUMSTANCE = re.compile(r"\b(?:in|for|at|as|with|when|where|from|on)\b", re.IGNORECASE)
