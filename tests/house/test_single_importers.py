@@ -22,6 +22,7 @@ STANDS = {
     "launch.ray_process": "Ray itself; with it, nodes is over the cap",
     "library": "what is offered in Python; the package itself has to stay quick to import",
     "report.page.rollouts": "reading and choosing responses; with it, server is over the cap",
+    "rewards.algebra": "what sympy compares, in workers; with it, rules is over the cap",
     "rewards.code.probe": "a program of its own, inside the sandbox",
     "rewards.judge.breaker": "when calls may start; with it, client is over the cap",
     "rewards.judge.monitor": "a second judge and canaries; with it, reward is over the cap",
