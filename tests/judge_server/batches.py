@@ -5,11 +5,14 @@ Written from the providers' public references. Results come in another order tha
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
@@ -37,6 +40,8 @@ class Job:
     rows: dict[str, Body]
     looks: int
     failed: str = ""
+    name: str = ""  # that the client gave it
+    made: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -44,8 +49,9 @@ class Batches:
     """Jobs of a judge server; `looks` is how often a new one is found to be at work.
 
     `spoil` makes rows that hold some words end otherwise (SPOILT, KINDS), and `late` ends
-    whole jobs as expired. With `refuse`, OpenAI's jobs fail with these words. `rows` are all
-    requests that were ever handed in.
+    whole jobs as expired. With `refuse`, OpenAI's jobs fail with these words. A job is there
+    `reply_s` before its id is sent; so many that are `lost` get a 500 in place of the id. `rows`
+    are all requests that were ever handed in.
     """
 
     judge: Judge
@@ -53,6 +59,8 @@ class Batches:
     spoil: dict[str, str] = field(default_factory=dict)
     late: bool = False
     refuse: str = ""
+    reply_s: float = 0.0
+    lost: int = 0
     jobs: dict[str, Job] = field(default_factory=dict)
     rows: list[Body] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -73,7 +81,14 @@ class Batches:
             if fault.strikes(path, {}, dice) and isinstance(fault.kind, int):
                 told = WIRES[wire].error(fault.kind, "This is for tests.", None, None)
                 return web.json_response(told, status=fault.kind)
+        jobs = len(self.jobs)
         reply = await getattr(self, f"_{wire}")(request)
+        if len(self.jobs) > jobs:
+            await asyncio.sleep(self.reply_s)
+            if self.lost:
+                self.lost -= 1
+                told = WIRES[wire].error(500, "This is for tests.", None, None)
+                return web.json_response(told, status=500)
         return reply if isinstance(reply, web.Response) else web.json_response(reply)
 
     def _owner(self, path: str, request: web.Request) -> str:
@@ -82,11 +97,14 @@ class Batches:
             return job.wire
         return "gemini" if "x-goog-api-key" in request.headers else "openai"
 
-    def _add(self, wire: str, rows: dict[str, Body], failed: str = "") -> str:
+    def _add(self, wire: str, rows: dict[str, Body], failed: str = "", named: str = "") -> str:
         name = f"{wire}-job-{len(self.jobs)}"
-        self.jobs[name] = Job(wire, rows, self.looks, failed)
+        self.jobs[name] = Job(wire, rows, self.looks, failed, named)
         self.rows += rows.values()
         return name
+
+    def _newest(self, wire: str) -> list[tuple[str, Job]]:
+        return [item for item in reversed(self.jobs.items()) if item[1].wire == wire]
 
     def _look(self, name: str) -> tuple[Job, bool]:
         """The job, and whether it is over; each look brings the end nearer."""
@@ -141,15 +159,20 @@ class Batches:
             good = len(rows) == len(lines) and all(
                 line["method"] == "POST" and line["url"] == asked["endpoint"] for line in lines
             )
-            job = self._add("openai", rows, self.refuse if good else "a line is not a request")
+            why = self.refuse if good else "a line is not a request"
+            job = self._add("openai", rows, why, asked["metadata"]["ppo_cli"])
             return self._openai_job(job, self.jobs[job], over=False)
+        if path == "/batches":
+            found = [self._openai_job(*item, over=False) for item in self._newest("openai")]
+            return {"object": "list", "data": found, "has_more": False}
         job = path.rsplit("/", 1)[-1]
         return self._openai_job(job, *self._look(job))
 
     def _openai_job(self, name: str, job: Job, over: bool) -> Body:
         status = "failed" if job.failed else "in_progress"
         told: Body = {
-            "id": name, "object": "batch", "endpoint": "/v1/chat/completions", "created_at": 1,
+            "id": name, "object": "batch", "endpoint": "/v1/chat/completions",
+            "created_at": int(job.made), "metadata": {"ppo_cli": job.name},
             "completion_window": "24h", "input_file_id": "file-0", "status": status,
             "request_counts": {"total": len(job.rows), "completed": 0, "failed": 0},
         }  # fmt: skip
@@ -188,6 +211,11 @@ class Batches:
                 return web.json_response(told, status=400)
             name = self._add("claude", rows)
             return self._claude_job(request, name, self.jobs[name], over=False)
+        if not name:
+            found = [
+                self._claude_job(request, *item, over=False) for item in self._newest("claude")
+            ]
+            return {"data": found, "has_more": False, "first_id": None, "last_id": None}
         if not name.endswith("/results"):
             return self._claude_job(request, name, *self._look(name))
         job = self.jobs[name.removesuffix("/results")]
@@ -207,7 +235,8 @@ class Batches:
         counts["succeeded" if over else "processing"] = len(job.rows)
         here = f"{request.scheme}://{request.host}/v1/messages/batches/{name}/results"
         return {
-            "id": name, "type": "message_batch", "request_counts": counts, "created_at": _WHEN,
+            "id": name, "type": "message_batch", "request_counts": counts,
+            "created_at": datetime.fromtimestamp(job.made, UTC).isoformat(),
             "expires_at": _WHEN, "ended_at": _WHEN if over else None, "archived_at": None,
             "cancel_initiated_at": None, "results_url": here if over else None,
             "processing_status": "ended" if over else "in_progress",
@@ -220,9 +249,16 @@ class Batches:
             batch = (await request.json())["batch"]
             assert batch["displayName"]
             sent = batch["inputConfig"]["requests"]["requests"]
-            name = self._add("gemini", {one["metadata"]["key"]: one["request"] for one in sent})
+            rows = {one["metadata"]["key"]: one["request"] for one in sent}
+            name = self._add("gemini", rows, named=batch["displayName"])
             return {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_PENDING"}}
         name = request.path.rsplit("/", 1)[-1]
+        if name == "batches":
+            jobs = [
+                {"name": f"batches/{name}", "metadata": {"displayName": job.name}}
+                for name, job in self._newest("gemini")
+            ]
+            return {"operations": jobs}
         job, over = self._look(name)
         told: Body = {"name": f"batches/{name}", "metadata": {"state": "BATCH_STATE_RUNNING"}}
         if not over:

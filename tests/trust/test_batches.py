@@ -91,6 +91,59 @@ def test_a_killed_command_goes_on_with_its_job(
     assert len(server.batches.rows) == 12 and server.count == asked, "nothing is asked twice"
 
 
+def kill_while_handing_in(server: JudgeServer, file: str, given: list[str]) -> None:
+    server.batches.reply_s = 100.0
+    words = ["reward", "score", file, *given]
+    process = Forked(PPO, words, os.environ, folder=Path(file).parent)
+    until = time.monotonic() + 120
+    while not server.batches.jobs:
+        assert time.monotonic() < until, process.communicate(timeout=10)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    server.batches.reply_s, server.batches.looks = 0.0, 0
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+@pytest.mark.parametrize("kept", [True, False], ids=["taken", "not taken"])
+def test_a_job_whose_id_a_killed_command_did_not_hear_is_found(
+    server: JudgeServer, kind: str, tmp_path: Path, run: Run, kept: bool
+) -> None:
+    file = sums(tmp_path, 6)
+    given = [*priced_judge(server, kind, tmp_path / "v.db"), "--batch"]
+    kill_while_handing_in(server, file, given)
+    if not kept:
+        server.batches.jobs.clear()
+    code, out, err = run("score", file, *given, "--json")
+    assert code == 0, err
+    assert json.loads(out)["scored"] == 6
+    assert len(server.batches.rows) == (6 if kept else 12)
+
+
+def test_a_job_that_may_be_at_the_provider_is_not_asked_again(
+    server: JudgeServer, tmp_path: Path, run: Run
+) -> None:
+    file = sums(tmp_path, 6)
+    given = [*priced_judge(server, "openai", tmp_path / "v.db"), "--batch"]
+    kill_while_handing_in(server, file, given)
+    server.batches.faults = [Fault(404, paths=("/batches",))]
+    code, _, err = run("score", file, *given)
+    (job,) = (tmp_path / "v.batches").glob("*.json")
+    assert code == 3 and f"to ask again, delete {job}" in err
+    assert len(server.batches.rows) == 6
+
+
+@pytest.mark.parametrize("kind", PROVIDERS)
+def test_a_job_that_was_taken_with_an_error_is_not_handed_in_twice(
+    server: JudgeServer, kind: str, tmp_path: Path, run: Run
+) -> None:
+    file, server.batches.lost = sums(tmp_path, 6), 1
+    flags = [*priced_judge(server, kind, tmp_path / "v.db"), "--batch"]
+    code, _, err = run("score", file, *flags)
+    assert code == 0, err
+    assert len(server.batches.rows) == 6
+
+
 def test_an_answer_that_does_not_count_goes_into_the_next_job(
     server: JudgeServer, tmp_path: Path, run: Run
 ) -> None:

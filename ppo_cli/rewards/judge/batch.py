@@ -24,14 +24,13 @@ from ppo_cli.errors import Interrupted
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.cache import VerdictCache, key_of
 from ppo_cli.rewards.judge.calls import Failure, JudgeError, Question, Reply, worst_case
-from ppo_cli.rewards.judge.providers.base import Results, SdkProvider, row_error
+from ppo_cli.rewards.judge.providers.base import CALL_S, Results, SdkProvider, row_error
 
 logger = logging.getLogger(__name__)
 
 QUIET_S = 0.5  # without a new question until a job goes out
 FIRST_POLL_S, LONGEST_POLL_S = 0.5, 60.0
 MOST_UNREAD = 5  # replies about a job that cannot be read
-CALL_S = 300.0  # one request that hands in, looks at or fetches a whole job
 _KEPT_S = 29 * 86400  # as long as providers keep results
 _KEY = 40  # of a key: ids of rows may have 64 characters
 _ENVELOPE = 8192  # bytes of a request beside its texts, at most
@@ -157,13 +156,13 @@ class BatchJudge:
                 await asyncio.sleep(left)
             rows, self._queue = [row for row in self._queue if not row.outcome.done()], []
             try:
-                for part in self._parts(self._resume(rows)):
+                for part in self._parts(await self._resume(rows)):
                     await self._hand_in(part)
             except Exception as error:  # whatever it is, nobody may wait for ever
                 for row in rows:
                     row.settle(error)
 
-    def _resume(self, rows: Sequence[_Row]) -> list[_Row]:
+    async def _resume(self, rows: Sequence[_Row]) -> list[_Row]:
         """Have rows answered by jobs of earlier commands; returns the others."""
         waiting: dict[str, list[_Row]] = defaultdict(list)
         for row in rows:
@@ -172,15 +171,37 @@ class BatchJudge:
             free = [name for name in job.rows if (path, name) not in self._taken]
             names = [name for name in free if waiting.get(_key(name))]
             if names and job.id is None:
-                logger.warning(
-                    "A batch of %d requests was being handed in when an earlier command ended. "
-                    "Whether the provider took it is not known; they are asked again.",
-                    len(job.rows),
-                )
-            elif names and job.id:
+                await self._find(path, job)
+                if job.id is None:
+                    path.unlink(missing_ok=True)
+            if names and job.id:
                 self._provider.adopt(job.dropped)
                 self._follow(path, job, {n: waiting[_key(n)].pop() for n in names})
         return [row for left in waiting.values() for row in left]
+
+    async def _find(self, path: Path, job: _Job) -> None:
+        """Set the id of a job that the provider may have taken, where it has it."""
+        provider, size = self._provider, len(job.rows)
+        until, pause = time.monotonic() + self._wait_s, FIRST_POLL_S
+        ids: list[str] | None = None
+        while ids is None:
+            try:
+                ids = await provider.within(
+                    CALL_S, lambda client: provider.find(client, path.stem, job.time, size)
+                )
+            except JudgeError as error:
+                if error.kind is not Failure.RETRYABLE or time.monotonic() > until:
+                    raise Interrupted(
+                        f"A batch of {size} requests was handed in, and the provider does not say "
+                        f"whether it has it ({error.cause}: {error}). Look at your batches there; "
+                        f"to ask again, delete {path}."
+                    ) from error
+                await asyncio.sleep(pause)
+                pause = min(2.0 * pause, LONGEST_POLL_S)
+        others = {other.id for _, other in self._kept()}
+        job.id = next((name for name in ids if name not in others), None)
+        if job.id is not None:
+            job.write(path)
 
     def _kept(self) -> Iterator[tuple[Path, _Job]]:
         """The jobs of this judge that are on disk, without those that are too old."""
@@ -225,25 +246,25 @@ class BatchJudge:
         while job.id is None:
             try:
                 job.id = await provider.within(
-                    CALL_S, lambda client: provider.submit(client, asked, provider.form())
+                    CALL_S,
+                    lambda client: provider.submit(client, asked, provider.form(), path.stem),
                 )
             except JudgeError as error:
-                turned_away = error.status is not None or error.kind is Failure.FATAL
-                again = turned_away and error.kind is Failure.RETRYABLE
-                if again and time.monotonic() < until:
-                    self._told[str(path)] = f"The batch was not taken yet ({error.cause})."
-                    await asyncio.sleep(max(pause, error.retry_after or 0.0))
-                    pause = min(2.0 * pause, LONGEST_POLL_S)
-                    continue
-                why = (
-                    f"Whether the provider took the batch is not known ({error.cause}: {error}). "
-                    "Look at your batches there before you run the command again: it would ask "
-                    "once more."
-                )
-                if turned_away:
+                if error.status is None and error.kind is not Failure.FATAL:
+                    raise Interrupted(
+                        f"Whether the provider took the batch is not known ({error.cause}: "
+                        f"{error}). The same command looks for it there."
+                    ) from error
+                if error.kind is not Failure.RETRYABLE or time.monotonic() > until:
                     path.unlink(missing_ok=True)
-                    why = f"The provider did not take the batch ({error.cause}): {error}"
-                raise Interrupted(why) from error
+                    raise Interrupted(
+                        f"The provider did not take the batch ({error.cause}): {error}"
+                    ) from error
+                self._told[str(path)] = f"The batch was not taken yet ({error.cause})."
+                await asyncio.sleep(max(pause, error.retry_after or 0.0))
+                pause = min(2.0 * pause, LONGEST_POLL_S)
+                if (error.status or 0) >= 500:  # it may have been taken all the same
+                    await self._find(path, job)
             finally:
                 self._told.pop(str(path), None)
         job.write(path)

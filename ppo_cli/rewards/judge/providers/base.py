@@ -52,6 +52,8 @@ from ppo_cli.rewards.remote import LONGEST, one_line
 
 logger = logging.getLogger(__name__)
 
+CALL_S = 300.0  # one request that hands in, looks at or fetches a whole batch job
+CLOCKS_APART_S = 120.0  # between this machine and a provider, at most
 LENGTH_OPTIONS = {"max_tokens", "max_output_tokens"}
 MOST_TOKENS = 10_000_000  # of one call: a usage with more is not a count of tokens
 
@@ -187,8 +189,12 @@ class SdkProvider(ABC):
         """Names of the models that the key may use; None where nothing lists them."""
         return None
 
-    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
-        """Hand in requests as one batch job; returns the job's id."""
+    async def submit(self, client: Any, rows: Rows, form: Form, name: str) -> str:
+        """Hand in requests as one batch job under a name; returns the job's id."""
+        raise NotImplementedError(f"{self.name} has no batch interface")
+
+    async def find(self, client: Any, name: str, since: float, rows: int) -> list[str]:
+        """Ids of the jobs that may be the one handed in under a name, so many rows, since then."""
         raise NotImplementedError(f"{self.name} has no batch interface")
 
     async def look(self, client: Any, job: str) -> Progress:

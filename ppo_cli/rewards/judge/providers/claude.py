@@ -7,6 +7,8 @@ from typing import Any
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    CALL_S,
+    CLOCKS_APART_S,
     Form,
     Option,
     Progress,
@@ -28,6 +30,7 @@ from ppo_cli.rewards.judge.providers.bodies import raise_body, read_body
 from ppo_cli.rewards.judge.providers.forms import FORMAT_WORDS, verdict_schema
 from ppo_cli.rewards.proxies import client_settings
 
+_STATES = ("processing", "succeeded", "errored", "canceled", "expired")
 _CUT = {"max_tokens", "model_context_window_exceeded"}
 # `input_tokens` leaves out what was read from or put in a cache.
 TOKENS = TokenFields(
@@ -82,21 +85,32 @@ class Judge(SdkProvider):
         reply = await client.messages.with_raw_response.create(timeout=timeout, **chosen)
         return read_message(read_body(await reply.text()))
 
-    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+    async def submit(self, client: Any, rows: Rows, form: Form, name: str) -> str:
         """All requests in one call."""
         warmth = {"temperature": self.sampling()} if "temperature" in form else {}
         requests = [
-            {"custom_id": name, "params": self._request(question, form) | warmth}
-            for name, question in rows.items()
+            {"custom_id": row_id, "params": self._request(question, form) | warmth}
+            for row_id, question in rows.items()
         ]
         return str((await client.messages.batches.create(requests=requests)).id)
+
+    async def find(self, client: Any, name: str, since: float, rows: int) -> list[str]:
+        """Jobs have no names here: those of that time and size, the oldest first."""
+        ids: list[str] = []
+        async for job in client.messages.batches.list(limit=100):  # the newest first
+            late_s = job.created_at.timestamp() - since
+            if late_s < -CLOCKS_APART_S:
+                break
+            size = sum(attribute(job, "request_counts", state) or 0 for state in _STATES)
+            if size == rows and late_s < CALL_S + CLOCKS_APART_S:
+                ids.insert(0, str(job.id))
+        return ids
 
     async def look(self, client: Any, job: str) -> Progress:
         """State and counts; the counts are 0 until all rows have ended."""
         found = await client.messages.batches.retrieve(job)
         state = str(attribute(found, "processing_status"))
-        ended = ("succeeded", "errored", "canceled", "expired")
-        counts = [attribute(found, "request_counts", name) or 0 for name in ended]
+        counts = [attribute(found, "request_counts", name) or 0 for name in _STATES[1:]]
         return Progress(state, state == "ended", sum(counts))
 
     async def results(self, client: Any, job: str) -> Results:

@@ -182,20 +182,25 @@ class Judge(SdkProvider):
                     return f"{base}/{other}"
         return None
 
-    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+    async def submit(self, client: Any, rows: Rows, form: Form, name: str) -> str:
         """All requests in one call, each with its id as metadata."""
         requests = [
             {
                 "contents": _contents(question, form),
                 "config": self._config(question, form),
-                "metadata": {"key": name},
+                "metadata": {"key": row_id},
             }
-            for name, question in rows.items()
+            for row_id, question in rows.items()
         ]
         job = await client.aio.batches.create(
-            model=self.model, src=requests, config={"display_name": "ppo-cli judge"}
+            model=self.model, src=requests, config={"display_name": f"ppo-cli judge {name}"}
         )
         return str(job.name)
+
+    async def find(self, client: Any, name: str, since: float, rows: int) -> list[str]:
+        """The name is in the display name."""
+        jobs = [job async for job in await client.aio.batches.list(config={"page_size": 100})]
+        return [str(job.name) for job in jobs if (job.display_name or "").endswith(f" {name}")]
 
     async def look(self, client: Any, job: str) -> Progress:
         """State of a job; it tells no counts."""

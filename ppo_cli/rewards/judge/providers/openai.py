@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from ppo_cli.rewards.judge.calls import JudgeError, Question, Reply
 from ppo_cli.rewards.judge.providers.base import (
+    CLOCKS_APART_S,
     Form,
     Option,
     Progress,
@@ -35,6 +36,7 @@ from ppo_cli.rewards.judge.providers.forms import (
 )
 
 _BATCHED = "/v1/chat/completions"
+_NAME = "ppo_cli"  # in a batch's metadata
 _OVER = {"failed", "completed", "expired", "cancelled"}
 _OWN_HOSTS = ("api.openai.com", ".openai.azure.com")
 # Cached tokens are part of the prompt's.
@@ -101,19 +103,29 @@ class Judge(SdkProvider):
         )
         return read_completion(read_chat(reply.text))
 
-    async def submit(self, client: Any, rows: Rows, form: Form) -> str:
+    async def submit(self, client: Any, rows: Rows, form: Form, name: str) -> str:
         """A file with a request in each line, and a batch of it."""
         lines = []
-        for name, question in rows.items():
+        for row_id, question in rows.items():
             asked, extra = self._request(question, form)
-            row = {"custom_id": name, "method": "POST", "url": _BATCHED, "body": asked | extra}
+            row = {"custom_id": row_id, "method": "POST", "url": _BATCHED, "body": asked | extra}
             lines.append(json.dumps(row) + "\n")
         content = "".join(lines).encode()
         file = await client.files.create(file=("requests.jsonl", content), purpose="batch")
         job = await client.batches.create(
-            input_file_id=file.id, endpoint=_BATCHED, completion_window="24h"
-        )
+            input_file_id=file.id, endpoint=_BATCHED, completion_window="24h",
+            metadata={_NAME: name},
+        )  # fmt: skip
         return str(job.id)
+
+    async def find(self, client: Any, name: str, since: float, rows: int) -> list[str]:
+        """The name is in the metadata."""
+        async for job in client.batches.list(limit=100):  # the newest first
+            if attribute(job, "metadata", _NAME) == name:
+                return [str(job.id)]
+            if (attribute(job, "created_at") or 0) < since - CLOCKS_APART_S:
+                break
+        return []
 
     async def look(self, client: Any, job: str) -> Progress:
         """State and counts of a batch; `failed` is one whose file was not taken."""
