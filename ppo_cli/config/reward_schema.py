@@ -307,7 +307,8 @@ class ApiReward(Section):
         identity="start",
     )  # fmt: skip
     canary_every: int = setting(
-        50, "Steps between two tests of the judge with worthless replies; 0: never.",
+        50, "Steps between two tests of the judge with worthless replies; 0: never, and no check "
+        "of its verdicts at the start.",
         flag="--rm_canary_every", ge=0, identity="start",
     )  # fmt: skip
     batch_wait: float | None = setting(

@@ -26,6 +26,7 @@ from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
 from ppo_cli.rewards.judge.calls import REQUEST_OVERHEAD, JudgeError, Usage
 from ppo_cli.rewards.judge.compare import calls_for
+from ppo_cli.rewards.judge.format_check import format_checks
 from ppo_cli.rewards.judge.prices import Price, disagreement, find_price, near_models, second_list
 from ppo_cli.rewards.judge.prompt import (
     Template,
@@ -266,8 +267,9 @@ def forecast(config: Config, read: Callable[[Any], Sequence[Prompt]]) -> Forecas
             run += bill.times(validation * votes * alone)
     held = len(held_out(api.monitor.labels)) if api.monitor.labels is not None else 0
     held *= 1 + (sums["total_steps"] or 0) // api.monitor.labels_every
+    checks = len(format_checks(api, template)) if api.canary_every else 0
     if run is not None:
-        run += a_call.times(held)
+        run += a_call.times(held + checks)
     return Forecast(
         config=config,
         price=find_price(api),

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from ppo_cli.config.reward_schema import ApiReward
-from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo
+from ppo_cli.errors import Interrupted, PpoError, RewardError, ppo, shorten
 from ppo_cli.records import Prompt, Rollout, Score
 from ppo_cli.redact import redact
 from ppo_cli.rewards.base import LabelledRollouts, Reward, RoundKind, Tell, unheard
@@ -38,6 +38,7 @@ from ppo_cli.rewards.judge.calls import (
 )
 from ppo_cli.rewards.judge.client import TRIES, JudgeClient, reach, who
 from ppo_cli.rewards.judge.costs import Guest, ledger_of
+from ppo_cli.rewards.judge.format_check import FormatCheck, format_checks
 from ppo_cli.rewards.judge.limiter import Limits
 from ppo_cli.rewards.judge.monitor import NOT_YET, Canaries, HeldOut, Monitor, StepReport
 from ppo_cli.rewards.judge.prices import batch_price
@@ -317,6 +318,8 @@ class JudgeReward(Reward):
             return
         self._provider.begin(tell)
         self._try_out(prompts, patient=patient, tell=tell)
+        if self._api.canary_every:
+            self._check_format(tell)
         if self._monitor is not None:
             self._loop.call(
                 self._monitor.try_out(self._question(prompts[0], "I do not know."), tell)
@@ -356,6 +359,33 @@ class JudgeReward(Reward):
         if error is not None and error.cause == "too_long":
             raise RewardError(f"The judge cannot be used ({error.said})") from error
         tell(f"The judge answers, but would not judge the first prompts ({error}).")
+
+    def _check_format(self, tell: Tell) -> None:
+        """Ask questions with known answers; a judge that gets one wrong is reported."""
+        checks = format_checks(self._api, self.template)
+        answers = self._loop.call(self._ask_checks(checks))
+        if not checks:
+            return
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, JudgeError):
+                raise answer
+        pairs = list(zip(checks, answers, strict=True))
+        passed = sum(isinstance(a, Verdict) and check.is_passed(a) for check, a in pairs)
+        known = f"{passed} of {len(checks)} questions with a known answer"
+        if passed == len(checks):
+            tell(f"The judge {who(self._api)} answers {known} right.")
+            return
+        failed = [a for check, a in pairs if not (isinstance(a, Verdict) and check.is_passed(a))]
+        said = failed[0].text if isinstance(failed[0], Verdict) else str(failed[0])
+        tell(
+            f"Warning: the judge {who(self._api)} answers only {known} right, so its verdicts may "
+            f"not mean what they are read as. It said: {shorten(redact(said), 200)}. Compare it "
+            f"with labels (`{ppo('reward calibrate')}`), or try another --rm_model."
+        )
+
+    async def _ask_checks(self, checks: Sequence[FormatCheck]) -> list[Verdict | BaseException]:
+        asked = (self._direct.ask(check.question) for check in checks)
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     def hold_out(self, labelled: Mapping[str, LabelledRollouts]) -> None:
         """Take those of the file that its settings name."""

@@ -1,0 +1,86 @@
+"""Questions with known answers, asked once at the start: does this judge follow the form?
+
+A reason that says the opposite of its verdict cannot be recognised in every language. A judge that
+mixes up a fault and its absence, a place and a score, or the ends of a scale gets these wrong too.
+A wrong answer is a warning and not an error: a weak judge may still rank responses, and a judge
+whose replies cannot be read at all is refused before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppo_cli.config.reward_schema import ApiReward
+from ppo_cli.rewards.judge.calls import Question, Verdict
+from ppo_cli.rewards.judge.prompt import (
+    COMPARE,
+    RUBRIC_SCALE,
+    Case,
+    Material,
+    Template,
+    load_preset,
+)
+from ppo_cli.rewards.judge.rubric import SCORING, SYSTEM, Criterion, Rubric
+
+_SUM = "What is 2 + 2? Answer with the number."
+_COLOURS = Material(
+    "Name colours that you like.", "I like blue, red and green. Only an idiot would ask that."
+)
+_CRITERIA = Rubric((
+    Criterion("colour", "The response names at least one colour."),
+    Criterion("insult", "The response insults the reader.", fault=True),
+    Criterion("price", "The response states a price in euros.", fault=True),
+    Criterion("count", "The number of colours that the response names, 3 at most.", levels=3),
+))  # fmt: skip
+_GRADES = [1.0, 1.0, 0.0, 1.0]  # the fault `insult` is present, the fault `price` is not
+
+
+@dataclass(frozen=True)
+class FormatCheck:
+    """A question, and what its verdict must be: entries of `info`, or bounds of the value."""
+
+    question: Question
+    info: Mapping[str, Any]
+    at_least: float
+    at_most: float
+
+    def is_passed(self, verdict: Verdict) -> bool:
+        """Whether the judge gave the known answer."""
+        right = all(verdict.info.get(name) == value for name, value in self.info.items())
+        return right and self.at_least <= verdict.value <= self.at_most
+
+
+def format_checks(api: ApiReward, template: Template) -> list[FormatCheck]:
+    """Return two questions at most; none for a scoring prompt without worked cases."""
+    if api.mode == "compare":
+        return [_comparison(api, right_place) for right_place in (0, 1)]
+    if api.rubric is not None:
+        asked = Template("format check", "1", SYSTEM, SCORING, RUBRIC_SCALE)
+        question = asked.question(_COLOURS, api, rubric=_CRITERIA)
+        return [FormatCheck(question, {"grades": _GRADES}, 0.0, 1.0)]
+    if template.written_for != template.scale:
+        return []  # the cases are on the scale that the prompt was written for
+    best = [case for case in template.cases if case.at_least is not None]
+    worst = [case for case in template.cases if case.at_most is not None]
+    chosen = [max(best, key=lambda case: case.at_least or 0)] if best else []
+    chosen += [min(worst, key=lambda case: case.at_most or 0)] if worst else []
+    return [_case(api, template, case) for case in chosen]
+
+
+def _comparison(api: ApiReward, right_place: int) -> FormatCheck:
+    texts = ["7", "7"] if api.compare != "list" else ["7", "7", "7"]
+    texts[right_place] = "4"
+    material = Material(_SUM, texts[0], rivals=tuple(texts))
+    question = load_preset(COMPARE).question(material, api)
+    if right_place == 0:
+        return FormatCheck(question, {}, 1.0, 1.0)
+    # Behind a better response the first may tie with another wrong one, or lose to it.
+    return FormatCheck(question, {}, 0.0, 0.0 if len(texts) == 2 else 0.25)
+
+
+def _case(api: ApiReward, template: Template, case: Case) -> FormatCheck:
+    low = template.scale.low if case.at_least is None else case.at_least
+    high = template.scale.high if case.at_most is None else case.at_most
+    return FormatCheck(template.question(case.material, api), {}, low, high)
