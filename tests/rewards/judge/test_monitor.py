@@ -99,7 +99,7 @@ def opened() -> Iterator[Make]:
     with ExitStack() as stack:
         keys = KEYS | {"OTHER_KEY": "k2"}
         yield lambda api, **other: stack.enter_context(
-            closing(JudgeReward(api, environ=keys | other))
+            closing(JudgeReward(api.model_copy(update={"canary_every": 0}), environ=keys | other))
         )
 
 
