@@ -225,7 +225,9 @@ class Round:
             told += (
                 f", and {self._rules.outage_wait:.0f} s of waiting (--rm_outage_wait) did not help"
             )
-        return f"{told}. Look at the judge and its prompt, or raise that rate."
+        errors = [entry.error.said for entry in self._open() if entry.error]
+        first = f" The first: {errors[0]}" if errors else ""
+        return f"{told}. Look at the judge and its prompt, or raise that rate.{first}"
 
 
 def _unreadable(error: JudgeError, api: ApiReward, room: int | None) -> str:

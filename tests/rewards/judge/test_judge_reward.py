@@ -328,3 +328,15 @@ def test_a_reply_that_does_not_count_shows_no_secret(make: Make, server: JudgeSe
     assert score.value is None
     assert SECRET not in f"{score.failure}{score.reply}{score.reason}"
     assert "it is good" in score.reply
+
+
+def test_a_step_whose_requests_do_not_fit_stops_with_what_helps(
+    make: Make, server: JudgeServer
+) -> None:
+    reward = make(cache="off", outage_wait=60.0)
+    score_all(reward, [right(0)])
+    server.fail(400, message="prompt is too long: 900 tokens > 700 maximum")
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match=r"too_long 9.*--rm_max_response_chars"):
+        score_all(reward, [right(n) for n in range(1, 10)])
+    assert time.monotonic() - began < 10.0
