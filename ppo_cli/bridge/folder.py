@@ -57,7 +57,7 @@ token=$here/{token}
 KEYS_TO_FILE = """\
 rm -f "$here/{keys_file}"
 for name in "${{keys[@]}}"; do
-    [ -z "${{!name:-}}" ] || (umask 077; echo "$name=${{!name}}" >> "$here/{keys_file}")
+    [ -z "${{!name:-}}" ] || (umask 077; printf '%s\\n' "$name=${{!name}}" >> "$here/{keys_file}")
 done
 trap 'rm -f "$here/{keys_file}"' EXIT
 """
@@ -92,7 +92,7 @@ sys.exit(tuple(map(int, v("ray").split(".")[:2])) < ({ray_numbers}))' || {{
     }}
     if [ -n "${{RAY_AUTH_TOKEN:-}}" ]; then
         token=$temp/token
-        (umask 077; echo -n "$RAY_AUTH_TOKEN" > "$token")
+        (umask 077; printf '%s' "$RAY_AUTH_TOKEN" > "$token")
         unset RAY_AUTH_TOKEN
     fi
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token"

@@ -44,7 +44,7 @@ from ppo_cli.run_folder import (
 
 NAME = "ppo_cli_reward"
 ROW = "ppo_cli"  # where a row's extra_info holds what verl does not hand on
-KEYS_FILE = ".judge_keys"  # NAME=VALUE a line, while node 0's script runs; 0600
+KEYS_FILE = ".judge_keys"  # NAME=VALUE a line, until the server has read it; 0600
 STOPPED = "stopped"  # why the run must end
 SCORES, MEASURED = "verl/scores.jsonl", "verl/judge.jsonl"
 AT_ONCE = 100_000  # calls that wait for their score in the server
@@ -97,7 +97,7 @@ class RewardServer:
     def __init__(self, folder: str, where: str) -> None:
         self._folder = Path(folder)
         os.chdir(where)
-        os.environ.update(read_keys(self._folder))
+        os.environ.update(take_keys(self._folder))
         self._config = run_settings(self._folder)
         self._known = Known(columns(self._config))
         self._step_size = self._config.data.train_batch_size * self._config.rollout.n
@@ -193,10 +193,11 @@ class RewardServer:
             raise RuntimeError((self._folder / STOPPED).read_text(encoding="utf-8").strip())
 
 
-def read_keys(folder: Path) -> dict[str, str]:
-    """Return the keys that node 0's script left for this process alone, by their variables."""
+def take_keys(folder: Path) -> dict[str, str]:
+    """Return the keys that node 0's script left for this process alone, and delete their file."""
     path = folder / KEYS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 

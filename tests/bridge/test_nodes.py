@@ -189,5 +189,5 @@ def test_the_reward_server_takes_its_key_from_the_file_that_the_script_leaves(
         assert server._reward is not None
         server._reward.close()
         server._scores.close()
-    assert told["score"] == 1.0
+    assert told["score"] == 1.0 and not (tmp_path / KEYS_FILE).exists()
     assert judge.calls[0].key_digest == digest("a=b")

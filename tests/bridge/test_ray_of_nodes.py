@@ -17,7 +17,7 @@ import pytest
 
 from ppo_cli import keeper
 from ppo_cli.bridge.folder import scripts
-from ppo_cli.bridge.rewards import KEYS_FILE, read_keys
+from ppo_cli.bridge.rewards import KEYS_FILE, take_keys
 from tests.bridge.settled import settled
 
 pytestmark = [
@@ -153,13 +153,13 @@ def test_secrets_are_in_files_of_the_user_alone(node: Node) -> None:
         told += Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert KEY.encode() not in told and token.encode() not in told, process.cmdline()
     assert (node.folder / "seen").read_text() == "[]"
-    assert read_keys(node.folder) == {"OPENAI_API_KEY": KEY}
     holders = {
         path.name: path.stat().st_mode & 0o777
         for top in (node.folder, node.temp) for path in top.rglob("*")
         if path.is_file() and any(s in path.read_bytes() for s in (KEY.encode(), token.encode()))
     }  # fmt: skip
     assert holders == {".ray_token": 0o600, KEYS_FILE: 0o600}
+    assert take_keys(node.folder) == {"OPENAI_API_KEY": KEY}
 
 
 @contextmanager
