@@ -47,17 +47,27 @@ def labels_of(run_dir: Path) -> dict[str, dict[str, Any]]:
     return {
         f"{label['split']}:{label['step']}:{line}": label
         for label in read_labels(run_dir)
-        for line in _lines_of(run_dir, label) or ()
+        for line in _scores_of(run_dir, label) or ()
     }
 
 
 def labels_in_run(run_dir: Path) -> list[dict[str, Any]]:
-    """The labels without those whose step was done again with other responses."""
-    return [label for label in read_labels(run_dir) if _lines_of(run_dir, label) != ()]
+    """The labels, each with the score and the parts that its response has in the run now.
+
+    Those whose step was done again with other responses are left out.
+    """
+    labels = []
+    for label in read_labels(run_dir):
+        scores = _scores_of(run_dir, label)
+        if scores is None:
+            labels.append(label)
+        elif scores:
+            labels.append(label | next(iter(scores.values())))
+    return labels
 
 
-def _lines_of(run_dir: Path, label: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Where the response of a label is in the file of its step; None where that is not known."""
+def _scores_of(run_dir: Path, label: Mapping[str, Any]) -> Mapping[int, dict[str, Any]] | None:
+    """The lines and scores of a label's response in the file of its step; None where unknown."""
     split, step = label.get("split"), label.get("step")
     if "response_id" not in label or split not in PREFIXES or not isinstance(step, int):
         return None
@@ -66,18 +76,19 @@ def _lines_of(run_dir: Path, label: Mapping[str, Any]) -> tuple[int, ...] | None
         state = file.stat()
     except FileNotFoundError:
         return None
-    places = _places(file, split, step, state.st_size, state.st_mtime_ns)
-    return places.get(str(label["response_id"]), ())
+    scores = _scores(file, split, step, state.st_size, state.st_mtime_ns)
+    return scores.get(str(label["response_id"]), {})
 
 
-@lru_cache(maxsize=4096)
-def _places(file: Path, split: str, step: int, *state: int) -> Mapping[str, tuple[int, ...]]:
-    """The lines of a step's responses by their ids; `state` changes when the file does."""
-    places: dict[str, tuple[int, ...]] = {}
+@lru_cache(maxsize=1024)
+def _scores(file: Path, split: str, step: int, *state: int) -> dict[str, dict[int, dict[str, Any]]]:
+    """Lines and scores of a step's responses by their ids; `state` changes when the file does."""
+    scores: dict[str, dict[int, dict[str, Any]]] = {}
     for number, line in enumerate(read_lines(file)):
         name = response_id(line | {"split": split, "step": step})
-        places[name] = (*places.get(name, ()), number)
-    return places
+        score = {key: line.get(key) for key in ("score", "parts")}
+        scores.setdefault(name, {})[number] = score
+    return scores
 
 
 def write_label(
