@@ -13,7 +13,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from ppo_cli.config.processor import has_fast_bfloat16, matmul_library
 from ppo_cli.engine import device
 from ppo_cli.engine.device import multiply_with, products_by_blas, using_onednn
-from ppo_cli.engine.rows import LONGEST, PackedRows, RowProducts, Span, attend_by_rows
+from ppo_cli.engine.rows import (
+    LONGEST,
+    PackedRows,
+    RowProducts,
+    Span,
+    _longest,
+    attend_by_rows,
+)
 from tests.rounding import assert_near
 
 WIDE = "avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16"
@@ -237,3 +244,8 @@ def test_short_rows_are_attended_to_in_float32(longest: int, dtype: torch.dtype)
             torch.testing.assert_close(ours, exact, rtol=0, atol=0)
         else:
             assert float(((ours.float() - exact).norm() / exact.norm()).detach()) < 0.02
+
+
+def test_the_longest_row_counts_what_it_shares() -> None:
+    rows = PackedRows.of([5, 9, 2], torch.device("cpu"), [0, 0, 0], [0, 0, 8]).rows_113B[0, 0]
+    assert _longest(rows[0], rows[2]) == 10

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppo_cli.config.algorithm_schema import Optim
-from ppo_cli.engine.optimizer import Optimizer, lr_factor
+from ppo_cli.engine.optimizer import Optimizer, _quantise, _unpacked, lr_factor
 from ppo_cli.engine.ranks import Ranks
 from ppo_cli.errors import MissingPart, ModelError
 
@@ -274,3 +274,25 @@ def test_a_copy_of_a_gradient_counts_as_often_as_ranks_hold_it(of_four: Ranks) -
         module.weight.grad = DTensor.from_local(gradient, of_four.mesh, placements, run_check=False)
         norm, _ = optimizer.apply()
         assert norm == pytest.approx(math.sqrt(32 / copies))
+
+
+def test_codes_and_sizes_of_blocks_by_hand() -> None:
+    """Two blocks of 256 numbers, the second one not full; the map may begin above -1."""
+    for first in (-1.0, -0.75, 0.0):
+        code = torch.tensor([first, 0.25, 0.5, 1.0])
+        codes = torch.arange(300) % 4
+        sizes = torch.tensor([3.0, 0.5])
+        values = code[codes] * sizes.repeat_interleave(256)[:300]
+        found, blocks = _quantise(values.view(3, 100), code)
+        assert (found.dtype, found.shape) == (torch.uint8, (3, 100))
+        assert torch.equal(found.flatten().long(), codes) and torch.equal(blocks, sizes)
+        state = {
+            "step": 7, "state1": found, "absmax1": blocks, "qmap1": code,
+            "state2": values,  # too few to be held in 8 bits
+        }  # fmt: skip
+        moments = _unpacked(state)
+        assert moments["step"] == 7 and torch.equal(moments["exp_avg_sq"], values)
+        torch.testing.assert_close(moments["exp_avg"], values.view(3, 100))
+    rounded, size = _quantise(torch.tensor([0.3, 0.4, 2.0, -0.9]), torch.tensor([0.0, 0.25, 1.0]))
+    assert rounded.tolist() == [1, 1, 2, 0] and size.tolist() == [2.0]
+    assert _unpacked({}) == {}
