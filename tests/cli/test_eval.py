@@ -143,6 +143,16 @@ def test_a_reward_function_with_another_text_is_another_eval(
     assert first["sampling"]["stop"] == ["+", "-"]
 
 
+def test_rows_are_used_again_where_nothing_that_decides_them_changed(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = told(capsys, "run")["out"]
+    for words in (["--reward_clip", "2"], ["reward.timeout=9"], ["--rm_concurrency", "3"]):
+        assert told(capsys, "run", *words)["out"] == folder, words
+    for words in (["--rule", "length"], ["--dtype", "bfloat16"], ["--system_prompt", "Brief."]):
+        assert told(capsys, "run", *words)["out"] != folder, words
+
+
 def test_rows_without_a_score_are_asked_again(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
