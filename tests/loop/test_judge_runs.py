@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ppo_cli.run_folder import paid_calls
 from tests.forked import PPO, Forked, run_forked
 from tests.judge_server import JudgeServer
 from tests.loop.runs import ROOT, undocumented, wait_for
@@ -314,6 +316,30 @@ def test_a_budget_is_kept_resumed_and_a_second_run_is_free(
     assert server.count == before
     assert all(line.get("judge/cost_usd", 0.0) == 0.0 for line in metrics(again))
     assert_same_weights(whole.out, again)
+
+
+def test_calls_in_flight_at_a_kill_count_against_the_budget(
+    server: JudgeServer, tmp_path: Path
+) -> None:
+    out, env = tmp_path / "run", environment(tmp_path)
+    server.state.latency = 1.0
+    limits = ("--rm_budget_usd", "0.1", "--rm_concurrency", "4")
+    words = command(server, out, *FOUR, *PRICE, *UNCACHED, *limits)
+    for _ in range(3):
+        before, process = server.count, start(env, words)
+        end = time.monotonic() + 300
+        while server.count < before + 3:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    server.state.latency = 0.0
+    told = train(env, words, exit_code=3)
+    assert "judge calls were in flight when the run was killed" in told.stdout
+    assert "is used up" in told.stderr
+    assert spent(out) <= 0.1
+    outcomes = Counter(call["outcome"] for call in paid_calls(out))
+    assert outcomes["killed"] >= 6 and outcomes.total() >= server.count
 
 
 def spent(out: Path) -> float:
