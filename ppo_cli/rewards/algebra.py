@@ -173,7 +173,7 @@ def _unwrap_equations(left: str, right: str) -> tuple[str, str]:
     if answer is None and gold is None:
         return left, right
     if gold is None and answer is not None:
-        if not all(map(names_value, answer[:-1])) or (
+        if not all(names_value(side, answer[-1]) for side in answer[:-1]) or (
             answer[-1] == "0" and not _NAME.fullmatch(_drop_subscripts(answer[0]))
         ):
             raise Unreadable("an equation, not a value")
@@ -281,6 +281,8 @@ def _read(text: str) -> Any:
     from math_verify.grader import should_treat_as_complex
 
     builder = _BUILDER.match(text)
+    if _RELATION.search(text) and not re.search(r"[(\[{]", text):
+        text = text.replace("\\cup", " or ")
     if builder is not None and (_RELATION.search(builder[2]) or "=" in builder[2]):
         return _read_relations(builder[2])
     if _RELATION.search(text) and (_OR.search(text) or _AND.search(text)):

@@ -37,8 +37,8 @@ _ANNOUNCEMENTS = {
     "en": r"(?<![\w-])(?:final\s)?(?:answer|ans)(?![\w-])\.?"
     r"(?:\s(?:to|for|of|in|here|choice|option|letter|number)\b[^.\n:=?]{0,60}?)?"
     r"[\s*_]{0,9}(?:[:=]|\b(?:is|are|was|equals|(?:would|should|must|will|has\sto)\sbe)(?!\w|n't))",
-    "zh": r"(?:答案|答)(?:就|便)?(?:应该|應該|应|應)?(?:是|为|為|[:=])",
-    "ja": r"(?:答え|解答|正解|回答)(?:は|[:=])",
+    "zh": r"(?:答案|答)(?:就|便)?(?:应该|應該|应|應)?(?:是|为|為|[:=】])",
+    "ja": r"(?:答え|解答|正解|回答)(?:は|[:=】])",
     "ko": r"(?:정답|답변|해답|답)(?:은|는|[:=])",
     "de": r"(?:antwort|lösung)[\s*_]{0,9}(?:ist|lautet|[:=])",
     "fr": r"r[ée]ponse(?:\s(?:finale|correcte|exacte))?[\s*_]{0,9}(?:est|[:=])",
@@ -57,7 +57,7 @@ _ANNOUNCED = re.compile(
 # What makes something else of an announcement, before and after it.
 _NOT_ANNOUNCED = re.compile(
     r"(?:\b(?:wrong|incorrect|false|if|whether|what|suppose|assume|unless|not|previous|earlier|his|her"
-    r"|their)|错误|如果)\s?(?:the\s|an?\s|your\s|that\s|my\s){0,2}(?:correct\s|right\s|final\s)?$",
+    r"|their)|错误|如果|[不别勿])\s?(?:the\s|an?\s|your\s|that\s|my\s){0,2}(?:correct\s|right\s|final\s)?$",
     re.IGNORECASE,
 )
 _NOT_CONTENT = re.compile(r"\s?(?:not\b|n't|never\b|neither\b|不是|没有)", re.IGNORECASE)
@@ -70,12 +70,13 @@ _AFTERWARDS = re.compile(
 _CHOSEN = re.compile(
     r"(?<![\w-])(?:(?:correct|right|best|appropriate)\s(?:option|choice|statement|one)\s{0,3}(?:is\b|:)"
     r"|(?:i|we|i'd|i'll|would|to|must|should)\s(?:choose|select|pick|go\swith|opt\sfor)\b)"
-    r"|正[确確][选選][项項](?:是|为|為|:)|(?:故|应|應|因此|所以|我|本题|本題|正确|正確)?(?:选|選)(?:择|擇)?(?:是|为|為|:)?(?=\s?[(*]{0,3}[A-J])",
+    r"|正[确確]的?[选選][项項](?:是|为|為|:)|(?:故|应|應|因此|所以|我|本题|本題|正确|正確)?(?:选|選)(?:择|擇)?(?:是|为|為|:)?(?=\s?[(*]{0,3}[A-J])",
     re.IGNORECASE,
 )
 _IS_RIGHT = re.compile(
     r"(?:(?i:option|choice|statement|answer|选项|選項|選択肢)\s{0,3}[(*]{0,3}([A-J])[)*]{0,3}|[(]([A-J])[)])\s{0,3}"
     r"(?:is\s(?:the\s)?(?:right|correct|best|true)\b|(?:是|が|は)?(?:正确|正確|对|正しい|正解))"
+    r"|(?:\A|[.,;\n]\s?)([A-J])\sis\s(?:right|correct)\b"
 )  # fmt: skip
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -134,7 +135,7 @@ _CLOSING_TAGS = re.compile(r"</[A-Za-z_]{1,20}>")
 _LEADS_IN = re.compile(
     r"(?:^|[=:→⇒≈]|\banswer|\bthat|\bit's|\\(?:approx|implies|Rightarrow|to|therefore)|(?:^|[,;}]\s?)(?:so|hence|thus|therefore|then|finally),?"
     r"|\b(?:is|are|was|were|be|equals?|gets?|got|gives?|giving|ha[sd]|have|obtain(?:s|ed)?|find|found|yields?"
-    r"|becomes?|makes?|receives?|costs?|earns?|pays?|needs?|totals?|leaves?|remains?|sold|sells?"
+    r"|becomes?|makes?|takes?(?:\s(?:him|her|it|them))?|receives?|costs?|earns?|pays?|needs?|totals?|leaves?|remains?|sold|sells?"
     r"|(?:equal|simplif\w+|reduc\w+|evaluat\w+|amounts?|comes?|adds? up|sums?|round\w*) to"
     r"|(?:in|de)creases by"
     r"|ist|sind|beträgt|ergibt|hat|est|sont|vaut|égale? à|es|son|tiene|é|è|равно|составляет)"
@@ -144,28 +145,35 @@ _LEADS_IN = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 _NEGATED = re.compile(
-    r"(?:\bnot|n't|\bnever|\bcannot)\s(?:(?!which|but|it)\S+\s){0,2}\S*\s*$|不$|\b(?:if|wrong|incorrect|false)\b",
+    r"(?:\bnot|n't|\bnever|\bcannot)\s(?:(?!which|but|it)\S+\s){0,2}\S*\s*$|(?:不|不是|并非)$|\b(?:if|let|suppose|assume|whether|wrong|incorrect|false)\b",
     re.IGNORECASE,
 )
 _TWO_CLAUSES = re.compile(
     r"\b(?:is|are|has|have|gets?)\b.*\band\b.*\b(?:is|are|has|have|gets?)\s*$", re.IGNORECASE
 )
 
-_LONE_CHOICE = re.compile(r"[(\[]?([A-Ja-j])[)\]]?[.:]?")
+_LONE_CHOICE = re.compile(r"[(\[]{0,2}([A-Ja-j])[)\]]{0,2}[.:]?")
 _LETTER = r"(?:[A-HJ]|I(?!\s+[a-z]))"
 _LEADING_CHOICE = re.compile(
-    rf"\s*(?:[(\[]\s?([A-Ja-j])\s?[)\]]|({_LETTER}))(?![A-Za-z0-9_'])(.*)", re.DOTALL
+    rf"\s*(?:[(\[]{{1,2}}\s?([A-Ja-j])\s?[)\]]{{1,2}}|({_LETTER}))(?![A-Za-z0-9_]|'[a-z])(.*)",
+    re.DOTALL,
 )
 _SECOND_CHOICE = re.compile(
     rf"\s*(?:(?:,\s*)?(?:and|or|und|oder|et|ou)\b|[/&+]|[或和、])\s*(?:option\s|choice\s)?[(\[]?{_LETTER}(?![A-Za-z'])"
     rf"|\s*[-,]\s*[(\[]?{_LETTER}[)\]]?\s*(?:$|[.,;/&。\n]|(?:and|or)\b)"
 )  # fmt: skip
 _AFTER_CHOICE = re.compile(
-    r"\s*(?:$|\n|[.,;:!)\]}\"。;:、(—]|\s-+\s|[^\x00-\x7f]"
+    r"\s*(?:$|\n|[.,;:!)\]}\"'。;:、(—]|\s-+\s|[^\x00-\x7f]"
     r"|(?:because|since|as|for|due|rather|not|instead|which|where|that|with|in|of|among|from|by|on|at"
-    r"|while|when|but|is|given|according|based|only|here|so|and|option|choice|\\)(?![\w-]))"
+    r"|while|when|but|is|though|although|even|given|according|based|only|here|so|and|option|choice|\\)(?![\w-]))"
 )
-_OPTION_LINE = re.compile(r"^\s*[(\[]?[A-J][)\].:]\s*\S", re.MULTILINE)
+_OPTION_LINE = re.compile(r"^\s*[(\[]?[A-J](?:[)\].:]|\s-)\s*\S", re.MULTILINE)
+_NAMES_CHOICE = re.compile(
+    r"(?:(?:^|[,;:}]\s?)(?:so|hence|thus|therefore|then|finally),?|:|(?:^|[,;]|\b(?:so|that|think))\s?"
+    r"(?:it|this|that|which)(?:'s|\s(?:is|must be|should be|has to be))"
+    r"|→|\b(?:choice|answer|option)\sis|[是选選は为為])\s*$",
+    re.IGNORECASE,
+)
 _MARKUP = re.compile(r"[*$`\"]|\\[()\[\]]")
 
 
@@ -288,7 +296,7 @@ def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
             place = match.start() if kind == "afterwards" else match.end()
             marks.append((match.start(), kind, str(place)))
     if choice:
-        marks += [(m.start(), "right", m[1] or m[2]) for m in _IS_RIGHT.finditer(text)]
+        marks += [(m.start(), "right", m[1] or m[2] or m[3]) for m in _IS_RIGHT.finditer(text)]
     for start, kind, content in sorted(marks, reverse=True)[:MOST_MARKS]:
         if kind in ("box", "hashes", "right"):
             yield kind, content
@@ -395,15 +403,19 @@ def _closing_run(sentence: str, *, leads_in: bool) -> str | None:
     sentence = sentence.strip()
     if sentence.endswith("?"):
         return None
-    sentence = re.sub(r"\A[A-Z]: |[\s.!*_`\"]+$", "", sentence)
+    sentence = re.sub(r"\A[A-Z]: |[\s.。!*_`\"]+$", "", sentence)
     if _is_whole(sentence):
         return strip_delimiters(sentence) or None
     tokens = _tokenise(sentence)
     last = next((p for p in range(len(tokens) - 1, -1, -1) if tokens[p].maths), None)
     if last is None:
         return None
-    unit = sentence[tokens[last].end :].strip(" .")
-    if unit and not (_is_unit(unit) and tokens[last].kind in ("number", "delimited", "sign")):
+    unit = _cut_circumstance(sentence[tokens[last].end :].strip(" ."))
+    ends = (
+        tokens[last].kind in ("number", "delimited", "sign")
+        and sentence[tokens[last].start] not in ",;:"
+    )
+    if unit and not (_is_unit(unit) and ends):
         return None
     first = last
     while first and tokens[first - 1].maths:
@@ -426,6 +438,15 @@ def _closing_run(sentence: str, *, leads_in: bool) -> str | None:
     if unit and read_quantity(quantity.rpartition("=")[2]) is None:
         return strip_delimiters(run) if tokens[last].kind == "delimited" else None
     return quantity or None
+
+
+def _cut_circumstance(words: str) -> str:
+    """Return `clips` of `clips in April and May`."""
+    unit, *circumstance = _CIRCUMSTANCE.split(words, maxsplit=1)
+    short = circumstance and len(circumstance[0].split()) <= 4
+    if not short or NOT_A_UNIT.search(circumstance[0].replace("and", "")):
+        return words
+    return unit.strip()
 
 
 class _Token(NamedTuple):
@@ -522,7 +543,8 @@ def leading_choice(text: str) -> str | None:
 
 def _boxed_choice(content: str) -> str | None:
     """Return the choice that a box holds: the letter alone, or with the option's own text."""
-    has_text = _OPTION_LINE.match(_MARKUP.sub("", unwrap_text(content)))
+    content = _HEDGES.sub("", _MARKUP.sub("", unwrap_text(content)))
+    has_text = _OPTION_LINE.match(content)
     return read_choice(content) or (leading_choice(content) if has_text else None)
 
 
@@ -547,7 +569,13 @@ def _closing_choice(text: str) -> str | None:
     match = re.search(r"(?:[(\[]([A-Ja-j])[)\]]|(?<![\w'(])([A-J]))\**$", sentence)
     if match is None:
         return None
-    before = re.sub(r"\b(?:option|choice|answer)\s*\**$", "", sentence[: match.start()]).rstrip("*")
+    named = re.search(
+        r"\b(?:option|choice|answer)\s*\**$", sentence[: match.start()], re.IGNORECASE
+    )
+    before = sentence[: named.start() if named else match.start()].rstrip("*")
+    # A bare letter may be a variable: `the force is F`.
+    if match[2] and not named and not _NAMES_CHOICE.search(before[-60:]):
+        return None
     if re.search(r"\b(?:or|and)\s*$|[/&]\s*$", before) or _NEGATED.search(before[-60:]):
         return None
     return (match[1] or match[2]).upper() if _LEADS_IN.search(before[-200:]) else None

@@ -117,7 +117,7 @@ _UNIT_PART = re.compile(r"(?:(square|sq\.?|cubic|cu\.?)\s)?([^\s^]+?)(?:\s?\^?\s
 NOT_A_UNIT = re.compile(
     r"\b(?:and|or|to|of|than|more|less|fewer|times|plus|minus|over|mod|modulo|choose|factorial|if|not"
     r"|but|pi|sqrt|sin|cos|tan|log|ln|exp|infinity|squared|cubed|base|through|until|root|where|for"
-    r"|because|since|as|otherwise|unless|when|with|divided|multiplied|und|oder|et|ou|y|o)\b|或|和|又は|または",
+    r"|because|since|as|otherwise|unless|when|with|divided|multiplied|half|is|are|was|were|und|oder|et|ou|y|o)\b|或|和|又は|または|ではない|じゃない|でない|아니",
     re.IGNORECASE,
 )  # fmt: skip
 
@@ -323,13 +323,16 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
     return _close(answer, gold, *parts)
 
 
-def names_value(left: str) -> bool:
+def names_value(left: str, right: str = "") -> bool:
     """Say whether the left side of an equation names the right one: `x`, `x + y`, `12 + 30`.
 
-    That of an equation still to be solved does not: `2x + 4`.
+    That of an equation still to be solved does not: `2x + 4`, or `x^2` where the right is `4x`.
     """
     bare = re.sub(r"_(?:\{[^{}]*\}|\w)|\^\s*(?:\{[^{}]*\}|\w)|\d+(?=\s*\))", "", unwrap_text(left))
     bare = re.sub(r"\\[A-Za-z]+", "", bare)
+    letters = set(re.findall(r"[A-Za-z]", re.sub(r"\([^()]*\)", "", bare)))
+    if letters & set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", right)):
+        return False
     return not (re.search(r"[A-Za-z]", bare) and re.search(r"\d", bare))
 
 

@@ -139,6 +139,8 @@ WRONG = [
     (r"\boxed{x=1 or x=2}", "2"),
     (r"\boxed{x^2-2x=0}", "0"),
     (r"\boxed{2x+4=10}", "10"),
+    (r"\boxed{x^2=4x}", "4x"),
+    (r"Recall that $\sin 30 = 0.5$ is used above", "0.5"),
     (r"\boxed{3t}", "3"),
     (r"\boxed{3 4}", "7"),
     (r"\boxed{1 2}", "12"),
