@@ -29,6 +29,8 @@ VARIABLE = re.compile(r"[A-Z_]+=\S*")
 FOREIGN = {
     "ray",
     "pip",
+    ".venv/bin/pip",
+    ".venv/bin/python",
     "export",
     "tensorboard",
     "hf",
@@ -40,7 +42,14 @@ FOREIGN = {
     "#!/bin/bash",
 }
 # What a reader has and a test has not: keys, GPUs, a hub, the files of another section.
-LACKS = ("no such file", "there is no file", "there is no model folder", "API_KEY", "are wrong")
+LACKS = (
+    "no such file",
+    "is no checkpoint",
+    "there is no file",
+    "there is no model folder",
+    "API_KEY",
+    "are wrong",
+)
 PLACES = {"DIR_OR_HUB_OR_URL": "DIR", "MODEL": "qwen-plus", "RUN": "outputs"}
 ROW = {"prompt": "What is 2 + 3?", "ground_truth": "5", "data_source": "arithmetic"}
 
