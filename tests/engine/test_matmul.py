@@ -186,6 +186,8 @@ def test_a_token_that_looks_back_has_the_scaling_and_the_mask(scaling: float | N
         query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask, scale=scaling
     )
     assert_near(found, wanted.transpose(1, 2), terms=9)
+    dropped, _ = attend_by_rows(nn.Module(), query, key, value, mask, scaling=scaling, dropout=0.5)
+    assert not torch.equal(dropped, found)
 
 
 @pytest.mark.parametrize("longest", [LONGEST, LONGEST + 1])

@@ -296,3 +296,12 @@ def test_codes_and_sizes_of_blocks_by_hand() -> None:
     rounded, size = _quantise(torch.tensor([0.3, 0.4, 2.0, -0.9]), torch.tensor([0.0, 0.25, 1.0]))
     assert rounded.tolist() == [1, 1, 2, 0] and size.tolist() == [2.0]
     assert _unpacked({}) == {}
+
+
+def test_only_parameters_that_had_a_gradient_have_moments() -> None:
+    module = nn.Linear(2, 1)
+    optimizer = build(module)
+    assert optimizer.moments() == {}
+    module.weight.grad = torch.ones(1, 2)
+    optimizer.apply()
+    assert {name.partition(".")[0] for name in optimizer.moments()} == {"weight"}
