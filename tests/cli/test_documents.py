@@ -99,6 +99,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "val.jsonl"):
         (tmp_path / name).write_text(1100 * (json.dumps(ROW) + "\n"))
+    (tmp_path / "outputs/checkpoints/step_000020/state").mkdir(parents=True)
     (code,) = (text for page, text in blocks("python") if page == "README.md")
     (tmp_path / "my_reward.py").write_text(code)
     monkeypatch.setattr(requirements, "has_package", lambda name: True)
