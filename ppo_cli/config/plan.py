@@ -319,7 +319,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in mask_secrets(value).items()}
-    return redact(value) if isinstance(value, str) else value
+    return mask_secrets(value)
 
 
 def _sentences(sums: dict[str, int | None]) -> list[str]:

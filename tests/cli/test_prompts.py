@@ -174,7 +174,7 @@ def test_render_shows_what_settings_do(rows: str, capsys: pytest.CaptureFixture[
     shown = rendered(capsys, rows, "--row", "3")
     assert "\ny\n" in shown["user"]
     kept = rendered(capsys, rows, "--row", "3", "--rm_reasoning", "keep", "--rm_max_tokens", "77")
-    assert "< think>hm< /think>y" in kept["user"]
+    assert "< think>hm< / think>y" in kept["user"]
     assert kept["max_tokens"] == 77
     rubric = rendered(
         capsys, rows, "--row", "3", "--rm_scoring_prompt", "{response} by {extra_info.rubric}"

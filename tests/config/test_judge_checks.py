@@ -60,7 +60,7 @@ def config(*given: str) -> Config:
         ("monitor.model=n monitor.base_url=h:1", "reward.api.monitor.base_url 'h:1'"),
         ("mode=compare compare=ground_truth monitor.labels=f", "leave them out, or use --rm_mode"),
         ("key_env=sk-hush-hush-hush", "not the key itself"),
-        ("key_env=AIzaHushhushhushhushhushhush", "not the key itself"),
+        ("key_env=AIza7ushhushhushhushhushhush", "not the key itself"),
         ("monitor.model=n monitor.key_env=a-b", "reward.api.monitor.key_env takes the name"),
     ],
 )
