@@ -105,7 +105,12 @@ class Orphan:
         self.pid = int(noted.read_text())
 
     def poll(self) -> int | None:
-        return None if processes().get(self.pid, (0, ""))[1] else 0
+        # Not by its command line, which is empty for a moment while the process execs.
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+        return 0 if state == "Z" else None
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         return self._shell.communicate(timeout=timeout)[0], None
