@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
-_WRITER = re.compile(rf"{re.escape(UNFINISHED)}(\d+)-")
+_WRITER = re.compile(rf"{re.escape(UNFINISHED)}(\d+)(\.\d+)?-")
 _writes = itertools.count(1)
 
 
@@ -68,7 +68,7 @@ def sweep_unfinished(folder: Path) -> None:
     """Remove what this process and killed ones left half-written; what others write now stays."""
     for path in folder.glob(f"{UNFINISHED}*"):
         writer = _WRITER.match(path.name)
-        if writer is None or int(writer[1]) == os.getpid() or not lives(int(writer[1])):
+        if writer is None or _is_over(writer):
             remove(path)
 
 
@@ -76,10 +76,14 @@ def _sweep(path: Path) -> None:
     """Remove what this process and killed ones left of `path`; what others write now stays."""
     for left in path.parent.glob(f"{UNFINISHED}*"):
         writer = _WRITER.match(left.name)
-        if writer and left.name == f"{writer[0]}{path.name}":
-            pid = int(writer[1])
-            if pid == os.getpid() or not lives(pid):
-                remove(left)
+        if writer and left.name == f"{writer[0]}{path.name}" and _is_over(writer):
+            remove(left)
+
+
+def _is_over(writer: re.Match[str]) -> bool:
+    """Whether nobody writes under this name any more; another thread may, where it has a number."""
+    pid = int(writer[1])
+    return not lives(pid) or (pid == os.getpid() and writer[2] is None)
 
 
 def lives(pid: int) -> bool:

@@ -29,23 +29,33 @@ _read_keys: set[str] = set()
 
 _ESCAPE = re.compile(
     r"""\\(?:u(?P<u>[0-9a-fA-F]{4})|x(?P<x>[0-9a-fA-F]{2})|(?P<c>[nrtbf"'/\\]))"""
-    r"|%(?P<p>[0-9a-fA-F]{2})|&(?:\#(?P<d>[0-9]{1,6})|\#[xX](?P<h>[0-9a-fA-F]{1,5})|(?P<e>amp|quot));"
+    r"|%(?P<p>[0-9a-fA-F]{2})|&(?:\#(?P<d>[0-9]{1,6})|\#[xX](?P<h>[0-9a-fA-F]{1,5})|(?P<e>amp|quot|apos|lt|gt));"
     "|[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
 )
 _LEVELS = 4  # JSON in JSON in JSON, and the text as it is
 # Escapes that may hide a character of a key, and what ASCII texts with one contain.
 _MAY_HIDE = ("\\u", "\\x", "\\/", "%", "&")
 _HIDES = re.compile(
-    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|/)|%[0-9a-fA-F]{2}|&(?:\#|amp;|quot;)"
+    r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|/)|%[0-9a-fA-F]{2}|&(?:\#|amp;|quot;|apos;|lt;|gt;)"
     "|[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
 )
-_NAMED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "amp": "&", "quot": '"'}
+_NAMED = {
+    "n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f",
+    "amp": "&", "quot": '"', "apos": "'", "lt": "<", "gt": ">",
+}  # fmt: skip
 
 
 def _is_mixed(text: str) -> bool:
     """Whether a value has letters, digits and variety, as generated keys do and names do not."""
     letters = any(c.isalpha() for c in text)
     return letters and any(c.isdigit() for c in text) and len(set(text)) >= 8
+
+
+def _is_generated_value(text: str) -> bool:
+    """Whether a value is mixed, and not words with a number: `YOUR_SIGNATURE_HERE_1`."""
+    parts = re.split("[-_]", text)
+    words = all(re.fullmatch("[A-Za-z]*[0-9]{0,2}|[0-9]+", part) for part in parts)
+    return _is_mixed(text) and not (len(parts) > 1 and words)
 
 
 def _is_generated(text: str) -> bool:
@@ -61,6 +71,11 @@ def _is_varied(text: str) -> bool:
     return len(set(text)) >= 8  # `ghp_xxxxxxxx…` of a manual is not a key
 
 
+def _is_password(login: str) -> bool:
+    """Whether the part after the colon is not just a word for a password, as in manuals."""
+    return not _PLACEHOLDER.fullmatch(login.partition(":")[2])
+
+
 def _is_login(text: str) -> bool:
     """Whether base64 text is `user:password`, as basic authentication sends it."""
     import base64  # here, as in `_spellings`: most commands need neither
@@ -72,9 +87,18 @@ def _is_login(text: str) -> bool:
     return (user + password).isprintable() and len(password) >= _SHORTEST
 
 
-# Where a key may start: in JSON within a text, the letter of an escape comes before it.
-_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf]))"
+# Where a key may start: a letter comes before it at the end of an escape in JSON within a text, of
+# a terminal's colour, and of a quoted-printable `=`.
+_START = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrtbf])|(?<=[0-9\[]m)|(?<==3D))"
 _GAP = r"(?:\s|\\+[nrt])"
+_PLACEHOLDER = re.compile(
+    r"(?i)(?:(?:your|my|db|the)[_-]?)?(?:pass(?:word|wd|phrase)?|pwd|secret|token|(?:api[_-]?)?key)"
+)
+# The name of what holds a key in an address: `api_key`, `apiKey`, not `donkey`.
+_KEY_NAME = (
+    r"(?:[\w.-]*[_.-]|\w*[a-z](?=[A-Z])|(?i:api|app|auth|access|client|user|session|private))?"
+    r"(?i:key|token|sig|signature|credentials?|secret|password|passwd|auth)"
+)
 # Texts are written by models: each pattern takes time in proportion to the length of any text.
 # A mark in small letters that the text must contain, the pattern, whose group is the secret, and
 # what else must hold for the secret.
@@ -85,17 +109,13 @@ _SHAPES: tuple[_Shape, ...] = (
         re.compile(
             r"""://([^\s/:?#'"\\<>(){}\[\]|,;*]*:(?![${<%*])[^\s/?#'"\\<>]+)@(?=[\w\[])""", re.A
         ),
-        bool,
+        _is_password,
     ),
     (("://",), re.compile(r"://([\w-]{20,})@(?=[\w\[])", re.A), _is_mixed),
     (
         ("=",),
-        re.compile(
-            r"(?i)[?&;][\w.-]*(?:key|token|sig|signature|credentials?|secret|password|passwd|auth)"
-            r"=([\w.~+/=:%-]{16,})",
-            re.A,
-        ),
-        _is_mixed,
+        re.compile(rf"[?&;#]{_KEY_NAME}=([\w.~+/=:%-]{{16,}})", re.A),
+        _is_generated_value,
     ),
     (
         ("bearer", "api-key"),
@@ -104,7 +124,7 @@ _SHAPES: tuple[_Shape, ...] = (
             + r"""(?i:bearer[\s:]+|x-api-key(?:\\*["'])?\s*:\s*)(?:\\*["'])?([\w.~+/=-]{16,})""",
             re.A,
         ),
-        _is_mixed,
+        _is_generated_value,
     ),
     (("basic",), re.compile(_START + r"(?i:basic)\s+([A-Za-z0-9+/]{12,}={0,2})", re.A), _is_login),
     (("sk-",), re.compile(_START + r"(sk-[\w-]{16,})", re.A), _is_generated),
@@ -130,13 +150,16 @@ _SHAPES: tuple[_Shape, ...] = (
             "xai-",
             "pplx-",
             "npm_",
+            "pypi-",
+            "r8_",
+            "sg.",
         ),
         re.compile(
             _START + r"(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}"
             r"|glpat-[\w-]{20,}|xox[abeprs]-(?=[\w-]{0,40}\d)[\w-]{16,}|[rs]k_(?:live|test)_\w{16,}"
             r"|AIza(?=[\w-]{0,40}\d)[\w-]{20,}|ya29\.[\w-]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"
             r"|gsk_[A-Za-z0-9]{40,}|nvapi-[\w-]{40,}|xai-[A-Za-z0-9]{40,}|pplx-[A-Za-z0-9]{40,}"
-            r"|npm_[A-Za-z0-9]{36,})",
+            r"|npm_[A-Za-z0-9]{36,}|pypi-[\w-]{50,}|r8_[A-Za-z0-9]{37,}|SG\.[\w-]{20,}\.[\w-]{40,})",
             re.A,
         ),
         _is_varied,
@@ -234,7 +257,7 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 @lru_cache(maxsize=16)
 def _spellings(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The values, also as JSON, as JSON within JSON, and within base64 at its three places.
+    """The values as JSON, JSON within JSON, in Python, a shell, and base64 at its three places.
 
     `_decode` reads `%C3%A9` as two characters, so that the bytes of a value are a spelling too.
     """
@@ -242,12 +265,14 @@ def _spellings(values: tuple[str, ...]) -> tuple[str, ...]:
         return ()
     import base64
     import json
+    import shlex
 
     spellings = list[str]()
     for value in values:
         content = value.encode("utf-8", "surrogatepass")
         escaped = json.dumps(value, ensure_ascii=False)[1:-1]
         spellings += (value, content.decode("latin-1"), escaped, json.dumps(escaped)[1:-1])
+        spellings += (repr(value)[1:-1], shlex.quote(value).strip("'"))
         for before in range(3):
             whole = base64.b64encode(b"\0" * before + content).decode()
             # Six bits a character: only those that no neighbour shares.

@@ -74,7 +74,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     lines: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")  # an editor may mark it
     except FileNotFoundError:
         return []
     except OSError as error:

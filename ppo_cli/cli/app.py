@@ -36,6 +36,7 @@ from ppo_cli.errors import (
     PpoError,
     UserError,
     WorkerLost,
+    address_space,
     describe_address_space,
     did_you_mean,
     first_line,
@@ -195,6 +196,7 @@ def _say(text: str) -> None:
 # 300,000 burn the CPU time that the other threads need to arrive when other work wants the CPUs.
 SPINS = "10000"
 WITHOUT_WORK = {"-h", "--help", "--dry_run", "--dry-run"}  # with these a command computes nothing
+LEAST_SPACE = 192 * 2**20  # `ppo reward score --rule` takes 190 MiB of addresses
 ABOUT = "Train language models with PPO from one command."
 EPILOG = "Example: ppo train --model Qwen/Qwen2.5-0.5B --train_files train.parquet"
 # Command -> module and Typer app in it, and the line of the help.
@@ -328,6 +330,13 @@ def _root(
     """Hold the options that stand before the command; main reads --debug itself."""
 
 
+def _check_address_space(args: Sequence[str]) -> None:
+    """Refuse a limit under which numpy's library waits for memory for ever instead of failing."""
+    limit = address_space()
+    if limit is not None and limit < LEAST_SPACE and not {"--version", *WITHOUT_WORK} & set(args):
+        raise UserError("out of memory.")  # exit_code_of adds the limit
+
+
 def _open_closed_streams() -> None:
     """Replace closed streams with the null device: files opened later would take their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -352,6 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch loads libgomp
     try:
+        _check_address_space(args)
         code = typer.main.get_command(app).main(
             args=args or ["--help"], prog_name="ppo", standalone_mode=False
         )

@@ -109,7 +109,7 @@ def write_label(
                 kept.append(line)
             replace_lines(run_dir / LABELS_FILE, kept)
     except (OSError, DataError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise UserError(f"The label cannot be written: {reason}.") from error
     return line
 

@@ -30,7 +30,8 @@ def names(folder: Path) -> list[str]:
 def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text("old")
-    (tmp_path / f".unfinished-{GONE}-a.json").write_text("of a killed process")
+    for name in (f".unfinished-{GONE}-a.json", f".unfinished-{GONE}.7-a.json"):
+        (tmp_path / name).write_text("of a killed process")
     with replacing(file) as fresh:
         assert not fresh.exists()
         fresh.write_text("new")

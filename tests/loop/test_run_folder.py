@@ -98,10 +98,13 @@ def test_partial_checkpoints_of_killed_runs_go_and_those_of_a_live_process_stay(
     for place in ("checkpoints", "earlier_1/checkpoints"):
         for pid in (ended.pid, os.getpid(), os.getppid()):
             (tmp_path / place / f".unfinished-{pid}-step_000001" / "actor").mkdir(parents=True)
+    being_written = tmp_path / f"checkpoints/.unfinished-{os.getppid()}.1-latest"
+    being_written.touch()
     assert RunFolder(tmp_path).set_aside() == tmp_path / "earlier_2"
     partial = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(".unfinished-*")]
     name = f"checkpoints/.unfinished-{os.getppid()}-step_000001"
-    assert sorted(partial) == [f"earlier_1/{name}", f"earlier_2/{name}"]
+    latest = f"earlier_2/checkpoints/{being_written.name}"
+    assert sorted(partial) == [f"earlier_1/{name}", f"earlier_2/{name}", latest]
 
 
 def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
+import shlex
 import string
 import time
 from typing import Any
@@ -57,6 +59,11 @@ KEYS = (
         (f"curl -H 'Authorization: Basic {base64.b64encode(b'me:long-password').decode()}'",
          "curl -H 'Authorization: Basic ***'"),
         *((f"密钥{key}。", "密钥***。") for key in KEYS),
+        *((f"\x1b[1;32m{key}\x1b[0m", "\x1b[1;32m***\x1b[0m") for key in KEYS),
+        (f"mail: key=3D{KEYS[0]}", "mail: key=3D***"),
+        (f"https://h/callback#access_token={RANDOM}&state=1", "https://h/callback#access_token=***&state=1"),
+        (f"https://h/?apiKey={RANDOM}&userToken={RANDOM}", "https://h/?apiKey=***&userToken=***"),
+        ("postgres://me:my-dog-rex-9@db/x", "postgres://***@db/x"),
     ],
 )  # fmt: skip
 def test_secrets_are_hidden(text: str, clean: str) -> None:
@@ -79,6 +86,10 @@ def test_secrets_are_hidden(text: str, clean: str) -> None:
         "ghp_xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx sk-xxxxxxxxxxxxxxxxxxxxxxxx",
         'if "-----BEGIN PRIVATE KEY-----" in text: raise ValueError("this is not for you")',
         "me@example.org wrote http://host/v1/chat?model=m prompt_key=prompt token_ids=3",
+        'curl "https://h/?donkey=brown1animal2on3hills&monkey=abcdefghijkl1234&keyboard=a1b2c3d4e5f6g7h8"',
+        '<img src="https://h/map?sig=YOUR_SIGNATURE_HERE_1&token=next-page-token-2024">',
+        "postgres://user:password@localhost/db http://USER:PASS@h redis://me:your_password@h",
+        "RFC 6750: a bearer internationalization_token_format2",
         r"\frac{1}{2} \nabla \u00e9 100%25 &amp; C:\new\table",
     ],
 )
@@ -90,11 +101,18 @@ def test_what_is_no_secret_stays(text: str) -> None:
 def test_escapes_hide_no_secret(secret: str) -> None:
     escaped = "".join(f"\\u{ord(c):04x}" for c in secret)
     percent = "".join(f"%{ord(c):02X}" for c in secret)
-    html = "".join(f"&#{ord(c)};" for c in secret)
+    numbers = "".join(f"&#{ord(c)};" for c in secret)
     text = json.dumps([f"line\n{secret}", json.dumps(secret)])
-    for spelling in (escaped, percent, html, "\u200b".join(secret), json.dumps(secret)[1:-1]):
+    for spelling in (escaped, percent, numbers, "\u200b".join(secret), json.dumps(secret)[1:-1]):
         assert redact(f"a {spelling} b", ENV) == "a *** b"
     assert json.loads(redact(text, ENV)) == [f"line\n{HIDDEN}", f'"{HIDDEN}"']
+
+
+@pytest.mark.parametrize("spell", [html.escape, repr, shlex.quote], ids=lambda f: f.__module__)
+def test_a_known_secret_is_hidden_as_other_languages_quote_it(spell: Any) -> None:
+    secret = "pa\"s\\s<w>&'0rd"
+    shown = redact(f"x = {spell(secret)}", {"DB_PASSWORD": secret})
+    assert shown.replace("'", "") == "x = ***"
 
 
 def test_a_known_secret_of_any_letters_is_hidden_percent_encoded() -> None:

@@ -147,6 +147,16 @@ def test_labels_of_earlier_versions_are_read_and_removed(tmp_path: Path) -> None
     assert read_lines(folder / LABELS_FILE) == [lines[0], lines[2], by_hand]
 
 
+def test_a_label_stays_where_an_editor_marked_the_file_as_utf8(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    rollouts = Rollouts(folder)
+    set_label(rollouts, "train:1:0", None, 1.0, "")
+    file = folder / LABELS_FILE
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    set_label(rollouts, "train:1:1", None, 0.0, "")
+    assert set(labels_of(folder)) == {"train:1:0", "train:1:1"}
+
+
 def test_a_label_that_cannot_be_written_is_said_to_be_lost(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1)
     (folder / LABELS_FILE).mkdir()
