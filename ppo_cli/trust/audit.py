@@ -38,6 +38,7 @@ from ppo_cli.trust.score import (
     Watch,
     add_spending,
     cut,
+    final_metrics,
     judged,
     score_all,
     spending,
@@ -163,7 +164,7 @@ def audit(
                 again = ask_again(reward, settings, twice, 2, watch, scoring.metrics)
             else:  # a reward alone is asked even if it is steady
                 stopped, answers = repeat_all(reward, twice, 2, watch)
-                again = Repeats({"": answers}, reward.measure(), stopped)
+                again = Repeats({"": answers}, final_metrics(reward, stopped), stopped)
     # A judge's own examples have its scale, and the other parts of a mixture may not score them.
     own = {key: s for key, s in scores.items() if not key[0].startswith(f"{tr.CASE}:")}
     values = {key: judged(score) for key, score in own.items()}

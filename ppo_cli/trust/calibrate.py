@@ -39,6 +39,7 @@ from ppo_cli.trust.score import (
     column_of,
     columns_of,
     failures,
+    final_metrics,
     is_kept,
     judged,
     part_facts,
@@ -462,7 +463,7 @@ def ask_again(
             # A reward alone is asked as it is, a part of a mixture is started anew.
             with started(alone, prompts, watch) if mixed else nullcontext(reward) as one:
                 found.stopped, found.verdicts[name] = repeat_all(one, rollouts, times, watch)
-                for key, value in one.measure().items():
+                for key, value in final_metrics(one, found.stopped).items():
                     # Each judge is counted separately, so that an unknown price stays unknown.
                     stage, _, rest = key.partition("/")
                     own = f"judge_{name}/{rest}" if stage == "judge" else key

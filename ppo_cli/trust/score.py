@@ -118,18 +118,25 @@ def score_all(
         stopped = str(reason)
     except KeyboardInterrupt:
         stopped = BY_HAND
-    metrics = reward.measure()
+    metrics = final_metrics(reward, stopped)
     cut = sum(int(value) for name, value in metrics.items() if name.endswith("/prompts_cut"))
     if cut:
         watch.note(f"{cut} prompts were cut to fit the reward model, from the left.")
-    if stopped == BY_HAND:
-        # A mixture holds its scores back until all of them are there, or no more will come.
-        with suppress(KeyboardInterrupt):
-            reward.close()
     scores = [_now(future) for future in futures]
     if isinstance(rollouts, Sequence):
         scores += [Score.failed(NOT_ASKED)] * (len(rollouts) - len(futures))
     return Scoring(tuple(scores), time.monotonic() - started, metrics, stopped)
+
+
+def final_metrics(reward: Reward, stopped: str) -> dict[str, float]:
+    """What was measured; after a stop, once the calls under way are over: they are billed too.
+
+    A mixture then gives the scores that it held back until all of them are there.
+    """
+    if stopped:
+        with suppress(KeyboardInterrupt):
+            reward.close()
+    return reward.measure()
 
 
 def _tell(

@@ -82,6 +82,25 @@ def test_budget_ends_it_resumably(
     assert server.count - asked <= 40 - len(done) + 1
 
 
+def test_calls_under_way_at_a_stop_are_in_the_cost(
+    server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
+) -> None:
+    server.fail("hang", said="10 + 1 = ?")
+    server.fail("truncated", said="11 + 1 = ?")  # asked again for twice as many tokens
+    # An answer is 7 tokens: 418 dollars are enough for the first calls, not for the longer one.
+    dollar_a_token = ("--rm_price_input", "0", "--rm_price_output", "1000000")
+    limits = ("--rm_max_tokens", "200", "--rm_timeout", "2", "--rm_budget_usd", "418")
+    rows = [
+        {"prompt": f"{n} + 1 = ?", "ground_truth": "13", "response": "13."} for n in (12, 10, 11)
+    ]
+    file = write_rows(tmp_path / "a.jsonl", *rows)
+    code, out, err = run("score", file, *flags, *dollar_a_token, *limits, "--json")
+    told = json.loads(out)
+    assert (code, told["calls"]) == (3, server.count)
+    assert "may cost up to $4e+02" in err
+    assert 200 < told["cost_usd"] == told["tokens_out"] <= 418
+
+
 def test_wrong_key_is_told_at_once(
     server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
 ) -> None:

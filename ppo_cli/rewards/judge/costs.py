@@ -338,8 +338,6 @@ class Ledger:
         guest = held.guest
         price = (guest or self).price
         usd = price.cost(usage) if price else 0.0
-        if self.budget_day is not None:
-            self.budget_day.settle(held, usd)
         self._compare(held, usage)
         line = (
             {"time": round(time.time(), 3)}
@@ -359,6 +357,8 @@ class Ledger:
                 guest.spent = guest.spent + spent
             self._unwritten.append(json.dumps(line))
             self._write()
+        if self.budget_day is not None:  # last: its file may fail
+            self.budget_day.settle(held, usd)
         return usd
 
     def _compare(self, held: Reservation, usage: Usage) -> None:
@@ -409,12 +409,15 @@ class Ledger:
         return self._append(in_flight_file(self._path), map(json.dumps, lines))
 
     def _write(self) -> None:
-        """Append the calls that are over; with none in flight, that file is empty again."""
-        if self._path is None:
+        """Append the calls that are over; with none in flight, that file is empty again.
+
+        Lines that cannot be written come with the next ones: until then the file of those in
+        flight has their calls.
+        """
+        if self._path is None or not self._append(self._path, self._unwritten):
             return
-        written = self._append(self._path, self._unwritten)
         self._unwritten.clear()
-        if written and not self._open:
+        if not self._open:
             with suppress(OSError):
                 os.truncate(in_flight_file(self._path), 0)
 

@@ -14,10 +14,10 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ppo_cli.config.known_models import JUDGES
 from ppo_cli.config.reward_schema import ApiReward, JudgeType
@@ -115,6 +115,12 @@ class _Amounts(FromFile):
     input: Dollars
     output: Dollars
     cached_input: Dollars | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.cached_input is not None and self.cached_input > self.input:
+            raise ValueError(f"cached_input ({self.cached_input:g}) is above input")
+        return self
 
 
 class PriceFile(FromFile):

@@ -429,7 +429,9 @@ class JudgeReward(Reward):
         return self._loop.submit(self._repeat(rollout, votes))
 
     def measure(self) -> dict[str, float]:
-        """`judge/…` metrics since the last call."""
+        """`judge/…` metrics since the last call, after `close` too."""
+        if self._closed:
+            return asyncio.run(self._measure())
         return self._loop.call(self._measure(), timeout=60.0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -197,7 +197,9 @@ class ServedModelReward(Reward):
         return self._client.outage.sentence()
 
     def measure(self) -> dict[str, float]:
-        """`model/…` metrics since the last call."""
+        """`model/…` metrics since the last call, after `close` too."""
+        if self._closed:
+            return asyncio.run(self._measure())
         return self._loop.call(self._measure(), timeout=60.0)
 
     def close(self) -> None:

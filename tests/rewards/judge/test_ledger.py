@@ -456,6 +456,34 @@ def test_a_call_that_cannot_be_recorded_is_not_sent_under_a_budget(tmp_path: Pat
     asyncio.run(free.reserve(question()))
 
 
+def test_calls_that_could_not_be_recorded_are_written_with_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "judge_calls.jsonl"
+    book, resumed = ledger(usd=1.0), ledger(usd=1.0)
+    book.attach(path)
+    path.unlink()
+    path.mkdir()  # as good as a full disk
+    asyncio.run(call(book, Usage(10, 1)))
+    path.rmdir()
+    asyncio.run(call(book, Usage(20, 2)))
+    resumed.attach(path)
+    assert resumed.total == book.total == Spent(2, Usage(30, 3), pytest.approx(60e-6))
+
+
+def test_a_call_is_booked_even_if_the_file_of_the_day_fails(tmp_path: Path) -> None:
+    day = DayBudget(tmp_path / "day.sqlite", 1.0)
+    book = Ledger(PRICE, budget_usd=1.0, budget_tokens=None, budget_day=day)
+
+    async def story() -> None:
+        held = await book.reserve(question())
+        with sqlite3.connect(tmp_path / "day.sqlite") as file:
+            file.execute("DROP TABLE spent")
+        with pytest.raises(RewardError, match="rm_budget_usd_day"):
+            held.settle(Usage(10, 1), "ok")
+
+    asyncio.run(story())
+    assert book.total == Spent(1, Usage(10, 1), pytest.approx(20e-6))
+
+
 def test_a_tokenizer_that_makes_more_tokens_than_estimated_is_learned(tmp_path: Path) -> None:
     path = tmp_path / "judge_calls.jsonl"
     book, resumed = ledger(usd=1.0), ledger(usd=1.0)

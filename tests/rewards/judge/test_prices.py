@@ -132,6 +132,7 @@ MISTAKES = [
     ("prices: {openai: {m: 3}}", "prices.openai.m: there must be keys here: input, output"),
     ("prices: {openai: {m: {inputs: 1, output: 2}}}", "Did you mean 'input'"),
     ("prices: {openai: {m: {input: 1}}}", "prices.openai.m.output: the key is missing"),
+    ("prices: {openai: {m: {input: 1, output: 2, cached_input: 3}}}", "(3) is above input"),
     ("prices: {openai: {m: {input: -1, output: 2}}}", "m.input: must be greater than or equal"),
     ("prices: {openai: {m: {input: free, output: 2}}}", "is 'free'"),
     ("prices: {openai: {m: {input: .nan, output: 2}}}", "is nan"),
