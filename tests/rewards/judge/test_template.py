@@ -237,7 +237,7 @@ def test_reasoning_is_stripped_or_kept() -> None:
     template, material = own("{response}"), Material("", "<think>hmm</think>4")
     assert between(template.question(material, nonce=NONCE).user, "response") == "4"
     kept = template.question(material, ApiReward(reasoning="keep"), nonce=NONCE).user
-    assert between(kept, "response") == "< think>hmm< /think>4"
+    assert between(kept, "response") == "< think>hmm< / think>4"
 
 
 def test_an_overlong_response_is_cut_and_the_judge_is_told() -> None:
