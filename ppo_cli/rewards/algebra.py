@@ -51,6 +51,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\sqrt\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity)(?![a-z])", r"\\\1 "),
         (r"\\infinity", r"\\infty"),
+        (r"\\[lcdv]?dots[bcim]?(?![a-z])|\.\.\.", r"\\dots "),
         (r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)", r"(\1\\cdot 10^{\2})"),
         (r"(?<=\d)(?:\{,\}|,\\!|\\,|\\!)\s?(?=\d{3})", ""),
@@ -79,7 +80,7 @@ _MEMBER_OF = re.compile(r"^\s*[A-Za-z]\s*\\in(?![a-z])\s*")
 _BUILDER = re.compile(
     r"^\\?\{\s*([a-z])\s*(?:\\in\s*(?:\\mathbb\s*\{?\s*R\s*\}?|R)\s*)?(?:\\mid|\\vert|\||:)\s*(.+?)\s*\\?\}$"
 )
-_DOTS = re.compile(r"\\[lcdv]?dots[bcim]?(?![a-z])|\.\.\.|\.\. ")
+_DOTS = re.compile(r"\\dots|\.\. ")
 _TIME = re.compile(r"\d{1,2}:\d{2}(?!\d)")
 _RATIO = re.compile(r"\s*([\w.\\{}]+)\s*:\s*([\w.\\{}]+)\s*")
 _BASE = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?(\d{1,2})\}?")
@@ -147,7 +148,7 @@ def equal(answer: str, gold: str) -> bool:
         and quantities[1]
     ):
         return same_quantity(quantities[0], quantities[1])
-    if _is_tuple(right) and "," in left and not re.search(r"[(\[]|\\\{", left):
+    if _is_tuple(right) and _list_parts(left)[1:] and not re.search(r"[(\[]|\\\{", left):
         left = f"({left.strip(' {}')})"
     if (right.startswith("\\{") and left.startswith("(")) or (
         left.startswith("\\{") and _is_tuple(right) and not _BUILDER.match(left)
@@ -168,8 +169,9 @@ def _write_latex(text: str) -> str:
 
 def _unwrap_equations(left: str, right: str) -> tuple[str, str]:
     """Drop the names of values: `x = 5` against `5`, or against `x = 10/2`."""
-    sides = [_split_equation(text) for text in (left, right)]
-    answer, gold = sides
+    answer, gold = (_split_equation(text) for text in (left, right))
+    if answer and gold is None and len(answer) == 2 and re.fullmatch("[A-Za-z]", answer[1]):
+        answer.reverse()
     if answer is None and gold is None:
         return left, right
     if gold is None and answer is not None:

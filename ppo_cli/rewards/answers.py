@@ -55,12 +55,21 @@ _ANNOUNCED = re.compile(
     rf"(?:{'|'.join(_ANNOUNCEMENTS.values())}|{_HEADING})", re.IGNORECASE | re.MULTILINE
 )
 # What makes something else of an announcement, before and after it.
+_HEARSAY = (
+    r"\b(?:some|many|most|others|people|students|you|they)\b[^.\n]{0,20}"
+    r"\b(?:say|think|believe|claim|argue|guess)\b"
+)
 _NOT_ANNOUNCED = re.compile(
     r"(?:\b(?:wrong|incorrect|false|if|whether|what|suppose|assume|unless|not|previous|earlier|his|her"
-    r"|their)|错误|如果|[不别勿])\s?(?:the\s|an?\s|your\s|that\s|my\s){0,2}(?:correct\s|right\s|final\s)?$",
+    rf"|their)|错误|如果|[不别勿]|{_HEARSAY}(?:\sthat)?)"
+    r"\s?(?:the\s|an?\s|your\s|that\s|my\s){0,2}(?:correct\s|right\s|final\s)?$",
     re.IGNORECASE,
 )
 _NOT_CONTENT = re.compile(r"\s?(?:not\b|n't|never\b|neither\b|不是|没有)", re.IGNORECASE)
+# `\boxed{5} is wrong`
+_REFUTED = re.compile(
+    r".{0,20}?\}[}$\s)\\\]]{0,9}(?:is|was)\s(?:wrong|incorrect|false|not)\b", re.IGNORECASE
+)
 # `5 is the answer`
 _AFTERWARDS = re.compile(
     r"\bis\s(?:therefore\s|thus\s|indeed\s|clearly\s)?(?:the|our|my)\s(?:(?:final|correct|right|best|only"
@@ -131,10 +140,12 @@ _ENDINGS = re.compile(
 )
 # Such as `</response>`, in which some models wrap what they say.
 _CLOSING_TAGS = re.compile(r"</[A-Za-z_]{1,20}>")
+# A list that was cut off after the number of an item.
+_OPEN_ITEM = re.compile(r"^\s*\d{1,2}\.\s[^\n]*\n\s*\d{1,2}\.\Z", re.MULTILINE)
 # What may stand before a closing expression.
 _LEADS_IN = re.compile(
     r"(?:^|[=:→⇒≈]|\banswer|\bthat|\bit's|\\(?:approx|implies|Rightarrow|to|therefore)|(?:^|[,;}]\s?)(?:so|hence|thus|therefore|then|finally),?"
-    r"|\b(?:is|are|was|were|be|equals?|gets?|got|gives?|giving|ha[sd]|have|obtain(?:s|ed)?|find|found|yields?"
+    r"|\b(?:is|are|was|were|be|equals?|gets?|got|gives?|giving|ha[sd]|have|obtain(?:s|ed)?|find|found|concludes?|yields?"
     r"|becomes?|makes?|takes?(?:\s(?:him|her|it|them))?|receives?|costs?|earns?|pays?|needs?|totals?|leaves?|remains?|sold|sells?"
     r"|(?:equal|simplif\w+|reduc\w+|evaluat\w+|amounts?|comes?|adds? up|sums?|round\w*) to"
     r"|(?:in|de)creases by"
@@ -145,11 +156,14 @@ _LEADS_IN = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 _NEGATED = re.compile(
-    r"(?:\bnot|n't|\bnever|\bcannot)\s(?:(?!which|but|it)\S+\s){0,2}\S*\s*$|(?:不|不是|并非)$|\b(?:if|let|suppose|assume|whether|wrong|incorrect|false)\b",
+    r"(?:\bnot|n't|\bnever|\bcannot)\s(?:(?!which|but|it)\S+\s){0,2}\S*\s*$|(?:不|不是|并非)$"
+    rf"|\b(?:if|let|suppose|assume|whether|wrong|incorrect|false)\b|{_HEARSAY}",
     re.IGNORECASE,
 )
 _TWO_CLAUSES = re.compile(
-    r"\b(?:is|are|has|have|gets?)\b.*\band\b.*\b(?:is|are|has|have|gets?)\s*$", re.IGNORECASE
+    r"\b(?:is|are|has|have|gets?)\b.*\band\b.*\b(?:is|are|has|have|gets?)\s*$"
+    r"|=[^,;=]*\band\b[^,;=]*=\s*$",
+    re.IGNORECASE,
 )
 
 _LONE_CHOICE = re.compile(r"[(\[]{0,2}([A-Ja-j])[)\]]{0,2}[.:]?")
@@ -161,6 +175,7 @@ _LEADING_CHOICE = re.compile(
 _SECOND_CHOICE = re.compile(
     rf"\s*(?:(?:,\s*)?(?:and|or|und|oder|et|ou)\b|[/&+]|[或和、])\s*(?:option\s|choice\s)?[(\[]?{_LETTER}(?![A-Za-z'])"
     rf"|\s*[-,]\s*[(\[]?{_LETTER}[)\]]?\s*(?:$|[.,;/&。\n]|(?:and|or)\b)"
+    rf"|\s*か\s?{_LETTER}|\s*(?:では(?:ない|なく|ありま)|じゃ|[이가]\s?아[니닙]|不(?:对|對|正|是)|错|錯)"
 )  # fmt: skip
 _AFTER_CHOICE = re.compile(
     r"\s*(?:$|\n|[.,;:!)\]}\"'。;:、(—]|\s-+\s|[^\x00-\x7f]"
@@ -298,6 +313,8 @@ def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
     if choice:
         marks += [(m.start(), "right", m[1] or m[2] or m[3]) for m in _IS_RIGHT.finditer(text)]
     for start, kind, content in sorted(marks, reverse=True)[:MOST_MARKS]:
+        if kind == "box" and _REFUTED.match(text, start + len(content)):
+            continue
         if kind in ("box", "hashes", "right"):
             yield kind, content
         elif kind == "afterwards":
@@ -382,6 +399,8 @@ def closing_expression(text: str) -> str | None:
     """Return the expression that an unmarked text ends in, or None where it ends in words."""
     text = re.sub(r"\s*<\|[\w|]{1,30}\|?>\w*\s*$", "", text[-LAST_PART:]).strip()
     text = _CLOSING_TAGS.sub(" ", text).strip()
+    if _OPEN_ITEM.search(text):
+        return None
     display = _DISPLAY.search(text)
     if display is not None:
         content = (display[1] or display[2] or "").strip()
@@ -503,7 +522,7 @@ def _is_whole(text: str) -> bool:
 def _trim(run: str) -> str:
     """Return a run of tokens without what belongs to the words around it; "" for a mere sign."""
     for _ in range(3):
-        run = re.sub(r"^[\s,;:.)\]}*_]+|[\s,;:(\[{*_&=]+$", "", run)
+        run = re.sub(r"^(?:[\s,;:)\]}*_]|\.(?!\d))+|[\s,;:(\[{*_&=]+$", "", run)
         # Of `(see 5` or `5 (as` a bracket stands outside; `[0, 1)` is an interval.
         surplus = sum(map(run.count, "([")) - sum(map(run.count, ")]"))
         if surplus > 0 and run.rfind("(") > 0:
@@ -521,7 +540,7 @@ def strip_delimiters(text: str) -> str:
     dollars = len(re.findall(r"(?<!\\)\$", text))
     if dollars and dollars % 2 == 0:
         text = re.sub(r"(?<!\\)\$", "", text)
-    return re.sub(r"[\s,;:]*[.。]?\s*$", "", text.strip()).strip()
+    return re.sub(r"[\s,;:]*(?:(?<!\.)\.|。)?\s*$", "", text.strip()).strip()
 
 
 def read_choice(text: str) -> str | None:
@@ -532,7 +551,7 @@ def read_choice(text: str) -> str | None:
 
 def leading_choice(text: str) -> str | None:
     """Return the letter of `(B) 12`, `B. 12` or `B because …`; None for `B or C` and `A cat`."""
-    plain = _MARKUP.sub("", unwrap_text(text)).strip()
+    plain = _MARKUP.sub("", unwrap_text(text).replace("\\ ", " ")).strip()
     match = _LEADING_CHOICE.match(_HEDGES.sub("", plain))
     if match is None or _SECOND_CHOICE.match(match[3]):
         return None
@@ -543,7 +562,7 @@ def leading_choice(text: str) -> str | None:
 
 def _boxed_choice(content: str) -> str | None:
     """Return the choice that a box holds: the letter alone, or with the option's own text."""
-    content = _HEDGES.sub("", _MARKUP.sub("", unwrap_text(content)))
+    content = _HEDGES.sub("", _MARKUP.sub("", unwrap_text(content).replace("\\ ", " ")))
     has_text = _OPTION_LINE.match(content)
     return read_choice(content) or (leading_choice(content) if has_text else None)
 

@@ -143,6 +143,8 @@ def _read_value(text: str) -> Quantity | None:
     """Return the number of `5`, `x = 5` or `12 + 30 = 42`; of `1/3 ≈ 0.33` the exact one."""
     exact, *rounded = re.split(r"\\approx|≈", text)
     left, _, value = exact.rpartition("=")
+    if re.search(r"[!<>]\s?$", left):
+        return None
     if not names_value(left) or (value.strip() == "0" and re.search(r"[A-Za-z]\W*[-+*/^]", left)):
         return None
     if rounded and ("=" not in exact or not value.strip()):

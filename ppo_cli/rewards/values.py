@@ -43,7 +43,10 @@ _GROUPED = (
     r"|\d{1,3}(?: \d{3})+(?! ?\d)|\d{1,3}(?:'\d{3})+(?!\d)"
 )
 _DECIMAL = rf"(?:(?:{_GROUPED}|\d+)(?:\.\d*)?|\.\d+)"
-_EUROPEAN = r"\d{1,3}(?:\.\d{3})+,\d+|(?:0,\d+|\d{4,},\d+|\d{1,3},(?!\d{3}(?!\d))\d+)(?!,|\.?\d)"
+_EUROPEAN = (
+    r"\d{1,3}(?:[. ]\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}(?![.\d])"
+    r"|(?:0,\d+|\d{4,},\d+|\d{1,3},(?!\d{3}(?!\d))\d+)(?!,|\.?\d)"
+)
 _TIMES_TEN = r"\s?(?:\\times|\\cdot|[×·*x])\s?10\s?(?:\^|\*\*)\s?[{(]{0,2}([-+]?\d+)[)}]{0,2}"
 _POWER_OF_TEN = re.compile(r"([-+]?)\s?10\s?(?:\^|\*\*)\s?[{(]{0,2}([-+]?\d+)[)}]{0,2}")
 _NUMBER = re.compile(
@@ -102,10 +105,10 @@ _UNITS: dict[str, tuple[str, Fraction]] = {
 }
 _COMPOUND = {"mph": "miles/hour", "kph": "km/h", "kmph": "km/h", "kmh": "km/h"}
 _SCALES = {
-    "thousand": 3, "million": 6, "billion": 9, "trillion": 12,
+    "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12,
     "千": 3, "万": 4, "萬": 4, "億": 8, "亿": 8,
 }  # fmt: skip
-_SCALE = re.compile(r"(thousand|million|billion|trillion)\b|(千(?!米|克)|万|萬|億|亿)")
+_SCALE = re.compile(r"(hundred|thousand|million|billion|trillion)\b|(千(?!米|克)|万|萬|億|亿)")
 _PERCENT = re.compile(
     r"(?:\\?%|percent(?:age)?\b|per cent\b|pct\b|パーセント|퍼센트)", re.IGNORECASE
 )
@@ -117,7 +120,7 @@ _UNIT_PART = re.compile(r"(?:(square|sq\.?|cubic|cu\.?)\s)?([^\s^]+?)(?:\s?\^?\s
 NOT_A_UNIT = re.compile(
     r"\b(?:and|or|to|of|than|more|less|fewer|times|plus|minus|over|mod|modulo|choose|factorial|if|not"
     r"|but|pi|sqrt|sin|cos|tan|log|ln|exp|infinity|squared|cubed|base|through|until|root|where|for"
-    r"|because|since|as|otherwise|unless|when|with|divided|multiplied|half|is|are|was|were|und|oder|et|ou|y|o)\b|或|和|又は|または|ではない|じゃない|でない|아니",
+    r"|because|since|as|otherwise|unless|when|with|divided|multiplied|half|is|are|was|were|und|oder|et|ou|y|o)\b|\b[α-λν-ω]\b|或|和|又は|または|ではない|じゃない|でない|아니",
     re.IGNORECASE,
 )  # fmt: skip
 
@@ -164,7 +167,7 @@ def unwrap_text(text: str) -> str:
 
 def normalise_maths(text: str) -> str:
     """Return an answer stripped of everything that is only looks, for comparing as text."""
-    plain = unwrap_text(clean(text)).strip().rstrip(".")
+    plain = re.sub(r"(?<!\.)\.\Z", "", unwrap_text(clean(text)).strip())
     plain = plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     # A blank between two digits is not looks: `1 2` is not 12.
     return _SPACE.sub(
@@ -202,7 +205,7 @@ def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
     if match is None or match.end() - match.start() > LONGEST_NUMBER:
         return None
     european = match["european"]
-    if european and not (decimal_comma or european.startswith("0,") or "." in european):
+    if european and not (decimal_comma or european.startswith("0,") or re.search("[. ]", european)):
         return None
     number = _read_value(match)
     if number is None:
@@ -218,9 +221,9 @@ _POWER_GROUP = _NUMBER.groupindex["exponent"] + 1
 
 
 def _write_plainly(text: str) -> str:
-    plain = clean(text).strip().rstrip(".").strip()
+    plain = re.sub(r"(?<!\.)\.\Z", "", clean(text).strip()).strip()
     plain = re.sub(r"\A\$([^$]+)\$", r"\1 ", plain).strip()
-    plain = re.sub(r"\A\(([-+\d.,]+)\)\Z", r"\1", unwrap_text(plain) if "(" in plain else plain)
+    plain = re.sub(r"\A\(([-+\d.]+)\)\Z", r"\1", unwrap_text(plain) if "(" in plain else plain)
     plain = plain.replace("\\$", "$").replace("\\left", "").replace("\\right", "")
     plain = _THIN_SPACE.sub(" ", _BRACED_COMMA.sub(",", plain))
     plain = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", plain).strip()
@@ -233,7 +236,7 @@ def _read_value(match: re.Match[str]) -> Fraction | None:
         below = int(match["below"])
         return int(match["whole"]) + Fraction(int(match["top"]), below) if below else None
     if match["european"]:
-        return Fraction(match["european"].replace(".", "").replace(",", "."))
+        return Fraction(re.sub("[. ]", "", match["european"]).replace(",", "."))
     value = Fraction(re.sub("[, ']", "", match["size"]))
     if match["divisor"]:
         below_value = Fraction(re.sub("[, ']", "", match["divisor"]))
@@ -261,7 +264,7 @@ def _add_unit(
     rest: str, value: Fraction | None, rounded: bool, currency: str = ""
 ) -> Quantity | None:
     """Read what follows a number; None where it is more than a unit."""
-    if value is None:
+    if value is None or rest.startswith(".."):
         return None
     marked = _TEXT_COMMAND.match(rest.lstrip(" ~\\,;:!")) is not None
     separate = marked or rest[:1] in (" ", "\\", "~", "")
@@ -333,7 +336,7 @@ def names_value(left: str, right: str = "") -> bool:
     letters = set(re.findall(r"[A-Za-z]", re.sub(r"\([^()]*\)", "", bare)))
     if letters & set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", right)):
         return False
-    return not (re.search(r"[A-Za-z]", bare) and re.search(r"\d", bare))
+    return not (re.search(r"[A-Za-z]", bare) and re.search(r"\d|^\s*-", bare))
 
 
 def _close(answer: Quantity, gold: Quantity, one: Fraction, other: Fraction) -> bool:
@@ -355,7 +358,7 @@ def _is_finite_decimal(value: Fraction) -> bool:
 
 _WORD_EDGE = r"(?<![a-z0-9])(?<!\d[.,])", r"(?![a-z0-9])(?![.,]\d)"
 _NUMBERS_IN_TEXT = re.compile(
-    rf"(?<![\w.])(?:(?<![\w)\]}}])[-+])?[$€£]?(?:{_DECIMAL})(?:[eE][-+]?\d+|/\d+)?%?(?!\w)"
+    rf"(?<![\w.^])(?<!\d[,:])(?:(?<![\w)\]}}])[-+])?[$€£]?(?:{_DECIMAL})(?:[eE][-+]?\d+|/\d+)?%?(?!\w|[.,:]\d|\^)"
 )  # fmt: skip
 
 
