@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,3 +126,17 @@ def test_other_errors_pass_through() -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
         run_within_memory([3], Budget(100), work, lambda: None)
     assert not is_out_of_memory(ValueError("not enough memory"))
+
+
+def test_an_import_that_fails_under_a_limit_is_out_of_memory() -> None:
+    numpy_error = ImportError("please exit the numpy source tree")
+    numpy_error.__cause__ = ImportError("_multiarray_umath.so: failed to map segment")
+    torch_error = ImportError("cannot import name 'x'", name="torch._dynamo.utils")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 43, hard))
+    try:
+        assert is_out_of_memory(numpy_error) and is_out_of_memory(torch_error)
+        assert not is_out_of_memory(ImportError("No module named 'mine'", name="mine"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert not is_out_of_memory(numpy_error) and not is_out_of_memory(torch_error)
