@@ -238,7 +238,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     said = f"{type(error).__name__} {error}"  # torch has an error of its own for it
     if address_space() is not None and (
         any(sign in said for sign in _UNMAPPED)
-        # numpy says instead that it is imported from its source folder, torch that a name is missing
+        # numpy says that it is imported from its source folder, torch that a name is missing
         or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
         or (isinstance(error, ImportError) and (error.name or "").startswith("torch."))
     ):

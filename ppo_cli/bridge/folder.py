@@ -54,7 +54,13 @@ keys=({keys})
 token=$here/{token}
 """
 # Keys of judges are for the reward server alone: every process of Ray inherits Ray's variables.
+# A second start of the folder would replace and delete the secrets of the first.
 KEYS_TO_FILE = """\
+exec 9> "$here/.lock"
+flock -n 9 || {{
+    echo "The script of node 0 runs already in $here: wait for its end, or end it." >&2
+    exit 2
+}}
 rm -f "$here/{keys_file}"
 for name in "${{keys[@]}}"; do
     [ -z "${{!name:-}}" ] || (umask 077; printf '%s\\n' "$name=${{!name}}" >> "$here/{keys_file}")

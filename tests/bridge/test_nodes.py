@@ -157,6 +157,23 @@ def test_a_reward_that_must_stop_ends_the_run_as_resumable(board: Path, start: S
     assert [process.wait(30) for process in others] == [0, 0, 0]
 
 
+def test_a_second_start_of_the_folder_leaves_the_first_alone(board: Path, start: Start) -> None:
+    for name in ("joined_1", "joined_2", "joined_3"):
+        (board / name).touch()
+    head = start(0, TRAINS="3")
+    ends = time.monotonic() + 20
+    while not calls(board, "main_ppo"):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    token = (board / ".ray_token").stat()
+    second = start(0)
+    assert second.wait(30) == 2
+    assert second.stderr is not None and "runs already in" in second.stderr.read()
+    assert (board / ".ray_token").stat().st_mtime_ns == token.st_mtime_ns
+    assert head.wait(30) == 0
+    assert start(0).wait(30) == 0
+
+
 def test_on_a_cluster_that_exists_no_ray_is_started(board: Path, start: Start) -> None:
     for name in ("head", "joined_1", "joined_2", "joined_3"):
         (board / name).touch()
