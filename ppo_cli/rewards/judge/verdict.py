@@ -290,6 +290,8 @@ def _read_places(text: str, rivals: Rivals) -> tuple[list[int], str]:
         raise Unreadable("form", "a place is not a whole number")
     if not all(1 <= place <= rivals.count for place in verdicts):
         raise Unreadable("out_of_range", f"a place is outside 1-{rivals.count}")
+    if 1 not in verdicts:  # points or levels, not a ranking
+        raise Unreadable("form", "no response has place 1")
     return verdicts, reason
 
 

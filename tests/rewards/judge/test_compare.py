@@ -244,6 +244,8 @@ def test_places_of_a_list_are_read() -> None:
             read_answer(Reply(text.replace('R3": 1', f'R3": {wrong}')), three)
     with pytest.raises(JudgeError):
         read_answer(Reply(text.replace('"place_of_R3": 1, ', "")), three)
+    with pytest.raises(JudgeError, match="place 1"):  # points of which 3 is the most
+        read_answer(Reply(text.replace('R3": 1', 'R3": 3')), three)
     with pytest.raises(JudgeError):  # the names of earlier versions
         read_answer(Reply(text.replace("place_of_", "")), three)
     with pytest.raises(JudgeError):

@@ -38,7 +38,7 @@ def read_chat(text: str) -> Any:
 def read_body(text: str) -> Any:
     """Return the JSON of a body; anything else is a bad body."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError):
         raise bad_body(describe(text)) from None
 
@@ -95,7 +95,9 @@ def describe(body: Any) -> str:
         )
         if words:
             return f"it holds an error: {words}"
-        return f"a JSON object without an answer (its keys: {', '.join(list(body)[:6]) or 'none'})"
+        # Gateways put their errors under keys of their own, so the object itself is shown.
+        shown = json.dumps(body, ensure_ascii=False, default=str)[:_EXCERPT]
+        return f"a JSON object without an answer: {shown}"
     kinds = {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
     kind = kinds.get(type(body), "a number" if isinstance(body, int | float) else "")
     return f"JSON, but {kind} and not an object" if kind else "a JSON object without an answer"
@@ -109,7 +111,17 @@ def _describe_text(text: str) -> str:
     words = one_line(read_words(text))[:_EXCERPT]
     if is_page(text):
         return f"a page of HTML: {words}"
+    if text.lstrip().startswith("{"):
+        kind = f"lines of JSON: {STREAMS}" if _has_json_line(text) else "JSON that breaks off"
+        return f"{kind}: {words}"
     return f"plain text: {words}" if words.isprintable() else "binary data"
+
+
+def _has_json_line(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def is_stream(text: str) -> bool:
@@ -130,7 +142,7 @@ def _join_chunks(text: str) -> dict[str, Any]:
         try:
             chunk = json.loads(value)
         except ValueError:
-            raise bad_body(f"an event stream that is not JSON: {STREAMS}") from None
+            raise bad_body(f"an event stream that breaks off or is not JSON: {STREAMS}") from None
         if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
             words = read_words(chunk)[:_EXCERPT] or "no chat chunks"
             raise bad_body(f"an event stream ({words}): {STREAMS}")

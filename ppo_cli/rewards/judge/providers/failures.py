@@ -109,6 +109,9 @@ def read_symptoms(error: BaseException) -> Symptoms:
         passing = "TransportError" in kinds or getattr(error, "retryable", False)
         return Symptoms("connection" if passing else "credentials", text)
     root = module.split(".")[0]
+    undecoded = {"DecodingError", "ContentEncodingError"}
+    if any(type(inner).__name__ in undecoded for inner in _chain(error)):
+        return Symptoms("body", "its content-encoding is not that of the body")
     if "APIConnectionError" in kinds or isinstance(error, OSError):
         return Symptoms("connection", f"{lost or text} ({_root_cause(error)})")
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):

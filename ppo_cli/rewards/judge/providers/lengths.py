@@ -40,6 +40,8 @@ _INPUT = re.compile(r"prompt|input|request|messages|\btext\b", re.I)
 _OUTPUT = re.compile(rf"{_ANSWER}|max_new|output|completion|requested|total|\bsum\b", re.I)
 _TOO_MUCH = re.compile(rf"{_ANSWER}.{{0,80}}?{_SIZE}|{_SIZE}.{{0,40}}?{_ANSWER}", re.I | re.S)
 _UNSUPPORTED = re.compile(r"(?:not|un)[ -]?(?:supported|permitted|recogni[sz]ed|expected)", re.I)
+# What one request needs of a rate per minute; more than all of it never fits.
+_RATE = re.compile(r"tokens\b.*?\blimit:? (\d[\d,]*)\b.*?\brequested:? (\d[\d,]*)", re.I | re.S)
 _NUMBER = re.compile(r"(?<![\w.,-])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.-])\d+(?![\w]|\.\d)")
 
 
@@ -47,9 +49,10 @@ def about_length(status: int | None, codes: frozenset[str], words: str) -> bool:
     """Whether a refusal says that prompt, answer or both are too long for the judge."""
     if status == 413 or codes & _CODES:
         return True
-    if status not in STATUSES:
-        return False
-    return _names_length(words)
+    if status == 429 and (rate := _RATE.search(words)):
+        limit, requested = (int(number.replace(",", "")) for number in rate.groups())
+        return requested > limit
+    return status in STATUSES and _names_length(words)
 
 
 def _names_length(words: str) -> bool:

@@ -26,7 +26,7 @@ from ppo_cli.rewards.judge.providers.base import (
     result_lines,
     row_error,
 )
-from ppo_cli.rewards.judge.providers.bodies import raise_body, read_chat
+from ppo_cli.rewards.judge.providers.bodies import bad_body, raise_body, read_chat
 from ppo_cli.rewards.judge.providers.forms import (
     FORMAT_WORDS,
     QUESTION,
@@ -248,4 +248,6 @@ def read_completion(reply: Any, tokens: TokenFields = TOKENS) -> Reply:
     if isinstance(content, list):  # Mistral's thinking models answer in chunks
         texts = [attribute(part, "text") for part in content if attribute(part, "type") == "text"]
         content = "".join(t for t in texts if isinstance(t, str))
-    return finish(content if isinstance(content, str) else None, usage, truncated=ended == "length")
+    if not isinstance(content, str | None):
+        raise bad_body(f"the content of its message is no text: {str(content)[:100]}")
+    return finish(content, usage, truncated=ended == "length")

@@ -41,6 +41,8 @@ BODIES = {
     ("application/json", "8"): "a number and not an object",
     ("application/json", '{"status": "ok"}'): "a JSON object without an answer",
     ("application/json", '{"choices": []}'): "a JSON object without an answer",
+    ("application/x-ndjson", '{"message": {"content": "{"}}\n{"done": true}\n'): "lines of JSON",
+    ("application/json", '{"id": "c", "choices": [{"index": 0, "mess'): "JSON that breaks off",
     ("text/plain", "OK"): "plain text: OK",
     ("application/octet-stream", "\x1f\x8b\x00\x01"): "binary data",
 }
@@ -57,6 +59,11 @@ def test_a_body_that_is_no_answer_is_named(server: JudgeServer, wire: str) -> No
         if not (right and error.cause == "bad_body" and words in str(error)):
             unlike.append((body, str(error)))
     assert not unlike
+
+
+def test_an_object_of_a_gateways_own_is_shown(server: JudgeServer) -> None:
+    server.fail("body", raw='{"code": 401, "tip": "expired"}')
+    assert '"tip": "expired"' in str(ask_once(judge_at(server, "openai")))
 
 
 @pytest.mark.parametrize("content_type", ["text/event-stream", "text/plain", "application/json"])
@@ -88,8 +95,34 @@ def test_a_stream_that_ends_early_is_no_answer(server: JudgeServer) -> None:
     assert "an event stream that was cut" in str(error)
 
 
-def test_a_completion_counts_whatever_its_content_type(server: JudgeServer) -> None:
-    message = {"role": "assistant", "content": VERDICT}
-    body = json.dumps({"choices": [{"finish_reason": "stop", "message": message}]})
+def completion(content: object) -> str:
+    message = {"role": "assistant", "content": content}
+    return json.dumps({"choices": [{"finish_reason": "stop", "message": message}]})
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_completion_counts_whatever_its_content_type(server: JudgeServer, mark: str) -> None:
+    body = mark + completion(VERDICT)
     server.fail("body", raw=body, headers={"Content-Type": "text/plain"})
     assert ask_once(judge_at(server, "openai")) == Reply(VERDICT)
+
+
+@pytest.mark.parametrize("content", [8, {"reason": "so", "score": 8}])
+def test_content_that_is_no_text_is_not_called_empty(server: JudgeServer, content: object) -> None:
+    server.fail("body", raw=completion(content), headers={"Content-Type": "application/json"})
+    error = ask_once(judge_at(server, "openai"))
+    assert isinstance(error, JudgeError)
+    assert error.cause == "bad_body"
+    assert str(content) in str(error)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_body_that_its_encoding_does_not_fit_is_no_lost_connection(
+    server: JudgeServer, wire: str
+) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    server.fail("body", raw=completion(VERDICT), headers=headers)
+    error = ask_once(judge_at(server, wire))
+    assert isinstance(error, JudgeError)
+    assert error.cause == "bad_body"
+    assert "content-encoding" in str(error)
