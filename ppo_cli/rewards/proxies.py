@@ -7,6 +7,7 @@ names a SOCKS proxy and socksio is missing, even if NO_PROXY exempts the only ad
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
@@ -31,9 +32,9 @@ def is_socks(proxy: str | None) -> bool:
 def client_settings(url: str) -> dict[str, Any]:
     """Return the arguments that lead an httpx client to an address.
 
-    Empty where the environment names no SOCKS proxy: httpx reads HTTP proxies correctly itself.
+    Empty where all proxies of the environment are HTTP ones: httpx reads those correctly itself.
     """
-    if not any(map(is_socks, getproxies().values())):
+    if all(re.match("https?://|(?!.*://)", proxy, re.I) for proxy in getproxies().values()):
         return {}
     import httpx
 

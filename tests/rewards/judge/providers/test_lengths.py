@@ -93,12 +93,14 @@ def test_other_refusals_are_not_about_length(words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "never_fits"),
     [
-        ("Request too large for gpt-x on tokens per min (TPM): Limit 30,000, Requested 41,024.", True),
-        ("Rate limit reached for m on tokens per minute (TPM): Limit 6000, Used 5800, Requested 900.",
-         False),
+        ("Request too large for m on tokens per min (TPM): Limit 30,000, Requested 41,024.", True),
+        (
+            "Rate limit reached on tokens per min (TPM): Limit 6000, Used 5800, Requested 900.",
+            False,
+        ),
         ("Rate limit reached for m on requests per minute (RPM): Limit 3, Requested 4.", False),
     ],
-)  # fmt: skip
+)
 def test_a_request_above_the_whole_rate_is_too_long(words: str, never_fits: bool) -> None:
     assert about_length(429, frozenset(), words) is never_fits
 

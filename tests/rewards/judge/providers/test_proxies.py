@@ -89,6 +89,14 @@ def test_no_proxy_exempts_a_judge_from_a_socks_proxy(
     assert isinstance(ask_once(judge_at(server, wire)), Reply)
 
 
+def test_no_proxy_exempts_a_judge_from_a_proxy_that_httpx_does_not_know(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "wss://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert isinstance(ask_once(judge_at(server, "openai")), Reply)
+
+
 @pytest.mark.skipif(find_spec("socksio") is not None, reason="SOCKS works")
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_socks_proxy_that_leads_to_the_judge_needs_a_package(
