@@ -267,7 +267,7 @@ def score(given: Given) -> None:
             screen.note(note)
         prompts = [row.rollout.prompt for row in found.rows]
         with (
-            started(config.reward, prompts, Watch(note=screen.note)) as reward,
+            started(config.reward, prompts, Watch(note=screen.note), check_format=True) as reward,
             screen.phase("score", len(prompts)) as advance,
         ):
             scoring = score_all(reward, found.rollouts, Watch(advance, screen.note))

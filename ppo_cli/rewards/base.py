@@ -54,6 +54,10 @@ class Reward(Protocol):
         """Take responses that people have labelled, by the file that settings name."""
         return
 
+    def check_format(self, tell: Tell) -> None:
+        """Ask questions with known answers, and report a judge that gets one wrong."""
+        return
+
     def submit(self, rollout: Rollout) -> Future[Score]:
         """Start scoring one rollout; never blocks on the answer."""
         ...

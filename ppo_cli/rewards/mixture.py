@@ -298,6 +298,11 @@ class CompositeReward(Reward):
         for reward in self._rewards.values():
             reward.hold_out(labelled)
 
+    def check_format(self, tell: Tell) -> None:
+        """Pass it on."""
+        for reward in self._rewards.values():
+            reward.check_format(tell)
+
     def begin_step(self, step: int) -> None:
         """Pass it on."""
         for reward in self._rewards.values():

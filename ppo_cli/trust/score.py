@@ -40,6 +40,7 @@ BY_HAND = "Stopped by Ctrl-C."
 POLL_S = 0.2
 CUT = 100
 # A share of failed verdicts is one of a step's responses, and a file is no step.
+MANY_ROWS = 64  # two more calls do not count
 QUIET = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
 
 
@@ -67,15 +68,17 @@ class Scoring:
 
 @contextmanager
 def started(
-    settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch, folder: Path | None = None
-) -> Iterator[Reward]:
+    settings: RewardSettings, prompts: Sequence[Prompt], watch: Watch,
+    folder: Path | None = None, *, check_format: bool = False,
+) -> Iterator[Reward]:  # fmt: skip
     """Build the reward and try it out, as training does before its first rollout.
 
     What is spent counts with what earlier starts in `folder` have spent.
 
     What only watches a judge during training (canary replies, a second judge) stays off, in the
     parts of a mixture too; and a reward model that fails its self-test only gives a warning, since
-    the scores themselves are shown.
+    the scores themselves are shown. With `check_format` a judge of many rows is asked questions
+    with known answers first, unless `canary_every` is 0.
     """
     if any(judge.settings.of_the_run for judge in judges_of(settings)):
         raise RewardError(
@@ -91,6 +94,9 @@ def started(
         if folder is not None:
             reward.attach(folder)
         reward.start(prompts, tell=watch.note)
+        allowed = any(judge.settings.canary_every for judge in judges_of(settings))
+        if check_format and allowed and len(prompts) >= MANY_ROWS:
+            reward.check_format(watch.note)
         yield reward
     finally:
         reward.close()

@@ -62,6 +62,17 @@ def test_score_and_score_again(
     assert [r["score"] for r in again] == [r["score"] for r in rows]
 
 
+@pytest.mark.parametrize(("rows", "every", "checks"), [(64, "50", 2), (63, "50", 0), (64, "0", 0)])
+def test_many_rows_are_preceded_by_questions_with_known_answers(
+    server: JudgeServer, flags: list[str], tmp_path: Path, run: Run, rows: int, every: str,
+    checks: int,
+) -> None:  # fmt: skip
+    code, out, err = run("score", sums(tmp_path, rows), *flags, "--rm_canary_every", every)
+    assert code == 0
+    assert ("2 questions with a known answer" in out + err) is bool(checks)
+    assert server.count == 1 + rows + checks
+
+
 def test_budget_ends_it_resumably(
     server: JudgeServer, flags: list[str], tmp_path: Path, run: Run
 ) -> None:

@@ -321,7 +321,7 @@ class JudgeReward(Reward):
         self._provider.begin(tell)
         self._try_out(prompts, patient=patient, tell=tell)
         if self._api.canary_every:
-            self._check_format(tell)
+            self.check_format(tell)
         if self._monitor is not None:
             self._loop.call(
                 self._monitor.try_out(self._question(prompts[0], "I do not know."), tell)
@@ -362,7 +362,7 @@ class JudgeReward(Reward):
             raise RewardError(f"The judge cannot be used ({error.said})") from error
         tell(f"The judge answers, but would not judge the first prompts ({error}).")
 
-    def _check_format(self, tell: Tell) -> None:
+    def check_format(self, tell: Tell) -> None:
         """Ask questions with known answers; a judge that gets one wrong is reported."""
         checks = format_checks(self._api, self.template)
         answers = self._loop.call(self._ask_checks(checks))
