@@ -83,6 +83,7 @@ _CHOSEN = re.compile(
     re.IGNORECASE,
 )
 _IS_RIGHT = re.compile(
+    r"(?<![Ii]f )(?<![Ww]hether )(?<![Ee]ither )(?<!nor )"
     r"(?:(?i:option|choice|statement|answer|选项|選項|選択肢)\s{0,3}[(*]{0,3}([A-J])[)*]{0,3}|[(]([A-J])[)])\s{0,3}"
     r"(?:is\s(?:the\s)?(?:right|correct|best|true)\b|(?:是|が|は)?(?:正确|正確|对|正しい|正解))"
     r"|(?:\A|[.,;\n]\s?)([A-J])\sis\s(?:right|correct)\b"
@@ -173,9 +174,10 @@ _LEADING_CHOICE = re.compile(
     re.DOTALL,
 )
 _SECOND_CHOICE = re.compile(
-    rf"\s*(?:(?:,\s*)?(?:and|or|und|oder|et|ou)\b|[/&+]|[或和、])\s*(?:option\s|choice\s)?[(\[]?{_LETTER}(?![A-Za-z'])"
+    rf"\s*(?:[,(]?\s*\b(?:and|or|as well as|plus|und|oder|et|ou|или)\b(?:\s(?:maybe|possibly))?"
+    rf"|[/&+×→∪∩;或和、]|または|또는)\s*(?:option\s|choice\s)?[(\[]?{_LETTER}(?![A-Za-z'])"
     rf"|\s*[-,]\s*[(\[]?{_LETTER}[)\]]?\s*(?:$|[.,;/&。\n]|(?:and|or)\b)"
-    rf"|\s*か\s?{_LETTER}|\s*(?:では(?:ない|なく|ありま)|じゃ|[이가]\s?아[니닙]|不(?:对|對|正|是)|错|錯)"
+    rf"|\s*\({_LETTER}\)|\s*か\s?{_LETTER}|\s*(?:では(?:ない|なく|ありま)|じゃ|[이가]\s?아[니닙]|不(?:对|對|正|是)|错|錯)"
 )  # fmt: skip
 _AFTER_CHOICE = re.compile(
     r"\s*(?:$|\n|[.,;:!)\]}\"'。;:、(—]|\s-+\s|[^\x00-\x7f]"
@@ -354,12 +356,8 @@ def _complete(sentence: str) -> tuple[str | None, bool]:
 
     `42, because …` and `42 apples` are; `3 more than x` is words, as `the red house` is.
     """
-    sentence = (
-        _ENDINGS.sub("", _HEDGES.sub("", _CLOSING_TAGS.sub(" ", sentence)))
-        .strip()
-        .strip('*_`"')
-        .strip()
-    )
+    sentence = _ENDINGS.sub("", _HEDGES.sub("", _CLOSING_TAGS.sub(" ", sentence)))
+    sentence = sentence.strip().strip('*_`"').strip()
     letter = leading_choice(sentence)
     if letter and not _is_whole(sentence):
         return letter, True
