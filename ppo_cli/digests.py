@@ -22,6 +22,8 @@ MANIFEST: Final = "digests.json"
 # The state of a run names its manifest, so that a manifest that was lost is missed.
 NAMED_IN: Final = "state/run.json"
 THREADS: Final = 8
+# What a loader would read beside what was saved, such as `adapter_config.json`. Notes may be added.
+LOADED: Final = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}
 _STEP = re.compile(r"^step_(\d{6,})$")
 _PART = ".digests-{}.json"
 
@@ -78,6 +80,10 @@ def find_damage(checkpoint: Path, below: str = "") -> list[str]:
         if not below or name == below or name.startswith(f"{below}/")
     }
     problems, complete = [], []
+    for path in sorted((checkpoint / below).rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.suffix in LOADED and name not in {MANIFEST, *recorded} and path.is_file():
+            problems.append(f"{name} was not saved with it")
     for name, entry in expected.items():
         try:
             size = (checkpoint / name).stat().st_size

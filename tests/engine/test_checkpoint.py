@@ -217,6 +217,17 @@ def test_each_rank_digests_what_it_wrote_and_the_manifest_joins_them(tmp_path: P
     assert find_damage(tmp_path, "state") == []
 
 
+def test_a_file_that_a_loader_would_read_beside_what_was_saved_is_named(tmp_path: Path) -> None:
+    model = make("untied")
+    write(tmp_path, trained(model, train(model)))
+    write_manifest(tmp_path)
+    (tmp_path / "actor/NOTES.md").write_text("the best one")
+    assert find_damage(tmp_path) == []
+    (tmp_path / "actor/adapter_config.json").write_text("{}")
+    assert find_damage(tmp_path) == ["actor/adapter_config.json was not saved with it"]
+    assert find_damage(tmp_path, "state") == []
+
+
 def test_an_adapter_is_one_file_whoever_writes(tmp_path: Path) -> None:
     model = make("untied")
     names = {f"base_model.model.{n}": p for n, p in model.named_parameters() if "q_proj" in n}
