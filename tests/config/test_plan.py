@@ -174,8 +174,8 @@ def test_a_mixture_is_shown_in_a_line_with_its_judges_calls() -> None:
     )
     assert list(made.reward.sentences) == [
         "total = 0.7 x zscore(judge) + 0.2 x zscore(helpful) (if rule >= 1) + 0.1 x zscore(rule)",
-        "judge: 12 calls in the run",
-        "judge 'helpful': 36 calls in the run at most: it is asked only if rule >= 1",
+        "judge: 12 calls for responses in the run",
+        "judge 'helpful': 36 calls for responses in the run at most: it is asked only if rule >= 1",
     ]
     told = made.as_dict()["reward"]
     assert told["judge_calls"] == {"judge": 12, "helpful": 36}
