@@ -162,7 +162,8 @@ def reward_plan(reward: Reward, responses: int | None) -> PlanPart:
             count = calls[judge.part] = _times(responses, judge.settings.votes)
             number = "unknown calls" if count is None else f"{count:,} calls"
             fewer = f" at most: it is asked only if {judge.only_if}" if judge.only_if else ""
-            said.append(f"{judge.name.removeprefix('the ')}: {number} for responses in the run{fewer}")
+            name = judge.name.removeprefix("the ")
+            said.append(f"{name}: {number} for responses in the run{fewer}")
     shown = [part.model_dump(include=set(SHOWN)) for part in parts]
     laid = {"total": total, "parts": shown, "models": models, "judge_calls": calls}
     return PlanPart(tuple(said), laid)
