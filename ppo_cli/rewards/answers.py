@@ -61,7 +61,8 @@ _HEARSAY = (
 )
 _NOT_ANNOUNCED = re.compile(
     r"(?:\b(?:wrong|incorrect|false|if|whether|what|suppose|assume|unless|not|previous|earlier|his|her"
-    rf"|their)|错误|如果|[不别勿]|{_HEARSAY}(?:\sthat)?)"
+    r"|their|most|some|many|others|people|students)|(?:(?-i:\b(?!Let|That|It|Here|There|What)[A-Z][a-z]+)"
+    rf"|student|teacher|friend)'s|错误|如果|[不别勿]|{_HEARSAY}(?:\sthat)?)"
     r"\s?(?:the\s|an?\s|your\s|that\s|my\s){0,2}(?:correct\s|right\s|final\s)?$",
     re.IGNORECASE,
 )

@@ -120,7 +120,9 @@ _UNIT_PART = re.compile(r"(?:(square|sq\.?|cubic|cu\.?)\s)?([^\s^]+?)(?:\s?\^?\s
 NOT_A_UNIT = re.compile(
     r"\b(?:and|or|to|of|than|more|less|fewer|times|plus|minus|over|mod|modulo|choose|factorial|if|not"
     r"|but|pi|sqrt|sin|cos|tan|log|ln|exp|infinity|squared|cubed|base|through|until|root|where|for"
-    r"|because|since|as|otherwise|unless|when|with|divided|multiplied|half|is|are|was|were|und|oder|et|ou|y|o|halves|thirds|f(?:our|if)ths|(?:six|seven|eigh|nin|ten|hundred|thousand)ths)\b|\b[α-λν-ω]\b|‰|或|和|又は|または|ではない|じゃない|でない|아니",
+    r"|because|since|as|otherwise|unless|when|with|divided|multiplied|half|is|are|was|were|und|oder|et|ou|y|o|halves|thirds|f(?:our|if)ths|(?:six|seven|eigh|nin|ten|hundred|thousand)ths|dozens?"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:thir|four|fif|six|seven|eigh|nine)teen|ten|eleven"
+    r"|twelve|one|two|three|four|five|six|seven|eight|nine)\b|\b[α-λν-ω]\b|‰|或|和|又は|または|ではない|じゃない|でない|아니",
     re.IGNORECASE,
 )  # fmt: skip
 
@@ -358,7 +360,8 @@ def _is_finite_decimal(value: Fraction) -> bool:
 
 _WORD_EDGE = r"(?<![a-z0-9])(?<!\d[.,])", r"(?![a-z0-9])(?![.,]\d)"
 _NUMBERS_IN_TEXT = re.compile(
-    rf"(?<![\w.^])(?<!\d[,:])(?:(?<![\w)\]}}])[-+])?[$€£]?(?:{_DECIMAL})(?:[eE][-+]?\d+|/\d+)?%?(?!\w|[.,:]\d|\^)"
+    rf"(?<![\w.^])(?<!\d[,:])(?<!\d\*\*)(?:(?<![\w)\]}}])[-+])?[$€£]?"
+    rf"(?:\d+ \d+/\d+|(?:{_DECIMAL})(?:[eE][-+]?\d+|/\d+)?)%?(?!\w|[.,:]\d|\^|\*\*\d)"
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ layouts of APPS and TACO (`input_output`), CodeContests (`public_tests`) and Liv
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import json
@@ -160,8 +161,20 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> RowTe
     lines = [line for part in parts for line in ([part] if isinstance(part, str) else part)]
     setup = "\n".join(map(str, lines))
     before = next((str(facts[key]) for key in _PROMPTS[:2] if facts.get(key) in texts), "")
+    question = str(facts.get("question", ""))
+    if not before and defines(question, tests.entry_point) and _is_python(question):
+        before = question
     imports = [statement for text in (*texts, setup) for statement in find_imports(text)]
     return replace(tests, before=before, setup=setup, imports=tuple(dict.fromkeys(imports)))
+
+
+def _is_python(text: str) -> bool:
+    """Whether a text is code and nothing else, as the prompts of HumanEval are."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def find_imports(text: str) -> Iterator[str]:

@@ -128,6 +128,16 @@ HUMANEVAL = {"test": "def check(candidate): ...", "entry_point": "f", "prompt": 
                 imports=("import math", "from typing import (\n  List,\n)"),
             ),
         ),
+        (  # a question that is nothing but the head of the function is what a body goes on from
+            {"test": "assert f(1)", "entry_point": "f"},
+            {"question": 'def f(n):\n    """One."""\n'},
+            RowTests("asserts", "f", before='def f(n):\n    """One."""\n', tests=("assert f(1)",)),
+        ),
+        (
+            {"test": "assert f(1)", "entry_point": "f"},
+            {"question": "Complete it:\ndef f(n):\n"},
+            RowTests("asserts", "f", tests=("assert f(1)",)),
+        ),
         (  # what a ground truth does not say, the extra facts may; what both say, it decides
             {"tests": ["assert f(1)"], "test_setup_code": "a = 1"},
             {"tests": ["assert g(2)"], "test_setup_code": "b = 2", "entry_point": "f"},
