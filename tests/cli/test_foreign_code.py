@@ -179,6 +179,14 @@ def test_code_that_a_run_names_needs_a_word(settings: dict[str, Any], run: Path)
     assert named.config.reward is not None
 
 
+def test_a_run_without_a_function_is_taken_from_within_its_folder(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "config.yaml").write_text(yaml.safe_dump({"reward": {"function": None}}))
+    monkeypatch.chdir(run)
+    resolve(flags={}, preset=None, config_files=(), overrides=(), environ={}, run=Path())
+
+
 class Pickled:
     """Leaves the mark when it is unpickled."""
 
