@@ -55,9 +55,11 @@ def test_the_farthest_places_still_round_to_the_same_number() -> None:
 
 
 def test_what_bfloat16_cannot_hold_stays() -> None:
-    weights = torch.tensor([0.5, 1 + 2.0**-12])
+    """Though the numbers of its first block are all bfloat16's."""
+    numbers = [0.5] * len(noise()) + [1 + 2.0**-12]
+    weights = torch.tensor(numbers)
     spread(weights, noise())
-    assert torch.equal(weights, torch.tensor([0.5, 1 + 2.0**-12]))
+    assert torch.equal(weights, torch.tensor(numbers))
 
 
 @pytest.mark.parametrize("tied", [False, True])
