@@ -207,3 +207,10 @@ def test_a_module_that_fails_on_other_sizes_stays_as_it_is() -> None:
     odd = nn.Sequential(Odd(32))
     keep_less(odd)
     assert not exchanged(odd)
+
+
+def test_a_forward_pass_that_a_module_was_given_stays() -> None:
+    norm = LlamaRMSNorm(32)
+    norm.forward = torch.zeros_like  # type: ignore[method-assign, assignment]
+    keep_less(nn.Sequential(norm))
+    assert norm(torch.ones(1, 32)).eq(0).all()

@@ -49,6 +49,14 @@ def test_norms_over_one_head_are_known() -> None:
     assert plan(Qwen3Config(**TINY), 2)["layers.0.self_attn.q_norm"] != ""
 
 
+def test_a_norm_over_all_heads_is_not_split_as_one_over_a_head() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**TINY))
+        model.model.layers[1].self_attn.q_norm = type(model.model.norm)(32)
+    with pytest.raises(ModelError, match=r"normalises all heads together \(layers\.1\.self_attn"):
+        plan_split(model, model.base_model, 2)
+
+
 def test_fused_projections_and_norms_over_all_heads_are_gathered() -> None:
     fused = plan(Phi3Config(**{k: v for k, v in TINY.items() if k != "head_dim"}), 2)
     assert fused["layers.0.self_attn.qkv_proj"] == "colwise_gather_output"

@@ -95,10 +95,12 @@ def test_files_and_models_count_by_their_content(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rm").mkdir()
+    (tmp_path / "actor").mkdir()
     contents = {
         name: tmp_path / name
         for name in (
             "rubric.yaml", "judge.yaml", "score.py", "table.csv", "part.yaml", "rm/config.json",
+            "rm/chat_template.jinja", "actor/config.json",
         )
     }  # fmt: skip
     for file in contents.values():
@@ -110,6 +112,7 @@ def test_files_and_models_count_by_their_content(
         "reward.function_kwargs": {"tables": ["table.csv"]},
         "reward.composite.parts": {"judge": {"judge": {"rubric": "part.yaml"}}},
         "reward.model.path": "rm",
+        "model.path": "actor",
     }
     for name, file in contents.items():
         before = identity(values)

@@ -484,11 +484,28 @@ def test_a_call_is_booked_even_if_the_file_of_the_day_fails(tmp_path: Path) -> N
     assert book.total == Spent(1, Usage(10, 1), pytest.approx(20e-6))
 
 
+def test_a_call_whose_end_cannot_be_written_still_counts_in_flight(tmp_path: Path) -> None:
+    path = tmp_path / "judge_calls.jsonl"
+    book = ledger(usd=1.0)
+    book.attach(path)
+
+    async def story() -> None:
+        held = await book.reserve(question())
+        path.unlink()
+        path.mkdir()
+        held.settle(Usage(10, 1), "ok")
+
+    asyncio.run(story())
+    assert [line["outcome"] for line in lines(in_flight_file(path))] == ["in_flight"]
+
+
 def test_a_tokenizer_that_makes_more_tokens_than_estimated_is_learned(tmp_path: Path) -> None:
+    """For good: a later call of few tokens says nothing about the next."""
     path = tmp_path / "judge_calls.jsonl"
     book, resumed = ledger(usd=1.0), ledger(usd=1.0)
     book.attach(path)
     asyncio.run(call(book, Usage(1000, 100)))
+    asyncio.run(call(book, Usage(10, 1)))
     resumed.attach(path)
     for each in (book, resumed):
         assert asyncio.run(each.reserve(question())).usage == Usage(1000, 100)
