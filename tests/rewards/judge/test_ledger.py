@@ -6,6 +6,7 @@ import asyncio
 import json
 import sqlite3
 import time
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,32 @@ def test_runs_of_one_day_share_its_budget(tmp_path: Path) -> None:
         await waits
 
     asyncio.run(day())
+
+
+def test_a_call_over_midnight_counts_on_the_day_when_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        moment = datetime(2020, 2, 1, 23, 59, tzinfo=UTC)
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls.moment  # type: ignore[return-value]
+
+    monkeypatch.setattr("ppo_cli.rewards.judge.costs.datetime", Clock)
+    day = DayBudget(tmp_path / "spent.sqlite", 1.0)
+    book = Ledger(PRICE, budget_usd=None, budget_tokens=None, budget_day=day)
+
+    async def story() -> None:
+        held = await book.reserve(question())
+        Clock.moment += timedelta(minutes=2)
+        await call(book, Usage(100, 60))
+        held.settle(Usage(100, 10), "ok")
+
+    asyncio.run(story())
+    with sqlite3.connect(tmp_path / "spent.sqlite") as file:
+        spent = dict(file.execute("SELECT day, usd FROM spent"))
+    assert spent == {"2020-02-01": pytest.approx(0.0002), "2020-02-02": pytest.approx(0.0007)}
 
 
 def test_a_day_that_cannot_be_counted_is_an_error(tmp_path: Path) -> None:
