@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.learner import Learner
-from ppo_cli.engine.models import load_tokenizer
+from ppo_cli.engine.models import load_policy, load_tokenizer
 from tests.engine.packed_steps import make_batch, settings
 
 ROWS = ((3, 4), (2, 6))
@@ -46,3 +48,22 @@ def test_the_actor_is_asked_unless_all_rows_are_of_its_present_weights(
     names = learner.annotate(batch).found.keys()
     assert {"ref_logprobs_BT", "values_BT"} <= names
     assert ({"old_logprobs_BT", "entropy_BT"} <= names) is again
+
+
+def test_an_adapters_reference_is_the_model_that_ref_path_names(tmp_path: Path) -> None:
+    other = load_policy(str(model_folder("embedded"))).model
+    torch.nn.init.zeros_(other.get_output_embeddings().weight)
+    other.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(model_folder("embedded")))
+    config = settings(
+        algorithm={"kl_penalty": "kl"},
+        model={"lora_rank": 2},
+        critic={"model": {"path": "embedded"}},
+        ref={"path": str(tmp_path)},
+    )
+    found = Learner(config, tokenizer, total_steps=1).annotate(make_batch(ROWS, seed=0)).found
+    # With a head of zeros every token is as likely.
+    likely = -math.log(other.config.vocab_size)
+    mask_BT = found["ref_logprobs_BT"] != 0
+    torch.testing.assert_close(found["ref_logprobs_BT"], likely * mask_BT)
+    assert mask_BT.sum() == sum(response for _, response in ROWS)
