@@ -151,14 +151,19 @@ RS = "algorithm.rollout_correction.rollout_rs=token_k1"
         ("model.quantization=nf4 model.lora_rank=4", "with 4-bit weights"),
         (f"model.quantization=nf4 model.lora_rank=4 {BYPASS}=true", ""),
         ("model.path=./mixed", "another expert"),
+        ("model.path=./nested", "another expert"),
         (f"model.path=./mixed {BYPASS}=true", ""),
     ],
 )
 def test_the_sampler_gives_old_logprobs_where_it_computes_as_the_actor_does(
     given: str, why: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed" / "config.json").write_text('{"num_experts": 8}')
+    for name, told in (
+        ("mixed", {"num_experts": 8}),
+        ("nested", {"text_config": {"num_local_experts": 8}}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(told))
     said = why_logprobs_again(settle(*given.split()).config, 0)
     assert why in said and bool(why) is bool(said)
 
