@@ -147,8 +147,9 @@ def test_a_fork_and_a_plan_say_the_same(newest: Path) -> None:
     assert "Going on after step 2" in out
 
 
-def test_checkpoints_that_are_damaged_too_are_passed_over(newest: Path) -> None:
-    flip_bit(newest / MOMENTS)
+@pytest.mark.parametrize("name", [MOMENTS, "state/run.json"])
+def test_checkpoints_that_are_damaged_too_are_passed_over(newest: Path, name: str) -> None:
+    flip_bit(newest / name)
     flip_bit(newest.parent / "step_000002" / WEIGHTS)
     err = ppo(*RUN, "--max_steps", "4", exit_code=2).stderr
     assert "step_000001 is whole" in err
