@@ -65,7 +65,7 @@ def start(board: Path) -> Iterator[Start]:
     begun: list[subprocess.Popen[str]] = []
 
     def begin(rank: int, **environ: str) -> subprocess.Popen[str]:
-        around = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "PYTHON")}
+        around = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHON"))}
         around |= {
             "PATH": f"{board / 'bin'}:{os.environ['PATH']}", "BOARD": str(board),
             "NODE": str(rank), "MASTER_ADDR": "10.0.0.1", "NODE_TIMEOUT": "20", **environ,
