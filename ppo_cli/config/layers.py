@@ -422,7 +422,7 @@ def code_of_run(
             continue
         for text in (name.removeprefix(key.name), *_texts(values.get(name))):
             file = Path(os.path.expanduser(text.partition(":")[0]))
-            is_code = text and (file.suffix == ".py" or name.endswith("function"))
+            is_code = bool(text) and (file.suffix == ".py" or name.endswith("function"))
             inside = is_code and file.resolve().is_relative_to(run.resolve())
             allows = get_origin(key.kind) is dict and "trust_remote_code" in text.replace("-", "_")
             if inside or allows:

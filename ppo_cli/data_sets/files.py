@@ -198,9 +198,8 @@ def saved_folder(source: str) -> tuple[Path, str] | None:
 
 def saved_splits(folder: Path) -> list[str]:
     """Return the splits of a folder of `DatasetDict.save_to_disk`, none for any other folder."""
-    return list(_read_facts(folder / DATASET_DICT, "splits")) if (
-        folder / DATASET_DICT
-    ).is_file() else []  # fmt: skip
+    file = folder / DATASET_DICT
+    return _read_facts(file, "splits") if file.is_file() else []
 
 
 def find_saved(source: str) -> SavedSet | None:
@@ -227,10 +226,8 @@ def find_saved(source: str) -> SavedSet | None:
         folder, label = folder / split, f"{folder.name}-{split}"
     elif split:
         raise DataError(f"{source}: {folder} was saved without splits. Name {folder} alone.")
-    names_of_files = [
-        str(entry["filename"]) for entry in _read_facts(folder / STATE, "_data_files")
-    ]
-    files = tuple(folder / name for name in names_of_files)
+    entries = _read_facts(folder / STATE, "_data_files")
+    files = tuple(folder / str(entry["filename"]) for entry in entries)
     if lost := next((file for file in files if not file.is_file()), None):
         raise DataError(f"{lost}: no such file, and {STATE} names it. Copy the whole folder again.")
     return SavedSet(label, files, tuple(notes))

@@ -237,17 +237,11 @@ def _read_tagged(content: str, choice: bool) -> str | None:
     return marked_answer(content) or closing_expression(content) or bare or None
 
 
-def find_boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{…} whose braces balance, or None.
+def list_boxes(text: str) -> list[tuple[int, str]]:
+    r"""Return start and content of every \boxed{…} whose braces balance.
 
-    Boxes that only a comma or an "and" divides are one answer.
+    Boxes that only a comma or an "and" divides are joined: they are one answer.
     """
-    boxes = _list_boxes(text)
-    return boxes[-1][1] if boxes else None
-
-
-def _list_boxes(text: str) -> list[tuple[int, str]]:
-    """Return start and content of every box, those that belong together joined."""
     starts = {match.end(): match.start() for match in _BOX.finditer(text)}
     opened: list[int] = []
     spans: list[tuple[int, int, int]] = []
@@ -306,7 +300,7 @@ def marked_answer(text: str, *, choice: bool = False) -> str | None:
 
 def _list_marks(text: str, choice: bool) -> Iterator[tuple[str, str]]:
     """Kind and content of the last marks of a text, the last first."""
-    marks = [(start, "box", content) for start, content in _list_boxes(text)]
+    marks = [(start, "box", content) for start, content in list_boxes(text)]
     marks += [(match.start(), "hashes", match[1]) for match in _HASHES.finditer(text)]
     patterns = {"announced": _ANNOUNCED, "afterwards": _AFTERWARDS}
     for kind, pattern in (patterns | ({"chosen": _CHOSEN} if choice else {})).items():

@@ -187,14 +187,11 @@ def normalise_words(text: str) -> str:
     return " ".join(clean(text).casefold().split()).rstrip(".。").rstrip()
 
 
-def read_number(text: str) -> Fraction | None:
-    r"""Read a whole text as one number: `1,234.50`, `$5`, `50%` (as 50), `\frac12`, `1.2e-5`."""
-    quantity = read_quantity(text)
-    return None if quantity is None or quantity.unit not in ("", "$", "€", "£") else quantity.value
-
-
 def read_quantity(text: str, *, decimal_comma: bool = False) -> Quantity | None:
-    """Read a whole text as one number and its unit; `decimal_comma` reads `2,74` as 2.74."""
+    r"""Read a whole text as one number and its unit: `1,234.50`, `$5`, `50%`, `\frac12`, `1.2e-5`.
+
+    `decimal_comma` reads `2,74` as 2.74.
+    """
     plain = _write_plainly(text)
     if len(plain) > LONGEST_NUMBER + 60:
         return None

@@ -39,8 +39,8 @@ COUNTED = ("calls", "cost_usd", "tokens_in", "tokens_out")  # by each judge
 BY_HAND = "Stopped by Ctrl-C."
 POLL_S = 0.2
 CUT = 100
-# A share of failed verdicts is one of a step's responses, and a file is no step.
-MANY_ROWS = 64  # two more calls do not count
+MANY_ROWS = 64  # from here on two calls more for questions with known answers hardly matter
+# A share of failed verdicts is one of a step's responses, and a file is not a step.
 QUIET = {"canary_every": 0, "monitor.model": None, "max_failure_rate": 1.0}
 
 
