@@ -6,6 +6,7 @@ A policy is used as backbone + head, so that logits are computed only where they
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import pickle
@@ -27,6 +28,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
@@ -322,7 +324,15 @@ def _load_model(
 
 
 def _split(model: Any) -> Policy:
-    return Policy(model=model, backbone=model.base_model, head=_head(model))
+    name = _backbone_name(model)
+    return Policy(model=model, backbone=getattr(model, name), head=_choose_head(model, name))
+
+
+def _backbone_name(model: Any) -> str:
+    """The attribute that holds the backbone; Llama 4 declares a prefix that it does not have."""
+    parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    prefix = str(model.base_model_prefix)
+    return prefix if hasattr(model, prefix) or len(parts) != 1 else parts[0]
 
 
 def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
@@ -368,18 +378,79 @@ def foreign_code(path: str, error: Exception) -> str:
     )
 
 
-def _head(model: Any) -> Callable[[Tensor], Tensor]:
-    """The function from hidden states to logits, the model's own scaling included."""
-    linear = model.get_output_embeddings()
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    if cap is None:
-        return linear  # type: ignore[no-any-return]
+class _States(tuple[Tensor]):
+    """The output of a backbone: hidden states, and None for all else that a head may read."""
 
-    def capped(hidden: Tensor) -> Tensor:
-        logits: Tensor = torch.tanh(linear(hidden) / cap) * cap
-        return logits
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """The states."""
+        return self[0]
 
-    return capped
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _PassThrough:
+    """Takes the place of a backbone: returns the hidden states that it gets as embeddings."""
+
+    def __init__(self, backbone: Any) -> None:
+        self._backbone = backbone
+
+    def __call__(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _States:
+        return _States((inputs_embeds,))
+
+    def __getattr__(self, name: str) -> Any:
+        """The backbone's attribute; of a model inside it, as OPT calls one, nothing is computed."""
+        value = getattr(self._backbone, name)
+        return self if isinstance(value, PreTrainedModel) else value
+
+
+class OwnHead:
+    """The model's own way from hidden states to logits: its forward pass around a pass-through.
+
+    Scales, caps and biases that a family applies behind its output layer are thus included.
+    """
+
+    def __init__(self, model: Any, backbone: str) -> None:
+        self._model = copy.copy(model)
+        through = _PassThrough(getattr(model, backbone))
+        self._model.__dict__["_modules"] = {**model._modules, backbone: through}
+
+    def __call__(self, hidden_XH: Tensor) -> Tensor:
+        """Logits of states of any leading axes."""
+        rows_1NH = hidden_XH.reshape(1, -1, hidden_XH.shape[-1])
+        # Not through hooks: FSDP's are run by whoever calls the head.
+        logits_1NV = self._model.forward(inputs_embeds=rows_1NH, use_cache=False).logits
+        return logits_1NV.view(*hidden_XH.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+def _choose_head(model: Any, backbone: str) -> Callable[[Tensor], Tensor]:
+    """The output layer alone where the model changes nothing behind it, else its own way.
+
+    What the layer would compute is replaced, so that a model without weights chooses the same.
+    """
+    layer, whole = model.get_output_embeddings(), OwnHead(model, backbone)
+    if layer is None:
+        return whole
+    size = getattr(layer, "out_features", None) or layer.weight.shape[0]
+    width = layer.weight.shape[-1] if not hasattr(layer, "in_features") else layer.in_features
+    # Up to 40: caps of logits are 30 and above.
+    hidden_LH = torch.linspace(-40.0, 40.0, 3 * width, device="cpu").view(3, width)
+
+    def spread(states: Tensor) -> Tensor:
+        return states[..., :1].repeat(*[1] * (states.dim() - 1), size)
+
+    held = layer.__dict__.get("forward")
+    layer.forward = spread
+    try:
+        unchanged = torch.equal(whole(hidden_LH), spread(hidden_LH))
+    except Exception:  # of a forward pass that needs more than states; the trial compares its head
+        unchanged = True
+    finally:
+        del layer.forward
+        if held is not None:
+            layer.forward = held
+    return layer if unchanged else whole
 
 
 def value_head(model: Any) -> str | None:
@@ -400,6 +471,7 @@ def _check_split(policy: Policy, path: str) -> None:
         raise ModelError(f"{path} gives logits that are not finite: its weights are damaged.")
     if gap > 1e-3 * max(1.0, whole.abs().max().item()):
         raise ModelError(
-            f"{path} changes its logits after the output layer in a way that this version does "
-            "not know; choose another model."
+            f"The output layer of {path} does not give the model's own logits (they differ by "
+            f"{gap:.2g}), and its forward pass does not run without its backbone; choose another "
+            "model."
         )

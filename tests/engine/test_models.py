@@ -13,12 +13,19 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.models import (
+    OwnHead,
     decode_text,
     load_policy,
     load_tokenizer,
@@ -33,23 +40,36 @@ TINY = {
 }  # fmt: skip
 
 
-def test_a_logit_cap_is_part_of_the_head(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    Gemma2ForCausalLM(Gemma2Config(**TINY, final_logit_softcapping=2.0)).save_pretrained(tmp_path)
-    policy = load_policy(str(tmp_path))
-    ids = torch.randint(1, 60, (2, 7))
-    torch.testing.assert_close(
-        policy.head(policy.hidden_BLH(ids)), policy.model(input_ids=ids).logits
-    )
+OUTPUTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "cap": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 2.0}),
+    "scale": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.0625}),
+    "division": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 8.0}),
+    "projection": (OPTForCausalLM, OPTConfig, {"ffn_dim": 32, "word_embed_proj_dim": 8}),
+    "no prefix": (Llama4ForCausalLM, Llama4TextConfig, {"num_local_experts": 2}),
+    "plain": (LlamaForCausalLM, LlamaConfig, {}),
+}
 
 
-def test_an_unknown_logit_scale_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_backbone_and_head_give_the_models_own_logits(name: str, tmp_path: Path) -> None:
+    """With gradients; a model without weights, as ranks build it, chooses the same head."""
+    model_class, config_class, options = OUTPUTS[name]
     torch.manual_seed(0)
-    model = CohereForCausalLM(CohereConfig(**TINY, logit_scale=0.0625))
+    model = model_class(config_class(**TINY, **options))
     torch.nn.init.normal_(model.get_input_embeddings().weight)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="changes its logits after the output layer"):
-        load_policy(str(tmp_path))
+    policy = load_policy(str(tmp_path))
+    ids = torch.randint(1, 60, (2, 7))
+    results = []
+    for logits in (policy.head(policy.hidden_BLH(ids)), policy.model(input_ids=ids).logits):
+        policy.model.zero_grad()
+        logits.square().sum().backward()
+        gradient = policy.model.get_input_embeddings().weight.grad.clone()
+        results.append((logits.detach(), gradient))
+    torch.testing.assert_close(*results)
+    changed = name in ("cap", "scale", "division")
+    for other in (policy, load_policy(str(tmp_path), empty=True)):
+        assert isinstance(other.head, OwnHead) == changed
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
