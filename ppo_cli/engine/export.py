@@ -25,11 +25,13 @@ from transformers import (
 )
 
 from ppo_cli.engine.checkpoint import StoredTensors
+from ppo_cli.engine.loading import DAMAGED, load_config, load_part, load_weights
 from ppo_cli.engine.lora import ADAPTER_CONFIG, load_merged
-from ppo_cli.engine.models import DAMAGED, foreign_code
+from ppo_cli.engine.models import VALUE_HEADS
 from ppo_cli.errors import ModelError, first_line
 
 FILE_BYTES = 5_000_000_000  # of one weight file; a larger tensor gets a file of its own
+BASE_FLAG = "--base"
 INDEX = "model.safetensors.index.json"
 # Of a saved model, what is made anew; all else (tokenizer, templates, code) is copied.
 MADE_ANEW = ("*.safetensors", "*.safetensors.index.json", ADAPTER_CONFIG, ".*")
@@ -106,20 +108,23 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
             f"{source} is an adapter of {base}, which is not here: give its base model with --base."
         )
     critic = _told(source).get("task_type") == "TOKEN_CLS"
-    builder: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     try:
-        model = builder.from_pretrained(
-            str(local) if local.is_dir() else base,
-            dtype=torch.float32,
+        config = load_config(base, BASE_FLAG, trust_remote_code)
+        if critic:
+            config.num_labels = 1
+        model, _ = load_weights(
+            AutoModelForTokenClassification if critic else AutoModelForCausalLM,
+            base,
+            "base model",
+            BASE_FLAG,
+            heads=VALUE_HEADS if critic else (),
+            replace_heads=critic,
+            config=config,
             trust_remote_code=trust_remote_code,
-            **({"num_labels": 1, "ignore_mismatched_sizes": True} if critic else {}),
         )
-    except DAMAGED as error:
-        if text := foreign_code(base, error):
-            raise ModelError(text) from error
+    except ModelError as error:
         raise ModelError(
-            f"{source} is an adapter of {base}, which does not load ({first_line(error)}). Give "
-            "its base model with --base."
+            f"{source} is an adapter of {base}, which does not load. {error}"
         ) from error
     try:
         return load_merged(model, source)
@@ -131,12 +136,9 @@ def _merge(source: Path, base: str, *, trust_remote_code: bool) -> Any:
 
 
 def _save_tokenizer(base: str, out: Path, *, trust_remote_code: bool) -> None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
-    except DAMAGED as error:
-        if text := foreign_code(base, error):
-            raise ModelError(text) from error
-        raise ModelError(f"The tokenizer of {base} does not load: {first_line(error)}.") from error
+    tokenizer = load_part(
+        AutoTokenizer, base, "tokenizer", BASE_FLAG, trust_remote_code=trust_remote_code
+    )
     tokenizer.save_pretrained(out)
 
 

@@ -7,23 +7,16 @@ A policy is used as backbone + head, so that logits are computed only where they
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import pickle
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from huggingface_hub.utils import logging as hub_logging
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -31,29 +24,15 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.utils import logging as transformers_logging
 
-from ppo_cli.config.known_models import absent_folder
-from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
+from ppo_cli.engine.loading import load_config, load_part, load_weights
 from ppo_cli.engine.rows import PackedRows, Packing
-from ppo_cli.errors import ModelError, first_line, is_out_of_memory
-
-# Its bars and advice would break into our own progress; what matters comes as an error.
-transformers_logging.disable_progress_bar()
-transformers_logging.set_verbosity_error()
-hub_logging.set_verbosity(logging.ERROR)
+from ppo_cli.errors import ModelError
 
 CRITIC_FLAG = "--critic_model"
 VALUE_HEADS = ("score", "classifier")  # how models name what gives one number a token
-# What loaders raise for files that are absent, cut off, or not what they should be.
-DAMAGED = (
-    OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
-    AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
-    pickle.UnpicklingError,
-)  # fmt: skip
 Work = Callable[..., tuple[Tensor, ...]]
 Adapt = Callable[[Any], Any]
-DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
 
 
 class Around(Protocol):
@@ -143,7 +122,9 @@ Adapted = TypeVar("Adapted", Policy, ValueModel)
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> Any:
     """Load a tokenizer and give it a pad token if it has none; errors name the flag."""
-    tokenizer = _load(AutoTokenizer, path, "tokenizer", flag, trust_remote_code=trust_remote_code)
+    tokenizer = load_part(
+        AutoTokenizer, path, "tokenizer", flag, trust_remote_code=trust_remote_code
+    )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
@@ -190,17 +171,19 @@ def load_policy(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
     empty: bool = False,
+    flag: str = "--model",
 ) -> Policy:
     """Load a causal LM in float32 with dropout off, and check backbone + head against it.
 
     An `empty` one has no weights: every tensor is on the meta device.
     """
-    model = _load_model(
+    model, _ = load_weights(
         AutoModelForCausalLM,
         path,
         "causal language model",
+        flag,
         empty=empty,
-        config=load_config(path, "--model", trust_remote_code),
+        config=load_config(path, flag, trust_remote_code),
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
@@ -224,18 +207,18 @@ def load_value_model(
     config = load_config(path, CRITIC_FLAG, trust_remote_code)
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    found = _load_model(
+    model, fresh = load_weights(
         AutoModelForTokenClassification,
         path,
         "value model",
         CRITIC_FLAG,
+        heads=VALUE_HEADS,
+        replace_heads=True,
         empty=empty,
         config=config,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
-        **({} if empty else {"output_loading_info": True, "ignore_mismatched_sizes": True}),
     )
-    model, info = (found, None) if empty else found
     name = value_head(model)
     if name is None:
         raise ModelError(
@@ -243,19 +226,10 @@ def load_value_model(
             "--critic_model."
         )
     head = getattr(model, name)
-    if info is not None:
-        mismatched = [key for key, *_ in info["mismatched_keys"]]
-        unusable = [*info["missing_keys"], *mismatched]
-        absent = [key for key in unusable if key.partition(".")[0] not in VALUE_HEADS]
-        if absent:
-            raise ModelError(
-                f"{path} lacks weights that a critic needs ({absent[0]} and {len(absent) - 1} "
-                "more); give a complete checkpoint with --critic_model."
-            )
-        if unusable:
-            nn.init.zeros_(head.weight)
-            if head.bias is not None:
-                nn.init.zeros_(head.bias)
+    if fresh:
+        nn.init.zeros_(head.weight)
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
     return ValueModel(model=model, backbone=model.base_model, head=head)
 
 
@@ -297,32 +271,6 @@ def plan_layers(config: PreTrainedConfig) -> tuple[int, bool]:
     return len(layers), any(layer.is_sliding for layer in layers)
 
 
-def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
-    """A model's config, every dropout rate zero.
-
-    Old and new log-probs must come from the same function.
-    """
-    config = _load(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
-    for name, value in list(vars(config).items()):
-        if DROPOUT_FIELDS.search(name) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    return config
-
-
-def _load_model(
-    builder: Any, path: str, what: str, flag: str = "--model", *, empty: bool, **options: Any
-) -> Any:
-    if not empty:
-        return _load(builder, path, what, flag, dtype=torch.float32, **options)
-    try:
-        with torch.device("meta"):
-            return builder.from_config(dtype=torch.float32, **options).eval()
-    except DAMAGED as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(_load_message(path, what, flag, error)) from error
-
-
 def _split(model: Any) -> Policy:
     name = _backbone_name(model)
     return Policy(model=model, backbone=getattr(model, name), head=_choose_head(model, name))
@@ -333,49 +281,6 @@ def _backbone_name(model: Any) -> str:
     parts = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
     prefix = str(model.base_model_prefix)
     return prefix if hasattr(model, prefix) or len(parts) != 1 else parts[0]
-
-
-def _load(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
-    """Call `from_pretrained` and turn what is known to go wrong into one sentence."""
-    check_folder(path, flag)
-    local = Path(path).expanduser()
-    if local.is_dir() and (wrong := folder_problem(local, flag, tokenizer=what == "tokenizer")):
-        raise ModelError(wrong)
-    try:
-        return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
-    except DAMAGED as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(_load_message(path, what, flag, error)) from error
-
-
-def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
-    if text := foreign_code(path, error):
-        return text
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return (
-            f"The {what} in {path} does not load: {first_line(error)}. Name a folder with "
-            f"{flag} {SAVED}."
-        )
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        return absent_folder(path, flag)
-    return (
-        f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
-        f"hub did not give it ({first_line(error)}). Give a local folder with {flag}, or check the "
-        "name and the connection."
-    )
-
-
-def foreign_code(path: str, error: Exception) -> str:
-    """Say what lets the Python code of a model run; empty where that is not what is missing."""
-    if "trust_remote_code" not in str(error):
-        return ""
-    return (
-        f"{path} comes with Python code, which runs only if you allow it: read the *.py files "
-        "there, then add model.trust_remote_code=true to the command (ppo export: "
-        "--trust_remote_code; reward models run none)."
-    )
 
 
 class _States(tuple[Tensor]):

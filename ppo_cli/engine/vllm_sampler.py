@@ -34,8 +34,9 @@ from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
 from ppo_cli.engine.device import Compute
 from ppo_cli.engine.leftovers import meeting_points, own_folder, remove
+from ppo_cli.engine.loading import load_config
 from ppo_cli.engine.lora import LoRA, write_adapter
-from ppo_cli.engine.models import decode_text, load_config, stop_token_ids
+from ppo_cli.engine.models import decode_text, stop_token_ids
 from ppo_cli.engine.ranks import GLOO
 from ppo_cli.errors import DataError, MissingPart, ModelError, UserError, is_out_of_memory
 from ppo_cli.records import Prompt, Rollout

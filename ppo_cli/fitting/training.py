@@ -23,10 +23,11 @@ from transformers import AutoModelForSequenceClassification
 
 from ppo_cli.config.algorithm_schema import Optim
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.loading import load_config, load_weights
 from ppo_cli.engine.micro_batches import Budget, plan_micro_batches, run_within_memory
-from ppo_cli.engine.models import DAMAGED, load_config, load_tokenizer
+from ppo_cli.engine.models import VALUE_HEADS, load_tokenizer
 from ppo_cli.engine.optimizer import Optimizer
-from ppo_cli.errors import ModelError, did_you_mean, first_line
+from ppo_cli.errors import ModelError, did_you_mean
 from ppo_cli.fitting.preferences import EncodedPair
 from ppo_cli.report.tracker import Advance
 from ppo_cli.rewards.local.base import Encoded, pad
@@ -165,31 +166,21 @@ def load_classifier(path: str) -> tuple[Any, bool]:
     config = load_config(path, "--model", False)
     config.num_labels = 1
     config.id2label, config.label2id = {0: "score"}, {"score": 0}
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=torch.float32, output_loading_info=True,
-            trust_remote_code=False,
-        )  # fmt: skip
-    except DAMAGED as error:
-        raise ModelError(
-            f"{path} does not load as a model with one score ({first_line(error)}). Give "
-            "--model a causal language model, such as RUN/checkpoints/latest/actor, or a reward "
-            "model with one score."
-        ) from error
+    model, fresh = load_weights(
+        AutoModelForSequenceClassification,
+        path,
+        "model with one score",
+        heads=VALUE_HEADS,
+        config=config,
+        trust_remote_code=False,
+    )
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ModelError(
             f"{path} ({type(model).__name__}) has no plain `score` head; give --model a causal "
             "language model."
         )
-    absent = [key for key in info["missing_keys"] if not key.startswith("score.")]
-    if absent:
-        raise ModelError(
-            f"{path} lacks weights of its body ({absent[0]} and {len(absent) - 1} more); give "
-            "--model a complete checkpoint."
-        )
-    # The head of a value model has a bias, and says something else.
-    foreign = any(key.startswith("score.") for key in info["unexpected_keys"])
-    return model, foreign or bool(info["missing_keys"])
+    # The head of a value model says something else; its bias is one tensor too many.
+    return model, bool(fresh)
 
 
 def start_head(head: nn.Linear, generator: torch.Generator, *, zero: bool) -> None:

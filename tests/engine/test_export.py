@@ -196,7 +196,7 @@ def test_an_adapter_of_chosen_modules_and_scale(tmp_path: Path, out: Path) -> No
     model = save_adapter(
         base, tmp_path / "actor", target_modules=("q_proj", "down_proj"), lora_alpha=5
     )
-    with pytest.raises(ModelError, match="tokenizer of"):
+    with pytest.raises(ModelError, match="There is no tokenizer in"):
         write_model(tmp_path / "actor", out)
     (tmp_path / "actor" / "tokenizer_config.json").write_text("{}")
     write_model(tmp_path / "actor", out)
@@ -227,7 +227,7 @@ def test_a_base_that_nobody_has(name: str, tmp_path: Path, out: Path) -> None:
     save_adapter(tmp_path / "base", tmp_path / "actor")
     file = tmp_path / "actor" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": name}))
-    with pytest.raises(ModelError, match=r"--base\.$"):
+    with pytest.raises(ModelError, match="--base"):
         write_model(tmp_path / "actor", out)
 
 

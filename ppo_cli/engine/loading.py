@@ -1,0 +1,193 @@
+"""Load configs, tokenizers and weights; every file that does not fit is refused in one sentence.
+
+Policies, value models, reward models to fit and bases of adapters all load through `load_weights`,
+which reads what transformers only warns of: tensors that the files lack would be drawn at random.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from ppo_cli.config.known_models import absent_folder
+from ppo_cli.config.model_checks import SAVED, check_folder, folder_problem
+from ppo_cli.errors import ModelError, first_line, is_out_of_memory
+
+# Its bars and advice would break into our own progress; what matters comes as an error.
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+hub_logging.set_verbosity(logging.ERROR)
+
+# What loaders raise for files that are absent, cut off, or not what they should be.
+DAMAGED = (
+    OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError,
+    AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
+# Constants that older versions of transformers wrote next to the weights.
+CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")
+LISTED = 3  # names of tensors in a message
+
+
+def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
+    """A model's config, every dropout rate zero.
+
+    Old and new log-probs must come from the same function.
+    """
+    config = load_part(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
+    for name, value in list(vars(config).items()):
+        if DROPOUT_FIELDS.search(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def load_weights(
+    builder: Any,
+    path: str,
+    what: str,
+    flag: str = "--model",
+    *,
+    config: Any,
+    heads: Collection[str] = (),
+    replace_heads: bool = False,
+    empty: bool = False,
+    **options: Any,
+) -> tuple[Any, set[str]]:
+    """Load a model in float32; returns it with the tensors of `heads` that do not fit the files.
+
+    `heads` are modules on top of a backbone: the files may lack them, and hold a language head
+    instead. With `replace_heads` the files may hold them in another shape. Raises ModelError that
+    names every other tensor that is missing, unexpected or of another shape. An `empty` model has
+    no weights: every tensor is on the meta device.
+    """
+    options["config"] = config
+    if empty:
+        with torch.device("meta"), _naming_errors(path, what, flag):
+            return builder.from_config(dtype=torch.float32, **options).eval(), set()
+    model, info = load_part(
+        builder,
+        path,
+        what,
+        flag,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
+    )
+    shapes = {name: shapes for name, *shapes in info["mismatched_keys"]}
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    new = missing | unexpected | (shapes.keys() if replace_heads else set())
+    fresh = {name for name in new if name.partition(".")[0] in heads}
+    # A buffer that the class computes itself was a part of the files once.
+    computed = {name for name, _ in model.named_buffers()}
+    unexpected = {name for name in unexpected - computed - fresh if not CONSTANTS.search(name)}
+    if unexpected and heads:
+        language_head = _language_head(config, options.get("trust_remote_code", False))
+        unexpected = {name for name in unexpected if name.rpartition(".")[0] != language_head}
+    reshaped = (
+        f"{name} {[*stored]} instead of {[*needed]}"
+        for name, (stored, needed) in shapes.items()
+        if name not in fresh
+    )
+    problems = [
+        _list_tensors("missing tensors", missing - fresh),
+        _list_tensors("unexpected tensors", unexpected),
+        _list_tensors("tensors of another shape", reshaped),
+    ]
+    if text := "; ".join(problem for problem in problems if problem):
+        raise ModelError(
+            f"The {what} in {path} does not load: its files do not fit its config.json ({text}). "
+            f"Name a folder with {flag} {SAVED}."
+        )
+    return model, fresh
+
+
+def _list_tensors(label: str, names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    if not ordered:
+        return ""
+    rest = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
+    return f"{label}: {', '.join(ordered[:LISTED])}{rest}"
+
+
+def _language_head(config: Any, trust_remote_code: bool) -> str:
+    """The module that turns the hidden states of this family's language model into logits."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
+def load_part(loader: Any, path: str, what: str, flag: str = "--model", **options: Any) -> Any:
+    """Call `from_pretrained`; raises ModelError in one sentence for what is known to go wrong."""
+    check_folder(path, flag)
+    local = Path(path).expanduser()
+    if local.is_dir() and (wrong := folder_problem(local, flag, tokenizer=what == "tokenizer")):
+        raise ModelError(wrong)
+    with _naming_errors(path, what, flag):
+        return loader.from_pretrained(str(local) if local.is_dir() else path, **options)
+
+
+@contextmanager
+def _naming_errors(path: str, what: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except DAMAGED as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(_load_message(path, what, flag, error)) from error
+
+
+def _load_message(path: str, what: str, flag: str, error: Exception) -> str:
+    if text := foreign_code(path, error):
+        return text
+    local = Path(path).expanduser()
+    if local.is_dir():
+        unmade = _list_tensors("its files do not hold all parts of", _unconverted(error))
+        return (
+            f"The {what} in {path} does not load: {unmade or first_line(error)}. Name a folder "
+            f"with {flag} {SAVED}."
+        )
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        return absent_folder(path, flag)
+    return (
+        f"The {what} of {path} could not be loaded: there is no such folder here, and the model "
+        f"hub did not give it ({first_line(error)}). Give a local folder with {flag}, or check the "
+        "name and the connection."
+    )
+
+
+def _unconverted(error: Exception) -> set[str]:
+    """Tensors that transformers could not put together, as experts from their pieces.
+
+    It names them in a log that is off here, and in a variable of the frame that raised.
+    """
+    names: set[str] = set()
+    for frame, _ in walk_tb(error.__traceback__):
+        info = frame.f_locals.get("loading_info")
+        names |= set(getattr(info, "conversion_errors", ()))
+    return names
+
+
+def foreign_code(path: str, error: Exception) -> str:
+    """Say what lets the Python code of a model run; empty where that is not what is missing."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return (
+        f"{path} comes with Python code, which runs only if you allow it: read the *.py files "
+        "there, then add model.trust_remote_code=true to the command (ppo export: "
+        "--trust_remote_code; reward models run none)."
+    )
