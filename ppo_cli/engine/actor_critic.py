@@ -136,7 +136,6 @@ class ModelLearner:
             return {f"{self.name}/empty_minibatches": (1.0, 1.0)} if self._ranks.rank == 0 else {}
         aggregation = self._aggregation | {"global_tokens": tokens, "global_sequences": sequences}
         model = self.model
-        model.model.train()
 
         def accumulate(plan: Sequence[Sequence[int]]) -> Sums:
             sums: Sums = {}

@@ -359,10 +359,7 @@ class HFSampler:
 
     @contextmanager
     def _sampling_mode(self, cast: Sequence[CastLayer]) -> Iterator[None]:
-        """Evaluate without gradients, in the wanted precision; put training modes back after."""
-        training = [module for module in self._model.modules() if module.training]
-        if training:
-            self._model.eval()
+        """Evaluate without gradients, in the wanted precision."""
         for layer in cast:
             layer.put_in()
         try:
@@ -371,8 +368,6 @@ class HFSampler:
         finally:
             for layer in cast:
                 layer.take_out()
-            for module in training:
-                module.training = True
 
 
 def _list_jobs(begun: Sequence[Rollout]) -> list[Job]:

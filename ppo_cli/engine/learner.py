@@ -399,7 +399,7 @@ class Learner:
         reference = self._load_policy(
             model_folder(c.ref.path or c.model.path), sharding, trained=False
         )
-        reference.model.requires_grad_(False).eval()
+        reference.model.requires_grad_(False)
         if self._rounds_on_cpu():
             hold_cast(reference.model, self._compute.dtype)
         return reference

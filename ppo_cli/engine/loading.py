@@ -36,22 +36,14 @@ DAMAGED = (
     AssertionError, AttributeError, ArithmeticError, IndexError, RecursionError, TypeError,
     pickle.UnpicklingError,
 )  # fmt: skip
-DROPOUT_FIELDS = re.compile(r"dropout|_pdrop$|^attention_probs_dropout")
 # Constants that older versions of transformers wrote next to the weights.
 CONSTANTS = re.compile(r"\.(masked_bias|inv_freq)$")
 LISTED = 3  # names of tensors in a message
 
 
 def load_config(path: str, flag: str, trust_remote_code: bool) -> Any:
-    """A model's config, every dropout rate zero.
-
-    Old and new log-probs must come from the same function.
-    """
-    config = load_part(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
-    for name, value in list(vars(config).items()):
-        if DROPOUT_FIELDS.search(name) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    return config
+    """A model's config."""
+    return load_part(AutoConfig, path, "config", flag, trust_remote_code=trust_remote_code)
 
 
 def load_weights(

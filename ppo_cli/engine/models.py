@@ -173,7 +173,7 @@ def load_policy(
     empty: bool = False,
     flag: str = "--model",
 ) -> Policy:
-    """Load a causal LM in float32 with dropout off, and check backbone + head against it.
+    """Load a causal LM in float32, and check backbone + head against it.
 
     An `empty` one has no weights: every tensor is on the meta device.
     """
@@ -206,7 +206,6 @@ def load_value_model(
     """
     config = load_config(path, CRITIC_FLAG, trust_remote_code)
     config.num_labels = 1
-    config.classifier_dropout = 0.0
     model, fresh = load_weights(
         AutoModelForTokenClassification,
         path,

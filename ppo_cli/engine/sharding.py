@@ -48,6 +48,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ppo_cli.config.algorithm_schema import Sharding
 from ppo_cli.engine.device import M_MMAP_THRESHOLD, Compute
+from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.models import Policy, ValueModel, Work
 from ppo_cli.engine.ranks import Ranks, gather_objects, together
 from ppo_cli.errors import ModelError
@@ -150,10 +151,11 @@ def load_spread(
     if not ranks.alone:
         _return_freed_memory()
     loaded = together(ranks, lambda: prepare(load(path, empty=ranks.rank != 0, **options)))
+    # A model in training mode draws at random; log-probs that are compared would then come from
+    # different functions. The modules of an adapter begin in that mode.
+    loaded.model.eval()
     if gradient_checkpointing:
-        loaded.model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        together(ranks, lambda: checkpoint_blocks(loaded.model))
     if not ranks.alone:
         return _cut(loaded, path, ranks, sharding, compute)
     if sharding.param_offload and compute.device.type != "cpu":

@@ -281,7 +281,7 @@ def test_what_stands_behind_a_switch_of_verl_is_refused_only_where_that_is_on() 
         ("ref.ulysses_sequence_parallel_size", "1", "2", "lower ppo_max_token_len_per_gpu"),
         ("reward_model.ulysses_sequence_parallel_size", "1", "2", "reward.model.batch_tokens"),
         ("critic.fsdp.ulysses_sequence_parallel_size", "1", "2", "--tensor_parallel_size"),
-        ("model.override_config.attention_dropout", "0.", "0.1", "every dropout rate is 0"),
+        ("model.override_config.attention_dropout", "0.", "0.1", "dropout is off"),
         ("actor.fsdp_config.model_dtype", "fp32", "bf16", "kept in float32"),
         ("data.mm_processor_kwargs", "{}", "{size:3}", "models here read text only"),
         ("rollout.engine_kwargs.sglang", "{}", "{a:1}", "rollout.engine_kwargs.vllm"),

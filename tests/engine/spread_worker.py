@@ -50,6 +50,7 @@ from ppo_cli.errors import ConfigError
 
 Found = dict[str, Any]
 
+WHOLE = Sharding(reshard_after_forward=False)
 ALONE_ALREADY: dict[str, Trained] = {}
 
 
@@ -129,6 +130,28 @@ def tied_case(ranks: Ranks, models: dict[str, str]) -> Found:
     }  # fmt: skip
 
 
+def checkpointed_case(ranks: Ranks, models: dict[str, str]) -> Found:
+    """Gradients with and without gradient checkpointing, and how often a block was computed."""
+    found: Found = {"gaps": [], "passes": []}
+    for sharding in (Sharding(), WHOLE):
+        gradients = []
+        for checkpointing in (False, True):
+            policy = load_spread(
+                load_policy, models["untied"], ranks, sharding, FLOAT32,
+                gradient_checkpointing=checkpointing,
+            )  # fmt: skip
+            passes: list[object] = []
+            block: Any = policy.backbone.layers[1]  # type: ignore[index]
+            block.mlp.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
+            with policy.awake():
+                policy.sync_gradients(True)
+                policy_loss(policy, rows(0, 60)[ranks.data_rank :: ranks.data_size]).backward()
+            gradients.append({n: full_tensor(p.grad) for n, p in policy.model.named_parameters()})
+            found["passes"].append(len(passes))
+        found["gaps"].append(gap(*gradients))
+    return found
+
+
 def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
     spread, alone = both(
         ranks, models["untied"], prepare=MIX, sharding=Sharding(reshard_after_forward=False),
@@ -138,9 +161,6 @@ def frozen_case(ranks: Ranks, models: dict[str, str]) -> Found:
         policy_loss(spread.model, rows(0, 60)[:1])
     pieces = all(isinstance(p, DTensor) for p in spread.model.model.parameters())
     return compare(spread, alone) | {"trained": len(spread.moments) // 3, "pieces": pieces}
-
-
-WHOLE = Sharding(reshard_after_forward=False)
 
 
 def whole_case(ranks: Ranks, models: dict[str, str]) -> Found:
@@ -441,7 +461,7 @@ CASES: dict[int, dict[tuple[int, int], list[Case]]] = {
     2: {
         (1, 2): [
             tied_case, frozen_case, whole_case, offload_case, value_case, bfloat16_case, lora_case,
-            nested_case,
+            nested_case, checkpointed_case,
             spoilt_case, refused_case, broken_off_case, packed_case, idle_case,
             together_case, published_case, memory_case, packed_whole_case, memory_whole_case,
         ],

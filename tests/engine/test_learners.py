@@ -198,13 +198,6 @@ def test_value_head_starts_at_zero_and_a_trained_one_is_kept(model_dir, tmp_path
     assert torch.equal(again.head.weight, value_model.head.weight)
 
 
-def test_dropout_is_off(model_dir) -> None:
-    policy = load_policy(model_dir)
-    policy.model.train()
-    ids = torch.randint(1, VOCAB, (2, 9))
-    assert torch.equal(policy.hidden_BLH(ids), policy.hidden_BLH(ids))
-
-
 def test_a_minibatch_without_any_score_changes_nothing(model_dir) -> None:
     batch = make_batch(rows=4)
     batch = replace(batch, valid_B=torch.zeros(4, dtype=torch.bool))

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ppo_cli.algo.tokens import gather_logprobs_entropy
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.schema import Config
+from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.lora import (
     adapt,
     adapter_tensors,
@@ -110,7 +111,7 @@ def test_a_step_is_that_of_plain_peft(checkpointing: bool) -> None:
         LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     if checkpointing:
-        ours.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(ours)
     for model in (ours, theirs):
         model.train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -152,8 +153,8 @@ def test_the_reference_costs_no_memory_and_no_gradient() -> None:
 
 def test_a_reference_pass_amid_checkpointed_steps_changes_no_gradient() -> None:
     def gradients(with_reference: bool) -> list[Tensor]:
-        model = trained(adapted(llama)).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = trained(adapted(llama))
+        checkpoint_blocks(model)
         policy = policy_of(model)
         loss = token_logprobs(policy).sum()
         if with_reference:

@@ -38,6 +38,7 @@ from transformers import (
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.engine.base import Sampling
 from ppo_cli.engine.device import Compute
+from ppo_cli.engine.lean_layers import checkpoint_blocks
 from ppo_cli.engine.learner import LocalEngine
 from ppo_cli.engine.micro_batches import Budget, share_micro_batches
 from ppo_cli.engine.models import Policy, load_tokenizer, load_value_model
@@ -107,8 +108,7 @@ def test_rows_end_to_end_are_what_each_is_alone(name: str, training: bool) -> No
     """Hidden states and gradients; with gradient checkpointing in training."""
     policy, rows = made(name), token_rows()
     if training:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.model.train()
+        checkpoint_blocks(policy.model)
     alone = torch.cat([policy.hidden_BLH(row)[0] for row in rows])
     packed = hidden_of(policy, rows)
     assert_near(packed, alone, terms=TERMS)

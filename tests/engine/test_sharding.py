@@ -133,6 +133,11 @@ def test_whole_weights_and_moments_go_back_into_pieces(
         assert "no whole tensor of shape (282, 128)" in back["refused"]
 
 
+def test_gradient_checkpointing_changes_no_gradient(two: list[dict[str, Any]]) -> None:
+    for found in of_case(two, "checkpointed_case-1-2"):
+        assert found == {"gaps": [0.0, 0.0], "passes": [1, 2, 1, 2]}
+
+
 def test_frozen_and_trained_weights_mix_in_a_layer(two: list[dict[str, Any]]) -> None:
     found = check_alike(two, "frozen_case-1-2")
     assert found["trained"] == 9  # down projections with biases, two norms a layer, the last one

@@ -105,10 +105,10 @@ def test_the_head_of_a_value_model_is_not_taken(tmp_path: Path, tokenizer: Any) 
     assert head.weight.abs().max() < 2 and head.bias is None
 
 
-def test_dropout_is_off_even_in_training_mode(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_network_keeps_its_dropout_and_is_fitted_without(tmp_path: Path, tokenizer: Any) -> None:
     network = load(save_causal(tmp_path / "lm", tokenizer, 300))
-    network.module.train()
-    assert scores(network, SAMPLES) == scores(network, SAMPLES)
+    assert network.module.config.attention_dropout == 0.3
+    assert not any(module.training for module in network.module.modules())
 
 
 @pytest.mark.parametrize("vocab", [260, 300])

@@ -1,0 +1,88 @@
+"""Models train in evaluation mode, with gradient checkpointing too: nothing is drawn at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from ppo_cli.algo.batch import merge_annotations
+from ppo_cli.config.bundled import model_folder
+from ppo_cli.engine.base import MiniBatch
+from ppo_cli.engine.lean_layers import checkpoint_blocks
+from ppo_cli.engine.learner import Learner
+from ppo_cli.engine.models import load_policy, load_tokenizer
+from ppo_cli.errors import ModelError
+from tests.engine.packed_steps import MIXED, make_batch, scored, settings
+from tests.engine.tiny_families import make_model, save_model
+
+NOISY = ("llama", "gpt2", "opt", "xglm", "mixtral", "phimoe", "gemma4_text")
+
+
+def make_learner(path: str, **model: Any) -> Learner:
+    config = settings(
+        model={"path": path, "attn_implementation": "eager", **model},
+        actor={"ppo_max_token_len_per_gpu": 32, "optim": {"lr": 1e-3}},
+        algorithm={"adv_estimator": "grpo"},
+    )
+    return Learner(config, load_tokenizer(str(model_folder("embedded"))), total_steps=1)
+
+
+@pytest.mark.parametrize(("kind", "lora_rank"), [*((kind, 0) for kind in NOISY), ("llama", 2)])
+def test_a_step_starts_at_the_log_probs_of_the_annotation(
+    kind: str, lora_rank: int, tmp_path: Path
+) -> None:
+    """Dropout, skipped layers and noise of routers, wherever the config has them."""
+    learner = make_learner(save_model(tmp_path, kind), lora_rank=lora_rank)
+    assert not any(module.training for module in learner.policy.model.modules())
+    batch = make_batch(MIXED, 0)
+    annotated = merge_annotations(batch, [learner.annotate(batch)])
+    sums = learner.step(MiniBatch(scored(annotated, 0), actor=True, critic=False))
+    ratio, count = sums["ppo_ratio"]
+    assert ratio / count == pytest.approx(1.0, abs=1e-5)
+    assert sums["clip_fraction"][0] == 0.0
+    assert sums["grad_norm"][0] > 0.0
+    assert not any(module.training for module in learner.policy.model.modules())
+
+
+def test_a_model_keeps_the_dropout_of_its_config(tmp_path: Path) -> None:
+    policy = load_policy(save_model(tmp_path, "gpt2"))
+    policy.model.save_pretrained(tmp_path / "saved")
+    saved = AutoConfig.from_pretrained(tmp_path / "saved")
+    assert [saved.resid_pdrop, saved.embd_pdrop, saved.attn_pdrop] == [0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("kind", [*NOISY, "qwen3_moe", "qwen3_next", "falcon_mamba", "gpt_oss"])
+def test_blocks_that_are_computed_again_change_no_gradient(kind: str) -> None:
+    ids = torch.randint(5, 250, (3, 17), generator=torch.Generator().manual_seed(1))
+    gradients, bytes_kept = [], []
+    for checkpointing in (False, True):
+        model = make_model(kind)
+        if checkpointing:
+            checkpoint_blocks(model)
+        held: dict[int, int] = {}
+
+        def hold(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            held[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            logits = model(input_ids=ids, use_cache=False).logits
+        logits.square().mean().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        bytes_kept.append(sum(held.values()))
+    plain, again = gradients
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    assert bytes_kept[1] < 0.8 * bytes_kept[0]
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = make_model("llama")
+    model.model.layers = torch.nn.ModuleList()
+    model._no_split_modules = None
+    with pytest.raises(ModelError, match=r"model\.enable_gradient_checkpointing=false"):
+        checkpoint_blocks(model)
