@@ -7,6 +7,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
@@ -49,6 +50,7 @@ from ppo_cli.errors import (
     EXIT_USER,
     ConfigError,
     Interrupted,
+    ModelError,
     PpoError,
     UserError,
     command_line,
@@ -57,6 +59,7 @@ from ppo_cli.errors import (
 )
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
+from ppo_cli.report.metrics import lr_jumps
 from ppo_cli.run_folder import (
     METRICS_FILE,
     CheckpointStore,
@@ -87,6 +90,7 @@ def plan(given: Given) -> None:
         return
     resolved = with_second_judge(forked(given), os.environ)
     read = reader(resolved.config)
+    resolved = replace(resolved, notes=(*resolved.notes, *_lr_notes(resolved.config)))
     problems = [*refusals(resolved), *refused_checkpoint(resolved.config)]
     problems = list(dict.fromkeys([*problems, *refused_rows(resolved.config, read)]))
     if refused_settings(resolved):  # there is nothing to lay out
@@ -101,6 +105,17 @@ def plan(given: Given) -> None:
         print_plan(resolved, read, every=bool(given.extras["all"]), problems=problems)
     if problems:
         raise ConfigError(problems)
+
+
+def _lr_notes(config: Config) -> Iterator[str]:
+    """Yield how the learning rate jumps where the run goes on from a checkpoint."""
+    store = CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
+    with suppress(ModelError):  # `refused_checkpoint` reports it
+        checkpoint = find_resume(store, config.trainer.resume_mode)
+        total = arithmetic(config)["total_steps"]
+        if checkpoint is not None and total:
+            for jump in lr_jumps(config, checkpoint, total):
+                yield f"The run goes on from {checkpoint}: {jump}."
 
 
 def forked(given: Given) -> Resolved:

@@ -29,6 +29,7 @@ from ppo_cli.config.known_models import (
     tensor_names,
 )
 from ppo_cli.config.mixture import Scorer, judges_of, models_of
+from ppo_cli.config.model_limits import length_problem, text_config
 from ppo_cli.config.processor import has_fast_bfloat16
 from ppo_cli.config.reward_schema import DEVICE, check_address
 from ppo_cli.config.schema import Config
@@ -295,13 +296,14 @@ SAVED = "to which model and tokenizer were both saved, such as RUN/checkpoints/l
 
 
 def broken_models(config: Config) -> list[str]:
-    """Return one sentence for each local model folder of a run that cannot be trained."""
+    """Return one sentence for each model of a run that cannot be trained, as its files tell."""
     problems = []
     for path, key in {path: key for key, path in reversed([*_models(config)])}.items():
         folder = Path(model_folder(path)).expanduser()
         if (folder / "config.json").is_file():
             flag = table()[key].flag or key
             problems.append(folder_problem(folder, flag, tokenizer=path == config.model.path))
+        problems.append(length_problem(read_config(path), path, config.data))
     return [problem for problem in problems if problem]
 
 
@@ -359,13 +361,8 @@ def template_remark(config: Config) -> list[str]:
     ]
 
 
-def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
-
-
 def _size_problems(config: Mapping[str, Any], names: frozenset[str]) -> Iterator[str]:
-    text = _text_model(config)
+    text = text_config(config)
     for key in SIZES:
         value = text.get(key)
         if isinstance(value, int | float | str) and not (type(value) is int and value > 0):
@@ -384,7 +381,7 @@ def _tokenizer_problem(folder: Path, config: Mapping[str, Any]) -> str:
         return f"There is no tokenizer in {folder}: no tokenizer.json, and no other vocabulary"
     model = read_json(folder / "tokenizer.json").get("model")
     words = model.get("vocab") if isinstance(model, Mapping) else None
-    room = _text_model(config).get("vocab_size")
+    room = text_config(config).get("vocab_size")
     if isinstance(words, Mapping):
         last = max((i for i in words.values() if isinstance(i, int)), default=-1)
     else:

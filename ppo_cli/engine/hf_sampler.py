@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter
 from ppo_cli.config.memory import PREFILL_TOKENS
+from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
@@ -447,6 +448,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> HFSampler:
         trust_remote_code=settings.trust_remote_code,
         attn_implementation=settings.attn_implementation,
     )
+    require_length(policy.model.config.to_dict(), settings.path, config.data)
     inject = adapt(settings, config.trainer.seed) if publishes_adapter(config) else None
     model = adapted(policy, inject).model
     choose_attention(model)

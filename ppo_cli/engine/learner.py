@@ -30,6 +30,7 @@ from ppo_cli.config.derived import (
 )
 from ppo_cli.config.memory_plan import settle_dtype
 from ppo_cli.config.model_checks import why_logprobs_again
+from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.processor import matmul_library
 from ppo_cli.config.schema import Config, Model
 from ppo_cli.engine.actor_critic import ActorLearner, CriticLearner, ModelLearner, view_tokens
@@ -361,6 +362,7 @@ class Learner:
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=settings.attn_implementation,
         )
+        require_length(loaded.model.config.to_dict(), path, self._config.data)
         # All models read the ids of one tokenizer, that of `model.path`.
         size = loaded.model.get_input_embeddings().weight.shape[0]
         if len(self._tokenizer) > size:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.config.schedule import lr_factor
 from ppo_cli.engine.ranks import ALONE, Ranks, sum_over
 from ppo_cli.engine.sharding import fill_from_rank0
 from ppo_cli.errors import MissingPart, ModelError
@@ -25,23 +26,6 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 EIGHT_BITS = "optim.optimizer AdamW8bit"
 BLOCK = 256  # numbers of an 8-bit moment that share a size
 LEAST_IN_8_BITS = 4096  # elements; the moments of smaller pieces stay float32
-
-
-def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
-    """Share of the peak learning rate in training step `step` (from 0).
-
-    Linear warm-up that starts above zero, then constant or a half cosine down to
-    `min_lr_ratio` at the last step.
-    """
-    warmup = optim.lr_warmup_steps
-    if warmup < 0:
-        warmup = math.ceil(optim.lr_warmup_steps_ratio * total_steps)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if optim.lr_scheduler_type == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Optimizer:

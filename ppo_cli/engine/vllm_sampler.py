@@ -30,6 +30,7 @@ from transformers import GenerationConfig
 
 from ppo_cli.config.bundled import model_folder
 from ppo_cli.config.derived import publishes_adapter, sampler_seed
+from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.schema import Config, Transfer
 from ppo_cli.engine.base import Room, Sampling, Weights, begin, go_on, stop_end, stream_key
 from ppo_cli.engine.device import Compute
@@ -452,6 +453,7 @@ def build(config: Config, tokenizer: Any, transfer: Transfer) -> VLLMSampler:
     rollout, settings = config.rollout, config.model
     path = model_folder(settings.path)
     model_config = load_config(path, "--model", settings.trust_remote_code)
+    require_length(model_config.to_dict(), settings.path, config.data)
     dtype = Compute.choose(settings.dtype).dtype
     longest = config.data.max_prompt_length + config.data.max_response_length
     end_ids = stop_token_ids(_with_generation(path, model_config), tokenizer)

@@ -16,12 +16,13 @@ from ppo_cli.config.derived import val_rows
 from ppo_cli.config.keys import table
 from ppo_cli.config.mixture import judges_of
 from ppo_cli.config.plan import arithmetic
+from ppo_cli.config.schedule import describe_lr_jumps
 from ppo_cli.config.schema import Config
 from ppo_cli.errors import Interrupted, RewardError, UsedUp, ppo, with_flag
 from ppo_cli.records import Scored
 from ppo_cli.report.health import find_trouble, limits_of
 from ppo_cli.report.tracker import Summary
-from ppo_cli.run_folder import paid_calls
+from ppo_cli.run_folder import STEP_NAME, paid_calls, read_metrics
 from ppo_cli.spending import IN_FLIGHT
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def summarise(
         model_dir=model_dir if model_dir.exists() else None,
         run_dir=run_dir,
         wall_seconds=seconds,
-        next_steps=_next_steps(config, run_dir, steps, resume_command),
+        next_steps=_next_steps(config, run_dir, history, resume_command),
         session=session if session[0] < steps else None,
         judge=judge_totals(run_dir, history),
         declined=_declined(config, rewards, measured, validations, few),
@@ -373,7 +374,17 @@ def _validation(lines: Lines) -> dict[str, float]:
     return found
 
 
-def _next_steps(config: Config, run_dir: Path, done: int, resume_command: str) -> tuple[str, ...]:
+def lr_jumps(config: Config, checkpoint: Path, total_steps: int) -> list[str]:
+    """Return how the learning rate jumps where a run of `total_steps` goes on from a checkpoint."""
+    name = STEP_NAME.match(checkpoint.name)
+    lines = read_metrics(checkpoint.parents[1]) if name else []
+    last = next((line for line in lines if name and line["step"] == int(name[1])), None)
+    return [] if last is None else [*describe_lr_jumps(config, last, total_steps)]
+
+
+def _next_steps(
+    config: Config, run_dir: Path, history: Lines, resume_command: str
+) -> tuple[str, ...]:
     """Commands that a user may want now."""
     folder = shlex.quote(str(run_dir))
     steps = [
@@ -385,8 +396,10 @@ def _next_steps(config: Config, run_dir: Path, done: int, resume_command: str) -
         steps.append(f"{own}    your model, your data")
         steps.append(f"{ppo('train --reward_function FILE.py')}    your own reward")
     else:
-        longer = with_flag(resume_command, "--max_steps", str(2 * done))
-        steps.append(f"{longer}    go on from here")
+        total = 2 * int(history[-1]["step"]) if history else 0
+        jumps = [*describe_lr_jumps(config, history[-1], total)] if history else []
+        longer = with_flag(resume_command, "--max_steps", str(total))
+        steps.append(f"{longer}    {'; '.join(['go on from here', *jumps])}")
     best = run_dir / "checkpoints" / "best"
     if best.exists() and best.resolve() != (run_dir / "checkpoints" / "latest").resolve():
         steps.append(f"{best / 'actor'}    the best validated model, not the last")

@@ -51,7 +51,7 @@ from ppo_cli.loop import load, run
 from ppo_cli.records import Prompt, Scored
 from ppo_cli.redact import redact
 from ppo_cli.report.loggers import check_loggers
-from ppo_cli.report.metrics import refuse_unscored, resume_line, summarise
+from ppo_cli.report.metrics import lr_jumps, refuse_unscored, resume_line, summarise
 from ppo_cli.report.tracker import Screen, Tracker
 from ppo_cli.rewards.base import Host, Reward
 from ppo_cli.rewards.diagnosis import commands, explain_no_reward
@@ -460,7 +460,8 @@ def _begin(job: Job, resume_from: Path | None, screen: Screen) -> RunState | Non
             "--max_steps or --epochs; to start again, use --resume never or another --output_dir."
         )
         return None
-    screen.note(f"Going on after step {state.step}, from {resume_from}")
+    jumps = lr_jumps(job.config, resume_from, job.total_steps)
+    screen.note("; ".join([f"Going on after step {state.step}, from {resume_from}", *jumps]))
     return state
 
 

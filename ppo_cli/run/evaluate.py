@@ -27,6 +27,8 @@ from ppo_cli.config.bundled import model_folder, prompt_files
 from ppo_cli.config.derived import sampler_seed
 from ppo_cli.config.keys import value_of
 from ppo_cli.config.mixture import SCALINGS, mixture_of
+from ppo_cli.config.model_checks import read_config
+from ppo_cli.config.model_limits import require_length
 from ppo_cli.config.reward_schema import Composite, Reward, Shaping
 from ppo_cli.config.schema import Config
 from ppo_cli.data_sets.files import Place
@@ -85,6 +87,7 @@ class Sampled:
                 whole = opened.enter_context(tempfile.TemporaryDirectory(prefix="ppo-eval-"))
                 write_model(Path(path).expanduser(), Path(whole), trust_remote_code=trust)
                 path = whole
+            require_length(read_config(path), source.path, config.data)
             model = config.model.model_copy(update={"path": path, "lora_rank": 0})
             self.config = config.model_copy(update={"model": model})
             self.tokenizer = load_tokenizer(path, trust_remote_code=trust, flag="MODEL")

@@ -1,0 +1,108 @@
+"""The longest row that a model takes, as its config.json tells; read without torch.
+
+Tables of positions end. Rotary positions of two kinds depend on the longest row of a batch:
+longrope has other factors above a length, dynamic NTK another base for each length. Up to that
+length every row has the positions that it has alone. Other kinds (linear, yarn, llama3,
+proportional, ALiBi) do not look at the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ppo_cli.config.schema import Data
+from ppo_cli.errors import ModelError
+
+# Field of config.json with the size of a table of positions -> model types that have one, be it
+# learned, of sines, rotary (GPT-J, CodeGen) or ALiBi (MPT): tried one by one on transformers 5.19.
+POSITION_TABLES: Final = {
+    "n_positions": ("codegen", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"),
+    "max_seq_len": ("mpt",),
+    "max_target_positions": ("whisper",),
+    "max_position_embeddings": (
+        "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot",
+        "blenderbot-small", "camembert", "data2vec-text", "electra", "ernie", "git", "gpt_neo",
+        "marian", "mbart", "megatron-bert", "mvp", "opt", "pegasus", "plbart", "prophetnet",
+        "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr",
+        "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    ),
+}  # fmt: skip
+# Their first position is the one behind pad_token_id: those before it are never used.
+_BEHIND_PADDING: Final = (
+    "camembert", "data2vec-text", "prophetnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+# Every kind of theirs but "default" is longrope.
+_PHI: Final = ("phi3", "phi4_multimodal", "phimoe")
+ORIGINAL: Final = "original_max_position_embeddings"
+_PHI_ORIGINAL: Final = 4096  # of phi3 and phi4_multimodal where config.json is silent
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is about text; of most models that is all of it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def length_problem(config: Mapping[str, Any], path: str, data: Data) -> str:
+    """Say that prompt and response may be longer than a model takes; "" where they fit."""
+    limits = [*_table_limits(text_config(config)), *_rope_limits(text_config(config))]
+    longest = data.max_prompt_length + data.max_response_length
+    limit, why = min(limits, default=(longest, ""))
+    if longest <= limit:
+        return ""
+    return (
+        f"{path} {why}, but a prompt and its response may have {longest} "
+        f"(--max_prompt_length {data.max_prompt_length}, --max_response_length "
+        f"{data.max_response_length}); use {_fitting_flags(limit, data)}."
+    )
+
+
+def require_length(config: Mapping[str, Any], path: str, data: Data) -> None:
+    """Raise ModelError where `length_problem` has one to report."""
+    if problem := length_problem(config, path, data):
+        raise ModelError(problem)
+
+
+def _table_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    kind = text.get("model_type")
+    for field, kinds in POSITION_TABLES.items():
+        size = text.get(field, text.get("max_position_embeddings"))
+        if kind in kinds and type(size) is int:
+            padding = text.get("pad_token_id") if kind in _BEHIND_PADDING else None
+            size -= padding + 1 if type(padding) is int else 0
+            yield size, f"has a table of positions for {size} tokens ({field})"
+
+
+def _rope_limits(text: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    rope, kind = text.get("rope_scaling") or text.get("rope_parameters"), text.get("model_type")
+    if not isinstance(rope, Mapping):
+        return
+    nested = [part for part in rope.values() if isinstance(part, Mapping)]
+    longest = text.get("max_position_embeddings")
+    original = text.get(ORIGINAL, _PHI_ORIGINAL if kind in _PHI[:2] else None)
+    for part in nested or [rope]:
+        scaling = str(part.get("rope_type", part.get("type", "default")))
+        if "dynamic" in scaling:
+            name, border, field = "dynamic NTK", longest, "max_position_embeddings"
+        elif scaling == "longrope" or (kind in _PHI and scaling != "default"):
+            # As transformers has it: the model's own field comes before that of a flat dictionary.
+            inner = part.get(ORIGINAL, longest)
+            border = inner if nested or original is None else original
+            name, field = "longrope", ORIGINAL
+        else:
+            continue
+        if type(border) is int:
+            words = f"has rotary positions ({name}) that depend on the longest row of a batch"
+            yield border, f"{words} above {border} tokens ({field})"
+
+
+def _fitting_flags(limit: int, data: Data) -> str:
+    """The flags that make a row fit: the longer part is cut, or both are halved."""
+    prompt, response = data.max_prompt_length, data.max_response_length
+    if prompt <= limit // 2:
+        return f"--max_response_length {limit - prompt}"
+    if response <= limit // 2:
+        return f"--max_prompt_length {limit - response}"
+    return f"--max_prompt_length {limit // 2} --max_response_length {limit - limit // 2}"

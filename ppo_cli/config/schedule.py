@@ -1,0 +1,52 @@
+"""Learning rates over a run, and what becomes of them when a run gets more steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ppo_cli.config.algorithm_schema import Optim
+from ppo_cli.config.schema import Config
+
+LEAST_CHANGE = 1e-6  # relative; metrics.jsonl holds rates as they were computed
+
+
+def lr_factor(step: int, total_steps: int, optim: Optim) -> float:
+    """Share of the peak learning rate in training step `step` (from 0).
+
+    Linear warm-up that starts above zero, then constant or a half cosine down to
+    `min_lr_ratio` at the last step.
+    """
+    warmup = optim.lr_warmup_steps
+    if warmup < 0:
+        warmup = math.ceil(optim.lr_warmup_steps_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def describe_lr_jumps(
+    config: Config, last_line: Mapping[str, Any], total_steps: int
+) -> Iterator[str]:
+    """Yield a sentence for each model whose learning rate jumps after the step of `last_line`.
+
+    That is a line of metrics.jsonl. A rate jumps where the schedule over `total_steps` is not the
+    one that gave the last step its rate.
+    """
+    step = int(last_line["step"])
+    for name, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+        rate = last_line.get(f"{name}/lr")
+        before, after = (optim.lr * lr_factor(i, total_steps, optim) for i in (step - 1, step))
+        if rate is None or step >= total_steps:
+            continue
+        if not math.isclose(rate, before, rel_tol=LEAST_CHANGE):
+            verb = "rises" if after > rate else "falls"
+            yield (
+                f"the {name}'s learning rate {verb} from {rate:.2g} at step {step} to {after:.2g} "
+                f"at step {step + 1}, as its schedule ({optim.lr_scheduler_type}) spans "
+                f"{total_steps} steps"
+            )
