@@ -21,6 +21,14 @@ FILES = {
     ),
     "tiny.yaml": "data: {train_files: [forty.jsonl], val_files: []}\n",
     "model/tokenizer.json": "{}",
+    "gpt/config.json": '{"model_type": "gpt2", "n_positions": 32}',
+    "phi/config.json": json.dumps(
+        {
+            "model_type": "phi3",
+            "rope_scaling": {"type": "longrope"},
+            "original_max_position_embeddings": 48,
+        }
+    ),
     "other.py": "def compute_scores(data_source, solution_str): ...\n",
     "few.py": "def compute_score(text): ...\n",
     "class.py": "class compute_score: ...\n",
@@ -51,6 +59,8 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
         "--val_files nope.jsonl": "nope.jsonl: no such file",
         "--model ./mymodel": "--model: there is no model folder ./mymodel",
         "--model model": "model holds no config.json",
+        "--model gpt": "gpt has a table of positions for 32 tokens (n_positions)",
+        "--critic_model phi": "phi has rotary positions (longrope) that depend on the longest row",
         "--critic_model ./mymodel": "--critic_model: there is no model folder",
         "--reward_model ./rm": "rm",
         "--reward_function x.py": "there is no file x.py",
@@ -77,6 +87,15 @@ def test_what_a_run_refuses_a_plan_refuses_in_the_same_words(
             assert problems(f"{TRAIN} {more}", capfd) == told
         assert problems(f"{TRAIN} {more} --dry_run", capfd) == told
     assert not (desk / "outputs").exists()
+
+
+@pytest.mark.parametrize("command", ["generate gpt 1+1?", "eval gpt --data embedded"])
+def test_what_samples_refuses_rows_that_the_model_has_no_positions_for(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = problems(f"{command} --max_prompt_length 16 --max_response_length 20", capfd)
+    assert "gpt has a table of positions for 32 tokens" in told
+    assert "use --max_response_length 16." in told
 
 
 ROWS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forked import run_forked
 from tests.loop.runs import (
     ROOT,
     SMALL,
@@ -88,6 +90,22 @@ def test_a_complete_run_says_so_and_stays_as_it_is(uninterrupted: Path) -> None:
     told = train(uninterrupted, *SMALL)
     assert "This run is complete: 8 of 8 steps" in told.stdout
     assert metrics(uninterrupted) == before
+
+
+def test_a_learning_rate_that_jumps_when_a_run_is_made_longer_is_announced(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(uninterrupted, out, symlinks=True)
+    longer = [*SMALL, "--max_steps", "12", "--save_freq", "12", "--output_dir", str(out)]
+    # Half cosines at 7/8 and 8/12, times the peak of 1e-4.
+    jump = "the actor's learning rate rises from 3.8e-06 at step 8 to 2.5e-05 at step 9"
+    planned = run_forked(["plan", *longer], environment(), timeout=300)
+    assert planned.returncode == 0 and jump in " ".join(planned.stdout.split())
+    again = run_forked(["plan", *SMALL, "--output_dir", str(out)], environment(), timeout=300)
+    assert "learning rate" not in again.stdout
+    assert jump in " ".join(train(out, *longer).stdout.split())
+    assert metrics(out)[-4]["actor/lr"] == pytest.approx(2.5e-5)
 
 
 def test_promises_of_the_first_step(uninterrupted: Path) -> None:

@@ -111,6 +111,20 @@ def test_what_comes_next_works_as_printed(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(found) == 4 and all(line.startswith(r"/a\ b/ppo ") for line in found)
 
 
+def test_advice_to_train_longer_says_what_the_learning_rate_does() -> None:
+    optim = {"lr": 1e-3, "lr_scheduler_type": "cosine"}
+    cosine = Config.model_validate({"actor": {"optim": optim}})
+    last = {"step": 3, "reward_mean": 0.1, "actor/lr": 2.5e-4}
+    for config, words in (
+        (cosine, "rises from 0.00025 at step 3 to 0.0005 at step 4"),
+        (Config(), ""),
+    ):
+        line = last | {"actor/lr": last["actor/lr"] if words else config.actor.optim.lr}
+        steps = summarise([line], HERE, config, session=(3, 1.0), resume_command="ppo train")
+        assert ("learning rate" in steps.next_steps[-1]) is bool(words)
+        assert words in steps.next_steps[-1] and "--max_steps 6 " in steps.next_steps[-1]
+
+
 def test_what_lies_in_the_run_folder_is_told(tmp_path: Path) -> None:
     store, history = tmp_path / "checkpoints", [{"step": 4, "reward_mean": 0.5}]
     for step in (2, 4):
