@@ -59,7 +59,6 @@ from ppo_cli.errors import (
 )
 from ppo_cli.records import Prompt
 from ppo_cli.redact import redact
-from ppo_cli.report.metrics import lr_jumps
 from ppo_cli.run_folder import (
     METRICS_FILE,
     CheckpointStore,
@@ -109,6 +108,8 @@ def plan(given: Given) -> None:
 
 def _lr_notes(config: Config) -> Iterator[str]:
     """Yield how the learning rate jumps where the run goes on from a checkpoint."""
+    from ppo_cli.report.metrics import lr_jumps
+
     store = CheckpointStore(Path(config.trainer.output_dir).expanduser() / "checkpoints", None)
     with suppress(ModelError):  # `refused_checkpoint` reports it
         checkpoint = find_resume(store, config.trainer.resume_mode)
